@@ -56,7 +56,7 @@ class ServiceSettings(BaseSettings):
     """The fields under each heading of ``--help``; every field has one heading."""
     fixed: ClassVar[Mapping[str, str]] = {}
     """Inherited fields that the program sets itself, each with the reason. They have no flag and no
-    variable."""
+    variable. With an empty reason, a subclass lets the user set a field again."""
 
     model_config = SettingsConfigDict(
         env_prefix="TRIPTYCH_",
@@ -89,6 +89,11 @@ def declared(cls: type[BaseSettings], variable: str) -> dict[Any, Any]:
     return merged
 
 
+def fixed_fields(cls: type[BaseSettings]) -> dict[str, str]:
+    """Returns the fields without flag and variable, each with the reason."""
+    return {name: reason for name, reason in declared(cls, "fixed").items() if reason}
+
+
 def group_of(cls: type[BaseSettings], field: str) -> Group | None:
     """Returns the heading of a field in ``--help``; ``None`` if no class declares one."""
     for base in cls.__mro__:
@@ -110,7 +115,7 @@ class _NotFixed(PydanticBaseSettingsSource):
         return self._source.get_field_value(field, field_name)
 
     def __call__(self) -> dict[str, Any]:
-        fixed = declared(self.settings_cls, "fixed")
+        fixed = fixed_fields(self.settings_cls)
         return {name: value for name, value in self._source().items() if name not in fixed}
 
 
@@ -133,7 +138,7 @@ class _ReferenceNames(PydanticBaseSettingsSource):
             raise ConfigurationRefused(f"{variable} should be 0 or 1, got {text!r}") from error
 
     def __call__(self) -> dict[str, Any]:
-        fixed = declared(self.settings_cls, "fixed")
+        fixed = fixed_fields(self.settings_cls)
         values = {
             name: self.get_field_value(field, name)[0]
             for name, field in self.settings_cls.model_fields.items()
@@ -164,7 +169,7 @@ class _Parser(ArgumentParser):
             allow_abbrev=False,
         )
         self._settings = cls
-        self._fixed = declared(cls, "fixed")
+        self._fixed = fixed_fields(cls)
         used = {group_of(cls, name) for name in cls.model_fields if name not in self._fixed}
         self._sections = {group: self.add_argument_group(group) for group in Group if group in used}
 

@@ -1,13 +1,20 @@
 """`triptych compile`: compiles a model's graphs and keeps the code, without serving.
 
-A scheduler with the same flags would request the same shapes.
+A scheduler with the same flags would request the same shapes. The ranks of a replica are compiled one after
+another, each in a process of its own that joins no other: code depends on a rank's part of the model, not on
+what the others send.
 """
 
+import os
+import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic_settings import SettingsConfigDict
 
+from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.service_flags import scheduler_flags, worker_flags
 from deploy.launcher.settings import LaunchSettings
 from protos.errors import ConfigurationRefused, TriptychError
@@ -21,14 +28,25 @@ if TYPE_CHECKING:
     from protos.triptych.v1 import worker_pb2
     from worker_svc.execution.worker import Worker
 
+# Names a group that has no other members.
+_ALONE = "compile"
+
 
 class CompileSettings(LaunchSettings):
-    """Compiles the graphs that `triptych up` with the same flags would run.
+    """Compiles the graphs that `triptych up` with the same flags would run, for all ranks or for --rank.
 
     Flags about serving have no effect.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="triptych compile")
+
+    fixed: ClassVar[Mapping[str, str]] = {"rank": ""}
+
+
+class _RankSettings(WorkerSettings):
+    """A worker's settings without a place to meet other ranks."""
+
+    needs_master: ClassVar[bool] = False
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         settings = load(CompileSettings, argv)
+        if settings.layout.world_size > 1 and "rank" not in settings.model_fields_set:
+            return _compile_all(settings.layout.world_size, sys.argv[1:] if argv is None else argv)
         configure("compile", level=settings.log_level, log_format="console")
         silence_libraries()
         print(_compile(settings))
@@ -48,13 +68,24 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _compile_all(ranks: int, argv: Sequence[str]) -> int:
+    """Compiles every rank in a process of its own; stops at the first that fails, and returns its code."""
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    for rank in range(ranks):
+        print(f"rank {rank} of {ranks}", flush=True)
+        command = [sys.executable, "-m", "deploy.cli", "compile", *argv, f"--rank={rank}"]
+        if code := subprocess.run(command, env=environment, check=False).returncode:
+            return code
+    return 0
+
+
 def _compile(settings: CompileSettings) -> str:
     """Compiles, and returns the result for people."""
     # After the settings are read: importing torch takes seconds.
     from worker_svc.execution.worker import Worker
     from worker_svc.graphs.compile_cache import MANIFEST
 
-    worker_settings = load(WorkerSettings, worker_flags(settings, 0))
+    worker_settings = load(_RankSettings, worker_flags(settings, 0, index=settings.rank))
     if not worker_settings.enable_warm_up:
         raise ConfigurationRefused("graphs are compiled during warm-up; remove --no-enable-warm-up")
     if not worker_settings.compile_cache:
@@ -94,6 +125,13 @@ def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.C
     )
     if description.model.pool_tasks:
         return None
+    layout = worker.layout
+    if layout.pipeline > 1 and worker.device.caches_are_inputs and not scheduler_settings.num_blocks:
+        raise ConfigurationRefused(
+            f"code for device {worker.device.name} depends on the number of blocks, which the stages of a pipeline"
+            " agree on when they start; set --num-blocks, and use it with `triptych up`, too"
+        )
+    description = replace(description, pipeline_stages=layout.pipeline, tensor_parallel=layout.tensor)
     geometry = geometry_for(scheduler_settings, description)
     geometry.check(description.limits, description.groups)
     return configure_request(scheduler_settings, geometry, copies_blocks=description.copies_blocks)
@@ -113,7 +151,7 @@ def _run(worker: "Worker", request: "worker_pb2.ConfigureRequest") -> float:
             shown = line
 
     try:
-        ready = worker.configure(geometry_from_proto(request), progress)
+        ready = worker.configure(geometry_from_proto(request), progress, epoch=_ALONE)
     except TriptychError as error:
         raise ConfigurationRefused(error.message) from error
     except (OSError, RuntimeError) as error:  # a full disk, a device without memory, a compiler

@@ -49,7 +49,7 @@ def worker_flags(
     scheduler: Path | None = None,
     *,
     index: int = 0,
-    master: int = 0,
+    master: int | None = None,
 ) -> list[str]:
     """Returns the flags of one worker. Workers share the cores equally unless `cpu_threads` is set.
 
@@ -59,7 +59,7 @@ def worker_flags(
         socket: the worker's.
         scheduler: the scheduler's socket.
         index: the worker's number among those of all replicas, replica by replica and rank by rank.
-        master: the port where the ranks of its replica meet.
+        master: the port where the ranks of its replica meet; `None` for a rank that compiles alone.
     """
     shared: dict[str, object] = {}
     ranks = settings.layout.world_size
@@ -67,9 +67,8 @@ def worker_flags(
         shared["cpu_threads"] = max(1, len(os.sched_getaffinity(0)) // (settings.workers * ranks))
     if ranks > 1:
         replica, rank = divmod(index, ranks)
-        shared |= {
-            "rank": rank, "replica_id": f"replica-{replica}", "master": f"{LOOPBACK}:{master}", "local_rank": index,
-        }  # fmt: skip
+        shared |= {"rank": rank, "replica_id": f"replica-{replica}", "local_rank": index}
+        shared["master"] = None if master is None else f"{LOOPBACK}:{master}"
     return _flags(
         WorkerSettings,
         settings,

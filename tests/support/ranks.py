@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 CHUNK, BLOCK, SLOTS = 64, 64, 4
-_SCHEDULER = (
+SHAPES = (
     "--max-num-seqs", str(SLOTS), "--max-model-len", "512", "--max-num-batched-tokens", str(CHUNK),
     "--block-size", str(BLOCK),
 )  # fmt: skip
@@ -38,7 +38,7 @@ class Replica:
         self._port, self._master = _free_port(), _free_port()
         self.world_size = tensor * pipeline
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
-        self.scheduler = self._start("scheduler_svc", "scheduler", "--port", str(self._port), *_SCHEDULER)
+        self.scheduler = self._start("scheduler_svc", "scheduler", "--port", str(self._port), *SHAPES)
         self._channel = grpc.insecure_channel(f"127.0.0.1:{self._port}")
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 

@@ -275,6 +275,8 @@ class Worker:
                 self.layout, self.device.torch_device, master=self._settings.master, epoch=epoch
             )
             engine.group = self._group
+            if not self._settings.master:
+                return  # nothing to lead or to follow
             if self.layout.leads:
                 self._leader = Leader(engine, self._group, self._give_up)
             else:

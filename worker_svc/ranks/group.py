@@ -37,7 +37,8 @@ class RankGroup:
         Args:
             layout: this rank's place.
             device: where the model runs; tensors travel through NCCL if it is a GPU, else through gloo.
-            master: host:port where rank 0 listens for the others.
+            master: host:port where rank 0 listens for the others. Empty for a rank that is alone, to compile
+                its graphs: collectives then return at once, as if the others had sent what this rank sends.
             epoch: names this forming of the group. Ranks of different epochs never meet.
 
         Raises:
@@ -45,28 +46,28 @@ class RankGroup:
         """
         self.layout = layout
         self.epoch = epoch
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        host, backend = ("gloo", "nccl" if device.type == "cuda" else "gloo") if master else ("fake", "fake")
         try:
-            store = PrefixStore(epoch, _open_store(layout, master))
+            store = PrefixStore(epoch, _open_store(layout, master)) if master else _no_store()
             distributed.init_process_group(
-                "gloo", store=store, rank=layout.rank, world_size=layout.world_size, timeout=_FOREVER
+                host, store=store, rank=layout.rank, world_size=layout.world_size, timeout=_FOREVER
             )
         except (RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise Unavailable(f"the ranks of the replica do not meet at {master}: {reason}") from error
         everyone = tuple(range(layout.world_size))
-        self._exchange = _group(everyone, "gloo")
-        self.plans = Channel(_group(everyone, "gloo"), 0)
+        self._exchange = _group(everyone, host)
+        self.plans = Channel(_group(everyone, host), 0)
         """From rank 0: the steps, in the order in which all ranks run them."""
         for stage in range(layout.pipeline):
             group = _group(layout.ranks_of(stage), backend)
             if stage == layout.stage:
-                operators.use_group(group, device)
+                operators.use_group(group)
         last = layout.ranks_of(layout.pipeline - 1)
-        self.choices = Channel(_group(last, "gloo"), layout.chooser)
+        self.choices = Channel(_group(last, host), layout.chooser)
         """From the chooser to its stage: tokens that ranks cannot choose alike."""
         earlier = tuple(rank for rank in everyone if rank not in last)
-        self.results = Channel(_group((*earlier, layout.chooser), "gloo"), layout.chooser)
+        self.results = Channel(_group((*earlier, layout.chooser), host), layout.chooser)
         """From the chooser to all other stages: the result of each step."""
         self._links = {
             (source, source + layout.tensor): _group((source, source + layout.tensor), backend)
@@ -117,6 +118,13 @@ def _open_store(layout: RankLayout, master: str) -> Any:
             if time.monotonic() > deadline or not layout.leads:
                 raise
             time.sleep(_RETRY_S)
+
+
+def _no_store() -> Any:
+    """Returns the store of a rank that is alone. The import registers PyTorch's backend "fake"."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
 
 
 def _group(ranks: Sequence[int], backend: str) -> Any:

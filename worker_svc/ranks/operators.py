@@ -30,10 +30,10 @@ class _Stage:
     """Memory that all ranks can read, as bytes; `None` where GPUs do not reach each other's memory."""
 
 
-def use_group(group: Any, device: torch.device) -> None:
+def use_group(group: Any) -> None:
     """Makes the operators run on a process group of torch.distributed; all its ranks call this together."""
     _Stage.group = group
-    if group is not None and device.type == "cuda":
+    if group is not None and distributed.get_backend(group) == "nccl":
         _Stage.shared = _shared_memory(group)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import ranks, tiny_models
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.graphs.compile_cache import CompileCache
@@ -135,6 +136,54 @@ def test_the_graphs_of_an_npu_are_kept_and_listed(tiny: Path, tmp_path: Path) ->
     # A chunk, a decode step, and one output head for both, as each needs the logits of one row.
     assert sum(name.startswith("graph-") for name in manifest.files) == 3
     assert manifest.fields["num_blocks"].isdigit()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_ranks_start_from_compiled_code(split: str, tmp_path: Path) -> None:
+    """Every rank is compiled alone; ranks that then meet need no compiler and answer."""
+    model = tiny_models.write("llama", tmp_path / "model")
+    cache = tmp_path / "cpu"
+    sizes = (f"--{split}-parallel-size", "2", "--cpu-threads", "1", "--kv-memory", "0.1")
+    # One rank at a time is enough, too.
+    assert compiled(run_compile(model, cache, *ranks.SHAPES, *sizes, "--rank", "0")) > 0
+    done = run_compile(model, cache, *ranks.SHAPES, *sizes)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(rank \d of 2|\d+ pieces compiled)", done.stdout, re.MULTILINE)
+    assert found[:3] == ["rank 0 of 2", "0 pieces compiled", "rank 1 of 2"]
+    flags = ("-O", "2", "--compile-cache", "--compile-cache-dir", str(cache), "--require-precompiled")
+    with ranks.replica(
+        model, tmp_path, tensor=1 + (split == "tensor"), pipeline=1 + (split == "pipeline"), flags=flags
+    ) as running:
+        assert len(running.generate([3, 9, 27], 4, {"temperature": 0.0})[0]) == 4
+    for rank in range(2):
+        assert "compiled_nothing" in (tmp_path / f"rank{rank}.log").read_text()
+
+
+def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    """Sizes and rank must fit, in one line."""
+    done = run_compile(tmp_path, tmp_path, "--tensor-parallel-size", "2", "--rank", "2")
+    assert (done.returncode, done.stderr) == (
+        2, "triptych compile: --rank 2 does not exist in a replica of 2; ranks begin at 0\n",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--enable-expert-parallel",), "splits experts over the ranks of a stage, and there is one"),
+        (("--pipeline-parallel-size", "2", "--rank", "0"), "smaller than the 2 pipeline stages"),
+    ],
+)
+def test_sizes_that_contradict_each_other_are_refused(
+    tiny: Path, tmp_path: Path, flags: Sequence[str], reason: str
+) -> None:
+    """What `triptych up` would refuse is refused before anything is compiled."""
+    done = run_compile(tiny, tmp_path, *flags)
+    assert done.returncode == 2
+    assert reason in done.stderr.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
-from protos.settings import Group, ServiceSettings, declared, group_of
+from protos.settings import Group, ServiceSettings, declared, fixed_fields, group_of
 from scheduler_svc.settings import Settings as SchedulerSettings
 from tests.support.docs.pages import NOTICE, anchor, page, table
 from worker_svc.settings import Settings as WorkerSettings
@@ -65,7 +65,7 @@ def _launcher() -> list[str]:
     lines = ["## triptych up", "", text, ""]
     lines += table(HEAD, [_row(LaunchSettings, name, LaunchSettings.model_fields[name]) for name in own])
     lines += ["It sets these itself, so they have neither a flag nor a variable here:", ""]
-    fixed = declared(LaunchSettings, "fixed")
+    fixed = fixed_fields(LaunchSettings)
     return lines + table(("setting", "why"), [(f"`{name}`", reason) for name, reason in fixed.items()])
 
 

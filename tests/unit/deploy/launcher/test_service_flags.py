@@ -25,7 +25,7 @@ def scheduler(*arguments: str) -> list[str]:
 
 def worker(*arguments: str) -> list[str]:
     return service_flags.worker_flags(
-        load(LaunchSettings, list(arguments)), 8, Path("/run/w.sock"), SCHEDULER
+        load(LaunchSettings, list(arguments)), 8, Path("/run/w.sock"), SCHEDULER, master=9
     )
 
 
