@@ -103,16 +103,33 @@ StepInput = PagedInput | InPlaceInput
 
 
 @dataclass(frozen=True)
-class RowsInput:
-    """Whole prompts, one a row, padded at the end. Pooling models use it; nothing is cached."""
+class RowsPlan:
+    """What the tokens of whole prompts see, one prompt a row. Pooling models use it; nothing is cached."""
 
-    real: torch.Tensor
-    """bool [rows, row_len]: which tokens are not padding. Every row starts with a real token."""
+    mask: torch.Tensor
+    """[rows, 1, queries, row_len], bool or, on NPUs, float32 to add to the scores. There is one query if all
+    tokens of a row see the same."""
 
     @classmethod
-    def of(cls, lengths: torch.Tensor, row_len: int) -> "RowsInput":
-        """Builds the mask from the number of real tokens in each row, int64 [rows]."""
-        return cls(torch.arange(row_len, device=lengths.device) < lengths[:, None])
+    def of(cls, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> "RowsPlan":
+        """Builds the mask of layers with these parameters.
+
+        No real token sees padding, and every token sees something: a softmax over nothing is NaN.
+
+        Args:
+            lengths: int64 [rows], the number of real tokens at the start of each row, at least 1.
+            row_len: tokens of a row, padding included.
+            params: says whether the layers are causal and how far they look back.
+        """
+        seen = torch.arange(row_len, device=lengths.device)
+        mask = (seen < lengths[:, None])[:, None, None, :]
+        if params.causal:
+            visible = seen <= seen[:, None]
+            if params.window:
+                visible &= seen > seen[:, None] - params.window
+            # Padding beyond a window sees itself.
+            mask = (mask & visible) | torch.eye(row_len, dtype=torch.bool, device=lengths.device)
+        return cls(mask)
 
 
 def tensors_of(step: StepInput) -> list[torch.Tensor]:

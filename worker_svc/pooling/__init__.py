@@ -1,5 +1,5 @@
-"""Pooling models: prompts in, one vector each out, without a KV cache, graphs or sampling.
+"""Pooling models: prompts in, one vector each out, in graphs, without a KV cache or sampling.
 
 `engine` configures a pooling model, `pool_runner` runs its plans, `pooler` pools hidden states.
-Imported by `execution.worker`; imports `devices` and `shapes`.
+Imported by `execution.worker` and `vllm_adapter.model`; imports `graphs`, `devices` and `shapes`.
 """

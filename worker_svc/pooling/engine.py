@@ -1,11 +1,14 @@
-"""Configures a pooling model."""
+"""Configures a pooling model: its static shapes, graphs and their compiled code."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused, Internal
 from protos.steps import StepPlan
 from worker_svc.devices.base import Device
+from worker_svc.graphs.compilation import Compilation
+from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import Phases
 from worker_svc.pooling.pool_runner import PoolingModel, PoolRunner
@@ -14,14 +17,10 @@ from worker_svc.shapes.model_description import ModelDescription
 
 
 class PoolingEngine:
-    """Runs a pooling model in static shapes. Implements `execution.engine.Engine`."""
+    """Runs a pooling model in static shapes and graphs. Implements `execution.engine.Engine`."""
 
     bytes_per_block: tuple[int, ...] = ()
     """Empty: there is no KV cache."""
-    num_compiled: int = 0
-    """A pooling model compiles nothing."""
-    code_folder: Path | None = None
-    """`None`: there is no compiled code."""
 
     def __init__(
         self,
@@ -30,7 +29,8 @@ class PoolingEngine:
         description: ModelDescription,
         *,
         check_memory: Callable[[PoolGeometry], None],
-        warm_up: bool,
+        compilation: Compilation,
+        options: GraphOptions,
     ) -> None:
         """Allocates nothing.
 
@@ -39,7 +39,8 @@ class PoolingEngine:
             device: where the model runs.
             description: the model's, with `pooling` set.
             check_memory: raises ConfigurationRefused for shapes that do not fit into memory.
-            warm_up: whether to run every shape once before serving.
+            compilation: finds and keeps compiled code.
+            options: how graphs are made.
         """
         assert description.pooling is not None
         self._model = model
@@ -47,8 +48,19 @@ class PoolingEngine:
         self._description = description
         self._pooling = description.pooling
         self._check_memory = check_memory
-        self._warm_up = warm_up
+        self._compilation = compilation
+        self._options = options
         self._runner: PoolRunner | None = None
+
+    @property
+    def num_compiled(self) -> int:
+        """How often a compiler ran since `start`; see `Compilation.num_compiled`."""
+        return 0 if self._runner is None else self._compilation.num_compiled(self._runner.graphs)
+
+    @property
+    def code_folder(self) -> Path | None:
+        """The folder of the compiled code in use, if there is any."""
+        return self._compilation.folder
 
     def check(self, geometry: Geometry | PoolGeometry) -> PoolGeometry:
         """Returns the geometry if the model can run it.
@@ -64,19 +76,22 @@ class PoolingEngine:
         return geometry
 
     def start(self, geometry: PoolGeometry, load: Callable[[], None], phases: Phases) -> PoolGeometry:
-        """Loads the weights and runs every shape once.
+        """Finds compiled code, loads the weights, and makes and runs the graph of every shape.
 
         Raises:
-            ConfigurationRefused: if the largest shape does not fit into memory.
+            ConfigurationRefused: if the shapes do not fit into memory, or a graph cannot be made.
         """
+        self._compilation.find(geometry)
         load()
         phases.finish("load")
         self._check_memory(geometry)
-        self._runner = PoolRunner(self._model, self._device, self._pooling, geometry)
+        checked = self._compilation.checked_graphs(geometry)
+        options = replace(self._options, checked=checked.read())
+        self._runner = PoolRunner(self._model, self._device, self._pooling, geometry, options)
         phases.finish("allocate")
-        if self._warm_up:
-            self._runner.warm_up(phases.progress("warm_up"))
-            phases.finish("warm_up")
+        self._compilation.make_graphs(self._runner, phases)
+        if self._runner.graphs.checked:
+            checked.write(self._runner.graphs.checked)
         return geometry
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
@@ -92,5 +107,8 @@ class PoolingEngine:
             self._runner.reset()
 
     def release(self) -> None:
-        """Drops everything that `start` made, except the weights."""
-        self._runner = None
+        """Drops the runner with its graphs, and the compiled code."""
+        if self._runner is not None:
+            self._runner.close()
+            self._runner = None
+        self._compilation.release()

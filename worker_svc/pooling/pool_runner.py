@@ -1,43 +1,45 @@
 """Runs a pooling model's plans: whole prompts at once, in a static shape, without a KV cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from protos.errors import Internal
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
-from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.base import Device
+from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature, RecordableModel
 from worker_svc.phases import Progress
-from worker_svc.pooling.pooler import normalize_rows, pool_rows
+from worker_svc.pooling.pooler import normalize_rows
 from worker_svc.shapes.geometry import PoolGeometry
 from worker_svc.shapes.model_description import PoolingDescription
 
 
-class PoolingModel(Protocol):
+class PoolingModel(RecordableModel, Protocol):
     """What the runner needs from a model; `vllm_adapter.model.VllmModel` implements it."""
 
-    def row_plans(self, rows: RowsInput) -> dict[str, Any]:
-        """Returns the attention metadata that `forward` takes for a step's rows."""
+    def row_plans(self, lengths: torch.Tensor, row_len: int, /) -> dict[str, Any]:
+        """Returns the attention metadata that `forward` takes, for lengths [rows] of rows of `row_len`."""
         ...
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
-    ) -> torch.Tensor:
-        """Returns hidden states [tokens, hidden] for token ids [tokens]."""
-        ...
 
-    def project(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Returns embeddings [rows, size] for pooled hidden states, float32 [rows, hidden]."""
-        ...
+Step = Callable[..., tuple[torch.Tensor, ...]]
+"""From token ids [tokens] and lengths [rows] to embeddings [rows, size], valid until the next call."""
 
 
 class PoolRunner:
     """A pooling model and the prompts in its slots. Not thread-safe: one thread runs all plans."""
 
+    graphs: GraphRunner
+    """The graphs that steps run as."""
+
     def __init__(
-        self, model: PoolingModel, device: Device, description: PoolingDescription, geometry: PoolGeometry
+        self,
+        model: PoolingModel,
+        device: Device,
+        description: PoolingDescription,
+        geometry: PoolGeometry,
+        options: GraphOptions | None = None,
     ) -> None:
         """Allocates nothing.
 
@@ -46,6 +48,7 @@ class PoolRunner:
             device: where the model runs.
             description: how the model pools.
             geometry: the static shapes.
+            options: how steps become graphs; `None` for the device's default level.
         """
         self._model = model
         self._device = device
@@ -53,12 +56,31 @@ class PoolRunner:
         self._shapes = geometry.shapes
         self._longest = max(shape.prompt_len for shape in geometry.shapes)
         self._slots: dict[int, Admission] = {}
+        self._steps: dict[GraphSignature, Step] = {}
+        self.graphs = GraphRunner(model, device, options or GraphOptions(level=device.default_level))
+
+    def signatures(self) -> list[GraphSignature]:
+        """Returns every kind of step that plans may ask for."""
+        return [_signature(shape) for shape in self._shapes]
+
+    @torch.inference_mode()
+    def make_graphs(self, progress: Progress) -> None:
+        """Makes the graph of every shape.
+
+        Raises:
+            ConfigurationRefused: if a graph cannot be made but is required.
+        """
+        signatures = self.signatures()
+        for done, signature in enumerate(signatures):
+            progress(done, len(signatures), str(signature))
+            self._make(signature)
+        progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:
         """Runs every shape once, on padding only."""
         for done, shape in enumerate(self._shapes):
-            progress(done, len(self._shapes), f"pooling of {shape.batch} x {shape.prompt_len} tokens")
+            progress(done, len(self._shapes), str(_signature(shape)))
             self._embed([], shape)
         progress(len(self._shapes), len(self._shapes), "done")
 
@@ -91,6 +113,10 @@ class PoolRunner:
     def reset(self) -> None:
         """Frees every slot."""
         self._slots.clear()
+
+    def close(self) -> None:
+        """Drops the captured steps, which reference the runner and would keep its graphs' memory in use."""
+        self._steps.clear()
 
     def _admit(self, request: Admission) -> Internal | None:
         """Puts a request into its slot, or returns why it cannot."""
@@ -127,21 +153,26 @@ class PoolRunner:
             requests.append(request)
         return requests
 
+    def _make(self, signature: GraphSignature) -> None:
+        """Makes a signature's graph on padding, and captures the step around it if the device captures."""
+        row_len = signature.query_len
+        given = self._upload(*_inputs([], signature))
+        self.graphs.build(signature, *given, self._model.row_plans(given[1], row_len))
+
+        def step(tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor]:
+            plans = self._model.row_plans(lengths, row_len)
+            return (self.graphs.run(signature, tokens, lengths, plans),)
+
+        is_captured = self._device.captures and self.graphs.has(signature)
+        self._steps[signature] = self._device.capture(step, given) if is_captured else step
+
     def _embed(self, requests: Sequence[Admission], shape: PoolShape) -> list[list[float]]:
         """Returns the embeddings of requests that fit `shape`; the remaining rows are padding."""
-        batch, row_len = shape.batch, shape.prompt_len
-        tokens = torch.zeros((batch, row_len), dtype=torch.int64)
-        lengths = torch.ones(batch, dtype=torch.int64)
-        for row, request in enumerate(requests):
-            lengths[row] = len(request.token_ids)
-            tokens[row, : len(request.token_ids)] = torch.tensor(request.token_ids, dtype=torch.int64)
-        device = self._device.torch_device
-        lengths = lengths.to(device)
-        positions = torch.arange(row_len, device=device).repeat(batch)
-        plans = self._model.row_plans(RowsInput.of(lengths, row_len))
-        hidden = self._model.forward(tokens.to(device).flatten(), positions, plans)
-        pooled = pool_rows(hidden.view(batch, row_len, -1), lengths, self._description.method)
-        raw = self._model.project(pooled).float()
+        signature = _signature(shape)
+        if signature not in self._steps:
+            self.graphs.count_late(signature)
+            self._make(signature)
+        (embeddings,) = self._steps[signature](*self._upload(*_inputs(requests, signature)))
         if not requests:
             return []
         default = self._description.normalize
@@ -151,10 +182,29 @@ class PoolRunner:
             else default
             for request in requests
         ]
-        normalize = torch.tensor(choices, device=device)[:, None]
-        raw = raw[: len(requests)]
-        rows: list[list[float]] = torch.where(normalize, normalize_rows(raw), raw).tolist()
+        raw = embeddings[: len(requests)].cpu()
+        rows: list[list[float]] = torch.where(
+            torch.tensor(choices)[:, None], normalize_rows(raw), raw
+        ).tolist()
         return rows
+
+    def _upload(self, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self._device.torch_device
+        return tokens.to(device), lengths.to(device)
+
+
+def _signature(shape: PoolShape) -> GraphSignature:
+    return GraphSignature("pooling", shape.batch, shape.prompt_len)
+
+
+def _inputs(requests: Sequence[Admission], signature: GraphSignature) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns token ids, int64 [tokens], and lengths, int64 [rows]. A row of padding has one token."""
+    tokens = torch.zeros((signature.batch, signature.query_len), dtype=torch.int64)
+    lengths = torch.ones(signature.batch, dtype=torch.int64)
+    for row, request in enumerate(requests):
+        lengths[row] = len(request.token_ids)
+        tokens[row, : len(request.token_ids)] = torch.tensor(request.token_ids, dtype=torch.int64)
+    return tokens.flatten(), lengths
 
 
 def _output(slot: int, row: Sequence[float]) -> SlotOutput:

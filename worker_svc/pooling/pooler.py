@@ -21,7 +21,9 @@ def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod
         case "CLS":
             return hidden[:, 0].float()
         case "LAST":
-            return hidden[torch.arange(len(lengths), device=hidden.device), lengths - 1].float()
+            # PyTorch marks indexing as an operator with data-dependent shapes, which a graph cannot contain.
+            last = (lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[-1])
+            return hidden.gather(1, last)[:, 0].float()
         case "MEAN":
             padding = torch.arange(hidden.shape[1], device=hidden.device) >= lengths[:, None]
             total = hidden.float().masked_fill(padding[:, :, None], 0).sum(dim=1)

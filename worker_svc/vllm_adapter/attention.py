@@ -7,7 +7,7 @@ import torch
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput
+from worker_svc.devices.attention import AttentionCall, AttentionParams
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder
 
@@ -19,7 +19,7 @@ class StepAttention:
     device: Device
     """Runs the attention."""
     plan: Any
-    """The device's plan, or the `RowsInput` of a pooling model."""
+    """The device's plan."""
     cache: torch.Tensor | None = None
     """The layer's cache if it is an input of the layer's graph; `None` if the layer holds it."""
 
@@ -135,8 +135,6 @@ class TriptychAttention(AttentionImpl):
         call = AttentionCall(self.params, query, key, value, cache, output, self.sinks)
         if isinstance(metadata, RecordedAttention):
             metadata.recorder.attend(metadata.layer, call)
-        elif isinstance(metadata.plan, RowsInput):
-            metadata.device.attend_rows(call, metadata.plan)
         else:
-            metadata.device.attend(call, metadata.plan)
+            metadata.device.attend_step(call, metadata.plan)
         return output

@@ -1,5 +1,6 @@
 """A model that vLLM loaded: its layers run here, without vLLM's engine."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -7,12 +8,12 @@ from typing import Any, cast
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
+from worker_svc.pooling.pooler import pool_rows
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import AttentionLayer
-from worker_svc.shapes.model_description import ModelDescription, ModelSize
+from worker_svc.shapes.model_description import ModelDescription, ModelSize, PoolingDescription
 from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
 from worker_svc.vllm_adapter.description import describe, describe_pooling, is_experts, measure
 
@@ -70,16 +71,13 @@ class VllmModel:
             self._config: Any = configure(**arguments, layout=layout)
             self._model: Any = _build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
-        self._prepare_layers()
-        head, whole = self._compute_logits, self._model if layout.pipeline == 1 else self._run_stage
+        self._pooling = pooling = self._prepare_pooling()
+        self._prepare_layers(cached=pooling is None)
+        head, whole = self._compute_logits, self._step()
         self._run: Callable[..., torch.Tensor] = device.compile(whole) if compiled else whole
         self._whole: Callable[..., torch.Tensor] = whole
         self._head: Callable[..., torch.Tensor] = device.compile(head) if compiled else head
         self._caches: Mapping[str, torch.Tensor] = {}
-        pooling, self._projector = None, None
-        model_config = self._config.model_config
-        if model_config.runner_type == "pooling":
-            pooling, self._projector = describe_pooling(self._config, self._model, self._layers)
         if pooling and layout.world_size > 1:
             raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
         everywhere: Mapping[str, Any] = {} if pooling else self._layers
@@ -88,14 +86,31 @@ class VllmModel:
         self.description = describe(self._config, everywhere, pooling, here=self._layers)
         self._state_names = self._names_of_states()
         # Measured before load_weights(), which packs matrices into other shapes.
-        self.size = measure(model_config, self._model, 0 if pooling else self.description.vocab_size)
+        vocab_size = 0 if pooling else self.description.vocab_size
+        self.size = measure(self._config.model_config, self._model, vocab_size)
         # All steps use one context and only replace its metadata.
         self._context: Any = create_forward_context({}, self._config)
 
-    def _prepare_layers(self) -> None:
-        """Checks that the device serves the layers, and lets expert layers know the device."""
+    def _prepare_pooling(self) -> PoolingDescription | None:
+        """Describes how the model pools, if it does, and keeps the layers that follow."""
+        self._projector = None
+        if self._config.model_config.runner_type != "pooling":
+            return None
+        pooling, self._projector = describe_pooling(self._config, self._model, self._layers)
+        _leave_out_token_types()
+        return pooling
+
+    def _step(self) -> Callable[..., torch.Tensor]:
+        """Returns what `forward` runs."""
+        if self._pooling is not None:
+            return self._embed
+        run: Callable[..., torch.Tensor] = self._model
+        return run if self._layout.pipeline == 1 else self._run_stage
+
+    def _prepare_layers(self, *, cached: bool) -> None:
+        """Checks that the device serves layers with a cache, and lets expert layers know the device."""
         for layer in self._layers.values():
-            if (params := getattr(getattr(layer, "impl", None), "params", None)) is not None:
+            if cached and (params := getattr(getattr(layer, "impl", None), "params", None)) is not None:
                 self._device.check_attention(params)
             if is_experts(layer):
                 layer.device = self._device
@@ -138,6 +153,8 @@ class VllmModel:
             loader.load_weights(self._model, model_config)
             process_weights_after_loading(self._model, model_config, self._device.torch_device)
             self._device.place_weights(self._model)
+            if isinstance(self._projector, torch.nn.Module):
+                self._device.place_weights(self._projector)
         self._model.eval()
 
     def bind_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -191,29 +208,39 @@ class VllmModel:
             return cast("torch.Tensor", result)
         return torch.stack([result.tensors[name] for name in sorted(result.tensors)])
 
+    def _embed(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Runs a pooling model's layers, pools each row and projects the results; see `forward`."""
+        assert self._pooling is not None
+        rows = lengths.shape[0]
+        positions = torch.arange(token_ids.shape[0] // rows, device=token_ids.device).repeat(rows)
+        hidden: torch.Tensor = self._model(token_ids, positions)
+        pooled = pool_rows(hidden.view(rows, -1, hidden.shape[-1]), lengths, self._pooling.method)
+        return (pooled if self._projector is None else self._projector(pooled)).float()
+
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, places: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Runs the model's layers.
+        """Runs the model's layers; of a pooling model, also what follows them.
 
         Args:
             token_ids: int64 [tokens]; after the first stage, what the stage before returned.
-            positions: int64 [tokens].
+            places: positions, int64 [tokens]. A pooling model takes the number of real tokens at the start of
+                each row, int64 [rows], at least 1. Its rows have the same number of tokens, with padding.
             plans: by layer name, the attention metadata from `attention_plans` or `row_plans`.
 
         Returns:
             Hidden states [tokens, hidden], in the model's dtype; before the last stage
-            [states, tokens, hidden].
+            [states, tokens, hidden]. A pooling model's embeddings, float32 [rows, size].
         """
         from vllm.forward_context import override_forward_context
 
         self._context.attn_metadata = plans
         with override_forward_context(self._context):
-            return self._run(token_ids, positions)
+            return self._run(token_ids, places)
 
     @torch.inference_mode()
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+    def record(self, token_ids: torch.Tensor, places: torch.Tensor) -> Recording:
         """Records `forward` on tensors of these shapes.
 
         Raises:
@@ -223,11 +250,10 @@ class VllmModel:
 
         from worker_svc.vllm_adapter.attention import RecordedAttention
 
-        inputs = (token_ids.clone(), positions.clone())
+        inputs = (token_ids.clone(), places.clone())
         recorder = Recorder(inputs)
-        self._context.attn_metadata = {
-            layer.name: RecordedAttention(recorder, layer.name) for layer in self._own_layers()
-        }
+        names = self._layers if self._pooling else [layer.name for layer in self._own_layers()]
+        self._context.attn_metadata = {name: RecordedAttention(recorder, name) for name in names}
         with override_forward_context(self._context), recorder:
             hidden = self._whole(*inputs)
         return recorder.finish(hidden)
@@ -257,19 +283,24 @@ class VllmModel:
                 plans[layer.name] = plans[layer.shares_with]
         return plans
 
-    def row_plans(self, rows: RowsInput) -> dict[str, Any]:
-        """Builds the metadata for `forward` in a pooling model's step."""
+    def row_plans(self, lengths: torch.Tensor, row_len: int) -> dict[str, Any]:
+        """Builds the metadata for `forward` in a pooling model's step.
+
+        Args:
+            lengths: the number of real tokens in each row, int64 [rows].
+            row_len: tokens of a row, padding included.
+        """
         from worker_svc.vllm_adapter.attention import StepAttention
 
-        return dict.fromkeys(self._layers, StepAttention(self._device, rows))
-
-    @torch.inference_mode()
-    def project(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Returns embeddings [rows, size] of pooled hidden states, float32 [rows, hidden]."""
-        if self._projector is None:
-            return pooled
-        projected: torch.Tensor = self._projector(pooled)
-        return projected
+        made: dict[tuple[bool, int], StepAttention] = {}
+        plans: dict[str, Any] = {}
+        for name, layer in self._layers.items():
+            params = layer.impl.params
+            kind = params.causal, params.window
+            if kind not in made:
+                made[kind] = StepAttention(self._device, self._device.plan_rows(lengths, row_len, params))
+            plans[name] = made[kind]
+        return plans
 
 
 def _build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
@@ -294,6 +325,17 @@ def _build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
         if config.model_config.is_moe and device.name == "cpu":
             import worker_svc.vllm_adapter.cpu_moe  # noqa: F401 - registers on import, which takes seconds
         return initialize_model(vllm_config=config)
+
+
+def _leave_out_token_types() -> None:
+    """Makes encoders add the embedding of token type 0, the only one that we serve.
+
+    They read the types from a bit of the token ids, in place, which not every device's compiler takes.
+    """
+    for name in ("bert", "roberta"):
+        module: Any = sys.modules.get(f"vllm.model_executor.models.{name}")
+        if module is not None:
+            module._decode_token_type_ids = torch.zeros_like  # noqa: SLF001 - the only place that decides
 
 
 def _layers_of_all_stages(arguments: Mapping[str, Any], layout: RankLayout) -> dict[str, Any]:

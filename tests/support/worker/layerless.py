@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import torch
 
 from protos.kv_groups import GroupKind
-from worker_svc.devices.attention import RowsInput
 from worker_svc.devices.cuda.device import CudaDevice
-from worker_svc.graphs.capture import Recording
+from worker_svc.graphs.capture import Recorder, Recording
+from worker_svc.pooling.pooler import pool_rows
 from worker_svc.shapes.geometry import AttentionLayer, group_layers
+from worker_svc.shapes.model_description import PoolingMethod
 
 GROUPS = group_layers(
     [AttentionLayer(name, 2, 1, 16, window, torch.float32) for name, window in (("full", 0), ("window", 8))],
@@ -49,22 +50,31 @@ POISON = 99
 
 
 class Echo:
-    """A pooling model whose hidden states are a token's id and position, and NaN for one token."""
+    """A pooling model: a hidden state is a token's id and position, or NaN for one token and for padding."""
 
-    def __init__(self) -> None:
-        self.forwards: list[tuple[int, ...]] = []
+    def __init__(self, method: PoolingMethod = "MEAN") -> None:
+        self.forwards: list[tuple[int, int]] = []
+        """Rows and tokens per row of each call of the model's code."""
+        self._method = method
 
-    def row_plans(self, rows: RowsInput) -> dict[str, Any]:
-        self.forwards.append(tuple(rows.real.shape))
-        return {"rows": rows}
+    def row_plans(self, lengths: torch.Tensor, row_len: int) -> dict[str, Any]:
+        del lengths, row_len
+        return {}
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, lengths: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:
-        hidden = torch.stack([token_ids, positions], dim=-1).float()
-        padding = ~plans["rows"].real.flatten()
-        hidden[padding | (token_ids == POISON)] = math.nan
-        return hidden
+        del plans
+        rows, row_len = len(lengths), len(token_ids) // len(lengths)
+        self.forwards.append((rows, row_len))
+        tokens, positions = token_ids.view(rows, row_len), torch.arange(row_len).expand(rows, row_len)
+        hidden = torch.stack([tokens, positions], dim=-1).float()
+        unreal = (positions >= lengths[:, None]) | (tokens == POISON)
+        return pool_rows(hidden.masked_fill(unreal[:, :, None], math.nan), lengths, self._method)
 
-    def project(self, pooled: torch.Tensor) -> torch.Tensor:
-        return pooled
+    def record(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> Recording:
+        inputs = (token_ids.clone(), lengths.clone())
+        recorder = Recorder(inputs)
+        with recorder:
+            embeddings = self.forward(*inputs, {})
+        return recorder.finish(embeddings)

@@ -161,15 +161,21 @@ def test_unknown_free_memory_needs_a_setting() -> None:
     assert make_budget(None).fit(requested, make_groups()) == requested
 
 
-def test_pooling_needs_memory_for_its_largest_step() -> None:
-    """A pooling model has no cache; its largest shape must fit."""
+def test_pooling_needs_memory_for_its_steps() -> None:
+    """A pooling model has no cache. Recorded graphs of all shapes must fit, or else the largest step."""
     geometry = PoolGeometry((PoolShape(4096, 1), PoolShape(512, 64)))
     make_budget(8 * GIB).check_pooling(geometry)
     make_budget(None).check_pooling(geometry)
+    recorded = working_bytes(SIZE, (4096, 512 * 64), 0, recorded=True)
+    largest = working_bytes(SIZE, (512 * 64,), 0, recorded=True)
+    make_budget(recorded).check_pooling(geometry)
+    with pytest.raises(ConfigurationRefused, match=r"graphs of 2 shapes need .* lower --pool-batch-sizes"):
+        make_budget(recorded - 1).check_pooling(geometry)
+    make_budget(largest, recorded=False).check_pooling(geometry)
     with pytest.raises(
         ConfigurationRefused, match=r"a step of 32768 tokens needs .* lower --pool-batch-sizes"
     ):
-        make_budget(GIB).check_pooling(geometry)
+        make_budget(largest - 1, recorded=False).check_pooling(geometry)
 
 
 def test_oversized_weights_are_refused_by_their_headers(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from protos.steps import PoolShape
 from tests.support.worker.layerless import GROUPS
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.compile_cache import key_of
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.geometry import Geometry
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
+from worker_svc.shapes.model_description import PoolingDescription
 
 SIZES = Geometry(32, 2, 8, 16, (1, 2), (5, 5))
 
@@ -95,3 +97,22 @@ def test_weights_count_by_value_only_where_code_contains_them(folder: Path) -> N
     assert key(folder, device=constant, dummy_seed=1) != key(folder, device=constant, dummy_seed=2)
     save_file({"b": torch.ones(2)}, folder / "model.safetensors")
     assert key(folder) != before[plain]
+
+
+def test_what_a_pooling_model_does_after_its_layers_counts(folder: Path) -> None:
+    """Shapes, the method and the layers that follow pooling tell code apart; the order of shapes does not."""
+    small, large = PoolShape(16, 1), PoolShape(32, 4)
+    sizes = PoolGeometry((small, large))
+    mean = PoolingDescription("MEAN", normalize=True, size=8)
+    given: dict[str, Any] = {"groups": (), "geometry": sizes, "pooling": mean}
+    base = key(folder, **given)
+    assert key(folder, **given | {"geometry": PoolGeometry((large, small))}) == base
+    assert key(folder, **given | {"pooling": replace(mean, normalize=False)}) == base
+    assert key(folder, **given | {"geometry": PoolGeometry((small,))}) != base
+    assert key(folder, **given | {"pooling": replace(mean, method="CLS")}) != base
+    dense = folder / "2_Dense" / "model.safetensors"
+    dense.parent.mkdir()
+    save_file({"linear.weight": torch.zeros(2, 2)}, dense)
+    narrow = key(folder, **given)
+    save_file({"linear.weight": torch.zeros(4, 2)}, dense)
+    assert len({base, narrow, key(folder, **given)}) == 3

@@ -1,4 +1,7 @@
-"""The pooling engine: checks, phases and life cycle, without a real model."""
+"""The pooling engine: checks, phases, graphs and life cycle, without a real model."""
+
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,8 +10,11 @@ from protos.errors import ConfigurationRefused, Internal
 from protos.steps import PoolShape, StepPlan
 from tests.support.worker.layerless import Echo
 from worker_svc.devices import open_device
+from worker_svc.graphs.compilation import Compilation, graph_options
+from worker_svc.graphs.compile_cache import MANIFEST
 from worker_svc.phases import Phases
 from worker_svc.pooling.engine import PoolingEngine
+from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
 from worker_svc.shapes.model_description import ModelDescription, PoolingDescription
 
@@ -26,51 +32,99 @@ DESCRIPTION = ModelDescription(
 )
 
 
-def make_engine(model: Echo, *, warm_up: bool = True, refuse: bool = False) -> PoolingEngine:
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of a model without weights."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["EchoModel"]}))
+    return tmp_path
+
+
+def make_engine(
+    model: Echo, folder: Path, *, level: int = 1, warm_up: bool = True, refuse: bool = False
+) -> PoolingEngine:
     def check_memory(_: PoolGeometry) -> None:
         if refuse:
             raise ConfigurationRefused("too large")
 
-    return PoolingEngine(model, open_device("cpu"), DESCRIPTION, check_memory=check_memory, warm_up=warm_up)
+    device = open_device("cpu")
+    settings = Settings(
+        model="echo", optimization_level=level, enable_warm_up=warm_up, compile_cache_dir=folder / "cache"
+    )
+    options = graph_options(settings, device)
+    compilation = Compilation(settings, device, options, folder=folder, description=DESCRIPTION, groups=())
+    return PoolingEngine(
+        model, device, DESCRIPTION, check_memory=check_memory, compilation=compilation, options=options
+    )
 
 
-def test_sizes_of_a_generating_model_are_refused() -> None:
+def test_sizes_of_a_generating_model_are_refused(folder: Path) -> None:
     """The refusal names the architecture and what it needs instead."""
     with pytest.raises(
         ConfigurationRefused, match="EchoModel is a pooling model; configure it with pool_shapes"
     ):
-        make_engine(Echo()).check(Geometry(8, 1, 8, 8, (1,)))
+        make_engine(Echo(), folder).check(Geometry(8, 1, 8, 8, (1,)))
 
 
-def test_shapes_beyond_the_context_are_refused() -> None:
+def test_shapes_beyond_the_context_are_refused(folder: Path) -> None:
     """The engine checks shapes against the model's context."""
     with pytest.raises(ConfigurationRefused, match="1 to 8 tokens"):
-        make_engine(Echo()).check(PoolGeometry((PoolShape(prompt_len=9, batch=1),)))
+        make_engine(Echo(), folder).check(PoolGeometry((PoolShape(prompt_len=9, batch=1),)))
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
-def test_starting_loads_and_runs_every_shape(warm_up: bool) -> None:
+def test_starting_loads_and_makes_every_graph(warm_up: bool, folder: Path) -> None:
     """Weights are loaded first; every phase that ran is timed; warm-up is optional."""
     model = Echo()
     events: list[str] = []
     phases = Phases(lambda *event: events.append(event[0]))
-    engine = make_engine(model, warm_up=warm_up)
+    engine = make_engine(model, folder, warm_up=warm_up)
     assert engine.start(engine.check(GEOMETRY), lambda: events.append("loaded"), phases) == GEOMETRY
     assert events[0] == "loaded"
-    assert set(events[1:]) == ({"warm_up"} if warm_up else set())
-    assert list(phases.seconds) == ["load", "allocate", *(["warm_up"] if warm_up else [])]
-    assert len(model.forwards) == (2 if warm_up else 0)
+    made = ["compile", "warm_up"] if warm_up else []
+    assert set(events[1:]) == set(made)
+    assert list(phases.seconds) == ["load", "allocate", *made]
+    # Each graph is recorded, and compared with the model.
+    assert len(model.forwards) == (4 if warm_up else 0)
     assert not engine.launch(StepPlan(1)).outputs
 
 
-def test_only_a_started_engine_executes() -> None:
+def test_graphs_that_an_earlier_start_compared_are_only_recorded(folder: Path) -> None:
+    """The second start with the same shapes runs the model's code once for each; other shapes are new."""
+
+    def runs_at_start(geometry: PoolGeometry) -> int:
+        model = Echo()
+        make_engine(model, folder).start(geometry, lambda: None, Phases(lambda *_: None))
+        return len(model.forwards)
+
+    assert [runs_at_start(GEOMETRY), runs_at_start(GEOMETRY)] == [4, 2]
+    assert runs_at_start(PoolGeometry(GEOMETRY.shapes[:1])) == 2
+
+
+def test_compiled_code_is_kept_and_found(folder: Path) -> None:
+    """The first start compiles each shape and keeps the code; the second finds it and compiles nothing."""
+    first = make_engine(Echo(), folder, level=2)
+    assert (first.num_compiled, first.code_folder) == (0, None)
+    first.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
+    assert first.num_compiled == len(GEOMETRY.shapes)
+    kept = first.code_folder
+    assert kept is not None
+    manifest = json.loads((kept / MANIFEST).read_text())
+    assert manifest["graphs"] == ["pooling of 1 row of 4 tokens", "pooling of 2 rows of 8 tokens"]
+    first.release()
+    assert (first.num_compiled, first.code_folder) == (0, None)
+    second = make_engine(Echo(), folder, level=2)
+    second.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
+    assert (second.num_compiled, second.code_folder) == (0, kept)
+
+
+def test_only_a_started_engine_executes(folder: Path) -> None:
     """A refused start and a release both leave the engine without a runner."""
-    engine = make_engine(Echo(), refuse=True)
+    engine = make_engine(Echo(), folder, refuse=True)
     with pytest.raises(ConfigurationRefused, match="too large"):
         engine.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
     with pytest.raises(Internal, match="not configured"):
         engine.launch(StepPlan(1))
-    engine = make_engine(Echo(), warm_up=False)
+    engine = make_engine(Echo(), folder, warm_up=False)
     engine.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
     engine.release()
     engine.reset()

@@ -1,6 +1,7 @@
-"""The pool runner without a real model: pooling of rows, refused plans, rows that fail alone."""
+"""The pool runner without a real model: pooling of rows, graphs, refused plans, rows that fail alone."""
 
 import math
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import torch
 from protos.errors import ConfigurationRefused, Internal
 from protos.steps import Admission, Pool, PoolShape, Prefill, SlotOutput, StepPlan
 from tests.support.sampling_params import pooling_params, sampling_params
-from tests.support.worker.layerless import POISON, Echo
-from worker_svc.devices import open_device
-from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsInput
+from tests.support.worker.layerless import POISON, Echo, PlainDevice
+from worker_svc.devices import Device, open_device
+from worker_svc.devices.attention import AttentionCall, AttentionParams
+from worker_svc.graphs.capture import NotStatic, Recording
+from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.pooling.pool_runner import PoolRunner
 from worker_svc.pooling.pooler import pool_rows
 from worker_svc.shapes.geometry import PoolGeometry
@@ -20,10 +23,18 @@ SHAPES = (PoolShape(4, 1), PoolShape(4, 3), PoolShape(8, 2))
 
 
 def make_runner(
-    model: Echo | None = None, *, method: PoolingMethod = "MEAN", normalize: bool = False
+    model: Echo | None = None,
+    *,
+    normalize: bool = False,
+    device: Device | None = None,
+    level: int = 1,
+    strict: bool = False,
 ) -> PoolRunner:
-    description = PoolingDescription(method, normalize, 2)
-    return PoolRunner(model or Echo(), open_device("cpu"), description, PoolGeometry(SHAPES))
+    description = PoolingDescription("MEAN", normalize, 2)
+    options = GraphOptions(level=level, required=True, strict=strict)
+    return PoolRunner(
+        model or Echo(), device or open_device("cpu"), description, PoolGeometry(SHAPES), options
+    )
 
 
 def admission(slot: int, tokens: list[int], *, normalize: bool | None = None) -> Admission:
@@ -40,7 +51,7 @@ def run(runner: PoolRunner, *prompts: list[int], shape: PoolShape = SHAPES[1]) -
 )
 def test_only_real_tokens_are_pooled(method: PoolingMethod, rows: list[list[float]]) -> None:
     """Padding is NaN here and does not change any result."""
-    outputs = run(make_runner(method=method), [5, 6, 7], [3, 5])
+    outputs = run(make_runner(Echo(method)), [5, 6, 7], [3, 5])
     assert [list(output.pooled) for output in outputs] == rows
 
 
@@ -96,11 +107,94 @@ def test_a_plan_that_does_not_fit_fails_whole(work: Pool | Prefill, text: str) -
         runner.execute(StepPlan(1, admit=admit, work=work))
 
 
-def test_every_shape_is_warmed_up() -> None:
-    """Warm-up runs each shape once, on padding only."""
+def test_every_shape_is_a_graph_before_serving() -> None:
+    """Once graphs are made and warmed up, no step runs the model's own code, and none is late."""
     model = Echo()
-    make_runner(model).warm_up(lambda *_: None)
+    runner = make_runner(model, strict=True)
+    named: list[str] = []
+    runner.make_graphs(lambda _done, _total, what: named.append(what))
+    assert named[:-1] == [
+        "pooling of 1 row of 4 tokens", "pooling of 3 rows of 4 tokens", "pooling of 2 rows of 8 tokens"
+    ]  # fmt: skip
+    runner.warm_up(lambda *_: None)
+    runner.graphs.finish_warm_up(made_all=True)
+    assert all(runner.graphs.has(signature) for signature in runner.signatures())
+    assert runner.graphs.checked == set(named[:-1])
+    before = len(model.forwards)
+    assert [list(output.pooled) for output in run(runner, [5, 6, 7], [3, 5])] == [[6, 1], [4, 0.5]]
+    assert [list(output.pooled) for output in run(runner, shape=SHAPES[1])] == []
+    assert (len(model.forwards), runner.graphs.num_late) == (before, 0)
+
+
+def test_eager_runs_the_models_code_in_every_step() -> None:
+    """At level 0 there are no graphs, and warm-up runs each shape once, on padding only."""
+    model = Echo()
+    runner = make_runner(model, level=0)
+    runner.make_graphs(lambda *_: None)
+    assert model.forwards == []
+    runner.warm_up(lambda *_: None)
     assert model.forwards == [(shape.batch, shape.prompt_len) for shape in SHAPES]
+    assert not any(runner.graphs.has(signature) for signature in runner.signatures())
+
+
+def test_without_warm_up_the_first_step_makes_its_graph_late() -> None:
+    """The late graph is counted, and later steps of its shape find it."""
+    model = Echo()
+    runner = make_runner(model)
+    runner.graphs.finish_warm_up(made_all=False)
+    for _ in range(2):
+        assert [list(output.pooled) for output in run(runner, [5, 6, 7])] == [[6, 1]]
+        runner.reset()
+    assert runner.graphs.num_late == 1
+
+
+def test_a_shape_without_a_graph_is_refused_in_strict_mode() -> None:
+    """After a warm-up that was to make all graphs, the step fails and names its shape."""
+    runner = make_runner(strict=True)
+    runner.graphs.finish_warm_up(made_all=True)
+    with pytest.raises(Internal, match="pooling of 3 rows of 4 tokens has no graph"):
+        run(runner, [5])
+
+
+class Dynamic(Echo):
+    """A pooling model with a step that depends on data."""
+
+    def record(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> Recording:
+        raise NotStatic("aten.nonzero depends on data")
+
+
+def test_a_shape_that_cannot_be_a_graph_is_refused() -> None:
+    """A required graph that cannot be made ends the configuration and names the shape."""
+    with pytest.raises(ConfigurationRefused, match=r"no graph for pooling of 1 row of 4 tokens: .*nonzero"):
+        make_runner(Dynamic()).make_graphs(lambda *_: None)
+
+
+class CountingDevice(PlainDevice):
+    """A device that captures, on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def capture(
+        self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        assert [tuple(each.shape) for each in examples][1:] in [[(1,)], [(3,)], [(2,)]]
+
+        def captured(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            self.calls += 1
+            return function(*tensors)
+
+        return captured
+
+
+def test_steps_are_captured_where_the_device_captures() -> None:
+    """Each shape is captured once, from token ids and lengths to embeddings."""
+    device = CountingDevice()
+    runner = make_runner(device=device)
+    runner.make_graphs(lambda *_: None)
+    assert [list(output.pooled) for output in run(runner, [5, 6, 7], [3, 5])] == [[6, 1], [4, 0.5]]
+    assert device.calls == 1
 
 
 @pytest.mark.parametrize(
@@ -126,8 +220,9 @@ def test_rows_attend_as_each_would_alone(causal: bool, kv_heads: int, window: in
     shape = AttentionParams(heads, kv_heads, size, 0.3, window, 0.0, writes=True, causal=causal)
     query, key, value = (torch.randn(len(lengths) * row_len, n, size) for n in (heads, kv_heads, kv_heads))
     output = torch.full_like(query, math.nan)
-    rows = RowsInput.of(torch.tensor(lengths), row_len)
-    open_device("cpu").attend_rows(AttentionCall(shape, query, key, value, torch.empty(0), output), rows)
+    device = open_device("cpu")
+    plan = device.plan_rows(torch.tensor(lengths), row_len, shape)
+    device.attend_step(AttentionCall(shape, query, key, value, torch.empty(0), output), plan)
     assert not output.isnan().any()
     for row, length in enumerate(lengths):
         real = slice(row * row_len, row * row_len + length)

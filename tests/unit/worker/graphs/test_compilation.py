@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from protos.errors import ConfigurationRefused
 from tests.support.worker.layerless import GROUPS
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.execution.compilation import Compilation, graph_options
+from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry
 from worker_svc.shapes.model_description import ModelDescription

@@ -1,7 +1,9 @@
 """Decides how steps become graphs, and where their compiled code is found and kept."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
@@ -10,10 +12,11 @@ from worker_svc.graphs.checked_graphs import CheckedGraphs
 from worker_svc.graphs.compile_cache import CompileCache
 from worker_svc.graphs.compiler_folders import replace_unwritable_cache_dirs
 from worker_svc.graphs.fingerprint import code_fields
-from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
+from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions, GraphRunner, GraphSignature
 from worker_svc.graphs.precompiled import CompiledCode
+from worker_svc.phases import Phases, Progress
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry, KvGroup
+from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.shapes.model_description import ModelDescription
 
 
@@ -36,6 +39,23 @@ def graph_options(settings: Settings, device: Device) -> GraphOptions:
         required=settings.backend == "compiled",
         strict=settings.compile_strict,
     )
+
+
+class StepRunner(Protocol):
+    """What runs a model's steps as graphs."""
+
+    graphs: GraphRunner
+    """The graphs."""
+
+    def signatures(self) -> Sequence[GraphSignature]:
+        """Returns every kind of step that plans may ask for."""
+        ...
+
+    def make_graphs(self, progress: Progress) -> None:
+        """Makes the graph of every signature."""
+
+    def warm_up(self, progress: Progress) -> None:
+        """Runs every signature once, on padding only."""
 
 
 class Compilation:
@@ -77,15 +97,14 @@ class Compilation:
         """The folder of the code in use, if there is any."""
         return None if self._code is None else self._code.folder
 
-    @property
-    def num_added(self) -> int | None:
-        """Files that a device's own compiler added to the code that `find` found, once it is kept.
+    def num_compiled(self, graphs: GraphRunner) -> int:
+        """Returns how often a compiler ran for these graphs: for subgraphs of steps, or for whole steps.
 
-        `None` if there was none, or for other compilers.
+        A device's own compiler does not say whether it ran. If its code was found, what it has added counts.
         """
-        return self._num_added
+        return graphs.num_compiled if self._num_added is None else self._num_added
 
-    def find(self, geometry: Geometry) -> None:
+    def find(self, geometry: Geometry | PoolGeometry) -> None:
         """Looks up the code of a geometry, before the weights are loaded.
 
         Raises:
@@ -100,13 +119,13 @@ class Compilation:
         cache = CompileCache(folder) if folder else None
         self._code = CompiledCode(cache, self._fields(geometry), required=settings.require_precompiled)
 
-    def checked_graphs(self, geometry: Geometry) -> CheckedGraphs:
+    def checked_graphs(self, geometry: Geometry | PoolGeometry) -> CheckedGraphs:
         """Returns which graphs of a geometry were compared with the model in earlier starts."""
         if self._device.has_own_compiler or not self._options.level:
             return CheckedGraphs(None, {})  # nothing is replayed
         return CheckedGraphs(self._settings.cache_folder(self._device.name), self._fields(geometry))
 
-    def _fields(self, geometry: Geometry) -> dict[str, str]:
+    def _fields(self, geometry: Geometry | PoolGeometry) -> dict[str, str]:
         options, settings = self._options, self._settings
         return code_fields(
             self._model_folder,
@@ -118,8 +137,27 @@ class Compilation:
             geometry=geometry,
             sizes=options.sizes,
             layout=settings.layout,
+            pooling=self._description.pooling,
             dummy_seed=settings.seed if settings.load_format == "dummy" else None,
         )
+
+    def make_graphs(self, runner: StepRunner, phases: Phases) -> None:
+        """Makes and runs every graph, and keeps their code, unless the settings leave that to requests."""
+        started = time.monotonic()
+        warm_up = self._settings.enable_warm_up
+        self.use()
+        if warm_up:
+            runner.make_graphs(phases.progress("compile"))
+            phases.finish("compile")
+            runner.warm_up(phases.progress("warm_up"))
+            phases.finish("warm_up")
+        runner.graphs.finish_warm_up(made_all=warm_up)
+        self.keep([str(each) for each in runner.signatures()], time.monotonic() - started)
+        if warm_up and self._code is not None and self._code.was_found:
+            if compiled := self.num_compiled(runner.graphs):
+                self._log.warning("compiled_despite_entry", compiled=compiled)
+            else:
+                self._log.info("compiled_nothing")
 
     def use(self) -> None:
         """Makes compilers use the folder of the code, and later folders that can be written."""
@@ -127,11 +165,6 @@ class Compilation:
         if self._code is not None:
             self._code.activate()
             self._device.use_code_folder(self._code.folder)
-
-    @property
-    def was_found(self) -> bool:
-        """Whether the cache had the code that is in use."""
-        return self._code is not None and self._code.was_found
 
     def keep(self, signatures: Sequence[str], seconds: float) -> None:
         """Keeps what was compiled, if it is complete.
