@@ -27,9 +27,20 @@ class Replica:
     """The processes, and a client of the scheduler."""
 
     def __init__(
-        self, model: Path, logs: Path, *, tensor: int, pipeline: int, flags: Sequence[str] = ()
+        self,
+        model: Path,
+        logs: Path,
+        *,
+        tensor: int,
+        pipeline: int,
+        device: str = "cpu",
+        flags: Sequence[str] = (),
+        block: int = BLOCK,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts nothing yet."""
+        """Starts the scheduler only."""
+        self._variables = variables
+        self._device = device
         self._model = model
         self._logs = logs
         self._flags = [
@@ -38,7 +49,9 @@ class Replica:
         self._port, self._master = _free_port(), _free_port()
         self.world_size = tensor * pipeline
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
-        self.scheduler = self._start("scheduler_svc", "scheduler", "--port", str(self._port), *SHAPES)
+        self.scheduler = self._start(
+            "scheduler_svc", "scheduler", "--port", str(self._port), *SHAPES, "--block-size", str(block)
+        )
         self._channel = grpc.insecure_channel(f"127.0.0.1:{self._port}")
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
 
@@ -47,14 +60,16 @@ class Replica:
         alone = self.world_size == 1
         group = () if alone else ("--replica-id", "r0", "--master", f"127.0.0.1:{self._master}")
         self.ranks[rank] = self._start(
-            "worker_svc", f"rank{rank}", "--model", str(self._model), "--device", "cpu", "--port", "0",
+            "worker_svc", f"rank{rank}", "--model", str(self._model), "--device", self._device, "--port", "0",
             "--scheduler-address", f"127.0.0.1:{self._port}", "--rank", str(rank), "--kv-memory", "0.1",
             "--no-compile-cache", "--cpu-threads", "1", *group, *self._flags,
         )  # fmt: skip
 
     def _start(self, module: str, name: str, *flags: str) -> subprocess.Popen[bytes]:
         with (self._logs / f"{name}.log").open("ab") as log:
-            return subprocess.Popen([sys.executable, "-m", module, *flags], stdout=log, stderr=log)
+            return subprocess.Popen(
+                [sys.executable, "-m", module, *flags], stdout=log, stderr=log, env=self._variables
+            )
 
     def wait_until_ready(self) -> None:
         """Waits until the replica takes requests."""
@@ -113,10 +128,10 @@ def _free_port() -> int:
 
 @contextmanager
 def replica(
-    model: Path, logs: Path, *, tensor: int = 1, pipeline: int = 1, flags: Sequence[str] = ()
+    model: Path, logs: Path, *, tensor: int = 1, pipeline: int = 1, **options: Any
 ) -> Iterator[Replica]:
-    """Runs a replica for the block, which begins once it is ready."""
-    running = Replica(model, logs, tensor=tensor, pipeline=pipeline, flags=flags)
+    """Runs a replica for the block, which begins once it is ready; `options` are those of `Replica`."""
+    running = Replica(model, logs, tensor=tensor, pipeline=pipeline, **options)
     try:
         for rank in reversed(range(running.world_size)):  # in any order
             running.start_rank(rank)

@@ -42,6 +42,10 @@ class DeviceOptions:
     """Requests the same operator under the plugin's other name for it."""
     local_rank: int = 0
     """Index of the process' device among those of its host, modulo their number."""
+    rank: int = 0
+    """This process among those of its replica."""
+    world_size: int = 1
+    """Processes of the replica."""
 
 
 BlockCopies = Literal["none", "tensors", "runtime"]
@@ -85,8 +89,6 @@ class Device(abc.ABC):
     """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
     has_own_compiler: ClassVar[bool] = False
     """Whether `compile` runs a compiler that keeps its own cache in the folder of `use_code_folder`."""
-    serves_tensor_parallel: ClassVar[bool] = True
-    """Whether the device's graphs may contain collectives."""
     serves_pipelines: ClassVar[bool] = True
     """Whether hidden states may travel between two of these devices."""
     block_dim: int = 0
@@ -122,6 +124,18 @@ class Device(abc.ABC):
 
         Raises:
             ConfigurationRefused: says in one line what is missing.
+        """
+
+    @property
+    def collectives(self) -> str:
+        """The backend of `torch.distributed` that joins tensors of these devices."""
+        return "gloo"
+
+    def use_ranks(self, groups: Mapping[str, Sequence[int]]) -> None:  # noqa: B027 - optional
+        """Tells the device's compiler the process groups of the collectives in its graphs.
+
+        Args:
+            groups: by name, the ranks in the replica.
         """
 
     @abc.abstractmethod

@@ -99,7 +99,10 @@ class Runner:
         self._stage_steps: dict[int, Callable[..., tuple[torch.Tensor, ...]]] = {}
         self._made: set[GraphSignature] = set()
         self.graphs = GraphRunner(
-            model, device, options or GraphOptions(level=device.default_level), logits=model.logits
+            model,
+            device,
+            options or GraphOptions(level=device.default_level),
+            logits=model.logits if self._stage.layout.is_last_stage else None,
         )
 
     def signatures(self) -> list[GraphSignature]:

@@ -171,10 +171,6 @@ class Worker:
     def _check_layout(self) -> None:
         """Refuses ranks that the device does not serve."""
         layout, name = self.layout, self.device.name
-        if layout.tensor > 1 and not self.device.serves_tensor_parallel:
-            raise ConfigurationRefused(
-                f"device {name} does not serve --tensor-parallel-size {layout.tensor} yet; use 1"
-            )
         if layout.experts and layout.tensor == 1:
             raise ConfigurationRefused(
                 "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
@@ -272,8 +268,14 @@ class Worker:
         if not self.epoch:
             self.epoch = epoch
             self._group = RankGroup(
-                self.layout, self.device.torch_device, master=self._settings.master, epoch=epoch
+                self.layout,
+                self.device.torch_device,
+                master=self._settings.master,
+                epoch=epoch,
+                collectives=self.device.collectives,
+                compiled=self.device.has_own_compiler,
             )
+            self.device.use_ranks(self._group.stage)
             engine.group = self._group
             if not self._settings.master:
                 return  # nothing to lead or to follow
@@ -372,6 +374,8 @@ def _open_device(settings: Settings) -> Device:
         torch.set_num_threads(settings.cpu_threads)
     options = DeviceOptions(
         local_rank=settings.rank if settings.local_rank is None else settings.local_rank,
+        rank=settings.rank,
+        world_size=settings.layout.world_size,
         rbln_backend=settings.rbln_backend,
         rbln_use_custom_kernel=settings.rbln_use_custom_kernel,
         rbln_use_device_tensor=settings.rbln_use_device_tensor,

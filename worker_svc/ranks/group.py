@@ -27,26 +27,38 @@ _SENDS_IN_FLIGHT = 2
 class RankGroup:
     """The ranks of one replica, joined. All ranks make it at the same time.
 
-    Tensors travel between devices, everything else between hosts. Each channel and each process group is used
+    Each channel and each process group is used
     by one thread at a time.
     """
 
-    def __init__(self, layout: RankLayout, device: torch.device, *, master: str, epoch: str) -> None:
+    def __init__(
+        self,
+        layout: RankLayout,
+        device: torch.device,
+        *,
+        master: str,
+        epoch: str,
+        collectives: str = "gloo",
+        compiled: bool = False,
+    ) -> None:
         """Joins the group; waits until all ranks have.
 
         Args:
             layout: this rank's place.
-            device: where the model runs; tensors travel through NCCL if it is a GPU, else through gloo.
+            device: where the batch lies. Hidden states travel between stages from there, through NCCL if it
+                is a GPU, else through gloo.
             master: host:port where rank 0 listens for the others. Empty for a rank that is alone, to compile
                 its graphs: collectives then return at once, as if the others had sent what this rank sends.
             epoch: names this forming of the group. Ranks of different epochs never meet.
+            collectives: the backend that joins the tensors of a stage.
+            compiled: whether the device's own compiler compiles the collectives.
 
         Raises:
             Unavailable: if the ranks do not find one another.
         """
         self.layout = layout
         self.epoch = epoch
-        host, backend = ("gloo", "nccl" if device.type == "cuda" else "gloo") if master else ("fake", "fake")
+        host, link = ("gloo", "nccl" if device.type == "cuda" else "gloo") if master else ("fake", "fake")
         try:
             store = PrefixStore(epoch, _open_store(layout, master)) if master else _no_store()
             distributed.init_process_group(
@@ -60,9 +72,11 @@ class RankGroup:
         self.plans = Channel(_group(everyone, host), 0)
         """From rank 0: the steps, in the order in which all ranks run them."""
         for stage in range(layout.pipeline):
-            group = _group(layout.ranks_of(stage), backend)
+            group = _group(layout.ranks_of(stage), collectives if master else "fake")
             if stage == layout.stage:
-                operators.use_group(group)
+                operators.use_group(group, compiled=compiled)
+                self.stage = {} if group is None else {str(group.group_name): layout.peers}
+                """By the name of this stage's process group, its ranks; empty for a stage of one."""
         last = layout.ranks_of(layout.pipeline - 1)
         self.choices = Channel(_group(last, host), layout.chooser)
         """From the chooser to its stage: tokens that ranks cannot choose alike."""
@@ -70,7 +84,7 @@ class RankGroup:
         self.results = Channel(_group((*earlier, layout.chooser), host), layout.chooser)
         """From the chooser to all other stages: the result of each step."""
         self._links = {
-            (source, source + layout.tensor): _group((source, source + layout.tensor), backend)
+            (source, source + layout.tensor): _group((source, source + layout.tensor), link)
             for source in everyone[: -layout.tensor]
         }
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()

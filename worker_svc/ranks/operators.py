@@ -1,10 +1,11 @@
 """Collectives within a stage, as operators of PyTorch.
 
 As operators, they are recorded, compiled and captured with the layers around them. They look up the process'
-group when they run: a process has one.
+group when they run: a process has one. A device with a compiler of its own knows PyTorch's collectives
+instead; Dynamo writes these with the name of their group.
 """
 
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import distributed
@@ -28,11 +29,19 @@ class _Stage:
     """Their process group; `None` before the process has joined a group."""
     shared: torch.Tensor | None = None
     """Memory that all ranks can read, as bytes; `None` where GPUs do not reach each other's memory."""
+    compiled: bool = False
+    """Whether the device's own compiler compiles collectives."""
 
 
-def use_group(group: Any) -> None:
-    """Makes the operators run on a process group of torch.distributed; all its ranks call this together."""
+def use_group(group: Any, *, compiled: bool) -> None:
+    """Makes the operators run on a process group of torch.distributed; all its ranks call this together.
+
+    Args:
+        group: the process group; `None` for a stage of one rank.
+        compiled: whether the device's own compiler compiles the collectives.
+    """
     _Stage.group = group
+    _Stage.compiled = compiled
     if group is not None and distributed.get_backend(group) == "nccl":
         _Stage.shared = _shared_memory(group)
 
@@ -54,17 +63,20 @@ def _shared_memory(group: Any) -> torch.Tensor | None:
 
 def all_reduce_(tensor: torch.Tensor) -> torch.Tensor:
     """Adds up a tensor over the ranks of the stage, in place. Returns it."""
+    if _Stage.compiled:
+        distributed.all_reduce(tensor, group=_Stage.group)
+        return tensor
     _OPERATORS.all_reduce_(tensor)
     return tensor
 
 
 def all_gather(tensor: torch.Tensor, ranks: int, dim: int) -> torch.Tensor:
     """Returns the tensors of all ranks of the stage, joined along a dimension in the ranks' order."""
-    gathered: torch.Tensor = _OPERATORS.all_gather(tensor, ranks)
+    gathered = _all_gather(tensor, ranks) if _Stage.compiled else _OPERATORS.all_gather(tensor, ranks)
     dim %= tensor.dim()
     shape = list(tensor.shape)
     shape[dim] *= ranks
-    return gathered.movedim(0, dim).reshape(shape)
+    return cast("torch.Tensor", gathered.movedim(0, dim).reshape(shape))
 
 
 def _all_reduce(tensor: torch.Tensor) -> None:

@@ -130,6 +130,16 @@ def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None
     assert f"os.environ.get('{name}', 'False')" in ast.unparse(wheel.modules["vllm_rbln/envs.py"])
 
 
+def test_collectives_are_set_up_as_the_plugin_sets_them_up(wheel: Wheel) -> None:
+    """The backend of process groups, the variables that it reads, and the compiler's option."""
+    source = "\n".join(ast.unparse(module) for module in wheel.modules.values())
+    assert "os.environ['LOCAL_RANK'] = str(rank)" in source
+    assert "os.environ['WORLD_SIZE'] = str(world_size)" in source
+    assert "os.environ['RCCL_PORT_GEN'] = '1'" in source
+    assert f"'{RblnDevice().collectives}'" in source
+    assert "process_group_dict" in source
+
+
 def test_expert_layers_are_called_as_the_plugin_calls_them(wheel: Wheel) -> None:
     """The plugin calls one operator for expert layers, always with our arguments in our order."""
     calls = [call for call in wheel.calls(CUSTOM) if call.operator == experts.OPERATOR]

@@ -37,6 +37,11 @@ class CudaDevice(Device):
         self._local_rank = local_rank
         self._pool: Any = None  # of a type that torch keeps private
 
+    @property
+    def collectives(self) -> str:
+        """See the base class."""
+        return "nccl"
+
     def check_available(self) -> None:
         """See the base class."""
         if torch.version.cuda is None:

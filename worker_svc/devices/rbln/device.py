@@ -6,7 +6,7 @@ memory; see `ops`. Arguments and shapes follow the wheels of vllm-rbln 0.12.0.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -73,8 +73,6 @@ class RblnDevice(Device):
     window_kind: ClassVar[GroupKind] = GroupKind.IN_PLACE_WINDOW
     caches_are_inputs: ClassVar[bool] = True
     chunks_start_anywhere: ClassVar[bool] = False
-    serves_tensor_parallel: ClassVar[bool] = False
-    serves_pipelines: ClassVar[bool] = False
     has_own_compiler: ClassVar[bool] = True
     default_level: ClassVar[int] = 1
     highest_level: ClassVar[int] = 1
@@ -107,6 +105,15 @@ class RblnDevice(Device):
             self._vendor.check()
             return
         registry.register_all()
+
+    @property
+    def collectives(self) -> str:
+        """See the base class."""
+        return "rbln-ccl" if self._has_tensors else "gloo"
+
+    def use_ranks(self, groups: Mapping[str, Sequence[int]]) -> None:
+        """See the base class."""
+        self._vendor.groups = {name: list(ranks) for name, ranks in groups.items()}
 
     def code_target(self) -> str:
         """See the base class. Includes the options that change a graph.

@@ -73,6 +73,7 @@ ALLOWED_ATEN: Final = frozenset(
         "logical_or",
         "lt",
         "masked_fill",
+        "masked_fill_",
         "matmul",
         "max",
         "maximum",
@@ -125,6 +126,10 @@ ALLOWED_ATEN: Final = frozenset(
 )
 
 
+# Collectives as Dynamo writes them: each names its process group, which the compiler is told besides.
+ALLOWED_COLLECTIVES: Final = frozenset(["all_reduce", "all_gather_into_tensor", "wait_tensor"])
+
+
 class NotLowered(ValueError):  # noqa: N818 - a property of the graph
     """The graph has something that the NPU does not run. The text names it and its line in the model."""
 
@@ -169,7 +174,8 @@ def check_graph(graph: fx.GraphModule) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
             raise NotLowered(f"{node.target} is not lowered{_where(node)}")
         namespace, _, name = node.target._schema.name.partition("::")  # noqa: SLF001
-        if namespace not in NAMESPACES and not (namespace == "aten" and name in ALLOWED_ATEN):
+        allowed = {"aten": ALLOWED_ATEN, "_c10d_functional": ALLOWED_COLLECTIVES}.get(namespace, ())
+        if namespace not in NAMESPACES and name not in allowed:
             raise NotLowered(f"operator {namespace}::{name} is not lowered{_where(node)}")
         _check_static(node)
 

@@ -39,6 +39,8 @@ class Vendor:
         self._options = options
         self.runtimes: list[Any] = []
         """The runtimes of the graphs that were compiled with caches in the runtime's memory."""
+        self.groups: dict[str, list[int]] = {}
+        """By name, the ranks of the process groups that graphs' collectives name."""
         self._context: Any = None
 
     def check(self) -> None:
@@ -64,6 +66,11 @@ class Vendor:
                     f"{chip} works alone; omit --rbln-num-devices-per-local-rank {options.rbln_num_devices}"
                 )
             os.environ["RBLN_NPUS_PER_DEVICE"] = str(options.rbln_num_devices)
+        if options.world_size > 1:
+            # The vendor's collectives read these when their backend is made.
+            os.environ |= {"LOCAL_RANK": str(options.rank), "WORLD_SIZE": str(options.world_size)}
+            if options.rbln_use_device_tensor:
+                os.environ["RCCL_PORT_GEN"] = "1"
         if options.rbln_use_device_tensor:
             importlib.import_module("torch_rbln")
         if options.rbln_use_custom_kernel:
@@ -142,6 +149,8 @@ class Vendor:
             options |= {"model_trace_method": "export", "use_static_output": True}
         else:
             options |= {"compile_context": self.context(), "_runtime_holder": self.runtimes}
+        if self.groups:
+            options["process_group_dict"] = self.groups
         if folder is not None:
             options["cache_dir"] = str(folder)
         return options

@@ -4,10 +4,14 @@ It has the eager operators that a worker may call outside of graphs, and PyTorch
 device is a real one to PyTorch: its tensors are plain tensors, and no CPU kernel touches them by accident.
 """
 
+import os
 import sys
+from datetime import timedelta
 from types import ModuleType
+from typing import Any
 
 import torch
+from torch import distributed
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from torch_rbln.build import library
@@ -27,6 +31,15 @@ def _device_module() -> ModuleType:
     return module
 
 
+def _collectives(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Returns backend "rbln-ccl", which takes what the vendor's plugin sets and runs in host memory."""
+    for name in ("LOCAL_RANK", "WORLD_SIZE"):
+        if name not in os.environ:
+            raise RuntimeError(f"rbln-ccl: {name} is not set")
+    return distributed.ProcessGroupGloo(store, rank, size, timeout)
+
+
+distributed.Backend.register_backend("rbln-ccl", _collectives, devices=["cpu", "rbln"])
 rename_privateuse1_backend("rbln")
 torch.ops.load_library(library())  # type: ignore[no-untyped-call]
 torch.ops.fake_rbln.register_hooks()

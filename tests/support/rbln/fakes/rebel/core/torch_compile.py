@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C._distributed_c10d import _resolve_process_group
 
 import rebel
 from rebel import CompileContext
@@ -91,6 +92,7 @@ def rbln_backend(
         lowered = trace(*_on_host(graph, example_inputs, options.get("compile_context")))
     except NotLowered as error:
         raise RuntimeError(f"rebel: {error}") from error
+    _check_groups(lowered, options.get("process_group_dict", {}))
     _use_cache(lowered, example_inputs, options)
     if on_device:
         runtime = Runtime(lowered, options, _host_view)
@@ -117,6 +119,18 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise RuntimeError("rebel: graphs without device tensors need a compile_context")
     if not isinstance(options.get("_runtime_holder", []), list):
         raise TypeError("rebel: _runtime_holder must be a list")
+
+
+def _check_groups(graph: fx.GraphModule, groups: Mapping[str, Sequence[int]]) -> None:
+    """Refuses collectives over groups that the options do not describe."""
+    for node in graph.graph.nodes:
+        if getattr(node.target, "namespace", "") != "_c10d_functional" or len(node.args) == 1:
+            continue
+        name = node.args[-1]
+        if name not in groups:
+            raise RuntimeError(f"rebel: {node.name} names group {name}, which process_group_dict lacks")
+        if len(groups[name]) != _resolve_process_group(name).size():
+            raise RuntimeError(f"rebel: process_group_dict has other ranks for group {name}")
 
 
 def _check_input(index: int, value: Any, *, on_device: bool) -> None:
