@@ -1,16 +1,21 @@
-"""`triptych doctor`: checks whether a worker would start and work on this machine, one line a check."""
+"""`triptych doctor`: checks whether a worker would start and work on this machine, one line a check.
+
+With --parity it also runs a model on the device and compares it with a reference on this host's CPU.
+"""
 
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from deploy.diagnosis import device as device_checks
-from deploy.diagnosis import machine, npu
+from deploy.diagnosis import machine, npu, parity
 from deploy.diagnosis.findings import Finding, Findings
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.logs import configure
+from protos.settings import Group, load
 from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings as WorkerSettings
 
@@ -32,9 +37,26 @@ class DoctorSettings(WorkerSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="triptych doctor")
 
-    fixed: ClassVar[Mapping[str, str]] = {"model": "no model is served"}
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.MODEL: ("parity", "model")}
 
-    model: str = "none"
+    parity: bool = False
+    """Run a model on the device and compare its tokens and log-probabilities with transformers on this host's
+    CPU, which needs the model's memory in float32."""
+    model: str = Field("")
+    """The model to run with --parity: a packaged model's name, a Hugging Face id, a folder or a .gguf file.
+    Default: a small one with made-up weights."""
+
+    @model_validator(mode="after")
+    def _can_compare(self) -> "DoctorSettings":
+        if self.model and not self.parity:
+            raise ValueError("only --parity runs a model; add it, or omit --model")
+        if self.parity and self.compile_only:
+            raise ValueError("--parity runs a model, and --compile-only runs nothing; drop one")
+        if self.parity and self.load_format == "dummy":
+            raise ValueError("--parity compares real weights; omit --load-format dummy")
+        if self.parity and self.layout.world_size > 1:
+            raise ValueError("--parity runs one rank; omit the sizes")
+        return self
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigurationRefused as error:
         print(f"triptych doctor: {error}", file=sys.stderr)
         return 2
+    configure("doctor", level="error", log_format="console")
     silence_libraries()
     findings = Findings(_show)
     _check(settings, findings)
@@ -55,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     if failed:
         print(f"\n{failed} check{'s' if failed > 1 else ''} failed: a worker would not start, or not work.")
         return 1
-    print("\nA worker would start.")
+    print("\nA worker would start" + (", and computes what it should." if settings.parity else "."))
     return 0
 
 
@@ -118,3 +141,5 @@ def _check_device(settings: DoctorSettings, findings: Findings, name: str, needs
         findings.check("copies", lambda: device_checks.copies(opened[0]), needs=("tensors",))
     findings.check("graph", lambda: device_checks.graph(opened[0], runs=runs), needs=("device",))
     findings.check("attention", lambda: device_checks.attention(opened[0], runs=runs), needs=("graph",))
+    if settings.parity:
+        parity.check(settings, findings, needs=("attention",))

@@ -40,8 +40,8 @@ def tensors(device: "Device") -> str:
     """
     import torch
 
-    sent = torch.arange(1024, dtype=torch.int32)
-    memory = device.allocate(tuple(sent.shape), sent.dtype)
+    sent = torch.arange(1024, dtype=torch.float32)
+    (memory,) = device.allocate((1, *sent.shape), sent.dtype)
     if memory.is_meta:
         return "the runtime owns the memory; the host has handles"
     memory.copy_(sent)

@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from deploy.commands.doctor import main
+from tests.support import tiny_models
 from tests.support.paths import ROOT
 from tests.support.rbln.fake_environment import PACKAGES
 
@@ -55,3 +58,78 @@ def test_the_vendors_stack_is_checked() -> None:
     assert found["tensors"][1] == "copied to rbln and back"
     assert "copied with tensors" in found["copies"][1]
     assert "attention operators and custom_moe_glu" in found["operators"][1]
+
+
+def test_memory_of_the_runtime_is_checked() -> None:
+    """Without device tensors the host has handles alone, and the checks know it."""
+    code, found = doctor("--device", "rbln", "--no-rbln-use-device-tensor", path=str(PACKAGES))
+    assert code == 0
+    assert found["tensors"][1] == "the runtime owns the memory; the host has handles"
+    assert found["copies"][0] == "note"
+
+
+PARITY = (
+    "model", "reference", "prefill", "decode, 1 row", "decode, 2 rows", "decode, 4 rows", "prefix hits", "forks",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "path"),
+    [
+        (("--device", "cpu"), ""),
+        pytest.param(("--device", "rbln", "--rbln-backend", "rbln-check"), "", marks=pytest.mark.slow),
+        (("--device", "rbln"), str(PACKAGES)),
+    ],
+    ids=["cpu", "rbln-check", "fakes"],
+)
+def test_a_made_up_model_equals_the_reference(flags: tuple[str, ...], path: str) -> None:
+    """Chunks, every bucket, prefix hits and forks agree with transformers, to a few rounding errors."""
+    code, found = doctor("--parity", "--no-compile-cache", *flags, path=path)
+    assert code == 0
+    assert [found[name][0] for name in PARITY] == ["ok"] * len(PARITY)
+    assert "prefix hits" in found
+    assert "384 tokens reused; greedy tokens agree" in found["prefix hits"][1]
+    assert "to the last bit as without reuse" in found["prefix hits"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "mixtral"])
+def test_windows_and_experts_run_through_the_fakes(family: str, tmp_path: Path) -> None:
+    """Kept windows are reused, and expert layers are the vendor's operator."""
+    folder = tiny_models.write(family, tmp_path)
+    code, found = doctor(
+        "--device", "rbln", "--parity", "--model", str(folder), "--dtype", "float32", "--no-compile-cache",
+        path=str(PACKAGES),
+    )  # fmt: skip
+    assert code == 0
+    assert [found[name][0] for name in PARITY] == ["ok"] * len(PARITY)
+    assert ("windows included" in found["prefix hits"][1]) == (family == "gemma3")
+
+
+@pytest.mark.slow
+def test_worker_that_cannot_copy_is_a_note(tmp_path: Path) -> None:
+    """Where the runtime owns several kinds of caches nothing is reused, and nothing fails."""
+    folder = tiny_models.write("gemma3", tmp_path)
+    code, found = doctor(
+        "--device", "rbln", "--parity", "--model", str(folder), "--dtype", "float32", "--no-compile-cache",
+        "--no-rbln-use-device-tensor", path=str(PACKAGES),
+    )  # fmt: skip
+    assert code == 0
+    assert found["prefix hits"][0] == found["forks"][0] == "note"
+    assert "nothing was reused, because the worker cannot copy blocks" in found["prefix hits"][1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--model", "smollm2"), "only --parity runs a model"),
+        (("--parity", "--compile-only"), "--compile-only runs nothing"),
+        (("--parity", "--load-format", "dummy"), "omit --load-format dummy"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(
+    flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one line, before anything is checked."""
+    assert main(list(flags)) == 2
+    assert reason in capsys.readouterr().err

@@ -1,0 +1,60 @@
+"""The reference of `triptych doctor --parity` finds what is wrong with an answer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.diagnosis.findings import Missing
+from deploy.diagnosis.local_replica import Answer
+from deploy.diagnosis.reference import Reference
+from tests.support import reference, tiny_models
+from tests.support.sampling_params import token_logprobs
+
+PROMPT = [11, 40, 7, 99]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model."""
+    return tiny_models.write("llama", tmp_path_factory.mktemp("model"))
+
+
+def right_answer(folder: Path) -> Answer:
+    """What transformers generates greedily."""
+    model = reference.Reference(folder, torch.float32)
+    tokens = model.generate(PROMPT, 6)
+    rows = model.logprobs(PROMPT, tokens)
+    entries = [
+        token_logprobs(float(row[token]), 1, (token, float(row[token])))
+        for row, token in zip(rows, tokens, strict=True)
+    ]
+    return Answer(PROMPT, tokens, entries)
+
+
+def open_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Reference:
+    return Reference(folder, dtype, trust_remote_code=False, advice="try something else")
+
+
+def test_a_right_answer_agrees(folder: Path) -> None:
+    """The text says how far the answer is off, and in half precision what rounding explains."""
+    answer = right_answer(folder)
+    assert "greedy tokens agree, log-probabilities within" in open_reference(folder).compare([answer])
+    assert "rounding alone gives" in open_reference(folder, torch.bfloat16).compare([answer])
+
+
+def test_another_token_is_found(folder: Path) -> None:
+    """The step, both tokens and the advice are in the text."""
+    answer = right_answer(folder)
+    answer.tokens[3] = (answer.tokens[3] + 1) % 256
+    with pytest.raises(Missing, match=r"step 3 after a prompt of 4 tokens chose .* try something else"):
+        open_reference(folder).compare([answer])
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan")])
+def test_wrong_log_probabilities_are_found(folder: Path, value: float) -> None:
+    """Also in half precision, and also if they are no numbers."""
+    answer = right_answer(folder)
+    answer.logprobs[2].logprob = value
+    with pytest.raises(Missing, match="step 2 after a prompt of 4 tokens has log-probabilities"):
+        open_reference(folder, torch.bfloat16).compare([answer])
