@@ -9,7 +9,6 @@ on a GPU.
 
 import argparse
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import torch
 
 from tests.bench.support.report import report
 from tests.support import tiny_models
+from tests.support.ports import free_port
 
 _SHAPE: Final = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 4096,
@@ -31,8 +31,7 @@ _SHAPE: Final = {
 
 def run(spec: dict[str, Any], settings: dict[str, Any], tensor: int, pipeline: int) -> dict[str, Any]:
     """Runs all ranks of one layout; returns what rank 0 measured."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        master = f"127.0.0.1:{probe.getsockname()[1]}"
+    master = f"127.0.0.1:{free_port()}"
     ranks = []
     for rank in range(tensor * pipeline):
         own: dict[str, Any] = {

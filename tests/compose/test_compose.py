@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -14,15 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.compose.engine import BASE_IMAGE, Engine, say, timed, wheels_over_http
+from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
 
 SERVICES = ("gateway", "scheduler", "worker")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def completion(port: int, headers: dict[str, str], **fields: object) -> urllib.request.Request:

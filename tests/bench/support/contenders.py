@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import httpx
 import psutil
 
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 
 MAX_MODEL_LEN: Final = 2048
 MAX_NUM_SEQS: Final = 32
@@ -136,7 +136,7 @@ def running(contender: Contender, folder: Path, caches: Path) -> Iterator[Server
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "server.log"
-    port = _free_port()
+    port = free_port()
     # vLLM's processes import modules from their working directory, so only ours runs in the checkout.
     cwd = ROOT if contender.is_ours else folder
     variables = {**environment(caches), **contender.environment}
@@ -152,12 +152,6 @@ def running(contender: Contender, folder: Path, caches: Path) -> Iterator[Server
         yield Server(port, time.monotonic() - started, tree)
     finally:
         _stop(contender.name, process, tree)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def _wait_until_healthy(name: str, process: subprocess.Popen[bytes], port: int, log: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import smollm2_folder
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.contract
 
@@ -61,12 +62,6 @@ def started(*flags: str) -> Iterator[Process]:
             yield Process(process, base_url, own_url)
         finally:
             process.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture

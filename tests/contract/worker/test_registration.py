@@ -1,7 +1,6 @@
 """A worker registers with a real scheduler that starts late, loses it, or refuses it."""
 
 import asyncio
-import socket
 from pathlib import Path
 
 import grpc.aio
@@ -12,6 +11,7 @@ from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel, unix_address
 from scheduler_svc.api import registry
 from scheduler_svc.settings import Settings
+from tests.support.ports import free_port
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
@@ -49,16 +49,15 @@ async def test_a_worker_registers_again_after_its_steps_failed() -> None:
 
 async def test_a_worker_waits_for_a_late_scheduler() -> None:
     """The registration succeeds once a scheduler listens."""
-    with socket.create_server(("127.0.0.1", 0)) as placeholder:
-        port_later = placeholder.getsockname()[1]
+    later = free_port()
+    address = f"127.0.0.1:{later}"
     async with run_worker(FakeWorker()) as port:
-        address = f"127.0.0.1:{port_later}"
         task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
         async with open_channel(address) as channel:
             # The worker's first attempt fails like this one.
             with pytest.raises(grpc.aio.AioRpcError):
                 await inference_pb2_grpc.InferenceStub(channel).GetLoad(inference_pb2.GetLoadRequest())
-        async with run_scheduler(port=port_later) as scheduler:
+        async with run_scheduler(port=later) as scheduler:
             await serving(scheduler, True)
             task.cancel()
 
@@ -133,6 +132,4 @@ async def test_a_worker_that_leaves_registers_no_more() -> None:
 
 async def test_a_worker_may_leave_without_a_scheduler() -> None:
     """It ends all the same."""
-    with socket.create_server(("127.0.0.1", 0)) as placeholder:
-        port = placeholder.getsockname()[1]
-    await leave(f"127.0.0.1:{port}", worker_id="w")
+    await leave(f"127.0.0.1:{free_port()}", worker_id="w")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import tiny_models
-from tests.support.ranks import Replica, replica
+from tests.support.ranks.replica import Replica, replica
 from tests.support.reference import Reference
 
 # Shorter and longer than a chunk, and two that share a prefix of two chunks.

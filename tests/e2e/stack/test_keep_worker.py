@@ -3,7 +3,6 @@
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,13 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.ports import free_port
+
 pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(240)]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

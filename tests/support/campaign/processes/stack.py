@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -25,6 +23,7 @@ from protos.wire import open_channel
 from tests.support.campaign.processes.link import Link
 from tests.support.campaign.processes.nursery import Nursery
 from tests.support.paths import ROOT
+from tests.support.ports import free_ports
 
 MODEL: Final = "tiny"
 START_TIMEOUT_S: Final = 180.0
@@ -34,8 +33,6 @@ _LOOPBACK: Final = "127.0.0.1"
 _FAR_LOOPBACK: Final = "127.0.0.2"
 """Where links to workers listen: a worker announces its host, but not another port than its own."""
 _POLL_S: Final = 0.05
-# Below the ports that the system gives to outgoing connections: a restarted service must find its port free.
-_PORTS: Final = range(20_000, 32_000)
 _READY: Final = inference_pb2.REPLICA_STATE_READY
 
 
@@ -131,7 +128,7 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Runs the services within the block, each restarted when it ends; yields once they serve."""
     workers = tuple(f"worker-{index}" for index in range(num_workers))
-    scheduler, gateway, *ports = _free_ports(2 + num_workers)
+    scheduler, gateway, *ports = free_ports(2 + num_workers)
     links = {
         "client-gateway": Link((_LOOPBACK, gateway)),
         "client-scheduler": Link((_LOOPBACK, scheduler)),
@@ -198,15 +195,3 @@ def _spec(name: str, folder: Path, flags: list[str]) -> ChildSpec:
         sys.executable, "-m", "tests.support.campaign.processes.service_process", name, str(folder), *flags,
     )  # fmt: skip
     return ChildSpec(name, command, folder, {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-
-
-def _free_ports(count: int) -> list[int]:
-    ports = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for host in (_LOOPBACK, _FAR_LOOPBACK):
-                held.enter_context(socket.create_server((host, port)))
-            ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise OSError(f"fewer than {count} ports are free")

@@ -1,7 +1,6 @@
 """A scheduler and the ranks of one replica, as real processes on this host's CPU."""
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.support.ports import free_ports
 
 CHUNK, BLOCK, SLOTS = 64, 64, 4
 SHAPES = (
@@ -46,7 +46,7 @@ class Replica:
         self._flags = [
             *flags, "--tensor-parallel-size", str(tensor), "--pipeline-parallel-size", str(pipeline),
         ]  # fmt: skip
-        self._port, self._master = _free_port(), _free_port()
+        self._port, self._master = free_ports(2)
         self.world_size = tensor * pipeline
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.scheduler = self._start(
@@ -117,13 +117,6 @@ class Replica:
                 process.terminate()
         for process in (*self.ranks.values(), self.scheduler):
             process.wait(20)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager
