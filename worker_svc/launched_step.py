@@ -1,5 +1,6 @@
 """A step that was handed to the device, which may still be running it."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,11 @@ class LaunchedStep:
             return self.read_tokens(), ()
         tokens = one_token_each(work, self.outputs)
         return tokens, () if tokens else self.outputs
+
+    def discard(self, work: Work | None) -> None:
+        """Waits for a step that nothing is going to read."""
+        with contextlib.suppress(Exception):
+            self.read(work)
 
     def wait(self, work: Work | None) -> list[SlotOutput]:
         """Waits for the step; returns its outputs by slot.

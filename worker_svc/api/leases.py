@@ -89,8 +89,8 @@ class PlanRunner:
         self._hand_over = hand_over
         # The number of the last plan whose steps were all launched.
         self._whole = -1
-        # The number of the last plan with a step that did not give one token for each slot: that step ended
-        # the plan, or was void itself. Results are answered in order, so only one thread writes at a time.
+        # The number of the last plan with a step that failed, was void, or did not give one token for each
+        # slot. Results are answered in order, so only one thread writes at a time.
         self._broken = -1
         # When the last result was read.
         self._read_s = 0.0
@@ -154,6 +154,9 @@ class PlanRunner:
         # A plan that could not be applied fails all the same: its admissions may be lost.
         if self._is_void(plan, step.index) and (step.index or isinstance(launched, LaunchedStep)):
             self._broken = plan.step
+            if isinstance(launched, LaunchedStep):
+                # Ranks report their results in order: one that is not read would be taken for the next one's.
+                launched.discard(plan.work)
             if step.index == 0:
                 assert isinstance(launched, LaunchedStep)
                 self._hand_over(plan, StepResult(plan.step, (), _refusals(plan, launched), void=True))
@@ -168,11 +171,12 @@ class PlanRunner:
             self._broken = plan.step
             self._answer_failure(step, error)
             return
-        plain = bool(tokens) or not outputs
-        if not plain:
+        # Log-probabilities of a prompt do not keep its next chunk from running.
+        whole = bool(tokens) or not any(output.token_ids or output.error for output in outputs)
+        if not whole:
             self._broken = plan.step
         result = StepResult(
-            plan.step, tokens, outputs, last=not (step.goes_on and plain),
+            plan.step, tokens, outputs, last=not (step.goes_on and whole),
             lease_index=step.index, execute_us=elapsed_us(max(step.since, self._read_s)),
         )  # fmt: skip
         self._read_s = time.perf_counter()

@@ -187,6 +187,27 @@ def test_a_lease_that_is_cut_short_is_answered_before_its_void_renewal(runs_ahea
     assert [result.void for result in stream.results] == [False, True, False]
 
 
+def test_a_chunk_with_log_probabilities_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise every chunk behind it would be void, and so would every chunk behind that one."""
+    outputs = LaunchedStep(
+        [SlotOutput(1, (), prompt_logprobs=[common_pb2.TokenLogprobs(logprob=-1.0, rank=1)])]
+    )
+    worker = StubWorker()
+    monkeypatch.setattr(worker, "launch", lambda *_, **__: outputs)
+    chunks = [StepPlan(3 + at, Prefill(1, 4 * at, 4, sample=False), continues=at > 0) for at in range(3)]
+    results = Stream(worker, chunks).run()
+    assert [(result.void, len(result.outputs)) for result in results] == [(False, 1)] * 3
+
+
+def test_a_void_step_that_was_launched_is_read() -> None:
+    """Another rank computes its result, and the next one that arrives is the next step's."""
+    worker = StubWorker(runs_ahead=True, read_fails_at=10)
+    plans = [leased(1, 10, 1), leased(2, 11, 1, continues=True), leased(3, 20, 1)]
+    results = Stream(worker, plans).run()
+    assert [result.void for result in results] == [False, True, False]
+    assert [position for what, position in worker.log if what == "read"] == [10, 11, 20]
+
+
 def test_a_chunk_that_samples_nothing_runs_whole() -> None:
     """A plan that continues it runs."""
     stream = Stream(
