@@ -99,11 +99,9 @@ class Runner:
         self._stage_steps: dict[int, Callable[..., tuple[torch.Tensor, ...]]] = {}
         self._made: set[GraphSignature] = set()
         self.graphs = GraphRunner(
-            model,
-            device,
-            options or GraphOptions(level=device.default_level),
+            model, device, options or GraphOptions(level=device.default_level),
             logits=model.logits if self._stage.layout.is_last_stage else None,
-        )
+        )  # fmt: skip
 
     def signatures(self) -> list[GraphSignature]:
         """Returns every kind of step that plans may ask for."""

@@ -27,8 +27,7 @@ _SENDS_IN_FLIGHT = 2
 class RankGroup:
     """The ranks of one replica, joined. All ranks make it at the same time.
 
-    Each channel and each process group is used
-    by one thread at a time.
+    Each channel and each process group is used by one thread at a time.
     """
 
     def __init__(
@@ -59,14 +58,7 @@ class RankGroup:
         self.layout = layout
         self.epoch = epoch
         host, link = ("gloo", "nccl" if device.type == "cuda" else "gloo") if master else ("fake", "fake")
-        try:
-            store = PrefixStore(epoch, _open_store(layout, master)) if master else _no_store()
-            distributed.init_process_group(
-                host, store=store, rank=layout.rank, world_size=layout.world_size, timeout=_FOREVER
-            )
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise Unavailable(f"the ranks of the replica do not meet at {master}: {reason}") from error
+        _meet(layout, host, master, epoch)
         everyone = tuple(range(layout.world_size))
         self._exchange = _group(everyone, host)
         self.plans = Channel(_group(everyone, host), 0)
@@ -116,6 +108,18 @@ class RankGroup:
         source = self.layout.rank - self.layout.tensor
         distributed.recv(states, source, group=self._links[source, self.layout.rank])
         return states
+
+
+def _meet(layout: RankLayout, backend: str, master: str, epoch: str) -> None:
+    """Starts torch.distributed with all ranks; raises Unavailable if they do not find one another."""
+    try:
+        store = PrefixStore(epoch, _open_store(layout, master)) if master else _no_store()
+        distributed.init_process_group(
+            backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=_FOREVER
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Unavailable(f"the ranks of the replica do not meet at {master}: {reason}") from error
 
 
 def _open_store(layout: RankLayout, master: str) -> Any:
