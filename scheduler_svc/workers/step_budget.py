@@ -108,13 +108,14 @@ class Deadline:
         # A timer that is due at once has no `when` on uvloop, so its time is kept here.
         self._timer: asyncio.Handle | None = None
         self._timer_s = 0.0
-        self._budget_s = 0.0
+        self.budget_s = 0.0
+        """Seconds that the latest answer may take."""
         self._set_s = 0.0
         self._end_s = math.inf
 
     def set(self, budget_s: float) -> None:
         """Expects an answer within `budget_s` seconds from now."""
-        self._budget_s, self._set_s = budget_s, self._loop.time()
+        self.budget_s, self._set_s = budget_s, self._loop.time()
         self._end_s = self._set_s + budget_s
         if self._timer is None or self._timer_s > self._end_s:
             self._move_timer()
@@ -142,7 +143,7 @@ class Deadline:
         if self._end_s == math.inf:
             return
         if now - due > _STOOD_STILL_S:
-            self._end_s = now + self._budget_s
+            self._end_s = now + self.budget_s
         if now < self._end_s:
             self._move_timer()
             return

@@ -253,9 +253,9 @@ class StepLoop:
 
     def _give_up(self, call: "_Call") -> None:
         """Ends the call of a worker that hangs."""
-        plan, usual = self._sent[0]
+        plan, _ = self._sent[0]
         self._overdue = Hung(
-            f"step {plan.step} was not answered within {usual.budget_s:g} s; the worker hangs"
+            f"step {plan.step} was not answered within {self._deadline.budget_s:g} s; the worker hangs"
         )
         call.cancel()
 
