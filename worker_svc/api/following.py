@@ -1,5 +1,6 @@
 """Runs what rank 0 announces, on a rank that the scheduler does not drive itself."""
 
+import asyncio
 import threading
 from functools import partial
 
@@ -7,24 +8,39 @@ from protos.logs import get_logger
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.watchdog import STEP
 from worker_svc.execution.lockstep import Follower
+from worker_svc.execution.worker import Worker
 
 
 class Following:
     """Hands announced steps to the model thread as they arrive."""
 
-    def __init__(self, follower: Follower, thread: ModelThread, *, step_limit_s: float) -> None:
-        """Starts waiting for announcements.
+    def __init__(
+        self, worker: Worker, follower: Follower, thread: ModelThread, *, step_limit_s: float
+    ) -> None:
+        """Starts waiting for announcements. Requires a running event loop.
 
         Args:
-            follower: this rank.
+            worker: this rank.
+            follower: the worker's.
             thread: the model thread.
             step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
         """
+        self._worker = worker
         self._follower = follower
         self._thread = thread
+        self._loop = asyncio.get_running_loop()
+        self._released = asyncio.Event()
         self.step_limit_s = step_limit_s
         """See the argument; later steps follow a change."""
         threading.Thread(target=self._run, name="rank-plans", daemon=True).start()
+
+    async def released(self) -> None:
+        """Waits until rank 0 runs no more steps with the present configuration, if there is one."""
+        while True:
+            self._released.clear()
+            if not self._worker.is_configured:
+                return
+            await self._released.wait()
 
     def _run(self) -> None:
         while True:
@@ -42,3 +58,5 @@ class Following:
             return
         if rest is not None:
             self._thread.defer(rest)
+        if not self._worker.is_configured:
+            self._loop.call_soon_threadsafe(self._released.set)

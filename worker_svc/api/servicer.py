@@ -92,6 +92,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Streams progress, then the configuration that the worker runs with."""
         geometry = convert.geometry_from_proto(request)
         await asyncio.shield(self._prepared)
+        if self._following is not None and not self._worker.is_configured_as(geometry):
+            await self._following.released()
         events: asyncio.Queue[worker_pb2.ConfigureEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -138,7 +140,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         if follower is None:
             return
         if self._following is None:
-            self._following = Following(follower, self._thread, step_limit_s=self._step_limit_s)
+            self._following = Following(self._worker, follower, self._thread, step_limit_s=self._step_limit_s)
         self._following.step_limit_s = self._step_limit_s
 
     async def _set_ready(self, ready: Ready | None) -> None:

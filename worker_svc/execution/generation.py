@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from protos.errors import ConfigurationRefused, Internal
+from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.steps import StepPlan, StepResult
 from worker_svc.devices.base import Device
 from worker_svc.execution.engine import Model
@@ -107,7 +107,9 @@ class GenerationEngine:
 
         Raises:
             ConfigurationRefused: if the weights or the cache do not fit, or a graph cannot be made.
+            Unavailable: if another rank starts with another geometry.
         """
+        self._check_equal(geometry)
         if self._device.caches_are_inputs and not geometry.num_blocks:
             # Compiled code depends on the number of blocks.
             geometry = self._fit(geometry)
@@ -133,6 +135,11 @@ class GenerationEngine:
         if self._runner.graphs.checked:
             checked.write(self._runner.graphs.checked)
         return geometry
+
+    def _check_equal(self, geometry: Geometry) -> None:
+        """Refuses to start with another geometry than other ranks: their collectives would not meet."""
+        if self.group is not None and len(set(self.group.exchange(repr(geometry).encode()))) > 1:
+            raise Unavailable("the ranks were configured differently at the same time; configure them again")
 
     def _fit(self, geometry: Geometry) -> Geometry:
         """Returns the geometry with its blocks counted: as many as fit on every rank."""

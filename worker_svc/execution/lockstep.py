@@ -6,6 +6,9 @@ its plan arrives. The ranks of the last stage choose the same tokens by themselv
 function of logits and counters. Ranks of earlier stages get the tokens from the chooser as the result of the
 step, and an announcement says how many results a rank must have applied before it launches the step.
 
+A new configuration is announced as well. Another rank keeps its old one until then, because rank 0 may still
+run steps when the scheduler asks both for the new one.
+
 A step that fails on one rank alone would leave the others waiting in a collective. Refusals are the same on
 all ranks, since all have the same state and the same plans; any other exception ends the process.
 """
@@ -15,14 +18,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from protos.errors import TriptychError
+from protos.errors import Internal, TriptychError
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.ranks.group import RankGroup
 
-_PLAN, _NEXT, _RESET = b"p", b"n", b"r"
+_PLAN, _NEXT, _RESET, _RELEASE = b"p", b"n", b"r", b"c"
 _COUNT_BYTES = 4
 
 GiveUp = Callable[[str], None]
@@ -74,15 +77,23 @@ class Leader:
         self._group = group
         self._give_up = give_up
         self._results = _Results()
+        # Results that were not applied yet, arrived or not.
+        self._unapplied = 0
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
-        """Announces a step and launches it; see `Engine.launch`."""
+        """Announces a step and launches it; see `Engine.launch`.
+
+        Raises:
+            Internal: also if the plan leases steps to a pipeline, whose first stage does not know the tokens
+                that a further step needs.
+        """
+        if self._group.layout.pipeline > 1 and isinstance(plan.work, Decode) and plan.work.lease > 1:
+            raise Internal("the plan leases steps to a pipeline, which takes plans of one step")
         try:
-            results = self._results.take()
-            head = (_NEXT if leased else _PLAN) + len(results).to_bytes(_COUNT_BYTES, "little")
-            self._group.plans.send(head if leased else head + plan_to_proto(plan).SerializeToString())
-            for result in results:
-                self._engine.apply(result)
+            if leased:
+                self._announce(_NEXT, self._results.take())
+            else:
+                self._announce(_PLAN, self._results.take(), plan_to_proto(plan).SerializeToString())
             launched = self._engine.launch(plan, leased=leased)
         except TriptychError:
             raise
@@ -91,7 +102,15 @@ class Leader:
             raise
         if self._group.layout.is_last_stage or not launched.has_work:
             return launched
+        self._unapplied += 1
         return LaunchedStep(read_result=self._wait_for_result, runs_ahead=True)
+
+    def _announce(self, kind: bytes, results: Sequence[StepResult], message: bytes = b"") -> None:
+        """Tells the other ranks what comes next, and applies the results that all ranks apply before it."""
+        self._group.plans.send(kind + len(results).to_bytes(_COUNT_BYTES, "little") + message)
+        for result in results:
+            self._engine.apply(result)
+        self._unapplied -= len(results)
 
     def _wait_for_result(self) -> StepResult:
         """Returns the next result; the chooser sends them in the order of the steps."""
@@ -104,12 +123,17 @@ class Leader:
     def reset(self) -> None:
         """Frees every slot, on all ranks."""
         try:
-            results = self._results.take()
-            self._group.plans.send(_RESET + len(results).to_bytes(_COUNT_BYTES, "little"))
-            for result in results:
-                self._engine.apply(result)
+            self._announce(_RESET, self._results.take())
             self._engine.reset()
-        except RuntimeError as error:
+        except Exception as error:
+            self._give_up(_broken(self._group, error))
+            raise
+
+    def release(self) -> None:
+        """Lets the other ranks drop their configuration. Waits for the results of all steps before."""
+        try:
+            self._announce(_RELEASE, self._results.take(self._unapplied))
+        except Exception as error:
             self._give_up(_broken(self._group, error))
             raise
 
@@ -117,11 +141,19 @@ class Leader:
 class Follower:
     """Another rank: launches what rank 0 announces."""
 
-    def __init__(self, engine: Steps, group: RankGroup, give_up: GiveUp) -> None:
-        """Follows the leader of `group`; `give_up` is called if the group breaks."""
+    def __init__(self, engine: Steps, group: RankGroup, give_up: GiveUp, release: Callable[[], None]) -> None:
+        """Follows the leader of `group`.
+
+        Args:
+            engine: runs the steps.
+            group: the replica's ranks.
+            give_up: called if the group breaks.
+            release: drops the configuration.
+        """
         self._engine = engine
         self._group = group
         self._give_up = give_up
+        self._release = release
         self._results = _Results()
         self._plan = StepPlan(0)
         layout = group.layout
@@ -148,8 +180,8 @@ class Follower:
             # The last stage has its tokens already.
             for result in self._results.take(0 if self._group.layout.is_last_stage else count):
                 self._engine.apply(result)
-            if kind == _RESET:
-                self._engine.reset()
+            if kind in {_RESET, _RELEASE}:
+                (self._engine.reset if kind == _RESET else self._release)()
                 return None
             launched = self._launch(kind, announcement[1 + _COUNT_BYTES :])
         except TriptychError:

@@ -186,6 +186,11 @@ class Worker:
                 " unset it or use one rank"
             )
 
+    @property
+    def is_configured(self) -> bool:
+        """Whether steps can run."""
+        return self._ready is not None
+
     def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
         """Whether `configure` with this geometry would change nothing."""
         return self._ready is not None and geometry == self._requested
@@ -213,6 +218,8 @@ class Worker:
         if engine is None:
             raise Internal("the worker is not prepared yet")
         checked = engine.check(geometry)
+        if self._leader is not None and self._ready is not None:
+            self._leader.release()
         # The old cache must go first: both may not fit.
         self._release(engine)
         try:
@@ -282,7 +289,7 @@ class Worker:
             if self.layout.leads:
                 self._leader = Leader(engine, self._group, self._give_up)
             else:
-                self.follower = Follower(engine, self._group, self._give_up)
+                self.follower = Follower(engine, self._group, self._give_up, lambda: self._release(engine))
         elif self.epoch != epoch or self._group is None:
             self._give_up("the replica's ranks have formed another group since this one was lost")
             raise Unavailable("this rank belongs to an earlier group and ends; retry once it is back")

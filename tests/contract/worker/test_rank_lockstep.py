@@ -1,0 +1,145 @@
+"""A scheduler that tries to get ranks out of step, over real gRPC: no rank runs a step more than another."""
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from protos.triptych.v1 import worker_pb2
+from tests.support.ranks.rank_server import RankServers, rank_servers
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
+
+LAYOUTS = [(2, 1), (1, 2), (2, 2)]
+
+
+def sizes(number: int = 0) -> worker_pb2.ConfigureRequest:
+    """Returns one of several configurations."""
+    return worker_pb2.ConfigureRequest(
+        max_model_len=10_000 + number, max_num_seqs=4, chunk=8, block_size=8, decode_buckets=[1, 2, 4], num_blocks=[5],
+        group_epoch="e",
+    )  # fmt: skip
+
+
+class Stream:
+    """An Execute stream of rank 0 that the client may end at any moment."""
+
+    def __init__(self, servers: RankServers, *, leases: bool) -> None:
+        """Opens nothing yet; `leases` says whether plans may lease steps."""
+        self._stub = servers.stubs[0]
+        self._leases = leases
+        self._call: Any = None
+        self._step = 0
+        # The next position of each slot.
+        self._positions: Counter[int] = Counter()
+        # The slots of plans without a last result, and the positions of their next steps.
+        self._plans: dict[int, dict[int, int]] = {}
+
+    async def open(self) -> None:
+        """Opens the stream once the one before has ended."""
+        while True:
+            self._call = self._stub.Execute()
+            await self._write(worker_pb2.StepPlan())
+            try:
+                result = await self._call.read()
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                    raise
+                continue
+            assert result.step == 0
+            return
+
+    async def decode(self, generator: random.Random) -> None:
+        """Sends a plan with some slots and a lease."""
+        slots = generator.sample(range(4), generator.randint(1, 4))
+        lease = generator.randint(1, 30) if self._leases else 1
+        while any(slot in places for places in self._plans.values() for slot in slots):
+            await self.read()
+        self._step += 1
+        positions = [self._positions[slot] for slot in slots]
+        self._plans[self._step] = dict(zip(slots, positions, strict=True))
+        work = worker_pb2.Decode(slots=slots, positions=positions, bucket=4, lease_steps=lease)
+        await self._write(worker_pb2.StepPlan(step=self._step, decode=work))
+
+    async def interrupt(self, release: int) -> None:
+        """Sends a plan that ends a lease and frees a slot."""
+        self._step += 1
+        self._plans[self._step] = {}
+        self._positions[release] += 1000
+        await self._write(worker_pb2.StepPlan(step=self._step, release=[release]))
+
+    async def read(self) -> None:
+        """Reads a result, which answers the oldest plan."""
+        result = await self._call.read()
+        assert isinstance(result, worker_pb2.StepResult)
+        assert not result.HasField("error"), result.error
+        step, places = next(iter(self._plans.items()))
+        assert (result.step, list(result.token_ids)) == (step, list(places.values()))
+        for slot, position in places.items():
+            places[slot] += 1
+            if self._positions[slot] == position:  # not released since
+                self._positions[slot] += 1
+        if result.last:
+            del self._plans[step]
+
+    @property
+    def outstanding(self) -> int:
+        return len(self._plans)
+
+    async def end(self, *, politely: bool) -> None:
+        """Ends the stream: after its last plan, or at once."""
+        if politely:
+            await self._call.done_writing()
+        else:
+            self._call.cancel()
+
+    async def _write(self, plan: worker_pb2.StepPlan) -> None:
+        # The reason of a stream that was refused comes with the next read.
+        try:
+            await self._call.write(plan)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return
+
+
+async def episode(servers: RankServers, generator: random.Random, *, leases: bool) -> None:
+    """Runs a stream that interrupts leases at random moments and ends at one."""
+    stream = Stream(servers, leases=leases)
+    await stream.open()
+    for _ in range(generator.randint(0, 8)):
+        match generator.choice(("decode", "decode", "interrupt", "read", "finish")):
+            case "decode":
+                await stream.decode(generator)
+            case "interrupt":
+                await stream.interrupt(generator.randrange(4))
+            case "read":
+                for _ in range(generator.randint(1, 10)):
+                    if stream.outstanding:
+                        await stream.read()
+            case _:
+                while stream.outstanding:
+                    await stream.read()
+    await stream.end(politely=generator.random() < 0.3)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
+async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans interrupt leases, streams are cancelled in the middle, and ranks get other configurations."""
+    generator = random.Random(11)
+    async with rank_servers(tensor, pipeline, monkeypatch) as servers:
+        number = 0
+        await servers.configure(sizes())
+        for _ in range(200):
+            await episode(servers, generator, leases=pipeline == 1)
+            if generator.random() < 0.4:
+                number += generator.randrange(2)
+                await servers.configure(sizes(number))
+        # This stream's first plan runs behind the last one's reset.
+        await Stream(servers, leases=False).open()
+        await asyncio.to_thread(servers.ranks.compare)
+        assert servers.reasons == []
+        done = servers.ranks.logs[0]
+        assert {"reset", "release"} <= {what for what in done if isinstance(what, str)}
+        assert any(isinstance(what, tuple) and what[1] for what in done) == (pipeline == 1), "leased steps"

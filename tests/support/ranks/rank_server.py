@@ -1,0 +1,151 @@
+"""The workers of a replica's ranks behind real gRPC servers in one process, without a model."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+import torch
+
+from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
+from protos.wire import open_channel
+from tests.support.ranks.fake_ranks import FakeGroup, FakeSteps, Ranks
+from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.servicer import WorkerServicer
+from worker_svc.api.watchdog import FailedSteps
+from worker_svc.execution import worker as worker_module
+from worker_svc.execution.generation import GenerationEngine
+from worker_svc.execution.worker import Worker
+from worker_svc.phases import Phases
+from worker_svc.ranks.layout import RankLayout
+from worker_svc.settings import Settings
+from worker_svc.shapes.geometry import Geometry, PoolGeometry
+
+
+class FakeEngine(GenerationEngine):
+    """An engine whose steps and warm-up meet those of the other ranks."""
+
+    bytes_per_block = (64,)
+    num_compiled = 0
+    code_folder = None
+
+    def __init__(self, ranks: Ranks, layout: RankLayout) -> None:
+        """Has no model to open."""
+        self._ranks = ranks
+        self._steps = FakeSteps(ranks, layout.rank)
+        self._started = False
+        self.layout = layout
+        self.group = None
+
+    def check(self, geometry: Geometry | PoolGeometry) -> Geometry:
+        """Accepts every geometry."""
+        assert isinstance(geometry, Geometry)
+        return geometry
+
+    def start(self, geometry: Geometry, load: Callable[[], None], phases: Phases) -> Geometry:
+        """Warms up: all ranks must, at the same time and with the same geometry."""
+        self._check_equal(geometry)
+        self._ranks.launch_together(self.layout.rank, f"warm up {geometry}")
+        self._started = True
+        self.launch, self.apply, self.reset = self._steps.launch, self._steps.apply, self._steps.reset  # type: ignore[method-assign]
+        return geometry
+
+    def release(self) -> None:
+        """Drops the configuration, if there is one."""
+        if self._started:
+            self._started = False
+            self._steps.release()
+
+
+@dataclass
+class RankServers:
+    """The ranks' servers, with a client of each."""
+
+    ranks: Ranks
+    stubs: list[Any] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    """Why a rank gave up."""
+
+    async def configure(self, request: worker_pb2.ConfigureRequest) -> None:
+        """Configures all ranks at once, again until none refuses, as a scheduler does."""
+        while True:
+            calls = [asyncio.ensure_future(_configured(stub, request)) for stub in self.stubs]
+            try:
+                await asyncio.gather(*calls)
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                    raise
+            finally:
+                for call in calls:
+                    call.cancel()
+                await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _configured(stub: Any, request: worker_pb2.ConfigureRequest) -> None:
+    async for _ in stub.Configure(request):
+        pass
+
+
+@contextlib.asynccontextmanager
+async def rank_servers(
+    tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RankServers]:
+    """Serves the ranks of a layout for the block."""
+    running = RankServers(Ranks(tensor, pipeline))
+    monkeypatch.setattr(
+        worker_module, "RankGroup", lambda layout, *_, **__: FakeGroup(running.ranks, layout.rank)
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        for layout in running.ranks.layouts:
+            running.stubs.append(await stack.enter_async_context(_rank(running, layout)))
+        yield running
+        running.ranks.close()
+
+
+@contextlib.asynccontextmanager
+async def _rank(running: RankServers, layout: RankLayout) -> AsyncIterator[Any]:
+    thread = ModelThread()
+    servicer = WorkerServicer(
+        _worker(running, layout),
+        thread,
+        prepared=thread.submit(lambda: None),
+        worker_id=f"w{layout.rank}",
+        model="m",
+        on_configured=_noted,
+        failed_steps=FailedSteps(3, lambda failed: running.reasons.append(str(failed))),
+    )
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        yield worker_pb2_grpc.WorkerStub(channel)
+    await server.stop(0)
+    await thread.close(1)
+
+
+async def _noted(configured: bool) -> None:
+    """Tells nothing about the worker's health."""
+
+
+def _worker(running: RankServers, layout: RankLayout) -> Worker:
+    """Returns a worker as it is after `prepare`."""
+    settings = Settings(
+        model="m", tensor_parallel_size=layout.tensor, pipeline_parallel_size=layout.pipeline, rank=layout.rank,
+        master="127.0.0.1:1", replica_id="r0",
+    )  # fmt: skip
+    worker = Worker(settings, running.reasons.append)
+    device = SimpleNamespace(
+        torch_device=torch.device("cpu"), collectives="gloo", has_own_compiler=False, use_ranks=lambda _: None,
+        block_copies=lambda _: "tensors", release_unused=lambda: None,
+    )  # fmt: skip
+    worker.device = cast("Any", device)
+    worker._model = cast("Any", SimpleNamespace(release_caches=lambda: None))
+    worker._engine = FakeEngine(running.ranks, layout)
+    worker._digest.set_result("ab12")
+    return worker
