@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support import tiny_models
-from tests.support.ranks import replica
+from tests.support.ranks.replica import replica
 from tests.support.rbln.fake_environment import environment
 from tests.support.reference import Reference
 
@@ -36,8 +36,9 @@ def test_ranks_answer_like_transformers(
     """Collectives are in the graphs; the fake compiler refuses those whose group it is not told."""
     model = tiny_models.write(family, tmp_path / "model")
     with replica(
-        model, tmp_path, tensor=tensor, pipeline=pipeline, device="rbln", block=1024,
-        flags=("--dtype", "float32", *flags), variables=environment(**variables),
+        model, tmp_path, tensor=tensor, pipeline=pipeline, device="rbln",
+        flags=("--dtype", "float32", *flags), scheduler_flags=("--block-size", "1024"),
+        variables=environment(**variables),
     ) as running:  # fmt: skip
         answers = running.generate_all(PROMPTS, COUNT, {"temperature": 0.0})
     reference = Reference(model, torch.float32)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ranks, tiny_models
+from tests.support import tiny_models
+from tests.support.ranks import replica as ranks
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.graphs.compile_cache import CompileCache

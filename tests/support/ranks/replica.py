@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,15 @@ SHAPES = (
 )  # fmt: skip
 
 
+@dataclass
+class Answer:
+    """What a client received for one sequence."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
+
+
 class Replica:
     """The processes, and a client of the scheduler."""
 
@@ -35,10 +45,21 @@ class Replica:
         pipeline: int,
         device: str = "cpu",
         flags: Sequence[str] = (),
-        block: int = BLOCK,
+        scheduler_flags: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the scheduler only."""
+        """Starts the scheduler only.
+
+        Args:
+            model: the model's folder.
+            logs: where the processes' logs go.
+            tensor: ranks of a stage.
+            pipeline: stages.
+            device: that of every rank.
+            flags: those of every rank.
+            scheduler_flags: the scheduler's; they come after the usual ones.
+            variables: the processes' environment.
+        """
         self._variables = variables
         self._device = device
         self._model = model
@@ -50,7 +71,7 @@ class Replica:
         self.world_size = tensor * pipeline
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.scheduler = self._start(
-            "scheduler_svc", "scheduler", "--port", str(self._port), *SHAPES, "--block-size", str(block)
+            "scheduler_svc", "scheduler", "--port", str(self._port), *SHAPES, *scheduler_flags
         )
         self._channel = grpc.insecure_channel(f"127.0.0.1:{self._port}")
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -93,13 +114,51 @@ class Replica:
     ) -> list[list[int]]:
         """Returns the tokens of each sequence; sets `started` after the first few."""
         parameters = common_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
+        return [answer.tokens for answer in self.ask(prompt, parameters, n=n, started=started)]
+
+    def ask(
+        self,
+        prompt: Sequence[int],
+        parameters: common_pb2.SamplingParams,
+        *,
+        n: int = 1,
+        leave_after: int | None = None,
+        started: threading.Event | None = None,
+    ) -> list[Answer]:
+        """Returns the answer of each sequence.
+
+        Args:
+            prompt: the token ids.
+            parameters: the sampling parameters.
+            n: sequences.
+            leave_after: hang up once the first sequence has so many tokens.
+            started: set once the first sequence has a token.
+        """
         request = inference_pb2.GenerateRequest(prompt_token_ids=prompt, n=n, sampling=parameters)
-        tokens: list[list[int]] = [[] for _ in range(n)]
-        for event in self._stub.Generate(request, timeout=110):
-            tokens[event.sequence] += event.token_ids
-            if started is not None and tokens[0]:
+        answers = [Answer() for _ in range(n)]
+        call = self._stub.Generate(request, timeout=110)
+        for event in call:
+            assert not event.HasField("error"), event.error
+            answer = answers[event.sequence]
+            answer.tokens += event.token_ids
+            answer.logprobs += event.logprobs
+            answer.prompt_logprobs += event.prompt_logprobs
+            if started is not None and answers[0].tokens:
                 started.set()
-        return tokens
+            if leave_after is not None and len(answers[0].tokens) >= leave_after:
+                call.cancel()
+                break
+        return answers
+
+    def count(self, name: str) -> float:
+        """Returns a counter of the scheduler, without labels or summed over them."""
+        text = self._stub.GetMetrics(inference_pb2.GetMetricsRequest(), timeout=20).text.decode()
+        lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        return sum(float(value) for key, _, value in lines if key.partition("{")[0] == name)
+
+    def forget_prefixes(self) -> None:
+        """Empties the prefix cache."""
+        self._stub.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest(), timeout=20)
 
     def generate_all(
         self, prompts: Sequence[Sequence[int]], count: int, sampling: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""A tiny random Llama with a tokenizer of bytes: it starts quickly, and its texts say exactly its tokens."""
+"""A tiny random model with a tokenizer of bytes: it starts quickly, and its texts say exactly its tokens."""
 
 import json
 from pathlib import Path
@@ -17,9 +17,9 @@ PRINTABLE: Final = tuple(FIRST_BYTE + byte for byte in range(ord(" "), ord("~") 
 """Tokens that are one printable character each."""
 
 
-def write(folder: Path) -> Path:
-    """Saves the model and its tokenizer; returns ``folder``."""
-    tiny_models.write("llama", folder)
+def write(folder: Path, family: str = "llama") -> Path:
+    """Saves a model of a family of `tiny_models` and its tokenizer; returns ``folder``."""
+    tiny_models.write(family, folder)
     count = tiny_models.VOCAB_SIZE - FIRST_BYTE
     vocabulary = {name: index for index, name in enumerate(SPECIAL)}
     vocabulary |= {letter: FIRST_BYTE + byte for byte, letter in enumerate(_byte_letters()[:count])}

@@ -1,0 +1,86 @@
+"""A rank is killed or frozen under load: its replica ends, forms again, and no request loses a token."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from signal import SIGKILL, SIGSTOP
+
+import pytest
+
+from tests.support import tiny_models
+from tests.support.ranks.replica import Replica, replica
+
+PROMPTS = [
+    [3 + (7 * row + place) % 200 for place in range(length)] for row, length in enumerate((4, 30, 70, 150))
+]
+COUNT = 300
+GREEDY = {"temperature": 0.0}
+
+TENSOR, PIPELINE, EXPERTS, BOTH = ("llama", 2, 1), ("llama", 1, 2), ("mixtral", 2, 1), ("llama", 2, 2)
+CASES = [
+    *(
+        (layout, rank, sent)
+        for layout in (TENSOR, PIPELINE)
+        for rank in (0, 1)
+        for sent in (SIGKILL, SIGSTOP)
+    ),
+    (EXPERTS, 0, SIGSTOP),
+    (EXPERTS, 1, SIGKILL),
+    (BOTH, 0, SIGKILL),
+    (BOTH, 1, SIGSTOP),
+    (BOTH, 2, SIGKILL),
+    (BOTH, 3, SIGSTOP),
+]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@dataclass
+class Running:
+    """A replica, and its answers while nothing goes wrong."""
+
+    replica: Replica
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A replica that forms again after each test, so the next one need not start it."""
+    family, tensor, pipeline = request.param
+    folder = tmp_path_factory.mktemp("lost")
+    model = tiny_models.write(family, folder / "model")
+    experts = ("--enable-expert-parallel",) if family in tiny_models.EXPERT_FAMILIES else ()
+    with replica(
+        model, folder, tensor=tensor, pipeline=pipeline, flags=("--dtype", "float32", *experts)
+    ) as ranks:
+        yield Running(ranks, ranks.generate_all(PROMPTS, COUNT, GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("running", "rank", "sent"),
+    CASES,
+    indirect=["running"],
+    ids=lambda part: "-".join(map(str, part)) if isinstance(part, tuple) else getattr(part, "name", None),
+)
+def test_a_lost_rank_loses_no_request(running: Running, rank: int, sent: signal.Signals) -> None:
+    """The other ranks end by themselves, the group forms again, and requests go on with equal tokens."""
+    ranks = running.replica
+    started = [threading.Event() for _ in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        requests = [
+            pool.submit(ranks.generate, prompt, COUNT, GREEDY, started=event)
+            for prompt, event in zip(PROMPTS, started, strict=True)
+        ]
+        assert all(event.wait(60) for event in started)
+        others = [process for number, process in ranks.ranks.items() if number != rank]
+        lost = ranks.ranks[rank]
+        lost.send_signal(sent)
+        assert [other.wait(60) for other in others] == [1] * len(others)
+        if sent == SIGSTOP:
+            lost.send_signal(signal.SIGCONT)
+        assert lost.wait(60) != 0
+        for each in range(ranks.world_size):
+            ranks.start_rank(each)
+        assert [request.result() for request in requests] == [[tokens] for tokens in running.expected]
