@@ -4,7 +4,6 @@ The benches of a whole GPU share it.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -72,22 +71,33 @@ def serving(
     folder: Path, batches: Sequence[int], max_model_len: int, gateways: int = 1
 ) -> Iterator[tuple[str, int]]:
     """Runs the services for the block; yields the gateway's URL and the launcher's process id."""
-    environment = {
-        **os.environ,
-        "TRIPTYCH_LOAD_FORMAT": "dummy",
-        "TRIPTYCH_KV_MEMORY": str(KV_GIB),
-        "TRIPTYCH_DECODE_BUCKET_STRATEGY": "manual",
-        "TRIPTYCH_DECODE_BUCKETS": ",".join(map(str, batches)),
-    }
-    command = [
-        sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), "--device", "cuda", "--port", str(_PORT),
+    flags = [
+        "--model", str(folder), "--device", "cuda", "--load-format", "dummy", "--kv-memory", str(KV_GIB),
         "--served-model-name", SERVED_NAME, "--max-model-len", str(max_model_len),
-        "--max-num-seqs", str(max(batches)), "--max-num-batched-tokens", str(CHUNK), "--block-size", str(BLOCK),
-        "--run-dir", str(folder / "run"),
+        "--max-num-batched-tokens", str(CHUNK), "--block-size", str(BLOCK), "--run-dir", str(folder / "run"),
+        *bucket_flags(batches), *(("--gateways", str(gateways)) if gateways > 1 else ()),
     ]  # fmt: skip
-    if gateways > 1:
-        command += ["--gateways", str(gateways)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    with launched(*flags) as running:
+        yield running
+
+
+def bucket_flags(batches: Sequence[int]) -> list[str]:
+    """Returns the flags of a stack that decodes in these batches."""
+    buckets = ",".join(map(str, sorted(batches)))
+    return [
+        "--max-num-seqs", str(max(batches)), "--decode-bucket-strategy", "manual", "--decode-buckets", buckets
+    ]  # fmt: skip
+
+
+@contextmanager
+def launched(*flags: str) -> Iterator[tuple[str, int]]:
+    """Runs `triptych up` for the block; yields the gateway's URL and the launcher's process id.
+
+    Raises:
+        RuntimeError: if it ends before it serves.
+    """
+    command = [sys.executable, "-m", "deploy.cli", "up", "--port", str(_PORT), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         for line in process.stdout:
