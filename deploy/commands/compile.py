@@ -8,6 +8,7 @@ what the others send.
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
@@ -94,8 +95,6 @@ def _compile(settings: CompileSettings) -> str:
     worker.prepare()
     _check_writable(worker_settings, worker.device.name)
     request = _configuration(settings, worker)
-    if request is None:
-        return "pooling models are not compiled; there is nothing to do"
     seconds = _run(worker, request)
     if worker.code_folder is None:
         return "nothing to keep: at this level graphs use the device's own kernels (-O 2 generates code)"
@@ -113,10 +112,11 @@ def _check_writable(settings: WorkerSettings, device: str) -> None:
     CompileCache(folder).begin({}).discard()
 
 
-def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.ConfigureRequest | None":
-    """Returns how a scheduler would configure the worker; None for a pooling model."""
+def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.ConfigureRequest":
+    """Returns how a scheduler would configure the worker."""
     from scheduler_svc.convert.model import description_from_proto
     from scheduler_svc.workers.generating import configure_request, geometry_for
+    from scheduler_svc.workers.pooling import PoolingReplicas
     from worker_svc.api.convert import description_to_proto
 
     scheduler_settings = load(SchedulerSettings, scheduler_flags(settings, 0))
@@ -124,7 +124,7 @@ def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.C
         description_to_proto(worker, worker_id="compile", model=settings.model)
     )
     if description.model.pool_tasks:
-        return None
+        return PoolingReplicas(scheduler_settings, time.monotonic).set_up(_ALONE, description).request
     layout = worker.layout
     if layout.pipeline > 1 and worker.device.caches_are_inputs and not scheduler_settings.num_blocks:
         raise ConfigurationRefused(

@@ -1,8 +1,5 @@
 """NPU graphs are compiled without an NPU and found by a worker that has one, with the vendor's fakes."""
 
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +7,7 @@ import pytest
 from protos.settings import load
 from scheduler_svc.settings import Settings
 from tests.support import tiny_models
-from tests.support.rbln.fake_environment import environment, running_worker
+from tests.support.rbln.fake_environment import compile_blindly, running_worker
 from tests.support.scheduler.running_scheduler import collect, generate_request, run_scheduler
 
 pytestmark = [
@@ -21,7 +18,6 @@ pytestmark = [
 
 SIZES = ("--max-num-seqs", "2", "--max-model-len", "256", "--block-size", "1024")
 KV = {"TRIPTYCH_KV_MEMORY": "0.05"}
-BLIND = {"FAKE_RBLN_NPU": "", "RBLN_TARGET_SOC": "RBLN-CA25", "VLLM_RBLN_COMPILE_ONLY": "1", **KV}
 
 
 @pytest.fixture(scope="module")
@@ -34,36 +30,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def catalog(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of code that was compiled without an NPU: a prefill graph and two decode graphs."""
     folder = tmp_path_factory.mktemp("code") / "rbln"
-    assert compile_blindly(model, folder)[0] == 3
+    assert compile_blindly(model, folder, *SIZES, **KV)[0] == 3
     return folder
-
-
-def compile_blindly(model: Path, folder: Path, **variables: str) -> tuple[int, str]:
-    """Runs `triptych compile` without an NPU; returns the number of compiled pieces, and its output."""
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "deploy.cli", "compile", "--model", str(model), "--device", "rbln",
-            "--compile-cache-dir", str(folder), *SIZES,
-        ],
-        env=environment(**{**BLIND, **variables}), capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    found = re.search(r"^(\d+) pieces compiled", done.stdout, re.MULTILINE)
-    assert found, output
-    return int(found[1]), output
 
 
 def test_a_second_run_compiles_nothing(model: Path, catalog: Path) -> None:
     """The command counts what the compiler added to the entry, and says so."""
-    count, output = compile_blindly(model, catalog)
+    count, output = compile_blindly(model, catalog, *SIZES, **KV)
     assert count == 0
     assert "compiled_nothing" in output
 
 
 def test_code_that_the_compiler_does_not_take_is_counted(model: Path, catalog: Path) -> None:
     """The entry's key fits, but the compiler compiles again: a warning has the number."""
-    count, output = compile_blindly(model, catalog, FAKE_RBLN_VERSION="0.12.1")
+    count, output = compile_blindly(model, catalog, *SIZES, **KV, FAKE_RBLN_VERSION="0.12.1")
     assert count > 0
     assert f"compiled={count}" in output.split("compiled_despite_entry")[1]
 

@@ -5,6 +5,7 @@ They are processes of their own because torch can have one such device, for good
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,33 @@ PACKAGES = ROOT / "tests" / "support" / "rbln" / "fakes"
 def environment(**changed: str) -> dict[str, str]:
     """Returns this process's environment with the fakes on Python's path, and one thread."""
     return {**os.environ, "PYTHONPATH": f"{ROOT}:{PACKAGES}", "OMP_NUM_THREADS": "1", **changed}
+
+
+def compile_blindly(model: Path, folder: Path, *flags: str, **variables: str) -> tuple[int, str]:
+    """Runs `triptych compile` without an NPU.
+
+    Args:
+        model: the model's folder.
+        folder: the compile cache.
+        flags: more flags.
+        variables: environment variables.
+
+    Returns:
+        The number of compiled pieces, and the command's output.
+    """
+    blind = {"FAKE_RBLN_NPU": "", "RBLN_TARGET_SOC": "RBLN-CA25", "VLLM_RBLN_COMPILE_ONLY": "1"}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "deploy.cli", "compile", "--model", str(model), "--device", "rbln",
+            "--compile-cache-dir", str(folder), *flags,
+        ],
+        env=environment(**blind, **variables), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    found = re.search(r"^(\d+) pieces compiled", done.stdout, re.MULTILINE)
+    assert found, output
+    return int(found[1]), output
 
 
 @contextlib.contextmanager
