@@ -17,8 +17,15 @@ from torch import _dynamo as dynamo
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
-from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
-from worker_svc.devices.base import BlockCopies, Device, DeviceOptions, ExpertActivation
+from worker_svc.devices.attention import (
+    AttentionCall,
+    AttentionParams,
+    InPlaceInput,
+    PagedInput,
+    RowsPlan,
+    StepInput,
+)
+from worker_svc.devices.base import BlockCopies, Device, DeviceOptions, ExpertActivation, by_row
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
 from worker_svc.devices.rbln.ops import registry
@@ -175,7 +182,6 @@ class RblnDevice(Device):
             "soft caps on attention scores": bool(params.softcap),
             "layers that read another layer's KV cache": not params.writes,
             f"heads of {params.head_size} elements": params.head_size not in _HEAD_SIZES,
-            "non-causal attention": not params.causal,
             "attention sinks with RBLN_USE_CUSTOM_KERNEL=1": params.sinks and self.namespace == TRITON,
         }
         for what, needed in unserved.items():
@@ -324,9 +330,7 @@ class RblnDevice(Device):
             ConfigurationRefused: on an NPU, outside of a graph that is being compiled.
         """
         params, cache, sinks = call.params, call.cache, call.sinks
-        if not torch.compiler.is_compiling():
-            if not self._is_check:
-                raise ConfigurationRefused("--backend eager needs --rbln-backend rbln-check")
+        if self._runs_eagerly():
             cache = self.memory.resolve(cache)
         assert call.key is not None
         assert call.value is not None
@@ -363,6 +367,45 @@ class RblnDevice(Device):
         )
         attended = attended.view(rows, params.num_heads, query_len, params.head_size).transpose(1, 2)
         call.output.copy_(attended.reshape(call.output.shape))
+
+    def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> RowsPlan:
+        """See the base class. The mask is a summand, because graphs get it as an input."""
+        seen = super().plan_rows(lengths, row_len, params).mask
+        # Infinity would do on a host. A finite number never becomes NaN, whatever a compiler makes of it.
+        hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+        return RowsPlan(self._placed(hidden))
+
+    def attend_rows(self, call: AttentionCall, plan: RowsPlan) -> None:
+        """See the base class. Two matrix products and a softmax, for heads of any size.
+
+        Raises:
+            ConfigurationRefused: on an NPU, outside of a graph that is being compiled.
+        """
+        self._runs_eagerly()
+        params = call.params
+        assert call.key is not None
+        assert call.value is not None
+        query, key, value = (by_row(each, plan, params) for each in (call.query, call.key, call.value))
+        groups = params.num_heads // params.num_kv_heads
+        if groups > 1:
+            key, value = (
+                each.unsqueeze(2).expand(-1, -1, groups, -1, -1).reshape(query.shape) for each in (key, value)
+            )
+        scores = torch.matmul(query * params.scale, key.transpose(-1, -2)).float() + plan.mask
+        attended = torch.matmul(scores.softmax(dim=-1).to(value.dtype), value)
+        call.output.copy_(attended.transpose(1, 2).reshape(call.output.shape))
+
+    def _runs_eagerly(self) -> bool:
+        """Returns whether the caller runs outside of a graph that is being compiled.
+
+        Raises:
+            ConfigurationRefused: if it does so on an NPU.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        if not self._is_check:
+            raise ConfigurationRefused("--backend eager needs --rbln-backend rbln-check")
+        return True
 
 
 def _start(step: PagedInput) -> torch.Tensor:

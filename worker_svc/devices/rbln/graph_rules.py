@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from worker_svc.devices.rbln.ops.signatures import NAMESPACES
 
-# The operators of decoder layers, norms, rotary embeddings, MLPs and output heads. Their results' shapes
-# depend only on shapes.
+# The operators of decoder and encoder layers, norms, rotary embeddings, MLPs, pooling and output heads. Their
+# results' shapes depend only on shapes.
 ALLOWED_ATEN: Final = frozenset(
     [
         "_softmax",
@@ -81,6 +81,7 @@ ALLOWED_ATEN: Final = frozenset(
         "minimum",
         "mm",
         "mul",
+        "native_layer_norm",
         "ne",
         "neg",
         "new_empty",

@@ -11,7 +11,7 @@ from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
 from protos.steps import BlockCopy
 from worker_svc.devices import DeviceOptions, gathered, in_place, open_device
-from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput
+from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, RowsPlan
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.execution.kv_cache import KvCache
@@ -225,13 +225,56 @@ def test_graphs_over_windows_in_place_match_the_reference(triton: bool, with_sin
         ({"softcap": 30.0}, "soft caps"),
         ({"writes": False}, "another layer's KV cache"),
         ({"head_size": 48}, "heads of 48"),
-        ({"causal": False}, "non-causal"),
     ],
 )
 def test_layers_without_a_kernel_are_refused(changed: dict[str, Any], message: str) -> None:
     """A layer that no kernel serves is refused when the model is built."""
     with pytest.raises(ConfigurationRefused, match=message):
         open_check().check_attention(params_of(group_of(GroupKind.FULL), **changed))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 2)])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_graphs_over_rows_match_the_reference(causal: bool, window: int, kv_heads: int) -> None:
+    """Attention without a cache is plain operators for heads of any size, and padding has no effect."""
+    device, lengths, heads, size = open_check(), torch.tensor([5, 1, 3]), 4, 12
+    params = AttentionParams(heads, kv_heads, size, 0.3, window, 0.0, writes=True, causal=causal)
+
+    def attend(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        device.attend_step(AttentionCall(params, query, key, value, torch.empty(0), output), RowsPlan(mask))
+        return output
+
+    compiled = device.compile(attend)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn((15, n, size), generator=generator) for n in (heads, kv_heads, kv_heads))
+    expected = torch.empty_like(query)
+    cpu = open_device("cpu")
+    cpu.attend_rows(
+        AttentionCall(params, query, key, value, torch.empty(0), expected), cpu.plan_rows(lengths, 5, params)
+    )
+    mask = device.plan_rows(lengths, 5, params).mask
+    real = (torch.arange(5) < lengths[:, None]).flatten()
+    ours = compiled(query, key, value, mask)
+    torch.testing.assert_close(ours[real], expected[real], atol=1e-5, rtol=1e-5)
+    for states in (query, key, value):
+        states[~real] = 1000.0
+    padded = compiled(query, key, value, mask)
+    assert torch.equal(padded[real], ours[real])
+    assert padded.isfinite().all()
+    assert len(device.backend.graphs) == 1
+
+
+def test_an_npu_attends_in_graphs_alone() -> None:
+    """Attention outside of a graph is refused before an operator reaches the NPU."""
+    device = RblnDevice(DeviceOptions(rbln_use_device_tensor=False))
+    params = params_of(group_of(GroupKind.FULL))
+    states = torch.zeros(2, HEADS, SIZE)
+    call = AttentionCall(params, states, states, states, torch.empty(0), states)
+    with pytest.raises(ConfigurationRefused, match="--backend eager needs --rbln-backend rbln-check"):
+        device.attend_step(call, device.plan_rows(torch.tensor([2]), 2, params))
 
 
 def test_sinks_need_the_compilers_kernels() -> None:

@@ -1,0 +1,107 @@
+"""Embeds prompts with workers in its own process: vLLM has one platform a process.
+
+The argument is a JSON array of `Job`. The output is a JSON array of `Result`.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from protos.settings import load
+from protos.steps import Admission, Pool, PoolShape, StepPlan
+from tests.support.paths import ROOT
+from tests.support.sampling_params import pooling_params, sampling_params
+from worker_svc.execution.worker import Worker
+from worker_svc.pooling.engine import PoolingEngine
+from worker_svc.settings import Settings
+from worker_svc.shapes.geometry import PoolGeometry
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One start of a worker."""
+
+    flags: list[str]
+    """The worker's flags."""
+    shapes: list[tuple[int, int]]
+    """Tokens per row and rows of each shape."""
+    prompts: list[list[int]]
+    """Token ids of each prompt; together they fit into every shape that holds the longest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one worker did."""
+
+    embeddings: list[list[list[float]]]
+    """For each shape that holds the prompts, an embedding of each prompt, not normalized."""
+    graphs: list[str]
+    """The shapes that have a graph, in words."""
+    num_compiled: int
+    """How often a compiler ran."""
+    num_late: int
+    """Graphs that were made for a request."""
+    kernels: list[str]
+    """The kinds of graphs."""
+
+
+def run(job: Job) -> Result:
+    """Configures a worker and embeds the prompts in every shape that holds them."""
+    worker = Worker(load(Settings, job.flags))
+    worker.prepare()
+    shapes = [PoolShape(*shape) for shape in job.shapes]
+    worker.configure(PoolGeometry(tuple(shapes)), lambda *_: None)
+    engine = worker._engine
+    assert isinstance(engine, PoolingEngine)
+    assert engine._runner is not None
+    graphs = engine._runner.graphs
+    admit = [
+        Admission(slot, prompt, 0, sampling_params(), {}, pooling=pooling_params(False))
+        for slot, prompt in enumerate(job.prompts)
+    ]
+    embeddings = []
+    for shape in shapes:
+        if shape.batch < len(admit) or shape.prompt_len < max(map(len, job.prompts)):
+            continue
+        worker.reset()
+        outputs = worker.execute(StepPlan(1, admit=admit, work=Pool(range(len(admit)), shape)))
+        assert not any(output.error for output in outputs)
+        embeddings.append([list(output.pooled) for output in outputs])
+    result = Result(
+        embeddings,
+        [str(each) for each in engine._runner.signatures() if graphs.has(each)],
+        worker.num_compiled,
+        graphs.num_late,
+        sorted({type(graph).__name__ for graph in graphs._graphs.values()}),
+    )
+    worker.close()
+    return result
+
+
+def words_of(shapes: Sequence[tuple[int, int]]) -> list[str]:
+    """Returns the signatures of shapes of several rows, in words."""
+    return [f"pooling of {batch} rows of {prompt_len} tokens" for prompt_len, batch in shapes]
+
+
+def run_jobs(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Result]:
+    """Runs jobs in one new process with these environment variables."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.worker.pool_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
+        check=False, capture_output=True, text=True, cwd=ROOT, timeout=140, env=dict(environment),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return [Result(**fields) for fields in results]
+
+
+def main() -> None:
+    """Runs the jobs of the first argument and prints their results."""
+    results = [run(Job(**job)) for job in json.loads(sys.argv[1])]
+    print(json.dumps([dataclasses.asdict(result) for result in results]))
+
+
+if __name__ == "__main__":
+    main()
