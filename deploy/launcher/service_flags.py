@@ -7,6 +7,7 @@ from pydantic import BaseModel
 
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
+from protos.errors import ConfigurationRefused
 from protos.settings import ServiceSettings
 from protos.wire import unix_address
 from scheduler_svc.settings import Settings as SchedulerSettings
@@ -17,6 +18,9 @@ LOOPBACK = "127.0.0.1"
 # Running requests may continue this long after Ctrl-C, which is less than the supervisor's grace period.
 _GATEWAY_DRAIN_S = 5.0
 _SCHEDULER_DRAIN_S = 2.0
+# The NPUs of a process, by the vendor's two names. Its runtime prefers the older one, which all releases
+# know.
+_NPU_VARIABLES = ("RBLN_DEVICES", "RBLN_VISIBLE_DEVICES")
 
 
 def gateway_flags(
@@ -82,19 +86,42 @@ def worker_flags(
 
 
 def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
-    """Returns the variables that give the `index`-th of several workers a device of its own.
+    """Returns the variables that give the `index`-th of several workers devices of its own.
 
     GPUs of one replica must see one another, so their ranks choose by `--local-rank` instead. Workers use
-    the devices that the launcher's own environment makes visible, and share them if there are too few.
+    the devices that the launcher's own environment makes visible. They share GPUs if there are too few.
+
+    Raises:
+        ConfigurationRefused: if too few NPUs are visible.
     """
-    variable = {"cuda": "CUDA_VISIBLE_DEVICES", "rbln": "RBLN_DEVICES"}.get(settings.device)
+    if settings.device == "rbln" and settings.rbln_backend == "rbln":
+        return _npus(settings, index)
     ranks = settings.layout.world_size
-    if settings.workers * ranks == 1 or variable is None or (ranks > 1 and settings.device == "cuda"):
+    if settings.device != "cuda" or ranks > 1 or settings.workers == 1:
         return {}
-    visible = [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
-    if not visible:
-        return {variable: str(index)}
-    return {variable: visible[index % len(visible)]}
+    visible = _names("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible[index % len(visible)] if visible else str(index)}
+
+
+def _npus(settings: LaunchSettings, index: int) -> dict[str, str]:
+    """Returns the variable with a worker's NPUs: as many as work together as its device."""
+    workers, each = settings.workers * settings.layout.world_size, settings.rbln_num_devices_per_local_rank
+    variable = next((name for name in _NPU_VARIABLES if _names(name)), _NPU_VARIABLES[0])
+    visible = _names(variable)
+    if visible and len(visible) < workers * each:
+        raise ConfigurationRefused(
+            f"{variable}={','.join(visible)} lists {len(visible)} NPUs, but {workers * each} are needed, {each} for"
+            " each worker process; list more, or lower --workers, the ranks or --rbln-num-devices-per-local-rank"
+        )
+    if workers == 1:
+        return {}
+    own = range(index * each, (index + 1) * each)
+    return {_NPU_VARIABLES[0]: ",".join(visible[place] if visible else str(place) for place in own)}
+
+
+def _names(variable: str) -> list[str]:
+    """Returns the devices that a variable of the launcher's environment lists."""
+    return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 
 def kept_worker_flags(settings: KeepWorkerSettings) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 from deploy.launcher import service_flags
 from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
+from protos.errors import ConfigurationRefused
 from protos.settings import ServiceSettings, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
@@ -128,11 +129,65 @@ def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_worker_gets_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several workers take one visible device each, in turn."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    monkeypatch.delenv("RBLN_DEVICES", raising=False)
     cuda = load(LaunchSettings, ["--device", "cuda", "--workers", "3"])
     assert [service_flags.worker_environment(cuda, index) for index in range(3)] == [
         {"CUDA_VISIBLE_DEVICES": name} for name in ("4", "5", "4")
     ]
-    rbln = load(LaunchSettings, ["--device", "rbln", "--workers", "2"])
-    assert service_flags.worker_environment(rbln, 1) == {"RBLN_DEVICES": "1"}
     assert service_flags.worker_environment(load(LaunchSettings, ["--device", "cuda"]), 0) == {}
+
+
+def npus(*flags: str) -> list[dict[str, str]]:
+    """Returns the variables of each worker on NPUs."""
+    settings = load(LaunchSettings, ["--device", "rbln", *flags])
+    count = settings.workers * settings.layout.world_size
+    return [service_flags.worker_environment(settings, index) for index in range(count)]
+
+
+TWO_EACH = ("--rbln-num-devices-per-local-rank", "2")
+
+
+@pytest.fixture
+def all_npus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that lists no NPUs."""
+    for name in ("RBLN_DEVICES", "RBLN_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("all_npus")
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), [None]),
+        (TWO_EACH, [None]),
+        (("--workers", "3"), ["0", "1", "2"]),
+        (("--workers", "2", *TWO_EACH), ["0,1", "2,3"]),
+        (("--tensor-parallel-size", "2", *TWO_EACH), ["0,1", "2,3"]),
+        (("--workers", "2", "--pipeline-parallel-size", "2", *TWO_EACH), ["0,1", "2,3", "4,5", "6,7"]),
+        (("--workers", "2", "--rbln-backend", "rbln-check"), [None, None]),
+    ],
+)
+def test_each_worker_gets_npus_of_its_own(flags: tuple[str, ...], expected: list[str | None]) -> None:
+    """A process has as many as work together; a single one takes what the vendor's runtime gives it."""
+    assert npus(*flags) == [{} if names is None else {"RBLN_DEVICES": names} for names in expected]
+
+
+@pytest.mark.usefixtures("all_npus")
+@pytest.mark.parametrize("variable", ["RBLN_DEVICES", "RBLN_VISIBLE_DEVICES"])
+def test_listed_npus_are_divided(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of the vendor's names count; surplus NPUs stay unused, and a list that is too short is refused."""
+    monkeypatch.setenv(variable, "4, 6,5,7,9")
+    assert npus("--workers", "2", *TWO_EACH) == [{"RBLN_DEVICES": "4,6"}, {"RBLN_DEVICES": "5,7"}]
+    assert npus(*TWO_EACH) == [{}]
+    reason = f"{variable}=4,6,5,7,9 lists 5 NPUs, but 6 are needed, 2 for each worker process; "
+    with pytest.raises(ConfigurationRefused, match=reason):
+        npus("--workers", "3", *TWO_EACH)
+    with pytest.raises(ConfigurationRefused, match="8 are needed, 8 for each worker process"):
+        npus("--rbln-num-devices-per-local-rank", "8")
+
+
+@pytest.mark.usefixtures("all_npus")
+def test_the_older_name_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the vendor's runtime."""
+    monkeypatch.setenv("RBLN_DEVICES", "1,0")
+    monkeypatch.setenv("RBLN_VISIBLE_DEVICES", "2,3")
+    assert npus("--workers", "2") == [{"RBLN_DEVICES": "1"}, {"RBLN_DEVICES": "0"}]
