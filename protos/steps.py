@@ -5,7 +5,7 @@ Both services use these types. :mod:`protos.step_messages` translates them to an
 scheduler passes them on unopened.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from protos.errors import TriptychError
@@ -173,3 +173,17 @@ def slots_of(work: Work | None) -> Sequence[int]:
     if work is None:
         return ()
     return (work.slot,) if isinstance(work, Prefill) else work.slots
+
+
+def without_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Prefill | Decode | None:
+    """Returns the step's work without some slots; `None` if nothing is left. A bucket keeps its size."""
+    if isinstance(work, Prefill):
+        return None if work.slot in slots else work
+    if not isinstance(work, Decode) or not slots:
+        return work
+    left = [pair for pair in zip(work.slots, work.positions, strict=True) if pair[0] not in slots]
+    if len(left) == len(work.slots):
+        return work
+    if not left:
+        return None
+    return replace(work, slots=[slot for slot, _ in left], positions=[position for _, position in left])

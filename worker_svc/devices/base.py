@@ -167,8 +167,20 @@ class Device(abc.ABC):
         """
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Returns the function in the form that the device runs; by default the function itself."""
+        """Returns the function in the form that the device runs; by default the function itself.
+
+        It takes tensors from anywhere. Its results are where the device computes, and valid until its next
+        call.
+        """
         return function
+
+    def compile_argmax(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Returns a function that finds the largest logit of each row where the device has computed them.
+
+        It takes logits [rows, vocab] and returns token ids [rows]. `None` if the device computes where the
+        batch's state is: sampling then reads the logits in place.
+        """
+        return None
 
     def synchronize(self) -> None:  # noqa: B027 - a host computes synchronously
         """Waits until the device has finished all work submitted so far."""

@@ -103,7 +103,7 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits, float32 [rows, vocab], for hidden states [rows, hidden]."""
+        """Returns logits, float32 [rows, vocab], for hidden states [rows, hidden], on the device."""
         ...
 
     def empty_states(self, tokens: int) -> torch.Tensor:

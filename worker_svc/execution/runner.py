@@ -1,14 +1,14 @@
 """Runs a generating model's plans: prepares inputs, executes the model, selects tokens."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from protos.errors import Internal, TriptychError
-from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult
+from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult, without_slots
 from worker_svc.devices.attention import PagedInput, StepInput, tensors_of, with_tensors
 from worker_svc.devices.base import Device
 from worker_svc.devices.upload import upload
@@ -98,9 +98,11 @@ class Runner:
         # Before the last stage of a pipeline, a step ends with hidden states.
         self._stage_steps: dict[int, Callable[..., tuple[torch.Tensor, ...]]] = {}
         self._made: set[GraphSignature] = set()
+        options = options or GraphOptions(level=device.default_level)
+        self._argmax = device.compile_argmax() if options.level else None
         self.graphs = GraphRunner(
-            model, device, options or GraphOptions(level=device.default_level),
-            logits=model.logits if self._stage.layout.is_last_stage else None,
+            model, device, options,
+            logits=self._logits_and_best if self._stage.layout.is_last_stage else None,
         )  # fmt: skip
 
     def signatures(self) -> list[GraphSignature]:
@@ -131,7 +133,7 @@ class Runner:
                 tokens, positions, inputs = self._batch.prefill_inputs(None)
                 hidden = self._prefill_hidden(self._stage.padding(tokens), positions, inputs)
                 if self._stage.layout.is_last_stage:
-                    self._model.logits(hidden[:1])
+                    self._logits_and_best(hidden.to(self._device.torch_device)[:1])
             else:
                 self._warm_up_decode(signature.batch)
         progress(len(signatures), len(signatures), "done")
@@ -192,7 +194,7 @@ class Runner:
                 self.cache.clear(growth.group_id, growth.block_ids)
         if isinstance(plan.work, Pool):
             raise Internal("the plan pools prompts, but this model generates tokens")
-        work = _drop_slots(plan.work, self._refused.union(refused))
+        work = without_slots(plan.work, self._refused.union(refused))
         if work is None:
             return LaunchedStep(list(refused.values()), has_work=False)
         self._batch.check(work)
@@ -263,7 +265,7 @@ class Runner:
         hidden = self._prefill_hidden(first, positions, inputs)
         if not self._stage.layout.is_last_stage:
             self._batch.advance_prefill(work, None)
-            self._stage.pass_on(work, hidden)
+            self._stage.pass_on(work, hidden.to(self._device.torch_device))
             return LaunchedStep()
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
         if not work.sample:
@@ -272,9 +274,9 @@ class Runner:
                 return LaunchedStep([SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
             return self._read_later(positions[:0])
         last = slice(work.num_tokens - 1, work.num_tokens)
-        logits = self._model.logits(hidden[last])
+        logits, *best = self._logits_and_best(hidden.to(self._device.torch_device)[last])
         rows = upload([work.slot], self._device.torch_device)
-        selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample)
+        selection = self._selector.select([work.slot], rows, logits, positions[last], self._sample, *best)
         self._batch.advance_prefill(work, selection.tokens)
         if selection.is_plain and not prompt_logprobs:
             return self._read_later(selection.tokens[:1])
@@ -380,10 +382,11 @@ class Runner:
         return self._device.capture(forward, [tokens, positions, *_tensors_of(inputs)])
 
     def _decode_step_of(self, signature: GraphSignature, padding: torch.Tensor) -> DecodeStep:
-        def forward(rows: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def forward(rows: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             tokens, positions, inputs = self._batch.decode_inputs(rows)
             hidden = self._forward(signature, given[0] if given else tokens, positions, inputs)
-            return self._model.logits(hidden), positions
+            logits, *best = self._logits_and_best(hidden)
+            return logits, positions, *best
 
         if self._device.captures and self.graphs.has(signature):
             given = self._padding_states(signature.batch)
@@ -397,11 +400,19 @@ class Runner:
 
         def forward(rows: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor]:
             tokens, positions, inputs = self._batch.decode_inputs(rows)
-            return (self._forward(signature, given[0] if given else tokens, positions, inputs),)
+            states = self._forward(signature, given[0] if given else tokens, positions, inputs)
+            return (states.to(self._device.torch_device),)
 
         if self._device.captures and self.graphs.has(signature):
             return self._device.capture(forward, [padding, *self._padding_states(signature.batch)])
         return forward
+
+    def _logits_and_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns logits, and each row's most probable token if the device finds it before they travel."""
+        logits = self._model.logits(hidden)
+        if self._argmax is None:
+            return (logits,)
+        return logits, self._argmax(logits).to(self._device.torch_device, torch.int64)
 
     def _padding_rows(self, bucket: int) -> torch.Tensor:
         return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)
@@ -427,17 +438,3 @@ class Runner:
 
 def _tensors_of(inputs: Sequence[StepInput]) -> list[torch.Tensor]:
     return [tensor for step in inputs for tensor in tensors_of(step)]
-
-
-def _drop_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Prefill | Decode | None:
-    """Returns the step's work without some slots; `None` if nothing is left. A bucket keeps its size."""
-    if isinstance(work, Prefill):
-        return None if work.slot in slots else work
-    if not isinstance(work, Decode) or not slots:
-        return work
-    left = [pair for pair in zip(work.slots, work.positions, strict=True) if pair[0] not in slots]
-    if len(left) == len(work.slots):
-        return work
-    if not left:
-        return None
-    return replace(work, slots=[slot for slot, _ in left], positions=[position for _, position in left])

@@ -76,14 +76,19 @@ class TokenSelector:
         Args:
             slots: the slots of the real rows.
             rows: int64 [bucket], the slots of all rows.
-            logits: float32 [bucket, vocab]; the logits of constrained rows may be overwritten.
+            logits: float32 [bucket, vocab]; the logits of constrained rows may be overwritten. If they are
+                where a device computes, they travel to the batch only if a row needs them.
             positions: int64 [bucket], the positions of the rows' last tokens.
             draw: samples the rows that need more than the most probable token.
             argmax: the most probable tokens, int64 [bucket], if they are known.
         """
         batch = self._batch.sampling_batch(slots)
         needs = batch.needs
-        if self._constraints is not None and self._constraints.any_constrained(slots):
+        constrained = self._constraints is not None and self._constraints.any_constrained(slots)
+        if constrained or batch.reports or argmax is None or not needs.none:
+            logits = logits.to(rows.device)
+        if constrained:
+            assert self._constraints is not None
             selection = self._select_constrained(
                 self._constraints, slots, rows, logits, positions, draw, batch, argmax
             )
@@ -170,9 +175,10 @@ class TokenSelector:
             yield SlotOutput(slot, (token, *forced), () if entry is None else (entry,))
 
 
-Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Forward = Callable[..., tuple[torch.Tensor, ...]]
 """Takes rows, int64 [bucket], and on a later stage of a pipeline its hidden states. Returns logits, float32
-[bucket, vocab], and the rows' positions, int64 [bucket]."""
+[bucket, vocab], the rows' positions, int64 [bucket], and the most probable tokens if the device has found
+them."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +186,7 @@ class DecodeStep:
     """The parts of one bucket's step."""
 
     forward: Callable[..., tuple[torch.Tensor, ...]]
-    """A `Forward`. A captured one also returns the most probable tokens, int64 [bucket], at no extra
-    launch."""
+    """A `Forward`. A captured one returns the most probable tokens at no extra launch."""
     advance: Callable[..., tuple[torch.Tensor, ...]]
     """Takes rows and their new tokens, int64 [bucket]; records the tokens in the batch."""
     sample: Sample
@@ -317,10 +322,12 @@ class PromptLogprobs:
         )
         targets = torch.zeros(chunk, dtype=torch.int64, device=found.device)
         targets[: len(found)] = found
+        hidden = hidden.to(found.device)
         logprobs: list[common_pb2.TokenLogprobs] = []
         for start in range(0, len(found), rows):
             piece = slice(min(start, chunk - rows), min(start, chunk - rows) + rows)
             wanted = min(start + rows, len(found)) - start
-            computed = compute_logprobs(self._logits(hidden[piece]), targets[piece])[start - piece.start :]
+            logits = self._logits(hidden[piece]).to(targets.device)
+            computed = compute_logprobs(logits, targets[piece])[start - piece.start :]
             logprobs += [each for each in unpack_logprobs(computed, [count] * wanted) if each is not None]
         return logprobs

@@ -128,7 +128,7 @@ class GraphRunner:
         device: Device,
         options: GraphOptions,
         *,
-        logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        logits: Callable[[torch.Tensor], object] | None = None,
     ) -> None:
         """Starts without graphs.
 
@@ -136,8 +136,8 @@ class GraphRunner:
             model: its caches must be bound before the first graph is built.
             device: the model's.
             options: how graphs are built.
-            logits: from hidden states [rows, hidden] to logits; a device with its own compiler compiles it,
-                too. `None` for a model without.
+            logits: from hidden states [rows, hidden] to logits and more; a device with its own compiler
+                compiles it, too. `None` for a model without.
         """
         self._model = model
         self._logits = logits
@@ -267,7 +267,8 @@ class GraphRunner:
         try:
             hidden = self._model.forward(tokens, places, plans)
             if self._logits is not None:
-                self._logits(hidden[:1] if signature.kind == "prefill" else hidden)
+                last = hidden.to(self._device.torch_device)[:1]
+                self._logits(last if signature.kind == "prefill" else hidden)
         except Exception as error:  # compilers raise anything
             reason = getattr(error, "message", None) or f"{type(error).__name__}: {_first_line(error)}"
             raise ConfigurationRefused(f"the graph for {signature} does not compile ({reason})") from error

@@ -182,7 +182,7 @@ class PoolRunner:
             else default
             for request in requests
         ]
-        raw = embeddings[: len(requests)].cpu()
+        raw = embeddings.cpu()[: len(requests)]
         rows: list[list[float]] = torch.where(
             torch.tensor(choices)[:, None], normalize_rows(raw), raw
         ).tolist()

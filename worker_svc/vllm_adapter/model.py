@@ -260,12 +260,15 @@ class VllmModel:
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self._model.compute_logits(hidden)
-        return logits
+        return logits.float()
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns next-token logits, float32 [rows, vocab_size], of hidden states [rows, hidden]."""
-        return self._head(hidden).float()
+        """Returns next-token logits, float32 [rows, vocab_size], of hidden states [rows, hidden].
+
+        They are where the device computes; see `Device.compile`.
+        """
+        return self._head(hidden)
 
     def attention_plans(self, groups: Iterable[tuple[Iterable[str], Any]]) -> dict[str, Any]:
         """Builds the metadata for `forward` from each group's layer names and device plan."""

@@ -147,6 +147,17 @@ def test_expert_layers_are_called_as_the_plugin_calls_them(wheel: Wheel) -> None
     assert all(call.arguments == experts.ARGUMENTS and not call.keywords for call in calls)
 
 
+def test_the_sampler_is_compiled_as_the_plugin_compiles_it(wheel: Wheel) -> None:
+    """The plugin finds the most probable tokens with our operator, and keeps no code of its sampler."""
+    if not is_newest(wheel):
+        return
+    module = "vllm_rbln/v1/sample/rbln_sampler.py"
+    assert wheel.returned(module, "rbln_greedy_sample") == "torch.ops.rbln.argmax(logits)"
+    compiled = ast.unparse(wheel.function(module, "compile_sampler"))
+    assert "num_devices=1 if USE_DEVICE_TENSOR" in compiled
+    assert "use_cache=False" in compiled
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the calls of attention operators."""
 

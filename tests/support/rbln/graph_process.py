@@ -78,7 +78,7 @@ def run(job: Job) -> Result:
         str(node.target)
         for graph in device.backend.graphs
         for node in graph.graph.nodes
-        if "rbln" in str(node.target)
+        if "rbln_" in str(node.target)
     }
     return Result(
         tokens,

@@ -94,7 +94,7 @@ def runtime_copies() -> dict[str, Any]:
     numbers = torch.arange(first.numel(), dtype=torch.float32).view(first.shape)
     device.compile(writing)(numbers, first, second)
     cache.copy([BlockCopy(0, 1, 3, 5)])
-    held = device.compile(reading)(first, second)
+    held = device.compile(reading)(first, second).cpu()
     answer = {
         "expected": expected,
         "groups": device.block_copies([FULL, WINDOW]),
@@ -128,7 +128,7 @@ def weights() -> dict[str, Any]:
         "devices": sorted({each.device.type for each in (*model.parameters(), *model.buffers())}),
         "held": held.device.type,
         "tied": model[0].weight is model[1].weight,
-        "equal": torch.equal(got, expected),
+        "equal": torch.equal(got.cpu(), expected),
         "result": got.device.type,
         "eager": refusal(lambda: model[0].weight.add(1)),
     }
@@ -170,11 +170,33 @@ def refusals() -> dict[str, str]:
     answer["no_target"] = refusal(lambda: opened(compile_only=True))
     os.environ["RBLN_TARGET_SOC"] = "RBLN-CA25"
     blind = opened(compile_only=True, compile_strict=True)
-    answer["blind"] = f"{blind.code_target()}: {blind.compile(lambda x: x + 6)(whole).isnan().all()}"
+    answer["blind"] = f"{blind.code_target()}: {blind.compile(lambda x: x + 6)(whole).cpu().isnan().all()}"
     del os.environ["FAKE_RBLN_NPU"], os.environ["RBLN_TARGET_SOC"]
     sys.modules[TRITON_MODULES[-1]] = None  # type: ignore[assignment]
     answer["triton"] = refusal(lambda: opened(rbln_use_custom_kernel=True))
     return answer
+
+
+def sampler() -> dict[str, Any]:
+    """The most probable tokens of logits on the NPU, and the options of their graph."""
+    from rebel.core import torch_compile
+
+    options: list[Any] = []
+    check = torch_compile._check_options
+    torch_compile._check_options = options.append
+    logits = torch.randn(3, 50)
+    device = opened(compile_strict=True)
+    device.use_code_folder(Path("/nowhere"))
+    argmax = device.compile_argmax()
+    assert argmax is not None
+    tokens = argmax(logits.to("rbln"))
+    torch_compile._check_options = check
+    return {
+        "device": tokens.device.type,
+        "equal": tokens.tolist() == logits.argmax(dim=-1).tolist(),
+        "options": options,
+        "meta": opened(rbln_use_device_tensor=False).compile_argmax() is None,
+    }
 
 
 def compile_cache() -> list[int]:
@@ -197,6 +219,7 @@ def main() -> None:
             {
                 "copies": list(copies()),
                 "weights": weights(),
+                "sampler": sampler(),
                 "compile_cache": compile_cache(),
                 "runtime_copies": runtime_copies(),
                 "refusals": refusals(),

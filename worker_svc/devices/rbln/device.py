@@ -29,6 +29,7 @@ from worker_svc.devices.base import BlockCopies, Device, DeviceOptions, ExpertAc
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
 from worker_svc.devices.rbln.ops import registry
+from worker_svc.devices.rbln.ops.argmax import emit_argmax
 from worker_svc.devices.rbln.ops.experts import emit_experts
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, TRITON, Namespace
 from worker_svc.devices.rbln.vendor import Vendor
@@ -239,14 +240,31 @@ class RblnDevice(Device):
         self.kv_memory.copy(caches, 1 + self.block_dim, source, target, num_tokens)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """See the base class. Compiles one static graph for each shape. Results are on the host."""
+        """See the base class. Compiles one static graph for each shape."""
+        return self._compiled_later(function, self._compiler)
+
+    def compile_argmax(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """See the base class. Without device tensors, logits are on the host."""
+        if self._is_check:
+            return self.compile(emit_argmax)
+        return self._compiled_later(emit_argmax, self._vendor.compile_sampler) if self._has_tensors else None
+
+    def _compiled_later(
+        self,
+        function: Callable[..., torch.Tensor],
+        compiler: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]],
+    ) -> Callable[..., torch.Tensor]:
+        """Returns a function that calls the compiler when it runs first.
+
+        Before, the folder of compiled code is unknown.
+        """
 
         def run(*arguments: Any) -> torch.Tensor:
-            if function not in self._compiled:  # earlier, the folder of its code is unknown
-                self._compiled[function] = self._compiler(function)
+            if function not in self._compiled:
+                self._compiled[function] = compiler(function)
             try:
                 with dynamo.config.patch(recompile_limit=64):
-                    return self._compiled[function](*map(self._placed, arguments)).cpu()
+                    return self._compiled[function](*map(self._placed, arguments))
             except dynamo.exc.BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, ConfigurationRefused):
                     raise error.inner_exception from None

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from worker_svc.devices.rbln.ops import argmax
 from worker_svc.devices.rbln.ops.signatures import NAMESPACES
 
 # The operators of decoder and encoder layers, norms, rotary embeddings, MLPs, pooling and output heads. Their
@@ -130,6 +131,12 @@ ALLOWED_ATEN: Final = frozenset(
 # Collectives as Dynamo writes them: each names its process group, which the compiler is told besides.
 ALLOWED_COLLECTIVES: Final = frozenset(["all_reduce", "all_gather_into_tensor", "wait_tensor"])
 
+_ALLOWED: Final = {
+    "aten": ALLOWED_ATEN,
+    "_c10d_functional": ALLOWED_COLLECTIVES,
+    argmax.NAMESPACE: frozenset([argmax.OPERATOR]),
+}
+
 
 class NotLowered(ValueError):  # noqa: N818 - a property of the graph
     """The graph has something that the NPU does not run. The text names it and its line in the model."""
@@ -175,8 +182,7 @@ def check_graph(graph: fx.GraphModule) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):  # noqa: SLF001
             raise NotLowered(f"{node.target} is not lowered{_where(node)}")
         namespace, _, name = node.target._schema.name.partition("::")  # noqa: SLF001
-        allowed = {"aten": ALLOWED_ATEN, "_c10d_functional": ALLOWED_COLLECTIVES}.get(namespace, ())
-        if namespace not in NAMESPACES and name not in allowed:
+        if namespace not in NAMESPACES and name not in _ALLOWED.get(namespace, ()):
             raise NotLowered(f"operator {namespace}::{name} is not lowered{_where(node)}")
         _check_static(node)
 

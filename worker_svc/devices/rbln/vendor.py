@@ -130,18 +130,26 @@ class Vendor:
             function: the function.
             folder: where the compiler keeps its code; `None` to keep none.
         """
-        backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
-        return torch.compile(
-            function, backend=backend, dynamic=False, fullgraph=True, options=self._compile_options(folder)
-        )
+        return _compiled(function, self._compile_options(folder))
+
+    def compile_sampler(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Returns a function on device tensors that compiles one static graph for each shape.
+
+        Like the plugin's sampler, it runs on one NPU and keeps no code: the compiler cannot load it.
+        """
+        options = {"mode": self._modes(), "num_devices": 1, "model_trace_method": "export"}
+        return _compiled(function, options)
+
+    def _modes(self) -> list[str]:
+        modes = {"strict": self._options.compile_strict, "compile_only": self._options.compile_only}
+        return [name for name, enabled in modes.items() if enabled]
 
     def _compile_options(self, folder: Path | None) -> dict[str, Any]:
         given = self._options
-        modes = {"strict": given.compile_strict, "compile_only": given.compile_only}
         options: dict[str, Any] = {
             # Steps of one signature differ in their tensors' contents alone; shapes distinguish signatures.
             "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
-            "mode": [name for name, enabled in modes.items() if enabled],
+            "mode": self._modes(),
             "num_devices": given.rbln_num_devices,
         }
         if given.rbln_use_device_tensor:
@@ -154,6 +162,11 @@ class Vendor:
         if folder is not None:
             options["cache_dir"] = str(folder)
         return options
+
+
+def _compiled(function: Callable[..., torch.Tensor], options: dict[str, Any]) -> Callable[..., torch.Tensor]:
+    backend = importlib.import_module("rebel.core.torch_compile").rbln_backend
+    return torch.compile(function, backend=backend, dynamic=False, fullgraph=True, options=options)
 
 
 def _declare_triton_operators() -> None:

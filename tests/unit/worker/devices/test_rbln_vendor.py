@@ -38,11 +38,11 @@ def test_blocks_are_cleared_and_copied_on_the_npu(observed: dict[str, Any]) -> N
         }
 
 
-def test_weights_are_on_the_npu_and_results_on_the_host(observed: dict[str, Any]) -> None:
+def test_weights_and_results_are_on_the_npu(observed: dict[str, Any]) -> None:
     """A tied weight is moved once, references follow, and nothing but graphs computes on the NPU."""
     found = observed["weights"]
     assert "'aten::add.out' with arguments from the 'rbln' backend" in found.pop("eager")
-    assert found == {"devices": ["rbln"], "held": "rbln", "tied": True, "equal": True, "result": "cpu"}
+    assert found == {"devices": ["rbln"], "held": "rbln", "tied": True, "equal": True, "result": "rbln"}
 
 
 def test_without_device_tensors_the_runtime_copies(observed: dict[str, Any]) -> None:
@@ -56,6 +56,16 @@ def test_without_device_tensors_the_runtime_copies(observed: dict[str, Any]) -> 
         "ready": "runtime",
         "without_the_call": "none",
         "released": "runtime",
+    }
+
+
+def test_the_most_probable_tokens_are_found_on_the_npu(observed: dict[str, Any]) -> None:
+    """The sampler is strict like the model. It keeps no code: the vendor's compiler cannot load it."""
+    assert observed["sampler"] == {
+        "device": "rbln",
+        "equal": True,
+        "options": [{"mode": ["strict"], "num_devices": 1, "model_trace_method": "export"}],
+        "meta": True,
     }
 
 

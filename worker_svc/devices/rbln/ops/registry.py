@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from worker_svc.devices.rbln.ops import experts, reference
+from worker_svc.devices.rbln.ops import argmax, experts, reference
 from worker_svc.devices.rbln.ops.checks import check
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, SIGNATURES, TRITON, Namespace, schema
 
@@ -17,6 +17,7 @@ def register_all() -> None:
     """Registers the references of all operators that exist nowhere else."""
     for namespace, operators in SIGNATURES.items():
         register(namespace, operators)
+    argmax.register()
 
 
 def register(namespace: Namespace, operators: Iterable[str]) -> None:
