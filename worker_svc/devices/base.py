@@ -89,8 +89,6 @@ class Device(abc.ABC):
     """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
     has_own_compiler: ClassVar[bool] = False
     """Whether `compile` runs a compiler that keeps its own cache in the folder of `use_code_folder`."""
-    serves_pipelines: ClassVar[bool] = True
-    """Whether hidden states may travel between two of these devices."""
     block_dim: int = 0
     """Which dimension of a layer's cache counts the blocks."""
     caches_are_inputs: ClassVar[bool] = False
@@ -130,6 +128,10 @@ class Device(abc.ABC):
     def collectives(self) -> str:
         """The backend of `torch.distributed` that joins tensors of these devices."""
         return "gloo"
+
+    def identity(self) -> str:
+        """Returns what tells this device from all others; empty if ranks of a stage may share it."""
+        return ""
 
     def use_ranks(self, groups: Mapping[str, Sequence[int]]) -> None:  # noqa: B027 - optional
         """Tells the device's compiler the process groups of the collectives in its graphs.

@@ -70,12 +70,12 @@ class Stage:
             return ()
         assert self._group is not None
         names, _, hidden = self._states.shape
-        return (self._group.receive_states(self._states.new_empty((names, tokens, hidden))),)
+        return (self._group.links.receive(self._states.new_empty((names, tokens, hidden))),)
 
     def pass_on(self, work: Prefill | Decode, states: torch.Tensor) -> None:
         """Sends a step's hidden states to the next stage. Its result will be applied later."""
         assert self._group is not None
-        self._group.send_states(states)
+        self._group.links.send(states)
         self._pending.append(_Pending(work))
 
     def release(self, slot: int) -> None:

@@ -169,16 +169,12 @@ class Worker:
         )  # fmt: skip
 
     def _check_layout(self) -> None:
-        """Refuses ranks that the device does not serve."""
-        layout, name = self.layout, self.device.name
+        """Refuses layouts that make no sense."""
+        layout = self.layout
         if layout.experts and layout.tensor == 1:
             raise ConfigurationRefused(
                 "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
                 " raise --tensor-parallel-size or omit it"
-            )
-        if layout.pipeline > 1 and not self.device.serves_pipelines:
-            raise ConfigurationRefused(
-                f"device {name} does not serve --pipeline-parallel-size {layout.pipeline} yet; use 1"
             )
         if layout.world_size > 1 and os.environ.get("RBLN_PROFILER", "0") not in {"", "0"}:
             raise ConfigurationRefused(
@@ -281,6 +277,7 @@ class Worker:
                 epoch=epoch,
                 collectives=self.device.collectives,
                 compiled=self.device.has_own_compiler,
+                identity=self.device.identity(),
             )
             self.device.use_ranks(self._group.stage)
             engine.group = self._group

@@ -1,7 +1,6 @@
 """The group of a replica's ranks: who has joined, and the ways between them."""
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -10,18 +9,17 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from protos.errors import Unavailable
+from protos.errors import ConfigurationRefused, Unavailable
 from worker_svc.ranks import operators
 from worker_svc.ranks.channel import Channel
 from worker_svc.ranks.layout import RankLayout
+from worker_svc.ranks.links import Links
 
 # Ranks are configured at the same time, but one may still be releasing an earlier configuration.
 _JOIN_S = 120.0
 _RETRY_S = 0.1
 # A rank may be idle for any time. The scheduler finds out about lost ranks, not a timeout.
 _FOREVER = timedelta(days=365)
-# Hidden states on their way to the next stage, each in its own memory.
-_SENDS_IN_FLIGHT = 2
 
 
 class RankGroup:
@@ -39,6 +37,7 @@ class RankGroup:
         epoch: str,
         collectives: str = "gloo",
         compiled: bool = False,
+        identity: str = "",
     ) -> None:
         """Joins the group; waits until all ranks have.
 
@@ -51,9 +50,11 @@ class RankGroup:
             epoch: names this forming of the group. Ranks of different epochs never meet.
             collectives: the backend that joins the tensors of a stage.
             compiled: whether the device's own compiler compiles the collectives.
+            identity: tells the device from all others; empty if the ranks of a stage may share it.
 
         Raises:
             Unavailable: if the ranks do not find one another.
+            ConfigurationRefused: if two ranks of a stage have the same device and may not.
         """
         self.layout = layout
         self.epoch = epoch
@@ -61,6 +62,10 @@ class RankGroup:
         _meet(layout, host, master, epoch)
         everyone = tuple(range(layout.world_size))
         self._exchange = _group(everyone, host)
+        devices = (
+            [each.decode() for each in self.exchange(identity.encode())] if master else [""] * len(everyone)
+        )
+        _refuse_shared_devices(layout, devices)
         self.plans = Channel(_group(everyone, host), 0)
         """From rank 0: the steps, in the order in which all ranks run them."""
         for stage in range(layout.pipeline):
@@ -75,11 +80,8 @@ class RankGroup:
         earlier = tuple(rank for rank in everyone if rank not in last)
         self.results = Channel(_group((*earlier, layout.chooser), host), layout.chooser)
         """From the chooser to all other stages: the result of each step."""
-        self._links = {
-            (source, source + layout.tensor): _group((source, source + layout.tensor), link)
-            for source in everyone[: -layout.tensor]
-        }
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self.links = Links(layout, devices, link, _group)
+        """Carry hidden states between stages."""
 
     def exchange(self, value: bytes) -> list[bytes]:
         """Returns the values of all ranks, in their order. All ranks must call it."""
@@ -93,21 +95,17 @@ class RankGroup:
             bytes(each.numpy().tobytes()[: int(length)]) for each, length in zip(values, lengths, strict=True)
         ]
 
-    def send_states(self, states: torch.Tensor) -> None:
-        """Sends hidden states to the next stage, without waiting until it takes them."""
-        # The memory of a graph's result is overwritten by its next run.
-        kept = states.contiguous().clone()
-        target = self.layout.rank + self.layout.tensor
-        link = self._links[self.layout.rank, target]
-        self._sending.append((distributed.isend(kept, target, group=link), kept))
-        if len(self._sending) > _SENDS_IN_FLIGHT:
-            self._sending.popleft()[0].wait()
 
-    def receive_states(self, states: torch.Tensor) -> torch.Tensor:
-        """Receives hidden states from the stage before into a tensor of their shape. Returns it."""
-        source = self.layout.rank - self.layout.tensor
-        distributed.recv(states, source, group=self._links[source, self.layout.rank])
-        return states
+def _refuse_shared_devices(layout: RankLayout, devices: Sequence[str]) -> None:
+    """Refuses ranks of a stage that have the same device; all ranks find the same."""
+    for stage in range(layout.pipeline):
+        first: dict[str, int] = {}
+        for rank in layout.ranks_of(stage):
+            if devices[rank] and (other := first.setdefault(devices[rank], rank)) != rank:
+                raise ConfigurationRefused(
+                    f"ranks {other} and {rank} of the replica have the same GPU, and each needs its own;"
+                    " make more GPUs visible, or set --local-rank"
+                )
 
 
 def _meet(layout: RankLayout, backend: str, master: str, epoch: str) -> None:

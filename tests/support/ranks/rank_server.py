@@ -141,8 +141,8 @@ def _worker(running: RankServers, layout: RankLayout) -> Worker:
     )  # fmt: skip
     worker = Worker(settings, running.reasons.append)
     device = SimpleNamespace(
-        torch_device=torch.device("cpu"), collectives="gloo", has_own_compiler=False, use_ranks=lambda _: None,
-        block_copies=lambda _: "tensors", release_unused=lambda: None,
+        torch_device=torch.device("cpu"), identity=lambda: "", collectives="gloo", has_own_compiler=False,
+        use_ranks=lambda _: None, block_copies=lambda _: "tensors", release_unused=lambda: None,
     )  # fmt: skip
     worker.device = cast("Any", device)
     worker._model = cast("Any", SimpleNamespace(release_caches=lambda: None))

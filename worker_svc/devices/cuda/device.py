@@ -1,5 +1,6 @@
 """NVIDIA GPUs: paged attention in our own Triton kernels, and steps as CUDA graphs."""
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -27,8 +28,6 @@ class CudaDevice(Device):
     default_max_num_seqs: ClassVar[int] = 64
     window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
     default_level: ClassVar[int] = 2
-    # None has run on two GPUs yet.
-    serves_pipelines: ClassVar[bool] = False
     captures: ClassVar[bool] = True
     runs_ahead: ClassVar[bool] = True
 
@@ -41,6 +40,10 @@ class CudaDevice(Device):
     def collectives(self) -> str:
         """See the base class."""
         return "nccl"
+
+    def identity(self) -> str:
+        """See the base class. NCCL needs a GPU for each rank."""
+        return f"{socket.gethostname()} {torch.cuda.get_device_properties().uuid}"
 
     def check_available(self) -> None:
         """See the base class."""

@@ -1,0 +1,58 @@
+"""Ranks on GPUs give the tokens of one rank on one GPU. Stages of a pipeline may share a GPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import tiny_models
+from tests.support.ranks.replica import Replica, replica
+
+GPUS = torch.cuda.device_count()
+# Shorter and longer than a chunk, and two that share a prefix of two chunks.
+SHARED = [5 + place * 7 % 200 for place in range(140)]
+PROMPTS = ([3, 9, 27, 81], SHARED + [11] * 20, SHARED + [12] * 9, [40 + place % 90 for place in range(70)])
+COUNT = 24
+GREEDY = {"temperature": 0.0}
+SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
+FLAGS = ("--dtype", "float32", "-O", "1")
+EXPERTS = ("--enable-expert-parallel",)
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not GPUS, reason="needs a GPU, and CI has none; docs/ranks.md says what ran where"),
+]
+
+
+def answers(running: Replica) -> list[list[int]]:
+    """Returns greedy and seeded answers, of one sequence and of three."""
+    greedy = running.generate_all(PROMPTS, COUNT, GREEDY)
+    seeded = running.generate_all(PROMPTS, COUNT, SEEDED)
+    return [*greedy, *seeded, *running.generate(PROMPTS[1], COUNT, SEEDED, n=3)]
+
+
+@pytest.mark.parametrize(
+    ("family", "tensor", "pipeline", "flags"),
+    [
+        ("llama", 1, 2, ()),
+        ("gemma3", 1, 2, ()),
+        ("llama", 2, 1, ()),
+        ("mixtral", 2, 1, ()),
+        ("mixtral", 2, 1, EXPERTS),
+        ("llama", 2, 2, ()),
+    ],
+)
+def test_ranks_on_gpus_answer_like_one(
+    family: str, tensor: int, pipeline: int, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Greedy and seeded tokens in float32 are equal."""
+    if tensor > GPUS:
+        pytest.skip(f"ranks of a stage need their own GPUs: {tensor}, and there are {GPUS}")
+    model = tiny_models.write(family, tmp_path / "model")
+    with replica(
+        model, tmp_path, tensor=tensor, pipeline=pipeline, device="cuda", flags=(*FLAGS, *flags)
+    ) as running:
+        divided = answers(running)
+    with replica(model, tmp_path, device="cuda", flags=FLAGS) as running:
+        assert answers(running) == divided
