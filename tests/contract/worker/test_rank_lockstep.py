@@ -46,7 +46,8 @@ class Stream:
             try:
                 result = await self._call.read()
             except grpc.aio.AioRpcError as error:
-                if error.code() != grpc.StatusCode.UNAVAILABLE:
+                # gRPC gives INTERNAL if the refusal meets the write on its way.
+                if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL):
                     raise
                 continue
             assert result.step == 0
