@@ -110,6 +110,7 @@ def _check(settings: DoctorSettings, findings: Findings) -> None:
         needs.append("vendor packages")
         findings.check("NPU", lambda: npu.target(compile_only=settings.compile_only), needs=needs)
         needs.append("NPU")
+        findings.check("weights", npu.weights, needs=("torch",))
     findings.check("compile cache", lambda: machine.cache_folder(settings.cache_folder(name)))
     _check_device(settings, findings, name, needs)
 
@@ -140,6 +141,8 @@ def _check_device(settings: DoctorSettings, findings: Findings, name: str, needs
         findings.check("tensors", lambda: device_checks.tensors(opened[0]), needs=("device",))
         findings.check("copies", lambda: device_checks.copies(opened[0]), needs=("tensors",))
     findings.check("graph", lambda: device_checks.graph(opened[0], runs=runs), needs=("device",))
+    if name == "rbln":
+        findings.check("kept code", lambda: npu.kept_code(opened[0]), needs=("graph",))
     findings.check("attention", lambda: device_checks.attention(opened[0], runs=runs), needs=("graph",))
     if settings.parity:
         parity.check(settings, findings, needs=("attention",))

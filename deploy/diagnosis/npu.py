@@ -1,7 +1,10 @@
 """Checks of what only an NPU has: the vendor's packages, its name and its operators."""
 
 import os
-from typing import TYPE_CHECKING
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from deploy.diagnosis.findings import Missing, Remark
 from deploy.diagnosis.machine import importable
@@ -82,3 +85,64 @@ def operators(device: "Device") -> str:
             " VLLM_RBLN_MOE_USE_OPT_KERNEL=0"
         )
     return f"{len(known)} attention operators and {OPERATOR} in {device.namespace}"
+
+
+def weights() -> str:
+    """Checks how Dynamo gives weights to the NPU's compiler.
+
+    Raises:
+        Remark: if each graph takes them as inputs. vllm-rbln 0.12.0 avoids that with a setting of Dynamo.
+    """
+    import torch
+    from torch import _dynamo as dynamo
+
+    if _num_inputs() == 1:
+        return "constants of each graph"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated where it has no effect
+        with dynamo.config.patch(inline_inbuilt_nn_modules=False):
+            ignored = _num_inputs() > 1
+    dynamo.reset()
+    vendor = "vllm-rbln sets inline_inbuilt_nn_modules=False to make them constants, which this torch " + (
+        "ignores" if ignored else "would follow"
+    )
+    raise Remark(
+        f"inputs of each graph with torch {torch.__version__}; {vendor}: check that a second graph takes no"
+        " second copy of the weights in the NPU's memory (see docs/npu.md)"
+    )
+
+
+def _num_inputs() -> int:
+    """Returns how many inputs the graph of a linear layer has; 1 if its weights are constants."""
+    import torch
+    from torch import _dynamo as dynamo
+
+    counts: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        counts.append(len(inputs))
+        return graph.forward
+
+    layer = torch.nn.Linear(8, 8, bias=False).requires_grad_(False)
+    dynamo.reset()
+    torch.compile(layer, backend=backend, dynamic=False, fullgraph=True)(torch.ones(1, 8))
+    return counts[0]
+
+
+def kept_code(device: "Device") -> str:
+    """Checks that the compiler writes its code into the folder that it is given.
+
+    Raises:
+        Remark: if it writes none, so that every start compiles anew.
+    """
+    import torch
+
+    with tempfile.TemporaryDirectory(prefix="triptych-code-") as folder:
+        device.use_code_folder(Path(folder))
+        with torch.inference_mode():
+            device.compile(lambda states: states * 2)(torch.ones(8, 64))
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        device.use_code_folder(None)
+    if not files:
+        raise Remark("the compiler wrote no file for a graph: every start compiles anew; report this")
+    return f"{len(files)} file{'s' if len(files) > 1 else ''} for a graph, kept for later starts"

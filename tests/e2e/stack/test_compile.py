@@ -5,13 +5,14 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.support import tiny_models
 from tests.support.ranks import replica as ranks
+from tests.support.rbln.fake_environment import environment
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.graphs.compile_cache import CompileCache
@@ -51,7 +52,7 @@ def command(tiny: Path, cache: Path, *more: str) -> list[str]:
 
 
 def run_compile(
-    tiny: Path, cache: Path, *more: str, variables: Sequence[tuple[str, str]] = ()
+    tiny: Path, cache: Path, *more: str, variables: Iterable[tuple[str, str]] = ()
 ) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **dict(variables)}
     return subprocess.run(
@@ -139,26 +140,62 @@ def test_the_graphs_of_an_npu_are_kept_and_listed(tiny: Path, tmp_path: Path) ->
     assert manifest.fields["num_blocks"].isdigit()
 
 
+# A pipeline's stages agree on the number of blocks, and an NPU's code depends on it.
+NPU = ("--device", "rbln", "-O", "1", "--block-size", "1024", "--num-blocks", "9")
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("device", ["cpu", "rbln"])
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_ranks_start_from_compiled_code(split: str, tmp_path: Path) -> None:
+def test_ranks_start_from_compiled_code(split: str, device: str, tmp_path: Path) -> None:
     """Every rank is compiled alone; ranks that then meet need no compiler and answer."""
     model = tiny_models.write("llama", tmp_path / "model")
-    cache = tmp_path / "cpu"
-    sizes = (f"--{split}-parallel-size", "2", "--cpu-threads", "1", "--kv-memory", "0.1")
+    cache, on_npu = tmp_path / device, device == "rbln"
+    variables = environment() if on_npu else {**os.environ, "OMP_NUM_THREADS": "1"}
+    sizes = (
+        f"--{split}-parallel-size",
+        "2",
+        "--cpu-threads",
+        "1",
+        "--kv-memory",
+        "0.1",
+        *(NPU if on_npu else ()),
+    )
     # One rank at a time is enough, too.
-    assert compiled(run_compile(model, cache, *ranks.SHAPES, *sizes, "--rank", "0")) > 0
-    done = run_compile(model, cache, *ranks.SHAPES, *sizes)
+    first = run_compile(model, cache, *ranks.SHAPES, *sizes, "--rank", "0", variables=variables.items())
+    assert compiled(first) > 0
+    done = run_compile(model, cache, *ranks.SHAPES, *sizes, variables=variables.items())
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^(rank \d of 2|\d+ pieces compiled)", done.stdout, re.MULTILINE)
     assert found[:3] == ["rank 0 of 2", "0 pieces compiled", "rank 1 of 2"]
-    flags = ("-O", "2", "--compile-cache", "--compile-cache-dir", str(cache), "--require-precompiled")
     with ranks.replica(
-        model, tmp_path, tensor=1 + (split == "tensor"), pipeline=1 + (split == "pipeline"), flags=flags
-    ) as running:
+        model, tmp_path, tensor=1 + (split == "tensor"), pipeline=1 + (split == "pipeline"), device=device,
+        flags=("-O", "1" if on_npu else "2", "--compile-cache", "--compile-cache-dir", str(cache), "--require-precompiled"),
+        scheduler_flags=NPU[4:] if on_npu else (), variables=variables,
+    ) as running:  # fmt: skip
         assert len(running.generate([3, 9, 27], 4, {"temperature": 0.0})[0]) == 4
     for rank in range(2):
         assert "compiled_nothing" in (tmp_path / f"rank{rank}.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_npus_needs_the_number_of_blocks(tiny: Path, tmp_path: Path) -> None:
+    """Otherwise its code would be for a number that the stages do not agree on."""
+    flags = (
+        "--pipeline-parallel-size",
+        "2",
+        "--max-num-seqs",
+        "2",
+        "--rank",
+        "0",
+        *NPU[:6],
+        "--rbln-backend",
+        "rbln-check",
+    )
+    done = run_compile(tiny, tmp_path, *flags)
+    assert done.returncode == 2
+    assert "set --num-blocks, and use it with `triptych up`, too" in done.stderr.splitlines()[-1]
 
 
 def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ def test_the_vendors_stack_is_checked() -> None:
     assert found["tensors"][1] == "copied to rbln and back"
     assert "copied with tensors" in found["copies"][1]
     assert "attention operators and custom_moe_glu" in found["operators"][1]
+    assert found["kept code"] == ("ok", "1 file for a graph, kept for later starts")
+    assert found["weights"][0] == "note"
+    assert "inputs of each graph with torch 2.13" in found["weights"][1]
+    assert "which this torch ignores" in found["weights"][1]
 
 
 def test_memory_of_the_runtime_is_checked() -> None:
@@ -95,15 +99,18 @@ def test_a_made_up_model_equals_the_reference(flags: tuple[str, ...], path: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "mixtral"])
 def test_windows_and_experts_run_through_the_fakes(family: str, tmp_path: Path) -> None:
-    """Kept windows are reused, and expert layers are the vendor's operator."""
-    folder = tiny_models.write(family, tmp_path)
+    """Kept windows are reused, and every graph of an expert model has the vendor's operator."""
+    folder = tiny_models.write(family, tmp_path / "model")
     code, found = doctor(
-        "--device", "rbln", "--parity", "--model", str(folder), "--dtype", "float32", "--no-compile-cache",
-        path=str(PACKAGES),
+        "--device", "rbln", "--parity", "--model", str(folder), "--dtype", "float32",
+        "--compile-cache-dir", str(tmp_path / "code"), path=str(PACKAGES),
     )  # fmt: skip
     assert code == 0
     assert [found[name][0] for name in PARITY] == ["ok"] * len(PARITY)
     assert ("windows included" in found["prefix hits"][1]) == (family == "gemma3")
+    graphs = [path.read_text() for path in (tmp_path / "code").rglob("*.rbln")]
+    # A chunk and three buckets; output heads are graphs of their own.
+    assert sum("custom_moe_glu" in graph for graph in graphs) == (4 if family == "mixtral" else 0)
 
 
 @pytest.mark.slow
