@@ -194,6 +194,11 @@ class Recording:
     output: torch.Tensor
     """The step's result."""
 
+    @property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The types in which the step's kernels write."""
+        return frozenset(tensor.dtype for call in self.calls for tensor in call.written())
+
 
 def _zeros_of_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """Returns zeros where an operator with one result would put it."""

@@ -187,6 +187,39 @@ def test_code_is_compiled_for_the_configured_sizes(monkeypatch: pytest.MonkeyPat
     assert all(graphs.has(GraphSignature("decode", bucket, 1)) for bucket in (1, 2, 4, 8))
 
 
+class Widened(TriplingModel):
+    """A model that computes in a narrow type and returns float32, as embeddings are."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+    ) -> torch.Tensor:
+        return super().forward(token_ids, positions, plans).to(self._dtype).float()
+
+
+@pytest.mark.parametrize(("dtype", "agrees"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_compiled_kernels_may_round_as_the_steps_narrowest_numbers(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, agrees: bool
+) -> None:
+    """A result that is off by one per cent is rounding in bfloat16, and another result in float32."""
+    model = Widened(dtype)
+
+    class Rounding:
+        num_kernels = num_bytes = 0
+
+        def __init__(self, *_: Any) -> None:
+            """Compiles nothing."""
+
+        def replay(self, inputs: tuple[torch.Tensor, torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
+            return model.forward(*inputs, plans) * 1.01
+
+    monkeypatch.setattr("worker_svc.graphs.graph_runner.InductorGraph", Rounding)
+    assert built(model, 2).has(DECODE) == agrees
+
+
 def test_a_compiler_error_names_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal has the first line of the compiler's message and the remedy."""
 
