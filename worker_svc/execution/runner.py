@@ -78,9 +78,7 @@ class Runner:
         self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
         self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device, vocabulary)
         if device.captures:
-            # Captured steps hold the addresses of tables and workspace, which must not move afterwards.
-            self._batch.sampling.allocate()
-            self._batch.sampling.workspace(geometry.decode_buckets[-1])
+            self._fix_addresses()
         self._stage = Stage(
             model, self._batch, group, device.torch_device,
             most_tokens=max(geometry.chunk, geometry.decode_buckets[-1]),
@@ -104,6 +102,11 @@ class Runner:
             model, device, options,
             logits=self._logits_and_best if self._stage.layout.is_last_stage else None,
         )  # fmt: skip
+
+    def _fix_addresses(self) -> None:
+        """Allocates what captured steps hold by its address, and what must not move afterwards."""
+        self._batch.sampling.allocate()
+        self._batch.sampling.workspace(self._geometry.decode_buckets[-1])
 
     def signatures(self) -> list[GraphSignature]:
         """Returns every kind of step that plans may ask for."""
