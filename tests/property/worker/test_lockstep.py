@@ -187,7 +187,7 @@ def act(running: Replica, kind: str, slots: Sequence[int], lease: int) -> None:
 @given(
     st.sampled_from([(2, 1), (4, 1), (1, 2), (1, 3), (2, 2)]), st.booleans(), st.lists(acts(), max_size=25)
 )
-@scaled(120)
+@scaled(60)
 def test_every_rank_launches_every_step_once(
     layout: tuple[int, int], runs_ahead: bool, what: list[tuple[str, frozenset[int], int, int]]
 ) -> None:
