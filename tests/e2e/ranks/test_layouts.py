@@ -6,6 +6,7 @@ one another.
 
 import json
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from jsonschema import Draft202012Validator
@@ -39,7 +41,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 @dataclass(frozen=True)
@@ -226,3 +228,17 @@ def test_interrupted_leases_lose_no_token(running: Running) -> None:
         for answered, right in pool.map(disturb, range(len(kinds))):
             assert answered == right
         assert [one.result() for one in long] == [[expected[0]], [expected[3]]]
+
+
+def test_a_new_scheduler_configures_the_same_ranks_again(running: Running) -> None:
+    """It wants other sizes, and the old one went in the middle of a lease. This test must be the last one."""
+    ranks, expected = running.replica, running.expected.long
+    before = dict(ranks.ranks)
+    started = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        cut_off = pool.submit(ranks.generate, PROMPTS[0], LONG, GREEDY, started=started)
+        assert started.wait(60)
+        ranks.replace_scheduler("--max-num-seqs", "2")
+        assert isinstance(cut_off.exception(), grpc.RpcError | None)
+    assert ranks.generate_all(PROMPTS, 24, GREEDY) == [tokens[:24] for tokens in expected]
+    assert ranks.ranks == before

@@ -2,9 +2,11 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 
 import pytest
@@ -18,6 +20,9 @@ PROMPTS = [
 COUNT = 300
 GREEDY = {"temperature": 0.0}
 
+Layout = tuple[str, int, int]
+"""A family of models, the ranks of a stage, and the stages."""
+
 TENSOR, PIPELINE, EXPERTS, BOTH = ("llama", 2, 1), ("llama", 1, 2), ("mixtral", 2, 1), ("llama", 2, 2)
 CASES = [
     *(
@@ -28,13 +33,11 @@ CASES = [
     ),
     (EXPERTS, 0, SIGSTOP),
     (EXPERTS, 1, SIGKILL),
-    (BOTH, 0, SIGKILL),
     (BOTH, 1, SIGSTOP),
     (BOTH, 2, SIGKILL),
-    (BOTH, 3, SIGSTOP),
 ]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @dataclass
@@ -46,41 +49,61 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A replica that forms again after each test, so the next one need not start it."""
-    family, tensor, pipeline = request.param
-    folder = tmp_path_factory.mktemp("lost")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Layout], Running]]:
+    """Returns the replica of a layout. It forms again after each test, so the next one need not start it."""
+    running: dict[Layout, Running] = {}
+    with ExitStack() as stack:
+
+        def start(layout: Layout) -> Running:
+            if layout not in running:
+                stack.close()
+                running.clear()
+                folder = tmp_path_factory.mktemp("lost")
+                running[layout] = stack.enter_context(_run(layout, folder))
+            return running[layout]
+
+        yield start
+
+
+@contextmanager
+def _run(layout: Layout, folder: Path) -> Iterator[Running]:
+    family, tensor, pipeline = layout
     model = tiny_models.write(family, folder / "model")
     experts = ("--enable-expert-parallel",) if family in tiny_models.EXPERT_FAMILIES else ()
     with replica(
-        model, folder, tensor=tensor, pipeline=pipeline, flags=("--dtype", "float32", *experts)
-    ) as ranks:
+        model, folder, tensor=tensor, pipeline=pipeline, flags=("--dtype", "float32", *experts),
+        scheduler_flags=("--step-timeout-s", "20"),
+    ) as ranks:  # fmt: skip
         yield Running(ranks, ranks.generate_all(PROMPTS, COUNT, GREEDY))
 
 
 @pytest.mark.parametrize(
-    ("running", "rank", "sent"),
+    ("layout", "rank", "sent"),
     CASES,
-    indirect=["running"],
     ids=lambda part: "-".join(map(str, part)) if isinstance(part, tuple) else getattr(part, "name", None),
 )
-def test_a_lost_rank_loses_no_request(running: Running, rank: int, sent: signal.Signals) -> None:
+def test_a_lost_rank_loses_no_request(
+    start: Callable[[Layout], Running], layout: Layout, rank: int, sent: signal.Signals
+) -> None:
     """The other ranks end by themselves, the group forms again, and requests go on with equal tokens."""
+    running = start(layout)
     ranks = running.replica
+    # The scheduler finds a hang soon once it knows how long the steps of a new group take.
+    assert ranks.generate_all(PROMPTS, COUNT, GREEDY) == running.expected
     started = [threading.Event() for _ in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         requests = [
             pool.submit(ranks.generate, prompt, COUNT, GREEDY, started=event)
             for prompt, event in zip(PROMPTS, started, strict=True)
         ]
-        assert all(event.wait(60) for event in started)
+        assert all(event.wait(120) for event in started)
         others = [process for number, process in ranks.ranks.items() if number != rank]
         lost = ranks.ranks[rank]
         lost.send_signal(sent)
-        assert [other.wait(60) for other in others] == [1] * len(others)
+        assert [other.wait(120) for other in others] == [1] * len(others)
         if sent == SIGSTOP:
             lost.send_signal(signal.SIGCONT)
-        assert lost.wait(60) != 0
+        assert lost.wait(120) != 0
         for each in range(ranks.world_size):
             ranks.start_rank(each)
         assert [request.result() for request in requests] == [[tokens] for tokens in running.expected]

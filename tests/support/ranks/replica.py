@@ -70,11 +70,25 @@ class Replica:
         self._port, self._master = free_ports(2)
         self.world_size = tensor * pipeline
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
-        self.scheduler = self._start(
-            "scheduler_svc", "scheduler", "--port", str(self._port), *SHAPES, *scheduler_flags
-        )
+        self.scheduler = self._start_scheduler(*scheduler_flags)
+        self._connect()
+
+    def _start_scheduler(self, *flags: str) -> subprocess.Popen[bytes]:
+        return self._start("scheduler_svc", "scheduler", "--port", str(self._port), *SHAPES, *flags)
+
+    def _connect(self) -> None:
         self._channel = grpc.insecure_channel(f"127.0.0.1:{self._port}")
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)
+
+    def replace_scheduler(self, *flags: str) -> None:
+        """Kills the scheduler and starts another one, which finds the ranks as they are; waits for both."""
+        self.scheduler.kill()
+        self.scheduler.wait(20)
+        self.scheduler = self._start_scheduler(*flags)
+        # The old connection may not know yet that its peer is gone.
+        self._channel.close()
+        self._connect()
+        self.wait_until_ready()
 
     def start_rank(self, rank: int) -> None:
         """Starts the process of a rank."""
@@ -96,7 +110,7 @@ class Replica:
         """Waits until the replica takes requests."""
         health: Any = health_pb2_grpc.HealthStub(self._channel)
         watched = health.Watch(
-            health_pb2.HealthCheckRequest(service="triptych.v1.Inference"), timeout=110, wait_for_ready=True
+            health_pb2.HealthCheckRequest(service="triptych.v1.Inference"), timeout=170, wait_for_ready=True
         )
         for answer in watched:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:
@@ -136,7 +150,7 @@ class Replica:
         """
         request = inference_pb2.GenerateRequest(prompt_token_ids=prompt, n=n, sampling=parameters)
         answers = [Answer() for _ in range(n)]
-        call = self._stub.Generate(request, timeout=110)
+        call = self._stub.Generate(request, timeout=170)
         for event in call:
             assert not event.HasField("error"), event.error
             answer = answers[event.sequence]
