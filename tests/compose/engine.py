@@ -23,7 +23,8 @@ from tests.support.paths import ROOT
 PACKAGES = ["podman", "buildah", "debootstrap", "netavark", "aardvark-dns", "runc", "iptables", "uidmap"]
 BASE_IMAGE = "python:3.11-slim"
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
-COMPOSE_FILE = ROOT / "deploy" / "compose.yaml"
+SERVICES = ("gateway", "scheduler", "worker")
+_COMPOSE_FOLDER = ROOT / "deploy"
 
 # Keeps image names without a registry local. A machine without systemd allows no higher limits.
 _CONFIGURATION = """\
@@ -81,6 +82,8 @@ class Engine:
             "DOCKER_HOST": f"unix://{self._socket}",
             "COMPOSE_PROJECT_NAME": "triptych-test",
         }
+        self.compose_files: tuple[str, ...] = ("compose.yaml",)
+        """Names of the compose files in use."""
         self._folder = folder
         (folder / "containers.conf").write_text(_CONFIGURATION)
 
@@ -144,7 +147,33 @@ class Engine:
 
     def compose(self, *arguments: str) -> str:
         """Runs Compose on our stack."""
-        return run(str(self._compose), "-f", str(COMPOSE_FILE), *arguments, **self.environment)
+        files = [part for name in self.compose_files for part in ("-f", str(_COMPOSE_FOLDER / name))]
+        return run(str(self._compose), *files, *arguments, **self.environment)
+
+    @contextlib.contextmanager
+    def stack(self, *files: str) -> Iterator[int]:
+        """Runs a stack, also of further compose files, for the block; yields its port once it is healthy."""
+        self.compose_files = ("compose.yaml", *files)
+        try:
+            with timed("a healthy stack, including the download of the model"):
+                self.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "600")
+            yield int(self.environment["TRIPTYCH_PORT"])
+        finally:
+            for service in self.compose("config", "--services").split():
+                say(f"last lines of the {service}\n{self.compose('logs', '--tail', '3', service)}")
+            self.compose("down", "--volumes")
+
+    def status(self, container: str) -> str:
+        """Returns podman's status of a container."""
+        return self.podman("ps", "--all", "--filter", f"name={container}", "--format", "{{.Status}}")
+
+    def wait_until_back(self, container: str, killed: int) -> None:
+        """Waits until a container is healthy with another first process than the killed one."""
+        with timed(f"{container} is back and healthy"):
+            deadline = time.monotonic() + 180
+            while self.process(container) in {0, killed} or "(healthy)" not in self.status(container):
+                assert time.monotonic() < deadline, self.status(container)
+                time.sleep(0.5)
 
     def containers(self, service: str) -> list[str]:
         """Returns the sorted names of a service's containers."""

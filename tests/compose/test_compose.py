@@ -5,35 +5,17 @@ import http.client
 import json
 import os
 import signal
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.compose.engine import BASE_IMAGE, Engine, say, timed, wheels_over_http
+from tests.compose.engine import BASE_IMAGE, SERVICES, Engine, say, timed
+from tests.compose.questions import ask, completion
 from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
-
-SERVICES = ("gateway", "scheduler", "worker")
-
-
-def completion(port: int, headers: dict[str, str], **fields: object) -> urllib.request.Request:
-    """Returns a request for a greedy answer."""
-    body = {"model": "smollm2", "prompt": "The capital of France is", "temperature": 0, **fields}
-    return urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", **headers},
-    )
-
-
-def ask(port: int) -> str:
-    """Asks a question with one right answer."""
-    with urllib.request.urlopen(completion(port, {}, max_tokens=8), timeout=180) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
 
 
 def stream(port: int, last_id: str | None = None) -> Iterator[tuple[str, str]]:
@@ -51,36 +33,10 @@ def stream(port: int, last_id: str | None = None) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A container engine with our images."""
-    if os.geteuid() != 0:
-        pytest.fail("this test sets up podman and must run as root")
-    engine = Engine(tmp_path_factory.mktemp("engine"))
-    engine.install()
-    engine.environment |= {
-        "TRIPTYCH_PORT": str(free_port()),
-        "TRIPTYCH_KV_MEMORY": "1",
-        "TRIPTYCH_CPU_THREADS": "1",
-    }
-    with engine.serving(), wheels_over_http() as arguments:
-        engine.environment |= arguments
-        for service in SERVICES:
-            with timed(f"image of the {service}"):
-                engine.compose("build", service)
-        yield engine
-
-
-@pytest.fixture(scope="module")
 def port(engine: Engine) -> Iterator[int]:
     """The HTTP port of a healthy stack with one worker."""
-    try:
-        with timed("a healthy stack, including the download of the model"):
-            engine.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "600")
-        yield int(engine.environment["TRIPTYCH_PORT"])
-    finally:
-        for service in SERVICES:
-            say(f"last lines of the {service}\n{engine.compose('logs', '--tail', '3', service)}")
-        engine.compose("down", "--volumes")
+    with engine.stack() as port:
+        yield port
 
 
 def test_images_are_small_and_have_no_needless_packages(engine: Engine) -> None:
@@ -125,11 +81,7 @@ def test_requests_survive_a_killed_worker(engine: Engine, port: int) -> None:
         os.kill(killed, signal.SIGKILL)
         answers += [pool.submit(ask, port) for _ in range(8)]
         assert all("Paris" in answer.result() for answer in answers)
-    with timed("the killed worker is back and healthy"):
-        deadline = time.monotonic() + 180
-        while engine.process(victim) in {0, killed} or "(healthy)" not in status(engine, victim):
-            assert time.monotonic() < deadline, status(engine, victim)
-            time.sleep(0.5)
+    engine.wait_until_back(victim, killed)
     assert "Paris" in ask(port)
 
 
@@ -157,11 +109,6 @@ def test_an_answer_continues_on_another_gateway(engine: Engine, port: int) -> No
     assert 0 < len(text) < len(whole)
     text += "".join(piece for _, piece in stream(second, last_id))
     assert text == whole
-
-
-def status(engine: Engine, container: str) -> str:
-    """Returns podman's status of a container."""
-    return engine.podman("ps", "--all", "--filter", f"name={container}", "--format", "{{.Status}}")
 
 
 def test_the_root_file_system_is_read_only(engine: Engine, port: int) -> None:
