@@ -106,8 +106,14 @@ class PoolRunner:
         if not isinstance(plan.work, Pool):
             raise Internal("the plan generates tokens, but this is a pooling model")
         requests = self._requests_of(plan.work, refused)
-        rows = self._embed(requests, plan.work.shape) if requests else []
-        outputs = [_output(request.slot, row) for request, row in zip(requests, rows, strict=True)]
+        if not requests:
+            return list(refused.values())
+        rows = self._embed(requests, plan.work.shape)
+        finite = rows.isfinite().all(dim=-1).tolist()
+        outputs = [
+            _output(request.slot, row, is_finite=good)
+            for request, row, good in zip(requests, rows.tolist(), finite, strict=True)
+        ]
         return [*refused.values(), *outputs]
 
     def reset(self) -> None:
@@ -166,15 +172,17 @@ class PoolRunner:
         is_captured = self._device.captures and self.graphs.has(signature)
         self._steps[signature] = self._device.capture(step, given) if is_captured else step
 
-    def _embed(self, requests: Sequence[Admission], shape: PoolShape) -> list[list[float]]:
-        """Returns the embeddings of requests that fit `shape`; the remaining rows are padding."""
+    def _embed(self, requests: Sequence[Admission], shape: PoolShape) -> torch.Tensor:
+        """Returns the embeddings of requests that fit `shape`, float32 [requests, size], on the host.
+
+        The remaining rows are padding.
+        """
         signature = _signature(shape)
         if signature not in self._steps:
             self.graphs.count_late(signature)
             self._make(signature)
         (embeddings,) = self._steps[signature](*self._upload(*_inputs(requests, signature)))
-        if not requests:
-            return []
+        raw = embeddings.cpu()[: len(requests)]
         default = self._description.normalize
         choices = [
             request.pooling.normalize
@@ -182,11 +190,7 @@ class PoolRunner:
             else default
             for request in requests
         ]
-        raw = embeddings.cpu()[: len(requests)]
-        rows: list[list[float]] = torch.where(
-            torch.tensor(choices)[:, None], normalize_rows(raw), raw
-        ).tolist()
-        return rows
+        return torch.where(torch.tensor(choices, dtype=torch.bool)[:, None], normalize_rows(raw), raw)
 
     def _upload(self, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         device = self._device.torch_device
@@ -207,7 +211,7 @@ def _inputs(requests: Sequence[Admission], signature: GraphSignature) -> tuple[t
     return tokens.flatten(), lengths
 
 
-def _output(slot: int, row: Sequence[float]) -> SlotOutput:
-    if not torch.isfinite(torch.tensor(row)).all():
+def _output(slot: int, row: Sequence[float], *, is_finite: bool) -> SlotOutput:
+    if not is_finite:
         return SlotOutput(slot, (), error=Internal("the model's result for this request is not finite"))
     return SlotOutput(slot, (), pooled=row)
