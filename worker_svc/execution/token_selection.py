@@ -225,7 +225,7 @@ def captured_step(
     """
 
     def forward_and_argmax(*rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits, positions = forward(*rows)
+        logits, positions, *_ = forward(*rows)
         return logits, positions, argmax_rows(logits)
 
     captured = device.capture(forward_and_argmax, [padding, *given])

@@ -82,6 +82,8 @@ class RankGroup:
         """From the chooser to all other stages: the result of each step."""
         self.links = Links(layout, devices, link, _group)
         """Carry hidden states between stages."""
+        if master:
+            self.links.connect(device)
 
     def exchange(self, value: bytes) -> list[bytes]:
         """Returns the values of all ranks, in their order. All ranks must call it."""

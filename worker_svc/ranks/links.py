@@ -43,6 +43,17 @@ class Links:
                 self._over_host.add(source)
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
 
+    def connect(self, device: torch.device) -> None:
+        """Sends something over each link: NCCL connects GPUs, and takes memory for it, on first use.
+
+        All ranks must call it.
+        """
+        token = torch.zeros(1, device=device)
+        if not self._layout.is_first_stage:
+            self.receive(token)
+        if not self._layout.is_last_stage:
+            self.send(token)
+
     def send(self, states: torch.Tensor) -> None:
         """Sends hidden states to the next stage, without waiting until it takes them."""
         source = self._layout.rank

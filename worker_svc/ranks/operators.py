@@ -20,6 +20,8 @@ _LIBRARY.define("all_gather(Tensor tensor, int ranks) -> Tensor")
 
 # Up to this size, reading the other ranks' memory directly beats a ring: decode steps' hidden states.
 _ONE_SHOT_BYTES: Final = 512 << 10
+# PyTorch has the kernel for these.
+_ONE_SHOT_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
 class _Stage:
@@ -47,18 +49,20 @@ def use_group(group: Any, *, compiled: bool) -> None:
 
 
 def _shared_memory(group: Any) -> torch.Tensor | None:
-    """Allocates memory that all ranks of a group can read."""
+    """Allocates memory that all ranks of a group can read; `None` on all ranks if one cannot."""
     from torch.distributed import _symmetric_memory as symmetric
 
+    shared: torch.Tensor | None = None
     try:
-        shared: torch.Tensor = symmetric.empty(
-            _ONE_SHOT_BYTES, dtype=torch.uint8, device=torch.device("cuda")
-        )
+        shared = symmetric.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=torch.device("cuda"))
         symmetric.rendezvous(shared, group.group_name)
     except RuntimeError as error:
         get_logger().warning("no_shared_memory_between_gpus", reason=str(error).strip().splitlines()[0])
-        return None
-    return shared
+        shared = None
+    # Half of a stage must not wait in one kind of all-reduce for the other half.
+    everywhere = torch.tensor([shared is not None], dtype=torch.int32, device="cuda")
+    distributed.all_reduce(everywhere, distributed.ReduceOp.MIN, group=group)
+    return shared if everywhere.item() else None
 
 
 def all_reduce_(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +89,8 @@ def _all_reduce(tensor: torch.Tensor) -> None:
 
 def _all_reduce_on_gpus(tensor: torch.Tensor) -> None:
     shared = _Stage.shared
-    if shared is None or tensor.nbytes > _ONE_SHOT_BYTES or not tensor.is_contiguous():
+    fits = tensor.nbytes <= _ONE_SHOT_BYTES and tensor.is_contiguous() and tensor.dtype in _ONE_SHOT_DTYPES
+    if shared is None or not fits:
         _all_reduce(tensor)
         return
     own = shared[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

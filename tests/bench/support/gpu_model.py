@@ -7,10 +7,10 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
@@ -36,20 +36,21 @@ _CONFIG: Final = {
 }  # fmt: skip
 
 
-def model_folder(parent: Path) -> Path:
+def model_folder(parent: Path, config: Mapping[str, Any] = _CONFIG) -> Path:
     """Makes a folder with the configuration and, for the gateway, a tokenizer with a word per token id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    folder = parent / "llama-1b-dummy"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
-    (folder / "generation_config.json").write_text('{"eos_token_id": 128001}')
-    words = {f"w{index}": index for index in range(VOCAB_SIZE)}
+    folder = parent / "made-up"
+    folder.mkdir(parents=True)
+    end = config["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {end}}}')
+    words = {f"w{index}": index for index in range(config["vocab_size"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))  # noqa: S106 - a word
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": "w128001"}'
+        f'{{"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0", "eos_token": "w{end}"}}'
     )
     return folder
 

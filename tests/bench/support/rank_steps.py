@@ -157,7 +157,9 @@ def main() -> None:
                 reports.submit(report)
     result = measure(worker, geometry, spec)
     result["all_reduce_us"] = all_reduce_us
-    result["gpu"] = worker.device.product_name()
+    result["device"] = worker.device.product_name()
+    assert worker._model is not None
+    result["weight_bytes"] = worker._model.size.weight_bytes
     print(json.dumps(result), flush=True)
     os._exit(0)
 

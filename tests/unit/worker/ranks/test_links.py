@@ -80,3 +80,11 @@ def test_ranks_of_a_stage_need_their_own_gpus() -> None:
     _refuse_shared_devices(RankLayout(1, 1, 2), ["a", "a"])
     _refuse_shared_devices(RankLayout(0, 2, 2), ["a", "b", "a", "b"])
     _refuse_shared_devices(RankLayout(0, 2, 1), ["", ""])
+
+
+def test_every_link_is_used_before_the_first_request(wire: Wire) -> None:
+    """A rank in the middle hears from the stage before, then calls the one behind."""
+    first, middle, last = (links(wire, RankLayout(rank, 1, 3), ["a", "b", "c"]) for rank in range(3))
+    for each in (first, middle, last):
+        each.connect(torch.device("cpu"))
+    assert [target for _, target, _ in wire.sent] == [1, 2]
