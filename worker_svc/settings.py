@@ -1,6 +1,7 @@
 """The worker's settings: flags, then `TRIPTYCH_*` variables, then variables of other stacks."""
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,6 +20,8 @@ Backend = Literal["auto", "compiled", "eager"]
 _HANG_FACTOR = 1.5
 # The scheduler's default, for schedulers that do not say theirs.
 _USUAL_STEP_TIMEOUT_S = 120.0
+_MAX_PORT = 65_535
+_SET_SIZES = "set --tensor-parallel-size or --pipeline-parallel-size"
 # The compilers that vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND may name.
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
 
@@ -140,7 +143,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """Index of this rank's GPU among those of its host. Default: --rank, modulo the number of GPUs."""
     replica_id: str = ""
     """Name of the replica, the same for all of its ranks. Default, for one rank: a name of its own."""
-    master: str = Field("", pattern=r"^(.+:\d+)?$")
+    master: str = ""
     """host:port where rank 0 listens for the other ranks of its replica."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations. auto is the type that the model was saved in."""
@@ -251,6 +254,15 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     def _compiler(cls, value: Any) -> Any:
         return "compiled" if value in _COMPILERS else value
 
+    @field_validator("master")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        valid = host and port.isascii() and port.isdecimal() and 1 <= int(port) <= _MAX_PORT
+        if value and not valid:
+            raise ValueError(f"should be host:port with a port from 1 to {_MAX_PORT}")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self) -> "Settings":
         asked = self.optimization_level
@@ -269,10 +281,20 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
         if self.world_size is not None and self.world_size != count:
             raise ValueError(
                 f"--world-size {self.world_size} is not --tensor-parallel-size {tensor} times"
-                f" --pipeline-parallel-size {pipeline}; omit it or set it to {count}"
+                f" --pipeline-parallel-size {pipeline}; {_SET_SIZES}, or omit --world-size"
             )
         if self.rank >= count:
-            raise ValueError(f"--rank {self.rank} does not exist in a replica of {count}; ranks begin at 0")
+            advice = _SET_SIZES if count == 1 else f"ranks are 0 to {count - 1}"
+            raise ValueError(f"--rank {self.rank} does not exist in a replica of {count}; {advice}")
+        if self.enable_expert_parallel and tensor == 1:
+            raise ValueError(
+                "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
+                " raise --tensor-parallel-size or omit it"
+            )
+        if count > 1 and os.environ.get("RBLN_PROFILER", "0") not in {"", "0"}:
+            raise ValueError(
+                f"RBLN_PROFILER works in one process, and this replica has {count}; unset it or use one rank"
+            )
         if self.needs_master and count > 1 and not (self.master and self.replica_id):
             raise ValueError(
                 f"a replica of {count} ranks needs --master host:port, where rank 0 listens for the others,"

@@ -1,7 +1,6 @@
 """A worker without its gRPC service: opens the device and the model, is configured, runs plans."""
 
 import gc
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -136,7 +135,6 @@ class Worker:
         # Damaged or oversized weights are refused before the slow imports.
         checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
         self.device = _open_device(settings)
-        self._check_layout()
         if checkpoint is not None:
             check_weights(checkpoint, settings.dtype, self.device, ranks=self.layout.world_size)
             self._digest = start_digest([shard.path for shard in checkpoint.shards], settings.digest_folder)
@@ -167,20 +165,6 @@ class Worker:
             device=self.device.name, device_name=self.device.product_name(),
             import_s=round(imported - started, 2), build_s=round(time.monotonic() - imported, 2),
         )  # fmt: skip
-
-    def _check_layout(self) -> None:
-        """Refuses layouts that make no sense."""
-        layout = self.layout
-        if layout.experts and layout.tensor == 1:
-            raise ConfigurationRefused(
-                "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
-                " raise --tensor-parallel-size or omit it"
-            )
-        if layout.world_size > 1 and os.environ.get("RBLN_PROFILER", "0") not in {"", "0"}:
-            raise ConfigurationRefused(
-                f"RBLN_PROFILER works in one process, and this replica has {layout.world_size};"
-                " unset it or use one rank"
-            )
 
     @property
     def is_configured(self) -> bool:

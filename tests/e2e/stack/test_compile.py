@@ -202,7 +202,7 @@ def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     """Sizes and rank must fit, in one line."""
     done = run_compile(tmp_path, tmp_path, "--tensor-parallel-size", "2", "--rank", "2")
     assert (done.returncode, done.stderr) == (
-        2, "triptych compile: --rank 2 does not exist in a replica of 2; ranks begin at 0\n",
+        2, "triptych compile: --rank 2 does not exist in a replica of 2; ranks are 0 to 1\n",
     )  # fmt: skip
 
 

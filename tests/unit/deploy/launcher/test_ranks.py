@@ -9,6 +9,7 @@ from protos.errors import ConfigurationRefused
 from protos.settings import load
 from worker_svc.settings import Settings as WorkerSettings
 
+TOGETHER = ["--master", "a:1", "--replica-id", "r"]
 SPLIT = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
 
 
@@ -40,11 +41,37 @@ def test_one_rank_needs_no_meeting_place() -> None:
     ("flags", "reason"),
     [
         (SPLIT, "needs --master host:port"),
-        ([*SPLIT, "--master", "a:1", "--replica-id", "r", "--rank", "4"], "--rank 4 does not exist"),
-        ([*SPLIT, "--master", "a:1", "--replica-id", "r", "--world-size", "3"], "--world-size 3 is not"),
+        ([*SPLIT, *TOGETHER, "--rank", "4"], "--rank 4 does not exist in a replica of 4; ranks are 0 to 3"),
+        ([*SPLIT, *TOGETHER, "--world-size", "3"], "--world-size 3 is not .* set --tensor-parallel-size or"),
+        (["--world-size", "2"], "--world-size 2 is not .* set --tensor-parallel-size or --pipeline-parallel"),
+        (["--rank", "1"], "replica of 1; set --tensor-parallel-size or --pipeline-parallel-size"),
+        (["--enable-expert-parallel"], "there is one; raise --tensor-parallel-size"),
+        (["--master", "h"], r"--master .* should be host:port with a port from 1 to 65535, got 'h'"),
+        (["--master", "h:0"], "--master .* should be host:port"),
+        (["--master", "h:99999"], "--master .* should be host:port"),
+        (["--master", ":29500"], "--master .* should be host:port"),
     ],
 )
 def test_a_worker_of_ones_own_says_what_is_missing(flags: list[str], reason: str) -> None:
     """Ranks that nothing has numbered are refused with the flag to set."""
     with pytest.raises(ConfigurationRefused, match=reason):
         load(WorkerSettings, ["--model", "any", *flags])
+
+
+@pytest.mark.parametrize("master", ["[::1]:1", "host-a:65535", "10.0.0.1:29500"])
+def test_a_meeting_place_has_a_host_and_a_port(master: str) -> None:
+    """Names and addresses of both families are accepted."""
+    settings = load(WorkerSettings, ["--model", "any", "--master", master])
+    assert settings.master == master
+
+
+def test_the_vendors_profiler_is_refused_with_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works in one process; 0 and an empty variable turn it off."""
+    flags = ["--model", "any", *SPLIT, *TOGETHER]
+    for off in ("", "0"):
+        monkeypatch.setenv("RBLN_PROFILER", off)
+        load(WorkerSettings, flags)
+    monkeypatch.setenv("RBLN_PROFILER", "1")
+    load(WorkerSettings, ["--model", "any"])
+    with pytest.raises(ConfigurationRefused, match="this replica has 4; unset it"):
+        load(WorkerSettings, flags)
