@@ -37,6 +37,9 @@ class DoctorSettings(WorkerSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="triptych doctor")
 
+    # It joins no other rank.
+    needs_master: ClassVar[bool] = False
+
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.MODEL: ("parity", "model")}
 
     parity: bool = False

@@ -132,6 +132,7 @@ def test_worker_that_cannot_copy_is_a_note(tmp_path: Path) -> None:
         (("--model", "smollm2"), "only --parity runs a model"),
         (("--parity", "--compile-only"), "--compile-only runs nothing"),
         (("--parity", "--load-format", "dummy"), "omit --load-format dummy"),
+        (("--parity", "--tensor-parallel-size", "2"), "--parity runs one rank; omit the sizes"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(
