@@ -8,39 +8,34 @@ from protos.logs import get_logger
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.watchdog import STEP
 from worker_svc.execution.lockstep import Follower
-from worker_svc.execution.worker import Worker
 
 
 class Following:
     """Hands announced steps to the model thread as they arrive."""
 
-    def __init__(
-        self, worker: Worker, follower: Follower, thread: ModelThread, *, step_limit_s: float
-    ) -> None:
+    def __init__(self, follower: Follower, thread: ModelThread, *, step_limit_s: float) -> None:
         """Starts waiting for announcements. Requires a running event loop.
 
         Args:
-            worker: this rank.
-            follower: the worker's.
+            follower: this rank's.
             thread: the model thread.
             step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
         """
-        self._worker = worker
         self._follower = follower
         self._thread = thread
         self._loop = asyncio.get_running_loop()
-        self._released = asyncio.Event()
+        self._begun = asyncio.Event()
         self.step_limit_s = step_limit_s
         """See the argument; later steps follow a change."""
         threading.Thread(target=self._run, name="rank-plans", daemon=True).start()
 
-    async def released(self) -> None:
-        """Waits until rank 0 runs no more steps with the present configuration, if there is one."""
+    async def may_begin(self) -> None:
+        """Waits until rank 0 has begun a configuration that this rank has not."""
         while True:
-            self._released.clear()
-            if not self._worker.is_configured:
+            self._begun.clear()
+            if self._follower.may_begin:
                 return
-            await self._released.wait()
+            await self._begun.wait()
 
     def _run(self) -> None:
         while True:
@@ -58,5 +53,5 @@ class Following:
             return
         if rest is not None:
             self._thread.defer(rest)
-        if not self._worker.is_configured:
-            self._loop.call_soon_threadsafe(self._released.set)
+        if self._follower.may_begin:
+            self._loop.call_soon_threadsafe(self._begun.set)

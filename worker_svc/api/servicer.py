@@ -22,6 +22,10 @@ from worker_svc.phases import Phase, PhaseProgress
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
 
+class _NotBegunError(Exception):
+    """Rank 0 has not begun the configuration that another rank is asked for."""
+
+
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Serves one worker to one scheduler. A failed step ends neither the stream nor the process."""
 
@@ -92,8 +96,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Streams progress, then the configuration that the worker runs with."""
         geometry = convert.geometry_from_proto(request)
         await asyncio.shield(self._prepared)
-        if self._following is not None and not self._worker.is_configured_as(geometry):
-            await self._following.released()
         events: asyncio.Queue[worker_pb2.ConfigureEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
@@ -102,18 +104,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._thread.progressed()
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        configuring = self._thread.submit(
-            lambda: self._configure(geometry, request.group_epoch, progress, loop),
-            what="configuration (--configure-hang-timeout-s)",
-            limit_s=self._configure_limit_s,
-        )
-        configuring.add_done_callback(lambda _: events.put_nowait(None))
-        while (event := await events.get()) is not None:
-            yield event
-        try:
-            ready = configuring.result()
-        except Exception as error:  # noqa: BLE001 - the scheduler gets any error and may try again
-            await self._refuse_configuration(error, context)
+        ready = None
+        while ready is None:
+            configuring = self._thread.submit(
+                lambda: self._configure(geometry, request.group_epoch, progress, loop),
+                what="configuration (--configure-hang-timeout-s)",
+                limit_s=self._configure_limit_s,
+            )
+            configuring.add_done_callback(lambda _: events.put_nowait(None))
+            while (event := await events.get()) is not None:
+                yield event
+            following = self._follow()
+            try:
+                ready = configuring.result()
+            except _NotBegunError:
+                assert following is not None
+                await following.may_begin()
+            except Exception as error:  # noqa: BLE001 - the scheduler gets any error and may try again
+                await self._refuse_configuration(error, context)
         self._step_limit_s = self._limit_steps(request.step_timeout_s)
         self._follow()
         await self._set_ready(ready)
@@ -126,22 +134,32 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         progress: PhaseProgress,
         loop: asyncio.AbstractEventLoop,
     ) -> Ready:
-        """Configures the worker. Runs on the model thread, after the steps of earlier streams."""
+        """Configures the worker. Runs on the model thread, after the steps of earlier streams.
+
+        Raises:
+            _NotBegunError: if rank 0 must begin first. Nothing has changed.
+        """
         if not self._worker.is_configured_as(geometry):
             if self._executing:
                 raise Unavailable("the worker executes another configuration; end its Execute stream first")
+            self._worker.join(epoch)
+            follower = self._worker.follower
+            # Decided here, where announcements are run, so that none comes in between.
+            if follower is not None and not follower.may_begin:
+                raise _NotBegunError
             # Said before the call's end, which a scheduler that hangs up does not wait for.
             asyncio.run_coroutine_threadsafe(self._set_ready(None), loop)
         return self._worker.configure(geometry, progress, epoch=epoch)
 
-    def _follow(self) -> None:
-        """Starts to run what rank 0 announces, if this is another rank."""
+    def _follow(self) -> Following | None:
+        """Starts to run what rank 0 announces, if this is another rank that has joined its group."""
         follower = self._worker.follower
         if follower is None:
-            return
+            return None
         if self._following is None:
-            self._following = Following(self._worker, follower, self._thread, step_limit_s=self._step_limit_s)
+            self._following = Following(follower, self._thread, step_limit_s=self._step_limit_s)
         self._following.step_limit_s = self._step_limit_s
+        return self._following
 
     async def _set_ready(self, ready: Ready | None) -> None:
         """Notes whether the worker can execute; `None` if it cannot."""

@@ -6,8 +6,9 @@ its plan arrives. The ranks of the last stage choose the same tokens by themselv
 function of logits and counters. Ranks of earlier stages get the tokens from the chooser as the result of the
 step, and an announcement says how many results a rank must have applied before it launches the step.
 
-A new configuration is announced as well. Another rank keeps its old one until then, because rank 0 may still
-run steps when the scheduler asks both for the new one.
+Each configuration is announced as well, when rank 0 begins it. Another rank begins its next one only after
+that, and once for each announcement: until then it keeps the old one, because rank 0 may still run steps with
+it when the scheduler asks both for the new one. So a rank drops nothing that rank 0 did not drop before.
 
 A step that fails on one rank alone would leave the others waiting in a collective. Refusals are the same on
 all ranks, since all have the same state and the same plans; any other exception ends the process.
@@ -18,14 +19,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from protos.errors import Internal, TriptychError
+from protos.errors import Internal, TriptychError, Unavailable
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.ranks.group import RankGroup
 
-_PLAN, _NEXT, _RESET, _RELEASE = b"p", b"n", b"r", b"c"
+_PLAN, _NEXT, _RESET, _BEGIN = b"p", b"n", b"r", b"c"
 _COUNT_BYTES = 4
 
 GiveUp = Callable[[str], None]
@@ -129,10 +130,13 @@ class Leader:
             self._give_up(_broken(self._group, error))
             raise
 
-    def release(self) -> None:
-        """Lets the other ranks drop their configuration. Waits for the results of all steps before."""
+    def begin(self) -> None:
+        """Announces a new configuration; the other ranks drop the one that they have.
+
+        Waits for the results of all steps before.
+        """
         try:
-            self._announce(_RELEASE, self._results.take(self._unapplied))
+            self._announce(_BEGIN, self._results.take(self._unapplied))
         except Exception as error:
             self._give_up(_broken(self._group, error))
             raise
@@ -155,11 +159,27 @@ class Follower:
         self._give_up = give_up
         self._release = release
         self._results = _Results()
+        self._num_begun = 0
         self._plan = StepPlan(0)
         layout = group.layout
         self._reports = layout.chooses and layout.pipeline > 1
         if not layout.is_last_stage:
             threading.Thread(target=self._receive_results, name="rank-results", daemon=True).start()
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether rank 0 has begun a configuration that this rank has not."""
+        return self._num_begun > 0
+
+    def begin(self) -> None:
+        """Begins the next configuration.
+
+        Raises:
+            Unavailable: if rank 0 has not begun it.
+        """
+        if not self.may_begin:
+            raise Unavailable("rank 0 has not begun this configuration", retry_after_ms=200)
+        self._num_begun -= 1
 
     def wait(self) -> bytes:
         """Waits for the next announcement. Call it on a thread of its own."""
@@ -180,8 +200,12 @@ class Follower:
             # The last stage has its tokens already.
             for result in self._results.take(0 if self._group.layout.is_last_stage else count):
                 self._engine.apply(result)
-            if kind in {_RESET, _RELEASE}:
-                (self._engine.reset if kind == _RESET else self._release)()
+            if kind == _RESET:
+                self._engine.reset()
+                return None
+            if kind == _BEGIN:
+                self._release()
+                self._num_begun += 1
                 return None
             launched = self._launch(kind, announcement[1 + _COUNT_BYTES :])
         except TriptychError:

@@ -188,18 +188,20 @@ class Worker:
         Raises:
             ConfigurationRefused: if the geometry or the weights do not suit the device; the worker can be
                 configured again.
-            Unavailable: if the ranks do not meet, or this process belongs to another group.
+            Unavailable: if the ranks do not meet, this process belongs to another group, or rank 0 has not
+                begun this configuration yet.
         """
-        if self.layout.world_size > 1:
-            self._join(epoch)
+        self.join(epoch)
         if self._ready is not None and self.is_configured_as(geometry):
             return self._ready
         engine, phases = self._engine, Phases(progress)
         if engine is None:
             raise Internal("the worker is not prepared yet")
         checked = engine.check(geometry)
-        if self._leader is not None and self._ready is not None:
-            self._leader.release()
+        if self._leader is not None:
+            self._leader.begin()
+        if self.follower is not None:
+            self.follower.begin()
         # The old cache must go first: both may not fit.
         self._release(engine)
         try:
@@ -240,13 +242,15 @@ class Worker:
         if self.grammars is not None:
             self.grammars.close()
 
-    def _join(self, epoch: str) -> None:
-        """Joins the group of the replica's ranks, once in the process' life.
+    def join(self, epoch: str) -> None:
+        """Joins the group of the replica's ranks, once in the process' life; a replica of one has none.
 
         Raises:
             ConfigurationRefused: if the scheduler does not name a group, or the model does not generate.
             Unavailable: if the ranks do not meet, or this process belongs to another group.
         """
+        if self.layout.world_size == 1:
+            return
         engine = self._engine
         if not epoch or not isinstance(engine, GenerationEngine):
             raise ConfigurationRefused(

@@ -146,9 +146,13 @@ def main() -> None:
     geometry = Geometry(
         spec["max_model_len"], most, spec["chunk"], spec["block"], buckets, (1 + most * width,)
     )
-    worker.configure(geometry, lambda *_: None, epoch="bench" if worker.layout.world_size > 1 else "")
-    all_reduce_us = time_collectives(worker, spec)
+    epoch = "bench" if worker.layout.world_size > 1 else ""
+    worker.join(epoch)
     if (follower := worker.follower) is not None:
+        follower.run(follower.wait())  # rank 0 begins
+    worker.configure(geometry, lambda *_: None, epoch=epoch)
+    all_reduce_us = time_collectives(worker, spec)
+    if follower is not None:
         # Rank 0 may announce a step before it reads the result of the one before.
         reports = ThreadPoolExecutor(1)
         while True:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from typing import Any
 
@@ -125,6 +126,49 @@ async def episode(servers: RankServers, generator: random.Random, *, leases: boo
     await stream.end(politely=generator.random() < 0.3)
 
 
+async def give_up_configuring(
+    servers: RankServers, request: worker_pb2.ConfigureRequest, generator: random.Random
+) -> None:
+    """Configures some ranks and hangs up at some moment, as a scheduler does that is killed."""
+    calls = [
+        servers.configure_rank(rank, request)
+        for rank in range(len(servers.stubs))
+        if generator.random() < 0.8
+    ]
+    if calls:
+        await asyncio.wait(calls, timeout=generator.random() * 0.01, return_when=asyncio.FIRST_COMPLETED)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["first", "another"])
+async def test_a_scheduler_that_is_lost_while_ranks_are_configured(
+    follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next scheduler's configuration stays, although a rank still makes the last one's."""
+    async with rank_servers(2, 1, monkeypatch) as servers:
+        if follows:
+            await servers.configure(sizes(0))
+        gate = servers.ranks.gates[1] = threading.Event()
+        slow = servers.configure_rank(1, sizes(1))
+        await servers.configure_rank(0, sizes(1))
+        slow.cancel()
+        calls = [servers.configure_rank(1, sizes(2))]
+        # The call has arrived once a later one is answered.
+        with pytest.raises(grpc.aio.AioRpcError):
+            await servers.stubs[1].Execute().read()
+        calls.append(servers.configure_rank(0, sizes(2)))
+        gate.set()
+        await asyncio.gather(*calls)
+        stream = Stream(servers, leases=False)
+        await stream.open()
+        await stream.decode(random.Random(1))
+        await stream.read()
+        await asyncio.to_thread(servers.ranks.compare)
+        assert servers.reasons == []
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
 async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans interrupt leases, streams are cancelled in the middle, and ranks get other configurations."""
@@ -136,6 +180,8 @@ async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch:
             await episode(servers, generator, leases=pipeline == 1)
             if generator.random() < 0.4:
                 number += generator.randrange(2)
+                if generator.random() < 0.3:
+                    await give_up_configuring(servers, sizes(number + generator.randrange(2)), generator)
                 await servers.configure(sizes(number))
         # This stream's first plan runs behind the last one's reset.
         await Stream(servers, leases=False).open()

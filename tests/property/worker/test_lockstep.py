@@ -175,7 +175,7 @@ def act(running: Replica, kind: str, slots: Sequence[int], lease: int) -> None:
             running.run(release=[REFUSED_SLOT])
         case "reset" | "configure":
             # The stream ends, and results of its plans may still be on their way.
-            (running.leader.reset if kind == "reset" else running.leader.release)()
+            (running.leader.reset if kind == "reset" else running.leader.begin)()
             if kind == "configure":
                 running.steps[0].release()
             running.wait_for(running.number)

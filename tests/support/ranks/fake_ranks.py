@@ -72,6 +72,8 @@ class Ranks:
         """Why the ranks are apart; empty if they are not."""
         self.logs: list[list[object]] = [[] for _ in self.layouts]
         """What each rank has launched, and resets, in order."""
+        self.gates: dict[int, threading.Event] = {}
+        """By rank, what must be set before its configuration ends."""
 
     def end(self, rank: int, channel: str) -> Channel:
         """Returns a rank's end of a channel."""

@@ -13,7 +13,7 @@ import torch
 
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import open_channel
-from tests.support.ranks.fake_ranks import FakeGroup, FakeSteps, Ranks
+from tests.support.ranks.fake_ranks import PATIENCE_S, FakeGroup, FakeSteps, Ranks
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer
 from worker_svc.api.watchdog import FailedSteps
@@ -50,6 +50,8 @@ class FakeEngine(GenerationEngine):
         """Warms up: all ranks must, at the same time and with the same geometry."""
         self._check_equal(geometry)
         self._ranks.launch_together(self.layout.rank, f"warm up {geometry}")
+        if (gate := self._ranks.gates.get(self.layout.rank)) is not None:
+            assert gate.wait(PATIENCE_S)
         self._started = True
         self.launch, self.apply, self.reset = self._steps.launch, self._steps.apply, self._steps.reset  # type: ignore[method-assign]
         return geometry
@@ -70,10 +72,14 @@ class RankServers:
     reasons: list[str] = field(default_factory=list)
     """Why a rank gave up."""
 
+    def configure_rank(self, rank: int, request: worker_pb2.ConfigureRequest) -> "asyncio.Task[None]":
+        """Starts to configure one rank."""
+        return asyncio.create_task(_configured(self.stubs[rank], request))
+
     async def configure(self, request: worker_pb2.ConfigureRequest) -> None:
         """Configures all ranks at once, again until none refuses, as a scheduler does."""
         while True:
-            calls = [asyncio.ensure_future(_configured(stub, request)) for stub in self.stubs]
+            calls = [self.configure_rank(rank, request) for rank in range(len(self.stubs))]
             try:
                 await asyncio.gather(*calls)
                 return

@@ -31,6 +31,9 @@ class FakeWorker:
     def prepare(self) -> None:
         """Has nothing to prepare."""
 
+    def join(self, epoch: str) -> None:
+        """Is alone."""
+
     def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
         return geometry == self.geometry
 
