@@ -291,6 +291,10 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
                 "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
                 " raise --tensor-parallel-size or omit it"
             )
+        if pipeline > 1 and "VLLM_PP_LAYER_PARTITION" in os.environ:
+            raise ValueError(
+                "VLLM_PP_LAYER_PARTITION is not supported; unset it, and stages get layers evenly"
+            )
         if count > 1 and os.environ.get("RBLN_PROFILER", "0") not in {"", "0"}:
             raise ValueError(
                 f"RBLN_PROFILER works in one process, and this replica has {count}; unset it or use one rank"

@@ -3,7 +3,7 @@
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,7 @@ def describe(
                 here=name in here,
             )
         )
+    _check_shared_caches(model_config.architecture, attention)
     text = model_config.hf_text_config
     generation = model_config.try_get_generation_config()
     eos: set[int] = set()
@@ -112,6 +113,18 @@ def describe(
             name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None
         },
     )
+
+
+def _check_shared_caches(architecture: str, layers: Sequence[AttentionLayer]) -> None:
+    """Refuses layers that share the KV cache of a layer in another stage."""
+    here = {layer.name: layer.here for layer in layers}
+    for layer in layers:
+        owner = layer.shares_with
+        if owner is not None and here[owner] != layer.here:
+            raise ConfigurationRefused(
+                f"{architecture} has layers that share a KV cache across stages ({layer.name} uses {owner}'s);"
+                " use --tensor-parallel-size instead of --pipeline-parallel-size"
+            )
 
 
 def measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:

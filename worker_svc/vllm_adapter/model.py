@@ -67,8 +67,10 @@ class VllmModel:
             "folder": folder, "device": device, "dtype": dtype, "dummy_weights": dummy_weights, "seed": seed,
             "trust_remote_code": trust_remote_code,
         }  # fmt: skip
-        with refusal_on_error(f"cannot serve {folder}"):
+        stages = f" in {layout.pipeline} stages" if layout.pipeline > 1 else ""
+        with refusal_on_error(f"cannot serve {folder}{stages}"):
             self._config: Any = configure(**arguments, layout=layout)
+            _check_stages(self._config.model_config, layout)
             self._model: Any = _build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
         self._pooling = pooling = self._prepare_pooling()
@@ -78,11 +80,10 @@ class VllmModel:
         self._whole: Callable[..., torch.Tensor] = whole
         self._head: Callable[..., torch.Tensor] = device.compile(head) if compiled else head
         self._caches: Mapping[str, torch.Tensor] = {}
-        if pooling and layout.world_size > 1:
-            raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
         everywhere: Mapping[str, Any] = {} if pooling else self._layers
         if layout.pipeline > 1:
-            everywhere = _layers_of_all_stages(arguments, layout)
+            with refusal_on_error(f"cannot serve {folder}{stages}"):
+                everywhere = _layers_of_all_stages(arguments, layout)
         self.description = describe(self._config, everywhere, pooling, here=self._layers)
         self._state_names = self._names_of_states()
         # Measured before load_weights(), which packs matrices into other shapes.
@@ -96,6 +97,8 @@ class VllmModel:
         self._projector = None
         if self._config.model_config.runner_type != "pooling":
             return None
+        if self._layout.world_size > 1:
+            raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
         pooling, self._projector = describe_pooling(self._config, self._model, self._layers)
         _leave_out_token_types()
         return pooling
@@ -117,10 +120,10 @@ class VllmModel:
 
     def _names_of_states(self) -> tuple[str, ...]:
         """Returns the tensors that this stage gets from the one before, in the order in which they travel."""
-        if self._layout.is_first_stage:
+        if self._layout.pipeline == 1:
             return ()
-        empty = self._model.make_empty_intermediate_tensors(1, self.description.dtype, torch.device("meta"))
-        return tuple(sorted(empty.tensors))
+        names = names_of_states(self._model, self._config.model_config)
+        return () if self._layout.is_first_stage else names
 
     def load_weights(self, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:
         """Reads or generates the weights and packs them for the device's kernels.
@@ -304,6 +307,38 @@ class VllmModel:
                 made[kind] = StepAttention(self._device, self._device.plan_rows(lengths, row_len, params))
             plans[name] = made[kind]
         return plans
+
+
+def names_of_states(model: Any, model_config: Any) -> tuple[str, ...]:
+    """Returns the tensors that a stage passes to the next one, in the order in which they travel.
+
+    Args:
+        model: vLLM's.
+        model_config: vLLM's.
+
+    Raises:
+        ConfigurationRefused: if one of them is not [tokens, hidden]. They travel stacked.
+    """
+    tokens, hidden = 1, model_config.get_hidden_size()
+    empty = model.make_empty_intermediate_tensors(tokens, model_config.dtype, torch.device("meta"))
+    for name, state in empty.tensors.items():
+        if tuple(state.shape) != (tokens, hidden):
+            shape = ", ".join(map(str, ("tokens", *state.shape[1:])))
+            raise ConfigurationRefused(
+                f"{model_config.architecture} passes {name} [{shape}] from stage to stage, but only"
+                f" [tokens, {hidden}] is served; use --tensor-parallel-size instead of --pipeline-parallel-size"
+            )
+    return tuple(sorted(empty.tensors))
+
+
+def _check_stages(model_config: Any, layout: RankLayout) -> None:
+    """Refuses a pipeline in which a stage would have no layers."""
+    layers = model_config.get_total_num_hidden_layers()
+    if layout.pipeline > layers:
+        raise ConfigurationRefused(
+            f"--pipeline-parallel-size {layout.pipeline} is more than the model's {layers} layers;"
+            " each stage needs one"
+        )
 
 
 def _build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:

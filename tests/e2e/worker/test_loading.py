@@ -17,6 +17,7 @@ from worker_svc.devices import open_device
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.worker import Worker
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import LoadFormat, Settings
 from worker_svc.shapes.geometry import Geometry
 from worker_svc.vllm_adapter import startup
@@ -44,11 +45,11 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write("llama", tmp_path_factory.mktemp("sharded"), max_shard_size="200KB")
 
 
-def open_model(folder: Path, *, trust: bool = False) -> VllmModel:
+def open_model(folder: Path, *, trust: bool = False, layout: RankLayout | None = None) -> VllmModel:
     device = open_device("cpu")
     torch.set_num_threads(1)
     startup.prepare(device.name)
-    return VllmModel(folder, device, dtype="float32", seed=0, trust_remote_code=trust)
+    return VllmModel(folder, device, dtype="float32", seed=0, trust_remote_code=trust, layout=layout)
 
 
 def generate(model: VllmModel) -> list[int]:
@@ -228,3 +229,19 @@ def test_one_process_group_serves_models_with_and_without_experts(single: Path, 
         assert len(generate(model)) == 6
         names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
         assert names.count("gloo_tcp_loop") == 0
+
+
+def test_a_stage_needs_a_layer(single: Path) -> None:
+    """More stages than layers are refused with both numbers."""
+    with pytest.raises(
+        ConfigurationRefused, match="--pipeline-parallel-size 4 is more than the model's 2 layers"
+    ):
+        open_model(single, layout=RankLayout(3, pipeline=4))
+
+
+def test_an_error_about_all_stages_is_one_line(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable of vLLM suits the two stages, but not the model as one stage, which is built as well."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,1")
+    with pytest.raises(ConfigurationRefused, match="in 2 stages: ") as caught:
+        open_model(single, layout=RankLayout(1, pipeline=2))
+    assert "\n" not in caught.value.message

@@ -75,3 +75,11 @@ def test_the_vendors_profiler_is_refused_with_several_ranks(monkeypatch: pytest.
     load(WorkerSettings, ["--model", "any"])
     with pytest.raises(ConfigurationRefused, match="this replica has 4; unset it"):
         load(WorkerSettings, flags)
+
+
+def test_layers_of_stages_cannot_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable of vLLM is refused with stages, and does not matter without them."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "3,1")
+    load(WorkerSettings, ["--model", "any", "--tensor-parallel-size", "2", *TOGETHER])
+    with pytest.raises(ConfigurationRefused, match="VLLM_PP_LAYER_PARTITION is not supported; unset"):
+        load(WorkerSettings, ["--model", "any", *SPLIT, *TOGETHER])
