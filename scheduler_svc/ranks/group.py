@@ -127,6 +127,7 @@ class RankGroup:
             self._driver.lose(error, returned=returned)
             return True
         del self._seats[rank]
+        self._leaving.discard(rank)  # the next process of this rank does not leave
         seat.news.put_nowait(cause)
         if self._seats:
             self._announce_waiting()

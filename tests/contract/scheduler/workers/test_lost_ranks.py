@@ -217,6 +217,28 @@ async def test_a_rank_that_leaves_before_the_replica_serves_is_let_go_at_once() 
             assert await alone.end() == ([], None)
 
 
+async def test_a_rank_that_was_restarted_while_ranks_waited_hears_of_a_loss() -> None:
+    """What its earlier process said does not count for the new one."""
+    async with run_scheduler() as scheduler:
+        dying, old, new = (
+            FakeRank(rank=0, tensor=3),
+            FakeRank(rank=1, tensor=3),
+            FakeRank(rank=1, tensor=3, life=1),
+        )
+        async with contextlib.AsyncExitStack() as stack:
+            first = await stack.enter_async_context(rank_process(scheduler, dying))
+            async with rank_process(scheduler, old) as before:
+                await before.accepted()
+                await scheduler.registry.Leave(registry_pb2.LeaveRequest(worker_id=old.worker_id))
+                assert await before.end() == ([], None)
+            second = await stack.enter_async_context(rank_process(scheduler, new))
+            third = FakeRank(rank=2, tensor=3)
+            await stack.enter_async_context(rank_process(scheduler, third))
+            await asyncio.gather(first.serving(), second.serving())
+            first.call.cancel()
+            assert await second.released() == "rank 0 of replica r0 is lost: its registration has ended"
+
+
 async def test_a_group_outlives_its_scheduler() -> None:
     """The ranks register with the next scheduler, which repeats the name of their group."""
     workers = [FakeRank(rank=0), FakeRank(rank=1)]
