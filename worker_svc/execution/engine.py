@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from protos.errors import Internal
 from protos.steps import StepPlan
 from worker_svc.graphs.capture import Recording
 from worker_svc.launched_step import LaunchedStep
@@ -13,6 +14,10 @@ from worker_svc.phases import Phases
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
 G = TypeVar("G")
+
+
+class PlanRefused(Internal):
+    """A plan contradicts earlier plans. All ranks find it alike, before the device gets work."""
 
 
 class Engine(Protocol[G]):
@@ -69,7 +74,8 @@ class Engine(Protocol[G]):
             leased: whether this is a further step of a lease, which was checked with its first step.
 
         Raises:
-            Internal: if the engine is not started or the plan contradicts earlier plans.
+            PlanRefused: if the plan contradicts earlier plans.
+            Internal: if the engine is not started.
         """
         ...
 

@@ -10,8 +10,9 @@ Each configuration is announced as well, when rank 0 begins it. Another rank beg
 that, and once for each announcement: until then it keeps the old one, because rank 0 may still run steps with
 it when the scheduler asks both for the new one. So a rank drops nothing that rank 0 did not drop before.
 
-A step that fails on one rank alone would leave the others waiting in a collective. Refusals are the same on
-all ranks, since all have the same state and the same plans; any other exception ends the process.
+A step that fails on one rank alone would leave the others waiting in a collective. A plan that contradicts
+earlier plans is refused alike on all ranks, since all have the same state and the same plans; any other
+exception ends the process.
 """
 
 import threading
@@ -19,10 +20,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from protos.errors import Internal, TriptychError, Unavailable
+from protos.errors import Internal, Unavailable
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
+from worker_svc.execution.engine import PlanRefused
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.ranks.group import RankGroup
 
@@ -96,7 +98,7 @@ class Leader:
             else:
                 self._announce(_PLAN, self._results.take(), plan_to_proto(plan).SerializeToString())
             launched = self._engine.launch(plan, leased=leased)
-        except TriptychError:
+        except PlanRefused:
             raise
         except Exception as error:
             self._give_up(_broken(self._group, error))
@@ -208,8 +210,8 @@ class Follower:
                 self._num_begun += 1
                 return None
             launched = self._launch(kind, announcement[1 + _COUNT_BYTES :])
-        except TriptychError:
-            return None  # refused alike on all ranks
+        except PlanRefused:
+            return None  # on all ranks
         except Exception as error:
             self._give_up(_broken(self._group, error))
             raise

@@ -13,7 +13,7 @@ from worker_svc.devices.attention import PagedInput, StepInput, tensors_of, with
 from worker_svc.devices.base import Device
 from worker_svc.devices.upload import upload
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.engine import Model
+from worker_svc.execution.engine import Model, PlanRefused
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.execution.stage import Stage
 from worker_svc.execution.token_selection import (
@@ -153,9 +153,7 @@ class Runner:
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
         """Launches one step and waits for it; see `launch`.
 
-        Returns:
-            One output for each refused admission, then one for each slot that produced a token, in the plan's
-            order.
+        Returns one output for each refused admission, then one for each slot that produced a token, in order.
         """
         return self.launch(plan).wait(plan.work)
 
@@ -168,16 +166,29 @@ class Runner:
 
         Args:
             plan: the plan.
-            leased: whether this is a further step of a lease: the plan has nothing but the work, and the
-                lease was checked with its first step.
+            leased: whether this is a further step of a lease, which was checked with its first step.
 
         Raises:
-            Internal: if the plan contradicts earlier plans. The state of the slots that it names is then
+            PlanRefused: if the plan contradicts earlier plans. The state of the slots that it names is then
                 undefined.
         """
         if leased:
             assert isinstance(plan.work, Decode)
             return self._decode(plan.work)
+        try:
+            work, refused = self._apply_plan(plan)
+        except Internal as error:
+            raise PlanRefused(error.message) from error
+        if work is None:
+            return LaunchedStep(refused, has_work=False)
+        launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
+        if not self._stage.layout.is_last_stage:
+            return launched
+        whole = work is plan.work and not refused
+        return launched if whole else LaunchedStep([*refused, *launched.wait(work)])
+
+    def _apply_plan(self, plan: StepPlan) -> tuple[Prefill | Decode | None, list[SlotOutput]]:
+        """Applies all of a plan but its work. Returns the work that is left, and the refused admissions."""
         self._release_all(plan.release)
         self.cache.copy(plan.copies)
         refused: dict[int, SlotOutput] = {}
@@ -198,14 +209,9 @@ class Runner:
         if isinstance(plan.work, Pool):
             raise Internal("the plan pools prompts, but this model generates tokens")
         work = without_slots(plan.work, self._refused.union(refused))
-        if work is None:
-            return LaunchedStep(list(refused.values()), has_work=False)
-        self._batch.check(work)
-        launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
-        if not self._stage.layout.is_last_stage:
-            return launched
-        whole = work is plan.work and not refused
-        return launched if whole else LaunchedStep([*refused.values(), *launched.wait(work)])
+        if work is not None:
+            self._batch.check(work)
+        return work, list(refused.values())
 
     @torch.inference_mode()
     def apply(self, result: StepResult) -> None:

@@ -81,6 +81,8 @@ class Worker:
         self.layout = settings.layout
         """This process' rank."""
         self._give_up = give_up
+        # Whether joining or a configuration failed, perhaps on this rank alone: others may wait for it.
+        self._is_apart = False
         self.epoch = ""
         """The group of ranks that this process joins or has joined; empty if none."""
         self._group: RankGroup | None = None
@@ -206,8 +208,10 @@ class Worker:
         self._release(engine)
         try:
             started = engine.start(checked, lambda: self._load_once(phases), phases)
-        except BaseException:
+        except BaseException as error:
             self._release(engine)
+            # All ranks raise Unavailable, or none.
+            self._is_apart = not isinstance(error, Unavailable)
             raise
         # Most objects that exist now live as long as the process; later collections can skip them.
         gc.collect()
@@ -256,8 +260,13 @@ class Worker:
             raise ConfigurationRefused(
                 f"this worker is {self.layout}, but it is configured alone; register all ranks of the replica"
             )
+        if self._is_apart and self._settings.master:
+            self._give_up(
+                "an earlier configuration failed on this rank, and other ranks may still wait in it"
+            )
+            raise Unavailable("this rank ends after a failed configuration; retry once it is back")
         if not self.epoch:
-            self.epoch = epoch
+            self.epoch, self._is_apart = epoch, True
             self._group = RankGroup(
                 self.layout,
                 self.device.torch_device,
@@ -267,6 +276,7 @@ class Worker:
                 compiled=self.device.has_own_compiler,
                 identity=self.device.identity(),
             )
+            self._is_apart = False
             self.device.use_ranks(self._group.stage)
             engine.group = self._group
             if not self._settings.master:

@@ -9,6 +9,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
+from protos.errors import ConfigurationRefused
 from protos.triptych.v1 import worker_pb2
 from tests.support.ranks.rank_server import RankServers, rank_servers
 
@@ -167,6 +168,24 @@ async def test_a_scheduler_that_is_lost_while_ranks_are_configured(
         await stream.read()
         await asyncio.to_thread(servers.ranks.compare)
         assert servers.reasons == []
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+async def test_a_rank_whose_configuration_failed_takes_no_other(
+    refuses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may wait for it in a collective, so the next scheduler's call ends the process."""
+    async with rank_servers(2, 1, monkeypatch) as servers:
+        servers.ranks.refusals[refuses] = ConfigurationRefused("the graph does not compile")
+        calls = [servers.configure_rank(rank, sizes(1)) for rank in (0, 1)]
+        errors = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(error, grpc.aio.AioRpcError) for error in errors] == [refuses == 0, refuses == 1]
+        assert servers.reasons == []
+        with pytest.raises(grpc.aio.AioRpcError, match="this rank ends after a failed configuration"):
+            await servers.configure_rank(refuses, sizes(2))
+        assert servers.reasons == [
+            "an earlier configuration failed on this rank, and other ranks may still wait in it"
+        ]
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NoReturn, cast
 
-from protos.errors import Internal
 from protos.steps import Decode, StepPlan, StepResult, Work
+from worker_svc.execution.engine import PlanRefused
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.ranks.channel import Channel
 from worker_svc.ranks.layout import RankLayout
@@ -72,6 +72,8 @@ class Ranks:
         """Why the ranks are apart; empty if they are not."""
         self.logs: list[list[object]] = [[] for _ in self.layouts]
         """What each rank has launched, and resets, in order."""
+        self.refusals: dict[int, Exception] = {}
+        """By rank, the error that its next configuration ends with."""
         self.gates: dict[int, threading.Event] = {}
         """By rank, what must be set before its configuration ends."""
 
@@ -182,7 +184,7 @@ class FakeSteps:
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         """Launches a step."""
         if REFUSED_SLOT in plan.release:
-            raise Internal("the plan contradicts earlier plans")
+            raise PlanRefused("the plan contradicts earlier plans")
         for slot in plan.release:
             self._release(slot)
         work = plan.work

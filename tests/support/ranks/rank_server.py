@@ -52,6 +52,8 @@ class FakeEngine(GenerationEngine):
         self._ranks.launch_together(self.layout.rank, f"warm up {geometry}")
         if (gate := self._ranks.gates.get(self.layout.rank)) is not None:
             assert gate.wait(PATIENCE_S)
+        if (refusal := self._ranks.refusals.pop(self.layout.rank, None)) is not None:
+            raise refusal
         self._started = True
         self.launch, self.apply, self.reset = self._steps.launch, self._steps.apply, self._steps.reset  # type: ignore[method-assign]
         return geometry

@@ -10,6 +10,7 @@ from protos.errors import Internal
 from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.layerless import GROUPS, LayerlessModel, PlainDevice
+from worker_svc.execution.engine import PlanRefused
 from worker_svc.execution.runner import Runner
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary
@@ -131,8 +132,23 @@ def test_a_step_for_a_refused_request_alone_does_nothing(
 
 def test_work_that_contradicts_an_admitted_slot_fails_the_step(runner: Runner) -> None:
     """Scheduler and worker disagree, so the whole step fails."""
-    with pytest.raises(Internal, match="prefills tokens 1 to 2"):
+    with pytest.raises(PlanRefused, match="prefills tokens 1 to 2"):
         runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 1, 1, sample=True)))
+
+
+def test_a_graph_that_cannot_be_made_is_no_refused_plan(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may make its graph."""
+
+    def build(*_: object) -> None:
+        raise Internal("no graph")
+
+    runner._made.clear()
+    monkeypatch.setattr(runner.graphs, "build", build)
+    with pytest.raises(Internal, match="no graph") as raised:
+        runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))
+    assert not isinstance(raised.value, PlanRefused)
 
 
 class BrokenTensor:

@@ -1,0 +1,59 @@
+"""What a rank does with an error in a step: others may wait for it in a collective."""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from protos.errors import ConfigurationRefused, Internal
+from protos.steps import Decode, StepPlan, StepResult
+from tests.support.ranks.fake_ranks import FakeGroup, Ranks
+from worker_svc.execution.engine import PlanRefused
+from worker_svc.execution.lockstep import Follower, Leader
+from worker_svc.launched_step import LaunchedStep
+
+PLAN = StepPlan(1, work=Decode((0,), (0,), 1, 1))
+
+# By the error of a step, why the rank gives up; nothing if it goes on.
+ERRORS = [
+    (PlanRefused("the plan admits a request to slot 1, which is taken"), []),
+    (Internal("the worker is not configured"), ["the worker is not configured"]),
+    (ConfigurationRefused("the graph does not compile"), ["the graph does not compile"]),
+    (RuntimeError("the device is gone"), ["the device is gone"]),
+]
+
+
+@dataclass
+class FailingSteps:
+    """Fails each step with an error."""
+
+    error: Exception
+
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        raise self.error
+
+    def apply(self, result: StepResult) -> None:
+        """Has no step to apply a result to."""
+
+    def reset(self) -> None:
+        """Has no slot."""
+
+
+@pytest.mark.parametrize(("error", "reasons"), ERRORS)
+def test_a_step_that_fails_on_one_rank_ends_the_process(error: Exception, reasons: list[str]) -> None:
+    """All ranks refuse a plan that contradicts earlier ones; any other error may be this rank's alone."""
+    ranks, given_up = Ranks(2, 1), list[str]()
+    groups = [cast("Any", FakeGroup(ranks, rank)) for rank in (0, 1)]
+    leader = Leader(FailingSteps(error), groups[0], given_up.append)
+    with pytest.raises(type(error), match=str(error)):
+        leader.launch(PLAN)
+    assert given_up == [f"rank 0 cannot go on with its group ({reason})" for reason in reasons]
+    given_up.clear()
+    follower = Follower(FailingSteps(error), groups[1], given_up.append, lambda: None)
+    announcement = follower.wait()
+    if reasons:
+        with pytest.raises(type(error), match=str(error)):
+            follower.run(announcement)
+    else:
+        assert follower.run(announcement) is None
+    assert given_up == [f"rank 1 cannot go on with its group ({reason})" for reason in reasons]
