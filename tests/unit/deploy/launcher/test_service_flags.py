@@ -64,6 +64,7 @@ def test_unset_settings_are_omitted() -> None:
 ARGUMENTS = {
     "compilation_config": ['--compilation-config={"level": 3, "candidate_compile_sizes": [1, 8]}'],
     "compile_strict": ["--compile-strict"],
+    "enable_expert_parallel": ["--enable-expert-parallel", "--tensor-parallel-size=2"],
     "decode_bucket_strategy": ["--decode-bucket-strategy=linear"],
     "decode_buckets": ["--decode-buckets=1,3", "--decode-bucket-strategy=manual"],
     "pool_batch_sizes": ["--pool-batch-sizes=1,4", "--pool-prompt-lens=4096,1024"],
