@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from deploy.diagnosis import device as device_checks
-from deploy.diagnosis import machine, npu, parity
+from deploy.diagnosis import machine, npu, parity, ranks
 from deploy.diagnosis.findings import Finding, Findings
 from protos.errors import ConfigurationRefused
 from protos.logs import configure
@@ -91,6 +91,10 @@ def _show(finding: Finding) -> None:
 
 def _check(settings: DoctorSettings, findings: Findings) -> None:
     findings.check("settings", machine.reference_variables)
+    if settings.layout.world_size > 1:
+        findings.check("ranks", lambda: ranks.layout(settings))
+    if settings.master:
+        findings.check("master", lambda: ranks.master(settings.master))
     findings.check("torch", lambda: machine.packages("torch"))
     name = ""
 
@@ -129,9 +133,9 @@ def _check_device(settings: DoctorSettings, findings: Findings, name: str, needs
         return "imported with the platform for this device"
 
     def available() -> str:
-        from worker_svc.execution.worker import _open_device
+        from worker_svc.devices import device_for
 
-        opened.append(_open_device(settings))
+        opened.append(device_for(settings))
         return opened[0].product_name()
 
     runs = not settings.compile_only
@@ -139,6 +143,8 @@ def _check_device(settings: DoctorSettings, findings: Findings, name: str, needs
     findings.check("device", available, needs=[*needs, "vLLM"])
     if name == "rbln":
         findings.check("operators", lambda: npu.operators(opened[0]), needs=("device",))
+    if runs and settings.layout.world_size > 1:
+        findings.check("devices of ranks", lambda: ranks.devices(settings, name), needs=("device",))
     findings.check("memory", lambda: device_checks.memory(opened[0]), needs=("device",))
     if runs:
         findings.check("tensors", lambda: device_checks.tensors(opened[0]), needs=("device",))

@@ -106,8 +106,7 @@ def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
 def _npus(settings: LaunchSettings, index: int) -> dict[str, str]:
     """Returns the variable with a worker's NPUs: as many as work together as its device."""
     workers, each = settings.workers * settings.layout.world_size, settings.rbln_num_devices_per_local_rank
-    variable = next((name for name in _NPU_VARIABLES if _names(name)), _NPU_VARIABLES[0])
-    visible = _names(variable)
+    variable, visible = visible_npus()
     if visible and len(visible) < workers * each:
         raise ConfigurationRefused(
             f"{variable}={','.join(visible)} lists {len(visible)} NPUs, but {workers * each} are needed, {each} for"
@@ -117,6 +116,12 @@ def _npus(settings: LaunchSettings, index: int) -> dict[str, str]:
         return {}
     own = range(index * each, (index + 1) * each)
     return {_NPU_VARIABLES[0]: ",".join(visible[place] if visible else str(place) for place in own)}
+
+
+def visible_npus() -> tuple[str, list[str]]:
+    """Returns the variable that lists this process' NPUs, and the list, which is empty if none does."""
+    variable = next((name for name in _NPU_VARIABLES if _names(name)), _NPU_VARIABLES[0])
+    return variable, _names(variable)
 
 
 def _names(variable: str) -> list[str]:

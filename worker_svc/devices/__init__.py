@@ -3,8 +3,8 @@
 `attention` has the types that kernels take. `cpu`, `cuda` and `rbln` each have a folder with a `device`
 module. `gathered` and `in_place` are attention in plain PyTorch: the fallback of devices without such
 kernels, and the reference of tests. `expert_routing` chooses a token's experts. `upload` copies the
-host's values to a device without waiting for it. The rooms above import this one; it imports `shapes` and
-`protos` only.
+host's values to a device without waiting for it. The rooms above import this one; it imports `shapes`,
+`settings` and `protos` only.
 """
 
 import os
@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from worker_svc.devices.base import BlockCopies, Device, DeviceOptions
+from worker_svc.settings import Settings
 
 DeviceName = Literal["cpu", "cuda", "rbln"]
 
@@ -42,6 +43,30 @@ def open_device(name: DeviceName, options: DeviceOptions | None = None) -> Devic
     return device
 
 
+def device_for(settings: Settings) -> Device:
+    """Opens the device that a worker's settings name.
+
+    Raises:
+        ConfigurationRefused: says in one line what is missing.
+    """
+    if settings.cpu_threads is not None:
+        torch.set_num_threads(settings.cpu_threads)
+    options = DeviceOptions(
+        local_rank=settings.rank if settings.local_rank is None else settings.local_rank,
+        rank=settings.rank,
+        world_size=settings.layout.world_size,
+        rbln_backend=settings.rbln_backend,
+        rbln_use_custom_kernel=settings.rbln_use_custom_kernel,
+        rbln_use_device_tensor=settings.rbln_use_device_tensor,
+        rbln_num_devices=settings.rbln_num_devices_per_local_rank,
+        compile_only=settings.compile_only,
+        compile_strict=settings.compile_strict,
+        rbln_moe_use_opt_kernel=settings.rbln_moe_use_opt_kernel,
+        rbln_moe_custom_kernel=settings.rbln_moe_custom_kernel,
+    )
+    return open_device(choose_device(settings.device), options)
+
+
 def _cpu(_: DeviceOptions) -> Device:
     from worker_svc.devices.cpu.device import CpuDevice
 
@@ -62,4 +87,12 @@ def _rbln(options: DeviceOptions) -> Device:
 
 _OPENERS: dict[DeviceName, Callable[[DeviceOptions], Device]] = {"cpu": _cpu, "cuda": _cuda, "rbln": _rbln}
 
-__all__ = ["BlockCopies", "Device", "DeviceName", "DeviceOptions", "choose_device", "open_device"]
+__all__ = [
+    "BlockCopies",
+    "Device",
+    "DeviceName",
+    "DeviceOptions",
+    "choose_device",
+    "device_for",
+    "open_device",
+]

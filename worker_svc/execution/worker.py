@@ -13,7 +13,7 @@ from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.kv_groups import GroupKind
 from protos.logs import get_logger
 from protos.steps import SlotOutput, StepPlan
-from worker_svc.devices import BlockCopies, Device, DeviceOptions, choose_device, open_device
+from worker_svc.devices import BlockCopies, Device, device_for
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.lockstep import Follower, GiveUp, Leader
@@ -136,7 +136,7 @@ class Worker:
         )
         # Damaged or oversized weights are refused before the slow imports.
         checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
-        self.device = _open_device(settings)
+        self.device = device_for(settings)
         if checkpoint is not None:
             check_weights(checkpoint, settings.dtype, self.device, ranks=self.layout.world_size)
             self._digest = start_digest([shard.path for shard in checkpoint.shards], settings.digest_folder)
@@ -366,25 +366,3 @@ class Worker:
         if group is None:
             return own
         return LeadingConstraints(own, group.choices, has_peers=self.layout.tensor > 1)
-
-
-def _open_device(settings: Settings) -> Device:
-    """Opens the device that the settings name."""
-    import torch
-
-    if settings.cpu_threads is not None:
-        torch.set_num_threads(settings.cpu_threads)
-    options = DeviceOptions(
-        local_rank=settings.rank if settings.local_rank is None else settings.local_rank,
-        rank=settings.rank,
-        world_size=settings.layout.world_size,
-        rbln_backend=settings.rbln_backend,
-        rbln_use_custom_kernel=settings.rbln_use_custom_kernel,
-        rbln_use_device_tensor=settings.rbln_use_device_tensor,
-        rbln_num_devices=settings.rbln_num_devices_per_local_rank,
-        compile_only=settings.compile_only,
-        compile_strict=settings.compile_strict,
-        rbln_moe_use_opt_kernel=settings.rbln_moe_use_opt_kernel,
-        rbln_moe_custom_kernel=settings.rbln_moe_custom_kernel,
-    )
-    return open_device(choose_device(settings.device), options)

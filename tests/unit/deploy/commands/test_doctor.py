@@ -39,6 +39,15 @@ def test_a_machine_that_can_serve_passes(flags: tuple[str, ...]) -> None:
         assert "differs from the CPU by" in found[name][1]
 
 
+def test_a_rank_is_checked_alone() -> None:
+    """Its sizes need no other rank, and an unknown host to meet at is the one failure."""
+    code, found = doctor("--device", "cpu", "--tensor-parallel-size", "2", "--master", "host.invalid:29500")
+    assert code == 1
+    assert {name for name, (status, _) in found.items() if status == "FAILED"} == {"master"}
+    assert found["ranks"][0] == "note"
+    assert found["devices of ranks"][0] == "ok"
+
+
 def test_missing_vendor_packages_are_one_failure() -> None:
     """Without an NPU's software the first missing thing fails, with advice; what needs it is skipped."""
     code, found = doctor("--device", "rbln")
