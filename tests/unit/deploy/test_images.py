@@ -10,6 +10,7 @@ import yaml
 
 from deploy.launcher.settings import KeepWorkerSettings
 from gateway.settings import Settings as GatewaySettings
+from protos.errors import ConfigurationRefused
 from protos.settings import ServiceSettings, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from tests.support.paths import ROOT
@@ -72,6 +73,31 @@ def test_the_compose_file_of_ranks_has_one_replica_of_two() -> None:
     assert [environment.pop("TRIPTYCH_RANK") for environment in given] == ["0", "1"]
     assert given[0] == given[1]
     assert given[0]["TRIPTYCH_MASTER"].startswith("worker:")
+
+
+@pytest.mark.parametrize(
+    ("shell", "sizes"),
+    [
+        ({}, (1, 2)),
+        ({"TRIPTYCH_TENSOR_PARALLEL_SIZE": "2", "TRIPTYCH_PIPELINE_PARALLEL_SIZE": "1"}, (2, 1)),
+        ({"TRIPTYCH_TENSOR_PARALLEL_SIZE": "2"}, None),
+        ({"TRIPTYCH_PIPELINE_PARALLEL_SIZE": "4"}, None),
+    ],
+)
+def test_the_compose_file_of_ranks_refuses_sizes_that_need_more_containers(
+    shell: dict[str, str], sizes: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks would wait for the others for ever."""
+    services = yaml.safe_load((DEPLOY / "compose.ranks.yaml").read_text())["services"]
+    for name, value in services["worker-rank-1"]["environment"].items():
+        own = re.sub(r"\$\{(\w+):-(\w+)\}", lambda match: shell.get(match[1], match[2]), value)
+        monkeypatch.setenv(name, own)
+    if sizes is None:
+        with pytest.raises(ConfigurationRefused, match="--world-size 2 is not"):
+            load(KeepWorkerSettings, ["--model", "any"])
+    else:
+        layout = load(KeepWorkerSettings, ["--model", "any"]).layout
+        assert (layout.rank, layout.tensor, layout.pipeline) == (1, *sizes)
 
 
 @pytest.mark.parametrize(
