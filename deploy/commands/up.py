@@ -21,7 +21,7 @@ from deploy.launcher.ports import free_ports
 from deploy.launcher.process import ChildSpec, worker_spec
 from deploy.launcher.run_dir import claim, socket_folder
 from deploy.launcher.settings import LaunchSettings
-from deploy.launcher.standbys import Standbys, standby_spec
+from deploy.launcher.standbys import Standbys, memory_note, standby_spec
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor, first_launch_error
 from protos.errors import ConfigurationRefused
 from protos.settings import load
@@ -131,6 +131,7 @@ class Launcher:
         # A rank that dies takes the other ranks of its replica with it.
         count = settings.standby_workers * settings.layout.world_size
         standbys = Standbys(standby_spec(self._workers[0]), count, say)
+        self._standby_note = memory_note(count)
         self._supervisor = Supervisor(
             self._stages, say, standbys=standbys, max_log_bytes=settings.max_log_mb << 20
         )
@@ -172,6 +173,8 @@ class Launcher:
         say(
             f"triptych {version('triptych')}: {settings.model} on {settings.device}; logs in {settings.run_dir}/"
         )
+        if self._standby_note:
+            say(self._standby_note)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._supervisor.run())
             group.create_task(self._print_progress())

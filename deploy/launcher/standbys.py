@@ -10,11 +10,25 @@ from deploy.launcher.deaths import RestartPolicy, describe_death
 from deploy.launcher.process import Child, ChildSpec
 from worker_svc.standby_orders import Orders
 
+# Resident memory of a process that has imported what a worker needs.
+_STANDBY_MIB = 450
+
 
 def standby_spec(worker: ChildSpec) -> ChildSpec:
     """Returns the command of a standby for a worker and those that differ in addresses and devices only."""
     command = (sys.executable, "-m", "deploy.launcher.standby_worker", *(worker.worker_flags or ()))
     return ChildSpec("standby", command, worker.run_dir, has_log=worker.has_log)
+
+
+def memory_note(count: int) -> str:
+    """Says how much memory several standbys take; empty for one or none."""
+    if count <= 1:
+        return ""
+    gib = count * _STANDBY_MIB / 1024
+    return (
+        f"{count} standbys take about {gib:.1f} GiB, one for each rank that can die at once;"
+        " --standby-workers 0 keeps none."
+    )
 
 
 @dataclass
