@@ -6,15 +6,10 @@ import pytest
 import torch
 
 from tests.support import tiny_models
-from tests.support.ranks.replica import Replica, replica
+from tests.support.ranks.questions import answers
+from tests.support.ranks.replica import replica
 
 GPUS = torch.cuda.device_count()
-# Shorter and longer than a chunk, and two that share a prefix of two chunks.
-SHARED = [5 + place * 7 % 200 for place in range(140)]
-PROMPTS = ([3, 9, 27, 81], SHARED + [11] * 20, SHARED + [12] * 9, [40 + place % 90 for place in range(70)])
-COUNT = 24
-GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
 FLAGS = ("--dtype", "float32", "-O", "1")
 EXPERTS = ("--enable-expert-parallel",)
 
@@ -23,13 +18,6 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(not GPUS, reason="needs a GPU, and CI has none; docs/ranks.md says what ran where"),
 ]
-
-
-def answers(running: Replica) -> list[list[int]]:
-    """Returns greedy and seeded answers, of one sequence and of three."""
-    greedy = running.generate_all(PROMPTS, COUNT, GREEDY)
-    seeded = running.generate_all(PROMPTS, COUNT, SEEDED)
-    return [*greedy, *seeded, *running.generate(PROMPTS[1], COUNT, SEEDED, n=3)]
 
 
 @pytest.mark.parametrize(

@@ -22,17 +22,13 @@ from jsonschema import Draft202012Validator
 from protos.triptych.v1 import common_pb2
 from tests.support.campaign.processes import tiny_chat_model
 from tests.support.campaign.processes.tiny_chat_model import END, FIRST_BYTE
+from tests.support.ranks.questions import GREEDY, PROMPTS, SEEDED
 from tests.support.ranks.replica import Answer, Replica, replica
 from tests.support.reference import open_reference
 from tests.support.sampling_params import constrained, sampling_params
 
-# Shorter and longer than a chunk, and two that share a prefix of two chunks.
-SHARED = [5 + place * 7 % 200 for place in range(140)]
-PROMPTS = ([3, 9, 27, 81], SHARED + [11] * 20, SHARED + [12] * 9, [40 + place % 90 for place in range(70)])
 LONG = 200
 """Tokens of a long answer. Four of them need more than twice as many blocks as there are."""
-GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
 LETTER = {"enum": ["yes", "no"]}
 SCHEMA = {
     "type": "object",

@@ -6,25 +6,13 @@ import pytest
 import torch
 
 from tests.support import tiny_models
-from tests.support.ranks.replica import Replica, replica
+from tests.support.ranks.questions import PROMPTS, answers
+from tests.support.ranks.replica import replica
 from tests.support.reference import Reference
 
-# Shorter and longer than a chunk, and two that share a prefix of two chunks.
-SHARED = [5 + place * 7 % 200 for place in range(140)]
-PROMPTS = ([3, 9, 27, 81], SHARED + [11] * 20, SHARED + [12] * 9, [40 + place % 90 for place in range(70)])
-COUNT = 24
-GREEDY = {"temperature": 0.0}
-SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 7}
 FLOAT32 = ("--dtype", "float32")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-def answers(running: Replica) -> list[list[int]]:
-    """Returns greedy and seeded answers, of one sequence and of three."""
-    greedy = running.generate_all(PROMPTS, COUNT, GREEDY)
-    seeded = running.generate_all(PROMPTS, COUNT, SEEDED)
-    return [*greedy, *seeded, *running.generate(PROMPTS[1], COUNT, SEEDED, n=3)]
 
 
 @pytest.mark.parametrize(
