@@ -3,9 +3,9 @@
 isort:skip_file
 The API of a worker rank, which only the scheduler calls.
 
-Of a replica of several ranks, all ranks are described and configured. Rank 0 alone executes plans for the
-scheduler; it passes every step on to the other ranks. Grammars are compiled on the first rank of the last
-pipeline stage, which chooses the tokens.
+If a replica has several ranks, the scheduler describes and configures all of them. Only rank 0 takes plans;
+it announces every step to the other ranks. The first rank of the last pipeline stage compiles grammars and
+chooses the tokens that grammars decide.
 
 A worker decides nothing; plans determine its state. A slot has token ids, a number of computed tokens
 (their KV is in the cache), block tables and sampling parameters. A request travels in full once. Later
