@@ -128,10 +128,7 @@ class Launcher:
                 (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
                 self._workers,
             )
-        # A rank that dies takes the other ranks of its replica with it.
-        count = settings.standby_workers * settings.layout.world_size
-        standbys = Standbys(standby_spec(self._workers[0]), count, say)
-        self._standby_note = memory_note(count)
+        standbys = Standbys(standby_spec(self._workers[0]), num_standbys(settings), say)
         self._supervisor = Supervisor(
             self._stages, say, standbys=standbys, max_log_bytes=settings.max_log_mb << 20
         )
@@ -173,8 +170,8 @@ class Launcher:
         say(
             f"triptych {version('triptych')}: {settings.model} on {settings.device}; logs in {settings.run_dir}/"
         )
-        if self._standby_note:
-            say(self._standby_note)
+        if note := memory_note(num_standbys(settings)):
+            say(note)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._supervisor.run())
             group.create_task(self._print_progress())
@@ -232,6 +229,11 @@ def worker_names(settings: LaunchSettings) -> list[str]:
     if len(ranks) == 1:
         return [f"worker-{index}" for index in range(settings.workers)]
     return [f"worker-{index}-rank-{rank}" for index in range(settings.workers) for rank in ranks]
+
+
+def num_standbys(settings: LaunchSettings) -> int:
+    """Returns the number of standbys. A rank that dies takes the other ranks of its replica with it."""
+    return settings.standby_workers * settings.layout.world_size
 
 
 def gateway_names(settings: LaunchSettings) -> list[str]:

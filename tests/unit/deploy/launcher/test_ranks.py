@@ -2,7 +2,7 @@
 
 import pytest
 
-from deploy.commands.up import worker_names
+from deploy.commands.up import num_standbys, worker_names
 from deploy.launcher.service_flags import worker_environment, worker_flags
 from deploy.launcher.settings import LaunchSettings
 from protos.errors import ConfigurationRefused
@@ -25,6 +25,7 @@ def test_each_rank_of_each_replica_is_a_worker() -> None:
     assert [worker.master for worker in workers] == ["127.0.0.1:29500"] * 4 + ["127.0.0.1:29501"] * 4
     assert [worker.local_rank for worker in workers] == list(range(8))
     assert worker_environment(settings, 3) == {}
+    assert num_standbys(settings) == 4
     assert worker_names(settings)[3:5] == ["worker-0-rank-3", "worker-1-rank-0"]
 
 
