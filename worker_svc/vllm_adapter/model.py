@@ -387,7 +387,8 @@ def _layers_of_all_stages(arguments: Mapping[str, Any], layout: RankLayout) -> d
 
     from worker_svc.vllm_adapter.parallel import set_groups
 
-    one_stage = RankLayout(layout.tensor_rank, layout.tensor, 1, layout.experts)
+    # Where experts are does not matter here, and vLLM cannot lay them out without memory.
+    one_stage = RankLayout(layout.tensor_rank, layout.tensor)
     config = configure(**arguments, layout=one_stage)
     set_groups(one_stage)
     try:
