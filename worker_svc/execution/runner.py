@@ -21,6 +21,7 @@ from worker_svc.execution.token_selection import (
     PromptLogprobs,
     TokenSelector,
     captured_step,
+    logits_and_best,
     make_sampler,
     plain_step,
 )
@@ -97,7 +98,7 @@ class Runner:
         self._stage_steps: dict[int, Callable[..., tuple[torch.Tensor, ...]]] = {}
         self._made: set[GraphSignature] = set()
         options = options or GraphOptions(level=device.default_level)
-        self._argmax = device.compile_argmax() if options.level else None
+        self._logits_and_best = logits_and_best(model.logits, device, compiled=options.level > 0)
         self.graphs = GraphRunner(
             model, device, options,
             logits=self._logits_and_best if self._stage.layout.is_last_stage else None,
@@ -415,13 +416,6 @@ class Runner:
         if self._device.captures and self.graphs.has(signature):
             return self._device.capture(forward, [padding, *self._padding_states(signature.batch)])
         return forward
-
-    def _logits_and_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns logits, and each row's most probable token if the device finds it before they travel."""
-        logits = self._model.logits(hidden)
-        if self._argmax is None:
-            return (logits,)
-        return logits, self._argmax(logits).to(self._device.torch_device, torch.int64)
 
     def _padding_rows(self, bucket: int) -> torch.Tensor:
         return torch.full((bucket,), self._batch.padding_row, device=self._device.torch_device)

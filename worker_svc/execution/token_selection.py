@@ -195,6 +195,30 @@ class DecodeStep:
     """Computes the rows' log-probabilities."""
 
 
+def logits_and_best(
+    logits: Callable[[torch.Tensor], torch.Tensor], device: Device, *, compiled: bool
+) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """Returns a function from hidden states [rows, hidden] to logits [rows, vocab].
+
+    If the device finds the most probable tokens before the logits travel, the function returns them, too,
+    int64 [rows].
+
+    Args:
+        logits: the model's.
+        device: where the model runs.
+        compiled: whether the device may compile.
+    """
+    argmax = device.compile_argmax() if compiled else None
+
+    def run(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        computed = logits(hidden)
+        if argmax is None:
+            return (computed,)
+        return computed, argmax(computed).to(device.torch_device, torch.int64)
+
+    return run
+
+
 def make_sampler(batch: Batch) -> Sample:
     """Returns a function that samples for the slots of a batch."""
 
