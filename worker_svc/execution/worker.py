@@ -18,6 +18,7 @@ from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.lockstep import Follower, GiveUp, Leader
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights
+from worker_svc.execution.rank_facts import rank_facts
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints, StepConstraints
@@ -275,6 +276,7 @@ class Worker:
                 collectives=self.device.collectives,
                 compiled=self.device.has_own_compiler,
                 identity=self.device.identity(),
+                facts=rank_facts(self._settings, self.device, str(self.description.dtype)),
             )
             self._is_apart = False
             self.device.use_ranks(self._group.stage)

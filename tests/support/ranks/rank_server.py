@@ -150,10 +150,12 @@ def _worker(running: RankServers, layout: RankLayout) -> Worker:
     worker = Worker(settings, running.reasons.append)
     device = SimpleNamespace(
         torch_device=torch.device("cpu"), identity=lambda: "", collectives="gloo", has_own_compiler=False,
+        default_level=0, highest_level=0, compiler_packages=(), name="cpu", product_name=lambda: "a device",
         use_ranks=lambda _: None, block_copies=lambda _: "tensors", release_unused=lambda: None,
     )  # fmt: skip
+    description = SimpleNamespace(dtype=torch.float32)
     worker.device = cast("Any", device)
-    worker._model = cast("Any", SimpleNamespace(release_caches=lambda: None))
+    worker._model = cast("Any", SimpleNamespace(release_caches=lambda: None, description=description))
     worker._engine = FakeEngine(running.ranks, layout)
     worker._digest.set_result("ab12")
     return worker

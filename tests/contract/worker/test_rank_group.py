@@ -1,0 +1,45 @@
+"""Ranks that join their group, in processes of their own."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from tests.support.ports import free_ports
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
+
+
+def start(rank: int, port: int, facts: Mapping[str, str], *, join_s: float = 60) -> subprocess.Popen[str]:
+    """Starts a rank that joins."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.ranks.joining_rank", str(rank), f"127.0.0.1:{port}", json.dumps(facts), str(join_s)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def printed(*ranks: subprocess.Popen[str]) -> list[str]:
+    """Waits for ranks; returns the last line of each."""
+    return [rank.communicate(timeout=100)[0].splitlines()[-1] for rank in ranks]
+
+
+def test_ranks_with_other_facts_are_all_refused() -> None:
+    """One line names the ranks, the fact and both values; without it they would wait in a collective."""
+    (port,) = free_ports(1)
+    facts = {"-O": "1", "--enable-warm-up": "True"}
+    refusal = (
+        "ConfigurationRefused: rank 0 of the replica has --enable-warm-up True and rank 1 has False;"
+        " start all ranks with the same flags, packages and kind of device"
+    )
+    ranks = start(0, port, facts), start(1, port, {**facts, "--enable-warm-up": "False"})
+    assert printed(*ranks) == [refusal, refusal]
+
+
+def test_ranks_with_equal_facts_join() -> None:
+    """The order of facts does not matter."""
+    (port,) = free_ports(1)
+    assert (
+        printed(start(0, port, {"a": "1", "b": "2"}), start(1, port, {"b": "2", "a": "1"})) == ["joined"] * 2
+    )
