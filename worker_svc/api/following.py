@@ -9,6 +9,10 @@ from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.watchdog import STEP
 from worker_svc.execution.lockstep import Follower
 
+# A scheduler asks all ranks at the same time. A rank that had the sizes until rank 0 dropped them may have
+# answered already, and then nothing asks it again.
+_ASKED_WITHIN_S = 60.0
+
 
 class Following:
     """Hands announced steps to the model thread as they arrive."""
@@ -54,4 +58,8 @@ class Following:
         if rest is not None:
             self._thread.defer(rest)
         if self._follower.may_begin:
-            self._loop.call_soon_threadsafe(self._begun.set)
+            self._loop.call_soon_threadsafe(self._may_begin)
+
+    def _may_begin(self) -> None:
+        self._begun.set()
+        self._loop.call_later(_ASKED_WITHIN_S, self._follower.end_if_unasked, self._follower.num_begun)

@@ -161,7 +161,9 @@ class Follower:
         self._give_up = give_up
         self._release = release
         self._results = _Results()
-        self._num_begun = 0
+        self.num_begun = 0
+        """Configurations that rank 0 has begun."""
+        self._num_own = 0
         self._plan = StepPlan(0)
         layout = group.layout
         self._reports = layout.chooses and layout.pipeline > 1
@@ -171,7 +173,7 @@ class Follower:
     @property
     def may_begin(self) -> bool:
         """Whether rank 0 has begun a configuration that this rank has not."""
-        return self._num_begun > 0
+        return self.num_begun > self._num_own
 
     def begin(self) -> None:
         """Begins the next configuration.
@@ -181,7 +183,12 @@ class Follower:
         """
         if not self.may_begin:
             raise Unavailable("rank 0 has not begun this configuration", retry_after_ms=200)
-        self._num_begun -= 1
+        self._num_own += 1
+
+    def end_if_unasked(self, number: int) -> None:
+        """Ends the process if this rank has not begun configuration `number`: rank 0 waits for it."""
+        if self._num_own < number:
+            self._give_up("rank 0 has begun a configuration that this rank was not asked for")
 
     def wait(self) -> bytes:
         """Waits for the next announcement. Call it on a thread of its own."""
@@ -207,7 +214,7 @@ class Follower:
                 return None
             if kind == _BEGIN:
                 self._release()
-                self._num_begun += 1
+                self.num_begun += 1
                 return None
             launched = self._launch(kind, announcement[1 + _COUNT_BYTES :])
         except PlanRefused:

@@ -1,6 +1,7 @@
 """A scheduler that tries to get ranks out of step, over real gRPC: no rank runs a step more than another."""
 
 import asyncio
+import contextlib
 import random
 import threading
 from collections import Counter
@@ -11,7 +12,9 @@ import pytest
 
 from protos.errors import ConfigurationRefused
 from protos.triptych.v1 import worker_pb2
+from tests.support.ranks.fake_ranks import ApartError
 from tests.support.ranks.rank_server import RankServers, rank_servers
+from worker_svc.api import following
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 
@@ -170,6 +173,21 @@ async def test_a_scheduler_that_is_lost_while_ranks_are_configured(
         assert servers.reasons == []
 
 
+async def test_a_rank_that_nothing_asks_to_follow_rank_0_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for it: the scheduler may take it for ready, because it had the sizes until then."""
+    monkeypatch.setattr(following, "_ASKED_WITHIN_S", 0.05)
+    async with rank_servers(2, 1, monkeypatch) as servers:
+        await servers.configure(sizes(0))
+        alone = servers.configure_rank(0, sizes(1))
+        while not servers.reasons:
+            await asyncio.sleep(0.01)
+        assert servers.reasons == ["rank 0 has begun a configuration that this rank was not asked for"]
+        with contextlib.suppress(ApartError):
+            servers.ranks.fail("the rank ends")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await alone
+
+
 @pytest.mark.parametrize("refuses", [0, 1])
 async def test_a_rank_whose_configuration_failed_takes_no_other(
     refuses: int, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +218,10 @@ async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch:
             if generator.random() < 0.4:
                 number += generator.randrange(2)
                 if generator.random() < 0.3:
-                    await give_up_configuring(servers, sizes(number + generator.randrange(2)), generator)
+                    # Nothing goes back to the sizes before: a rank might answer that it still has them.
+                    number += 1
+                    await give_up_configuring(servers, sizes(number), generator)
+                    number += generator.randrange(2)
                 await servers.configure(sizes(number))
         # This stream's first plan runs behind the last one's reset.
         await Stream(servers, leases=False).open()
