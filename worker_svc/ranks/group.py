@@ -12,6 +12,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from protos.errors import ConfigurationRefused, Unavailable
+from protos.logs import get_logger
 from worker_svc.ranks import operators
 from worker_svc.ranks.channel import Channel
 from worker_svc.ranks.facts import refuse_differences
@@ -120,29 +121,39 @@ def _refuse_shared_devices(layout: RankLayout, devices: Sequence[str]) -> None:
 
 def _meet(layout: RankLayout, backend: str, master: str, epoch: str) -> None:
     """Starts torch.distributed with all ranks; raises Unavailable if they do not find one another."""
+    if master:
+        others = [rank for rank in range(layout.world_size) if rank != layout.rank]
+        get_logger().info("joining", rank=layout.rank, master=master, waits_for_ranks=others, limit_s=_JOIN_S)
     try:
         store = PrefixStore(epoch, _open_store(layout, master)) if master else _no_store()
         distributed.init_process_group(
-            backend, store=store, rank=layout.rank, world_size=layout.world_size, timeout=_FOREVER
-        )
+            backend, store=store, rank=layout.rank, world_size=layout.world_size,
+            timeout=timedelta(seconds=_JOIN_S),
+        )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise Unavailable(f"the ranks of the replica do not meet at {master}: {reason}") from error
+        raise Unavailable(
+            f"the ranks of the replica do not meet at {master} within {_JOIN_S:g} s: {reason}"
+        ) from error
 
 
 def _open_store(layout: RankLayout, master: str) -> Any:
     """Opens rank 0's store, or connects to it. A predecessor of rank 0 may hold the port for a moment."""
     host, _, port = master.rpartition(":")
-    deadline = time.monotonic() + _JOIN_S
+    deadline, is_retry = time.monotonic() + _JOIN_S, False
     while True:
         try:
             return TCPStore(
                 host.strip("[]"), int(port), is_master=layout.leads, wait_for_workers=False,
                 timeout=timedelta(seconds=_JOIN_S),
             )  # fmt: skip
-        except RuntimeError:
+        except RuntimeError as error:
             if time.monotonic() > deadline or not layout.leads:
                 raise
+            if not is_retry:
+                reason = str(error).strip().splitlines()[0]
+                get_logger().warning("master_not_free", master=master, reason=reason, retry_s=_JOIN_S)
+            is_retry = True
             time.sleep(_RETRY_S)
 
 

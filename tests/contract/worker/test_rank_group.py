@@ -1,6 +1,7 @@
 """Ranks that join their group, in processes of their own."""
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,29 @@ def start(rank: int, port: int, facts: Mapping[str, str], *, join_s: float = 60)
 def printed(*ranks: subprocess.Popen[str]) -> list[str]:
     """Waits for ranks; returns the last line of each."""
     return [rank.communicate(timeout=100)[0].splitlines()[-1] for rank in ranks]
+
+
+def test_a_rank_that_waits_alone_gives_up() -> None:
+    """It says at once what it waits for, and after the limit that the other rank has not come."""
+    (port,) = free_ports(1)
+    output, _ = start(0, port, {}, join_s=2).communicate(timeout=60)
+    assert "joining" in output
+    assert "waits_for_ranks=[1]" in output
+    last = output.splitlines()[-1]
+    assert last.startswith(
+        f"Unavailable: the ranks of the replica do not meet at 127.0.0.1:{port} within 2 s: "
+    )
+
+
+def test_a_taken_port_is_logged_once() -> None:
+    """Rank 0 tries on, because a predecessor may have the port for a moment."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        output, _ = start(0, port, {}, join_s=2).communicate(timeout=60)
+    assert output.count("master_not_free") == 1
+    assert "do not meet" in output.splitlines()[-1]
 
 
 def test_ranks_with_other_facts_are_all_refused() -> None:
