@@ -68,12 +68,12 @@ class RankGroup:
         """
         if not self.ending:
             check_sizes(address, self._seats[min(self._seats)].address)
-        if self.ending or address.sizes.world_size == 1:
+        if self.ending:
             raise Unavailable(f"replica {address.replica_id} is still registered; retry", retry_after_ms=200)
         if address.rank in self._seats:
+            flags = "--rank or --replica-id" if address.sizes.world_size > 1 else "--replica-id"
             raise Unavailable(
-                f"{address.name} is still registered by another process; if that runs, give this one another --rank "
-                "or --replica-id",
+                f"{address.name} is still registered by another process; if that runs, give this one another {flags}",
                 retry_after_ms=200,
             )
 
