@@ -8,7 +8,14 @@ from typing import TypeVar
 
 import grpc.aio
 
-from protos.errors import ConfigurationRefused, Internal, SchemaMismatch, TriptychError, from_rpc_error
+from protos.errors import (
+    ConfigurationRefused,
+    Internal,
+    SchemaMismatch,
+    TriptychError,
+    Unavailable,
+    from_rpc_error,
+)
 from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION
@@ -29,6 +36,9 @@ from scheduler_svc.workers.model_files import FileReceiver
 DESCRIBE_TIMEOUT_S = 60.0
 
 MODEL_FILES_TIMEOUT_S = 120.0
+
+# A worker that is not free yet ends the stream of a lost scheduler within so long, after its last step.
+CONFIGURE_RETRY_S = 60.0
 
 _Answer = TypeVar("_Answer")
 
@@ -177,11 +187,26 @@ class Configuring:
     async def _configure(
         self, rank: ConnectedRank, request: worker_pb2.ConfigureRequest
     ) -> worker_pb2.ConfigureReady:
-        """Configures one rank.
+        """Configures one rank; asks again while the rank says that it is not free yet.
 
         Raises:
-            ReplicaLost: the rank refuses, or its call ended.
+            ReplicaLost: the rank refuses, is not free for too long, or its call ended.
         """
+        now = asyncio.get_running_loop().time
+        deadline = now() + CONFIGURE_RETRY_S + self._step_timeout_s
+        while True:
+            try:
+                return await self._configure_once(rank, request)
+            except ReplicaLost as error:
+                retry_ms = error.cause.retry_after_ms if isinstance(error.cause, Unavailable) else 0
+                if not retry_ms or now() > deadline:
+                    raise
+                self._log.info("configure_again", worker=rank.address.worker_id, reason=error.message)
+            await asyncio.sleep(retry_ms / 1000)
+
+    async def _configure_once(
+        self, rank: ConnectedRank, request: worker_pb2.ConfigureRequest
+    ) -> worker_pb2.ConfigureReady:
         # No limit here: only the worker knows how long its model and its compiler may be silent, and it ends
         # itself beyond that (--configure-hang-timeout-s).
         try:

@@ -141,7 +141,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """
         if not self._worker.is_configured_as(geometry):
             if self._executing:
-                raise Unavailable("the worker executes another configuration; end its Execute stream first")
+                raise Unavailable(
+                    "the worker executes another configuration; end its Execute stream first",
+                    retry_after_ms=500,
+                )
             self._worker.join(epoch)
             follower = self._worker.follower
             # Decided here, where announcements are run, so that none comes in between.

@@ -139,7 +139,10 @@ class GenerationEngine:
     def _check_equal(self, geometry: Geometry) -> None:
         """Refuses to start with another geometry than other ranks: their collectives would not meet."""
         if self.group is not None and len(set(self.group.exchange(repr(geometry).encode()))) > 1:
-            raise Unavailable("the ranks were configured differently at the same time; configure them again")
+            raise Unavailable(
+                "the ranks were configured differently at the same time; configure them again",
+                retry_after_ms=100,
+            )
 
     def _fit(self, geometry: Geometry) -> Geometry:
         """Returns the geometry with its blocks counted: as many as fit on every rank."""

@@ -8,6 +8,7 @@ import pytest
 
 from protos.errors import ConfigurationRefused, Internal, TriptychError, Unavailable
 from protos.triptych.v1 import common_pb2, inference_pb2, registry_pb2
+from scheduler_svc.ranks import configuring
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.ranks.fake_rank import FakeRank, RegisteredRank, rank_process, register_rank
@@ -177,6 +178,44 @@ async def test_a_rank_that_differs_is_refused_by_name(other: dict[str, object], 
         assert text in error.message
         assert states == [RANK_LOST]
         assert scheduler.serving.empty()
+
+
+async def test_a_rank_that_still_runs_an_old_stream_is_configured_again() -> None:
+    """It says so, and the replica does not start over."""
+    first = FakeRank(rank=0)
+    first.refusals = [Unavailable("the worker executes another configuration", retry_after_ms=1)] * 3
+    async with (
+        run_scheduler() as scheduler,
+        rank_process(scheduler, first) as leader,
+        rank_process(scheduler, FakeRank(rank=1)) as other,
+    ):
+        await asyncio.gather(leader.serving(), other.serving())
+        assert first.refusals == []
+        assert await tokens_of(scheduler, generate_request()) == EXPECTED
+
+
+async def test_a_rank_that_never_gets_free_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the limit the reason is the replica's."""
+    monkeypatch.setattr(configuring, "CONFIGURE_RETRY_S", 0.0)
+    first = FakeRank(rank=0)
+    first.refusals = [Unavailable("the worker executes another configuration", retry_after_ms=10)] * 1000
+    async with run_scheduler(Settings(step_timeout_s=0.1)) as scheduler:
+        (_, error), _ = await refusals(scheduler, first, FakeRank(rank=1))
+        assert isinstance(error, Unavailable)
+        assert error.message == "the worker executes another configuration"
+
+
+async def test_the_other_process_with_a_replica_id_is_named_for_one_rank_too() -> None:
+    """Two workers with the same --replica-id would otherwise retry for ever without a hint."""
+    async with run_scheduler() as scheduler, run_worker(FakeRank(tensor=1)) as port:
+        first = register_rank(scheduler, FakeRank(tensor=1), port)
+        await first.accepted()
+        _, error = await register_rank(scheduler, FakeRank(tensor=1, life=1), port).end()
+        assert isinstance(error, Unavailable)
+        assert error.message == (
+            "replica r0 is still registered by another process; if that runs, give this one another --replica-id"
+        )
+        first.call.cancel()
 
 
 async def test_ranks_with_different_block_counts_are_a_fault() -> None:

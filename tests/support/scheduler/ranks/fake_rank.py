@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from protos.errors import TriptychError, from_rpc_error
+from protos.errors import TriptychError, abort, from_rpc_error
 from protos.triptych.v1 import common_pb2, registry_pb2, worker_pb2
 from protos.triptych.v1.registry_pb2 import RegisterEvent
 from protos.wire import SCHEMA_REVISION, Context
@@ -31,6 +31,8 @@ class FakeRank(FakeWorker):
     """The group that the process has joined."""
     configure_gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Configure is answered while this is set."""
+    refusals: list[TriptychError] = field(default_factory=list)
+    """What Configure calls end with, one each, before one is accepted."""
     configuring: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once Configure was called."""
     grammars: list[common_pb2.StructuredOutput] = field(default_factory=list)
@@ -68,6 +70,8 @@ class FakeRank(FakeWorker):
         self, request: worker_pb2.ConfigureRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ConfigureEvent]:
         assert request.group_epoch
+        if self.refusals:
+            await abort(context, self.refusals.pop(0))
         assert self.epoch in ("", request.group_epoch), "a process joins one group in its life"
         if self.refuse_configure is None:
             self.epoch = request.group_epoch
