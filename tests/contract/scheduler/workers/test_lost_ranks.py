@@ -227,6 +227,7 @@ async def test_a_rank_that_was_restarted_while_ranks_waited_hears_of_a_loss() ->
         )
         async with contextlib.AsyncExitStack() as stack:
             first = await stack.enter_async_context(rank_process(scheduler, dying))
+            await first.accepted()
             async with rank_process(scheduler, old) as before:
                 await before.accepted()
                 await scheduler.registry.Leave(registry_pb2.LeaveRequest(worker_id=old.worker_id))
