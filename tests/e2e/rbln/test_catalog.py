@@ -48,6 +48,7 @@ def test_code_that_the_compiler_does_not_take_is_counted(model: Path, catalog: P
     assert f"compiled={count}" in output.split("compiled_despite_entry")[1]
 
 
+@pytest.mark.slow
 async def test_a_worker_with_an_npu_takes_the_code(model: Path, catalog: Path, tmp_path: Path) -> None:
     """It requires precompiled code, compiles nothing, and answers."""
     with (tmp_path / "log").open("w") as log:

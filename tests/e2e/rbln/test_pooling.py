@@ -58,7 +58,12 @@ def expected(models: dict[str, Path]) -> dict[str, Result]:
 
 
 @pytest.mark.parametrize(
-    "compiler", ["fakes", pytest.param("fakes-runtime", marks=pytest.mark.slow), "check"]
+    "compiler",
+    [
+        pytest.param("fakes", marks=pytest.mark.slow),
+        pytest.param("fakes-runtime", marks=pytest.mark.slow),
+        "check",
+    ],
 )
 def test_every_shape_is_compiled_once_and_found_again(
     models: dict[str, Path], expected: dict[str, Result], compiler: str, tmp_path: Path
@@ -93,6 +98,7 @@ def test_rbln_check_also_runs_the_models_own_code(
     )
 
 
+@pytest.mark.slow
 async def test_a_worker_takes_code_that_was_compiled_without_an_npu(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -16,18 +16,18 @@ COUNT = 12
 CHECK = ("--rbln-backend", "rbln-check")
 META = {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(
     ("family", "tensor", "pipeline", "flags", "variables"),
     [
         ("llama", 2, 1, (), {}),
-        pytest.param("llama", 2, 1, (), META, marks=pytest.mark.slow),
-        pytest.param("llama", 1, 2, (), {}, marks=pytest.mark.slow),
-        pytest.param("llama", 2, 2, CHECK, {}, marks=pytest.mark.slow),
-        pytest.param("gemma3", 2, 1, (), {"RBLN_USE_CUSTOM_KERNEL": "1"}, marks=pytest.mark.slow),
-        pytest.param("mixtral", 2, 1, ("--enable-expert-parallel",), {}, marks=pytest.mark.slow),
+        ("llama", 2, 1, (), META),
+        ("llama", 1, 2, (), {}),
+        ("llama", 2, 2, CHECK, {}),
+        ("gemma3", 2, 1, (), {"RBLN_USE_CUSTOM_KERNEL": "1"}),
+        ("mixtral", 2, 1, ("--enable-expert-parallel",), {}),
     ],
 )
 def test_ranks_answer_like_transformers(

@@ -102,10 +102,10 @@ async def answers_of(folder: Path, variables: dict[str, str], *, caching: bool) 
     ("model", "variables", "copies"),
     [
         ("llama", {}, True),
-        ("gemma3", {}, True),
+        pytest.param("gemma3", {}, True, marks=pytest.mark.slow),
         pytest.param("gemma3", {"RBLN_USE_CUSTOM_KERNEL": "1"}, True, marks=pytest.mark.slow),
         pytest.param("llama", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, True, marks=pytest.mark.slow),
-        ("gemma3", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, False),
+        pytest.param("gemma3", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, False, marks=pytest.mark.slow),
     ],
     ids=["tensors", "windows", "triton", "runtime", "runtime-windows"],
 )

@@ -67,6 +67,7 @@ def test_recorded_kernels_give_the_models_bits(first: Starts, kind: str) -> None
     assert torch.tensor(eager.embeddings).abs().mean() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_generated_kernels_are_found_again(first: Starts, second: dict[str, Result], kind: str) -> None:
     """At -O 2 embeddings are equal up to rounding, and a process that requires the code compiles nothing."""
