@@ -151,17 +151,11 @@ class Configuring:
 
         Raises:
             ReplicaLost: a rank differs; it alone is refused for good.
-            ConfigurationRefused: the model does not run on several ranks.
         """
         if (differing := differing_rank(descriptions)) is not None:
             rank, difference = differing
             raise self._refused(
                 rank, f"{difference}; start all ranks of a replica with the same model and devices"
-            )
-        if self._sizes.world_size > 1 and descriptions[0].model.pool_tasks:
-            raise ConfigurationRefused(
-                f"{descriptions[0].model.source} is a pooling model, which runs on one rank; "
-                "start workers without --tensor-parallel-size and --pipeline-parallel-size"
             )
         return replace(
             descriptions[0], pipeline_stages=self._sizes.pipeline, tensor_parallel=self._sizes.tensor

@@ -251,13 +251,13 @@ class Worker:
         """Joins the group of the replica's ranks, once in the process' life; a replica of one has none.
 
         Raises:
-            ConfigurationRefused: if the scheduler does not name a group, or the model does not generate.
+            ConfigurationRefused: if the scheduler does not name a group, or the ranks differ.
             Unavailable: if the ranks do not meet, or this process belongs to another group.
         """
         if self.layout.world_size == 1:
             return
         engine = self._engine
-        if not epoch or not isinstance(engine, GenerationEngine):
+        if not epoch:
             raise ConfigurationRefused(
                 f"this worker is {self.layout}, but it is configured alone; register all ranks of the replica"
             )
@@ -266,6 +266,9 @@ class Worker:
                 "an earlier configuration failed on this rank, and other ranks may still wait in it"
             )
             raise Unavailable("this rank ends after a failed configuration; retry once it is back")
+        assert isinstance(engine, GenerationEngine), (
+            "the model's adapter refuses pooling models on several ranks"
+        )
         if not self.epoch:
             self.epoch, self._is_apart = epoch, True
             self._group = RankGroup(

@@ -16,8 +16,11 @@ from tests.support.worker.harness import load
 from worker_svc.devices import open_device
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.pooling.pool_runner import PoolRunner
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import PoolGeometry
 from worker_svc.shapes.model_description import PoolingDescription
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.model import VllmModel
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
@@ -203,6 +206,13 @@ def test_a_classifier_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
     with pytest.raises(ConfigurationRefused, match=r"\(BertForSequenceClassification\) is for classify"):
         load(tmp_path, "auto")
+
+
+def test_several_ranks_are_refused(folder: Path) -> None:
+    """By each rank, before it registers."""
+    startup.prepare("cpu")
+    with pytest.raises(ConfigurationRefused, match="pooling models run on one rank; use --workers for more"):
+        VllmModel(folder, open_device("cpu"), dtype="auto", seed=0, layout=RankLayout(0, 2))
 
 
 def write(path: Path, value: Any) -> None:

@@ -236,14 +236,6 @@ async def test_settings_that_no_rank_can_run_are_refused_for_all() -> None:
             assert states == []
 
 
-async def test_a_pooling_model_runs_on_one_rank() -> None:
-    """A group of ranks is refused with the flags to leave out."""
-    async with run_scheduler() as scheduler:
-        for _, error in await refusals(scheduler, FakeRank(rank=0, pools=True), FakeRank(rank=1, pools=True)):
-            assert type(error) is ConfigurationRefused
-            assert "simulated is a pooling model, which runs on one rank" in error.message
-
-
 async def test_progress_names_the_ranks() -> None:
     """GetLoad shows how far each rank is."""
     workers = [FakeRank(rank=0), FakeRank(rank=1, files={})]

@@ -26,7 +26,6 @@ class FakeRank(FakeWorker):
     """Which process of this rank it is."""
     replica_id: str = "r0"
     device_kind: str = "cpu"
-    pools: bool = False
     epoch: str = ""
     """The group that the process has joined."""
     configure_gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,8 +61,6 @@ class FakeRank(FakeWorker):
             self.epoch,
         )
         response.sampling_fields.append("structured_output")
-        if self.pools:
-            response.pool_tasks.append(common_pb2.POOL_TASK_EMBED)
         return response
 
     async def Configure(
