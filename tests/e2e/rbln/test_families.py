@@ -16,6 +16,7 @@ from tests.support.rbln.graph_process import Job, Result
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing transformers
 ]
