@@ -1,8 +1,8 @@
 """The phases between a geometry and a serving worker, with their progress and their times."""
 
 import time
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, TypeVar
 
 Phase = Literal["load", "allocate", "compile", "warm_up"]
 
@@ -11,6 +11,16 @@ Progress = Callable[[int, int, str], None]
 
 PhaseProgress = Callable[[Phase, int, int, str], None]
 """The same, with the phase first."""
+
+_Unit = TypeVar("_Unit")
+
+
+def one_by_one(units: Sequence[_Unit], progress: Progress) -> Iterator[_Unit]:
+    """Yields units of work and reports each before it begins, and the end after the last."""
+    for done, unit in enumerate(units):
+        progress(done, len(units), str(unit))
+        yield unit
+    progress(len(units), len(units), "done")
 
 
 class Phases:

@@ -29,7 +29,7 @@ from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.launched_step import LaunchedStep
-from worker_svc.phases import Progress
+from worker_svc.phases import Progress, one_by_one
 from worker_svc.ranks.group import RankGroup
 from worker_svc.sampling.logprobs import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
@@ -121,18 +121,13 @@ class Runner:
         Raises:
             ConfigurationRefused: if a graph cannot be made but is required.
         """
-        signatures = self.signatures()
-        for done, signature in enumerate(signatures):
-            progress(done, len(signatures), str(signature))
+        for signature in one_by_one(self.signatures(), progress):
             self._make(signature)
-        progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:
         """Runs every signature once, on padding only."""
-        signatures = self.signatures()
-        for done, signature in enumerate(signatures):
-            progress(done, len(signatures), str(signature))
+        for signature in one_by_one(self.signatures(), progress):
             if signature.kind == "prefill":
                 tokens, positions, inputs = self._batch.prefill_inputs(None)
                 hidden = self._prefill_hidden(self._stage.padding(tokens), positions, inputs)
@@ -140,7 +135,6 @@ class Runner:
                     self._logits_and_best(hidden.to(self._device.torch_device)[:1])
             else:
                 self._warm_up_decode(signature.batch)
-        progress(len(signatures), len(signatures), "done")
 
     def _warm_up_decode(self, bucket: int) -> None:
         rows = self._padding_rows(bucket)

@@ -9,7 +9,7 @@ from protos.errors import Internal
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
 from worker_svc.devices.base import Device
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature, RecordableModel
-from worker_svc.phases import Progress
+from worker_svc.phases import Progress, one_by_one
 from worker_svc.pooling.pooler import normalize_rows
 from worker_svc.shapes.geometry import PoolGeometry
 from worker_svc.shapes.model_description import PoolingDescription
@@ -70,19 +70,14 @@ class PoolRunner:
         Raises:
             ConfigurationRefused: if a graph cannot be made but is required.
         """
-        signatures = self.signatures()
-        for done, signature in enumerate(signatures):
-            progress(done, len(signatures), str(signature))
+        for signature in one_by_one(self.signatures(), progress):
             self._make(signature)
-        progress(len(signatures), len(signatures), "done")
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:
         """Runs every shape once, on padding only."""
-        for done, shape in enumerate(self._shapes):
-            progress(done, len(self._shapes), str(_signature(shape)))
-            self._embed([], shape)
-        progress(len(self._shapes), len(self._shapes), "done")
+        for signature in one_by_one(self.signatures(), progress):
+            self._embed([], PoolShape(signature.query_len, signature.batch))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
