@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from protos.errors import TriptychError, from_proto
 from protos.steps import (
+    AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
@@ -26,6 +27,7 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
         step=plan.step,
         release=plan.release,
         copies=[_copy_to_proto(copy) for copy in plan.copies],
+        place=[_placement_to_proto(placement) for placement in plan.place],
         admit=[_admission_to_proto(admission) for admission in plan.admit],
         grow=[_blocks_to_proto(grown.slot, grown.group_id, grown.block_ids) for grown in plan.grow],
         continues=plan.continues,
@@ -59,6 +61,7 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
             BlockCopy(copy.group_id, copy.source_block, copy.target_block, copy.num_tokens)
             for copy in message.copies
         ),
+        place=tuple(AdapterPlacement(each.adapter_slot, each.adapter_id) for each in message.place),
         admit=tuple(_admission_from_proto(request) for request in message.admit),
         grow=tuple(
             Growth(grown.slot, grown.group_id, tuple(grown.block_ids)) for grown in message.grow
@@ -151,6 +154,10 @@ def _blocks_to_proto(slot: int, group_id: int, block_ids: Sequence[int]) -> work
     return worker_pb2.SlotBlocks(slot=slot, group_id=group_id, block_ids=block_ids)
 
 
+def _placement_to_proto(placement: AdapterPlacement) -> worker_pb2.AdapterPlacement:
+    return worker_pb2.AdapterPlacement(adapter_slot=placement.adapter_slot, adapter_id=placement.adapter_id)
+
+
 def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
     pooling = admission.pooling
     return worker_pb2.SlotRequest(
@@ -166,6 +173,7 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
             for group_id, block_ids in admission.blocks.items()
         ],
         pooling=pooling,
+        adapter_slot=admission.adapter_slot,
     )
 
 
@@ -183,6 +191,7 @@ def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
         sequence=request.sequence,
         num_prompt_tokens=request.num_prompt_tokens or None,
         pooling=request.pooling if request.HasField("pooling") else None,
+        adapter_slot=request.adapter_slot if request.HasField("adapter_slot") else None,
     )
 
 

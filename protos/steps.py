@@ -24,6 +24,16 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterPlacement:
+    """Copies a LoRA adapter from the host to the device."""
+
+    adapter_slot: int
+    """Which of the device's adapter slots it takes; no admitted request uses that slot."""
+    adapter_id: int
+    """An adapter that is loaded on the host of every rank."""
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Gives a request a slot. Later plans name the slot only."""
 
@@ -43,6 +53,8 @@ class Admission:
     """How many of ``token_ids`` are the prompt; None for all."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for a pooling model, which ignores ``sampling`` and ``blocks``."""
+    adapter_slot: int | None = None
+    """Adapter slot of the request's LoRA adapter; None for the base model."""
 
     @property
     def prompt_len(self) -> int:
@@ -116,7 +128,7 @@ Work = Prefill | Decode | Pool
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, in the order in which the worker applies it: release, copy, admit, grow, then the work."""
+    """One step, in the order in which the worker applies it: release, copy, place, admit, grow, the work."""
 
     step: int
     """Number of the plan on its stream, from 1."""
@@ -124,6 +136,7 @@ class StepPlan:
     release: Sequence[int] = ()
     """Slots to free."""
     copies: Sequence[BlockCopy] = ()
+    place: Sequence[AdapterPlacement] = ()
     admit: Sequence[Admission] = ()
     grow: Sequence[Growth] = ()
     continues: bool = False

@@ -102,6 +102,7 @@ class DescribeResponse(_message.Message):
     PLANS_AHEAD_FIELD_NUMBER: _builtins.int
     GROUP_EPOCH_FIELD_NUMBER: _builtins.int
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of the worker's schema."""
     worker_id: _builtins.str
@@ -157,6 +158,10 @@ class DescribeResponse(_message.Message):
     def pool_tasks(self) -> _containers.RepeatedScalarFieldContainer[_common_pb2.PoolTask.ValueType]:
         """Tasks that a pooling model serves; empty for a model that generates."""
 
+    @_builtins.property
+    def lora(self) -> Global___LoraLimits:
+        """How many LoRA adapters the worker holds. Unset: it runs none, and plans must name none."""
+
     def __init__(
         self,
         *,
@@ -181,14 +186,132 @@ class DescribeResponse(_message.Message):
         plans_ahead: _builtins.bool = ...,
         group_epoch: _builtins.str = ...,
         block_copies: Global___BlockCopies.ValueType = ...,
+        lora: Global___LoraLimits | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
+
+@_typing.final
+class LoraLimits(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
+    MAX_RANK_FIELD_NUMBER: _builtins.int
+    MAX_CPU_LORAS_FIELD_NUMBER: _builtins.int
+    max_loras: _builtins.int
+    """Adapter slots on the device: different adapters that one step can mix."""
+    max_rank: _builtins.int
+    """Highest rank of an adapter."""
+    max_cpu_loras: _builtins.int
+    """Adapters in the host's memory, those on the device included. At least max_loras."""
+    def __init__(
+        self,
+        *,
+        max_loras: _builtins.int = ...,
+        max_rank: _builtins.int = ...,
+        max_cpu_loras: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_cpu_loras", b"max_cpu_loras", "max_loras", b"max_loras", "max_rank", b"max_rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoraLimits: _TypeAlias = LoraLimits  # noqa: Y015
+
+@_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.int
+    """Chosen by the scheduler and never used again for other weights. At least 1."""
+    name: _builtins.str
+    """For logs and errors."""
+    source: _builtins.str
+    """A folder with adapter_config.json and adapter_model.safetensors, or a Hugging Face id."""
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.int = ...,
+        name: _builtins.str = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    digest: _builtins.str
+    """Hash of the configuration and the weights, hexadecimal. Adapters with equal hashes compute the same."""
+    memory_bytes: _builtins.int
+    """On the host, bytes."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "memory_bytes", b"memory_bytes", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    adapter_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        adapter_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class ConfigureRequest(_message.Message):
@@ -473,7 +596,7 @@ Global___CompileGrammarResponse: _TypeAlias = CompileGrammarResponse  # noqa: Y0
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One step. The worker applies `release`, then `copies` in order, `admit`, `grow`, and then the work."""
+    """One step. The worker applies `release`, then `copies` in order, `place`, `admit`, `grow`, and then the work."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -486,6 +609,7 @@ class StepPlan(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     CONTINUES_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the plan on this stream, from 1. An empty plan with the number 0 comes first: its result shows
     that the worker has accepted the stream.
@@ -520,6 +644,10 @@ class StepPlan(_message.Message):
     def decode(self) -> Global___Decode: ...
     @_builtins.property
     def pool(self) -> Global___Pool: ...
+    @_builtins.property
+    def place(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterPlacement]:
+        """Adapters to copy from the host to the device before requests are admitted."""
+
     def __init__(
         self,
         *,
@@ -532,16 +660,41 @@ class StepPlan(_message.Message):
         decode: Global___Decode | None = ...,
         pool: Global___Pool | None = ...,
         continues: _builtins.bool = ...,
+        place: _abc.Iterable[Global___AdapterPlacement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "continues", b"continues", "copies", b"copies", "decode", b"decode", "grow", b"grow", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "continues", b"continues", "copies", b"copies", "decode", b"decode", "grow", b"grow", "place", b"place", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["prefill", "decode", "pool"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
 Global___StepPlan: _TypeAlias = StepPlan  # noqa: Y015
+
+@_typing.final
+class AdapterPlacement(_message.Message):
+    """An adapter that is on the host of every rank takes an adapter slot, which no admitted request uses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
+    ADAPTER_ID_FIELD_NUMBER: _builtins.int
+    adapter_slot: _builtins.int
+    adapter_id: _builtins.int
+    def __init__(
+        self,
+        *,
+        adapter_slot: _builtins.int = ...,
+        adapter_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "adapter_slot", b"adapter_slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterPlacement: _TypeAlias = AdapterPlacement  # noqa: Y015
 
 @_typing.final
 class BlockCopy(_message.Message):
@@ -586,8 +739,8 @@ class SlotRequest(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     request_id: _builtins.str
     """For logs."""
@@ -597,7 +750,8 @@ class SlotRequest(_message.Message):
     """How many of `token_ids` are the prompt; penalties and prompt log-probabilities depend on it."""
     num_computed_tokens: _builtins.int
     """Leading tokens whose KV is in the blocks: a prefix hit."""
-    lora_name: _builtins.str
+    adapter_slot: _builtins.int
+    """Adapter slot of the request's LoRA adapter. Unset: the base model."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All known tokens: the prompt, and after a preemption or a lost worker the tokens generated before."""
@@ -623,14 +777,16 @@ class SlotRequest(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         blocks: _abc.Iterable[Global___SlotBlocks] | None = ...,
-        lora_name: _builtins.str = ...,
         pooling: _common_pb2.PoolingParams | None = ...,
+        adapter_slot: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "blocks", b"blocks", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__adapter_slot: _TypeAlias = _typing.Literal["adapter_slot"]  # noqa: Y015
+    _WhichOneofArgType__adapter_slot: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__adapter_slot) -> _WhichOneofReturnType__adapter_slot | None: ...
 
 Global___SlotRequest: _TypeAlias = SlotRequest  # noqa: Y015
 

@@ -55,6 +55,16 @@ class WorkerStub:
                 request_serializer=triptych_dot_v1_dot_worker__pb2.CompileGrammarRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_worker__pb2.CompileGrammarResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/triptych.v1.Worker/LoadAdapter',
+                request_serializer=triptych_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/triptych.v1.Worker/UnloadAdapter',
+                request_serializer=triptych_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
         self.Execute = channel.stream_stream(
                 '/triptych.v1.Worker/Execute',
                 request_serializer=triptych_dot_v1_dot_worker__pb2.StepPlan.SerializeToString,
@@ -98,6 +108,23 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
+        Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
+        settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
+        adapter takes its place. An unknown id changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Execute(self, request_iterator, context):
         """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
         Several plans may be in flight.
@@ -128,6 +155,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.CompileGrammar,
                     request_deserializer=triptych_dot_v1_dot_worker__pb2.CompileGrammarRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_worker__pb2.CompileGrammarResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=triptych_dot_v1_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_worker__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=triptych_dot_v1_dot_worker__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_worker__pb2.UnloadAdapterResponse.SerializeToString,
             ),
             'Execute': grpc.stream_stream_rpc_method_handler(
                     servicer.Execute,
@@ -243,6 +280,60 @@ class Worker:
             '/triptych.v1.Worker/CompileGrammar',
             triptych_dot_v1_dot_worker__pb2.CompileGrammarRequest.SerializeToString,
             triptych_dot_v1_dot_worker__pb2.CompileGrammarResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Worker/LoadAdapter',
+            triptych_dot_v1_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            triptych_dot_v1_dot_worker__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Worker/UnloadAdapter',
+            triptych_dot_v1_dot_worker__pb2.UnloadAdapterRequest.SerializeToString,
+            triptych_dot_v1_dot_worker__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,6 +56,15 @@ class WorkerStub:
     grammar is wrong, unsupported or beyond a limit (size, nesting, time, memory). Steps run meanwhile.
     Cancelling the call stops the compilation unless another call waits for it.
     """
+    LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]
+    """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
+    Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
+    settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras.
+    """
+    UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
+    """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
+    adapter takes its place. An unknown id changes nothing.
+    """
     Execute: _grpc.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]
     """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
     Several plans may be in flight.
@@ -78,6 +87,15 @@ class WorkerAsyncStub(WorkerStub):
     Idempotent: a second call uses the cache or joins the running compilation. INVALID_ARGUMENT if the
     grammar is wrong, unsupported or beyond a limit (size, nesting, time, memory). Steps run meanwhile.
     Cancelling the call stops the compilation unless another call waits for it.
+    """
+    LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]  # type: ignore[assignment]
+    """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
+    Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
+    settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras.
+    """
+    UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
+    """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
+    adapter takes its place. An unknown id changes nothing.
     """
     Execute: _aio.StreamStreamMultiCallable[_worker_pb2.StepPlan, _worker_pb2.StepResult]  # type: ignore[assignment]
     """Runs plans in order. Results come in the same order: one per plan, or one per step of a leased plan.
@@ -122,6 +140,27 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         Idempotent: a second call uses the cache or joins the running compilation. INVALID_ARGUMENT if the
         grammar is wrong, unsupported or beyond a limit (size, nesting, time, memory). Steps run meanwhile.
         Cancelling the call stops the compilation unless another call waits for it.
+        """
+
+    @_abc_1.abstractmethod
+    def LoadAdapter(
+        self,
+        request: _worker_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.LoadAdapterResponse, _abc.Awaitable[_worker_pb2.LoadAdapterResponse]]:
+        """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
+        Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
+        settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras.
+        """
+
+    @_abc_1.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: _worker_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.UnloadAdapterResponse, _abc.Awaitable[_worker_pb2.UnloadAdapterResponse]]:
+        """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
+        adapter takes its place. An unknown id changes nothing.
         """
 
     @_abc_1.abstractmethod
