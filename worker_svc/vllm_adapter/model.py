@@ -1,6 +1,5 @@
 """A model that vLLM loaded: its layers run here, without vLLM's engine."""
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +13,13 @@ from worker_svc.pooling.pooler import pool_rows
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.shapes.model_description import ModelDescription, ModelSize, PoolingDescription
+from worker_svc.vllm_adapter.building import (
+    build,
+    check_stages,
+    layers_of_all_stages,
+    leave_out_token_types,
+    names_of_states,
+)
 from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
 from worker_svc.vllm_adapter.description import describe, describe_pooling, is_experts, measure
 
@@ -70,8 +76,8 @@ class VllmModel:
         stages = f" in {layout.pipeline} stages" if layout.pipeline > 1 else ""
         with refusal_on_error(f"cannot serve {folder}{stages}"):
             self._config: Any = configure(**arguments, layout=layout)
-            _check_stages(self._config.model_config, layout)
-            self._model: Any = _build(self._config, device, seed, layout)
+            check_stages(self._config.model_config, layout)
+            self._model: Any = build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
         self._pooling = pooling = self._prepare_pooling()
         self._prepare_layers(cached=pooling is None)
@@ -83,7 +89,7 @@ class VllmModel:
         everywhere: Mapping[str, Any] = {} if pooling else self._layers
         if layout.pipeline > 1:
             with refusal_on_error(f"cannot serve {folder}{stages}"):
-                everywhere = _layers_of_all_stages(arguments, layout)
+                everywhere = layers_of_all_stages(arguments, layout)
         self.description = describe(self._config, everywhere, pooling, here=self._layers)
         self._state_names = self._names_of_states()
         # Measured before load_weights(), which packs matrices into other shapes.
@@ -100,7 +106,7 @@ class VllmModel:
         if self._layout.world_size > 1:
             raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
         pooling, self._projector = describe_pooling(self._config, self._model, self._layers)
-        _leave_out_token_types()
+        leave_out_token_types()
         return pooling
 
     def _step(self) -> Callable[..., torch.Tensor]:
@@ -307,98 +313,3 @@ class VllmModel:
                 made[kind] = StepAttention(self._device, self._device.plan_rows(lengths, row_len, params))
             plans[name] = made[kind]
         return plans
-
-
-def names_of_states(model: Any, model_config: Any) -> tuple[str, ...]:
-    """Returns the tensors that a stage passes to the next one, in the order in which they travel.
-
-    Args:
-        model: vLLM's.
-        model_config: vLLM's.
-
-    Raises:
-        ConfigurationRefused: if one of them is not [tokens, hidden]. They travel stacked.
-    """
-    tokens, hidden = 1, model_config.get_hidden_size()
-    empty = model.make_empty_intermediate_tensors(tokens, model_config.dtype, torch.device("meta"))
-    for name, state in empty.tensors.items():
-        if tuple(state.shape) != (tokens, hidden):
-            shape = ", ".join(map(str, ("tokens", *state.shape[1:])))
-            raise ConfigurationRefused(
-                f"{model_config.architecture} passes {name} [{shape}] from stage to stage, but only"
-                f" [tokens, {hidden}] is served; use --tensor-parallel-size instead of --pipeline-parallel-size"
-            )
-    return tuple(sorted(empty.tensors))
-
-
-def _check_stages(model_config: Any, layout: RankLayout) -> None:
-    """Refuses a pipeline in which a stage would have no layers."""
-    layers = model_config.get_total_num_hidden_layers()
-    if layout.pipeline > layers:
-        raise ConfigurationRefused(
-            f"--pipeline-parallel-size {layout.pipeline} is more than the model's {layers} layers;"
-            " each stage needs one"
-        )
-
-
-def _build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
-    """Builds this rank's layers on the device, without weights."""
-    import vllm.ir
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
-
-    from worker_svc.vllm_adapter.parallel import set_groups
-
-    set_groups(layout)
-    set_random_seed(seed)
-    # Call vLLM's own operators directly: without a compiler, dispatching them through torch is only overhead.
-    vllm.ir.set_default_torch_wrap(False)
-    config.kernel_config.ir_op_priority.set_default()
-    with (
-        set_current_vllm_config(config),
-        set_default_torch_dtype(config.model_config.dtype),
-        device.torch_device,
-    ):
-        if config.model_config.is_moe and device.name == "cpu":
-            import worker_svc.vllm_adapter.cpu_moe  # noqa: F401 - registers on import, which takes seconds
-        return initialize_model(vllm_config=config)
-
-
-def _leave_out_token_types() -> None:
-    """Makes encoders add the embedding of token type 0, the only one that we serve.
-
-    They read the types from a bit of the token ids, in place, which not every device's compiler takes.
-    """
-    for name in ("bert", "roberta"):
-        module: Any = sys.modules.get(f"vllm.model_executor.models.{name}")
-        if module is not None:
-            module._decode_token_type_ids = torch.zeros_like  # noqa: SLF001 - the only place that decides
-
-
-def _layers_of_all_stages(arguments: Mapping[str, Any], layout: RankLayout) -> dict[str, Any]:
-    """Returns the layers of a model's every stage by name, without memory.
-
-    All ranks must number the KV groups alike, although each has only some of the layers.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    from worker_svc.vllm_adapter.parallel import set_groups
-
-    # Where experts are does not matter here, and vLLM cannot lay them out without memory.
-    one_stage = RankLayout(layout.tensor_rank, layout.tensor)
-    config = configure(**arguments, layout=one_stage)
-    set_groups(one_stage)
-    try:
-        with (
-            set_current_vllm_config(config),
-            set_default_torch_dtype(config.model_config.dtype),
-            torch.device("meta"),
-        ):
-            initialize_model(vllm_config=config)
-    finally:
-        set_groups(layout)
-    layers: dict[str, Any] = config.compilation_config.static_forward_context
-    return layers

@@ -58,7 +58,7 @@ class TriptychCpuPlatform(CpuPlatform):
     def import_ir_kernels(cls) -> None:
         """Registers vLLM's kernels and our normalization layers."""
         super().import_ir_kernels()
-        import worker_svc.vllm_adapter.cpu_layers  # noqa: F401 - registers on import
+        import worker_svc.vllm_adapter.layers.cpu_layers  # noqa: F401 - registers on import
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: Any) -> Any:  # noqa: ARG003 - vLLM's interface

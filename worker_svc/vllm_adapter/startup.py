@@ -46,7 +46,7 @@ def prepare(device_name: str) -> None:
             import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
 
             if device_name != "cpu":
-                import worker_svc.vllm_adapter.static_moe  # noqa: F401 - registers on import
+                import worker_svc.vllm_adapter.layers.static_moe  # noqa: F401 - registers on import
         # Modules live as long as the process; later collections can skip them.
         gc.freeze()
     finally:

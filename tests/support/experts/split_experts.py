@@ -149,7 +149,7 @@ def main(device_name: DeviceName) -> None:
 
     prepare(device_name)
     if device_name == "cpu":
-        import worker_svc.vllm_adapter.cpu_moe  # noqa: F401 - registers on import
+        import worker_svc.vllm_adapter.layers.cpu_moe  # noqa: F401 - registers on import
     # Not earlier: it imports vLLM.
     from worker_svc.vllm_adapter.parallel import set_groups
 

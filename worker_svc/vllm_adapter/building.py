@@ -1,0 +1,107 @@
+"""Builds vLLM's layers of a model without weights: this rank's, and those of all stages without memory."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from protos.errors import ConfigurationRefused
+from worker_svc.devices.base import Device
+from worker_svc.ranks.layout import RankLayout
+from worker_svc.vllm_adapter.configuration import configure
+
+
+def names_of_states(model: Any, model_config: Any) -> tuple[str, ...]:
+    """Returns the tensors that a stage passes to the next one, in the order in which they travel.
+
+    Args:
+        model: vLLM's.
+        model_config: vLLM's.
+
+    Raises:
+        ConfigurationRefused: if one of them is not [tokens, hidden]. They travel stacked.
+    """
+    tokens, hidden = 1, model_config.get_hidden_size()
+    empty = model.make_empty_intermediate_tensors(tokens, model_config.dtype, torch.device("meta"))
+    for name, state in empty.tensors.items():
+        if tuple(state.shape) != (tokens, hidden):
+            shape = ", ".join(map(str, ("tokens", *state.shape[1:])))
+            raise ConfigurationRefused(
+                f"{model_config.architecture} passes {name} [{shape}] from stage to stage, but only"
+                f" [tokens, {hidden}] is served; use --tensor-parallel-size instead of --pipeline-parallel-size"
+            )
+    return tuple(sorted(empty.tensors))
+
+
+def check_stages(model_config: Any, layout: RankLayout) -> None:
+    """Refuses a pipeline in which a stage would have no layers."""
+    layers = model_config.get_total_num_hidden_layers()
+    if layout.pipeline > layers:
+        raise ConfigurationRefused(
+            f"--pipeline-parallel-size {layout.pipeline} is more than the model's {layers} layers;"
+            " each stage needs one"
+        )
+
+
+def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
+    """Builds this rank's layers on the device, without weights."""
+    import vllm.ir
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
+
+    from worker_svc.vllm_adapter.parallel import set_groups
+
+    set_groups(layout)
+    set_random_seed(seed)
+    # Call vLLM's own operators directly: without a compiler, dispatching them through torch is only overhead.
+    vllm.ir.set_default_torch_wrap(False)
+    config.kernel_config.ir_op_priority.set_default()
+    with (
+        set_current_vllm_config(config),
+        set_default_torch_dtype(config.model_config.dtype),
+        device.torch_device,
+    ):
+        if config.model_config.is_moe and device.name == "cpu":
+            import worker_svc.vllm_adapter.layers.cpu_moe  # noqa: F401 - registers on import, which takes seconds
+        return initialize_model(vllm_config=config)
+
+
+def leave_out_token_types() -> None:
+    """Makes encoders add the embedding of token type 0, the only one that we serve.
+
+    They read the types from a bit of the token ids, in place, which not every device's compiler takes.
+    """
+    for name in ("bert", "roberta"):
+        module: Any = sys.modules.get(f"vllm.model_executor.models.{name}")
+        if module is not None:
+            module._decode_token_type_ids = torch.zeros_like  # noqa: SLF001 - the only place that decides
+
+
+def layers_of_all_stages(arguments: Mapping[str, Any], layout: RankLayout) -> dict[str, Any]:
+    """Returns the layers of a model's every stage by name, without memory.
+
+    All ranks must number the KV groups alike, although each has only some of the layers.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from worker_svc.vllm_adapter.parallel import set_groups
+
+    # Where experts are does not matter here, and vLLM cannot lay them out without memory.
+    one_stage = RankLayout(layout.tensor_rank, layout.tensor)
+    config = configure(**arguments, layout=one_stage)
+    set_groups(one_stage)
+    try:
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+        ):
+            initialize_model(vllm_config=config)
+    finally:
+        set_groups(layout)
+    layers: dict[str, Any] = config.compilation_config.static_forward_context
+    return layers

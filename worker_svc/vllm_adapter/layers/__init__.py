@@ -1,0 +1,4 @@
+"""Layers of vLLM's models on our kernels: `cpu_layers`, and experts in `cpu_moe` and `static_moe`.
+
+The adapter's other modules import one when a model or a device needs it.
+"""
