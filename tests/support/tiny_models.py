@@ -8,7 +8,7 @@ import torch
 
 VOCAB_SIZE = 256
 CONTEXT = 2048
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -22,31 +22,32 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+"""Fields of most configurations. Heads have 32 elements."""
 
 
 def _llama() -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**_COMMON)
+    return LlamaConfig(**COMMON)
 
 
 def _qwen2() -> Any:
     from transformers import Qwen2Config
 
     # Qwen 2 has no head_dim setting; it follows from the hidden size.
-    return Qwen2Config(**{**_COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
+    return Qwen2Config(**{**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
 
 
 def _qwen3() -> Any:
     from transformers import Qwen3Config
 
-    return Qwen3Config(**_COMMON)
+    return Qwen3Config(**COMMON)
 
 
 def _mixtral() -> Any:
     from transformers import MixtralConfig
 
-    return MixtralConfig(**_COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    return MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
 
 
 def _qwen2_moe() -> Any:
@@ -54,7 +55,7 @@ def _qwen2_moe() -> Any:
 
     # A shared expert with its own gate; weights of the chosen experts are not renormalized. Layer 0 is dense.
     return Qwen2MoeConfig(
-        **_COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+        **COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
         num_experts=6,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
@@ -70,7 +71,7 @@ def _glm4_moe() -> Any:
     # DeepSeek's routing: sigmoids, a bias that corrects the choice, two of four groups, a factor. Shared
     # experts.
     return Glm4MoeConfig(
-        **_COMMON,
+        **COMMON,
         n_routed_experts=8,
         num_experts_per_tok=3,
         n_group=4,
@@ -87,7 +88,7 @@ def _ernie_moe() -> Any:
 
     # A softmax with a bias that corrects the choice.
     return Ernie4_5_MoeConfig(
-        **_COMMON,
+        **COMMON,
         moe_num_experts=4,
         moe_k=2,
         moe_num_shared_experts=1,
@@ -101,7 +102,7 @@ def _gemma3() -> Any:
 
     kinds = ["sliding_attention", "full_attention"]
     return Gemma3TextConfig(
-        **_COMMON | {"tie_word_embeddings": True},
+        **COMMON | {"tie_word_embeddings": True},
         layer_types=kinds,
         sliding_window=64,
         query_pre_attn_scalar=32,
@@ -134,10 +135,14 @@ def write(family: str, folder: Path, **save: Any) -> Path:
     Returns:
         ``folder``.
     """
+    return save_model(FAMILIES[family](), folder, **save)
+
+
+def save_model(config: Any, folder: Path, **save: Any) -> Path:
+    """Saves a random model with this configuration of transformers; see :func:`write`."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = FAMILIES[family]()
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

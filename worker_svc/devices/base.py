@@ -50,14 +50,35 @@ class DeviceOptions:
 
 BlockCopies = Literal["none", "tensors", "runtime"]
 """How a device copies blocks: not at all, with tensor operators, or with a call of its runtime."""
-ExpertActivation = Literal["silu", "gelu", "gelu_tanh"]
-"""Activation of an expert's gate; NPU kernels use the same names."""
+ExpertActivation = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
+"""Activation of an expert's gate; NPU kernels use the same names. For swigluoai see `gated`."""
 EXPERT_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }
-"""The activations as functions, by name."""
+"""The activations as functions of the gate, by name."""
+# Of gpt-oss: bounds of gate and up projection, and the sigmoid's factor.
+_SWIGLU_LIMIT, _SWIGLU_ALPHA = 7.0, 1.702
+
+
+def gated(projected: torch.Tensor, activation: ExpertActivation) -> torch.Tensor:
+    """Multiplies activated gates with up projections.
+
+    Args:
+        projected: [..., 2 * inner], all gates before all up projections. With swigluoai, as in gpt-oss, gates
+            and up projections alternate; both are clamped, and 1 is added to the up projection.
+        activation: of the gates.
+
+    Returns:
+        [..., inner].
+    """
+    if activation != "swigluoai":
+        gate, up = projected.chunk(2, dim=-1)
+        return EXPERT_ACTIVATIONS[activation](gate) * up
+    gate, up = projected.unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=_SWIGLU_LIMIT), up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
+    return gate * torch.sigmoid(gate * _SWIGLU_ALPHA) * (up + 1)
 
 
 class Device(abc.ABC):
@@ -301,6 +322,7 @@ class Device(abc.ABC):
         down: torch.Tensor,
         weights: torch.Tensor,
         activation: ExpertActivation,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Runs the gated MLPs of an expert layer and sums their outputs with the router's weights.
 
@@ -310,16 +332,22 @@ class Device(abc.ABC):
 
         Args:
             hidden: [tokens, hidden].
-            gate_up: [experts, 2 * inner, hidden]: each expert's gate, then its up projection.
+            gate_up: [experts, 2 * inner, hidden]: each expert's gate and up projection, in the order that
+                `gated` expects.
             down: [experts, hidden, inner].
             weights: [tokens, experts]; 0 for experts that the token does not use.
             activation: of the gates.
+            biases: of both projections, [experts, 2 * inner] and [experts, hidden]; `None` if they have none.
 
         Returns:
             [tokens, hidden].
         """
-        gate, up = torch.matmul(hidden, gate_up.transpose(1, 2)).chunk(2, dim=-1)
-        each = torch.matmul(EXPERT_ACTIVATIONS[activation](gate) * up, down.transpose(1, 2))
+        projected = torch.matmul(hidden, gate_up.transpose(1, 2))
+        if biases is not None:
+            projected = projected + biases[0][:, None]
+        each = torch.matmul(gated(projected, activation), down.transpose(1, 2))
+        if biases is not None:
+            each = each + biases[1][:, None]
         shares = weights.t().unsqueeze(-1)
         # An unused expert may overflow, and 0 times infinity is NaN.
         return (each * shares).masked_fill(shares == 0, 0).sum(dim=0)

@@ -25,7 +25,14 @@ from worker_svc.devices.attention import (
     RowsPlan,
     StepInput,
 )
-from worker_svc.devices.base import BlockCopies, Device, DeviceOptions, ExpertActivation, by_row
+from worker_svc.devices.base import (
+    EXPERT_ACTIVATIONS,
+    BlockCopies,
+    Device,
+    DeviceOptions,
+    ExpertActivation,
+    by_row,
+)
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
 from worker_svc.devices.rbln.ops import registry
@@ -297,11 +304,12 @@ class RblnDevice(Device):
         down: torch.Tensor,
         weights: torch.Tensor,
         activation: ExpertActivation,
+        biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """See the base class. Uses the vendor's operator unless it is switched off."""
-        if self._has_expert_kernel:
+        """See the base class. Uses the vendor's operator, which takes no biases, unless it is switched off."""
+        if self._has_expert_kernel and biases is None and activation in EXPERT_ACTIVATIONS:
             return emit_experts(hidden, gate_up, down, weights, activation)
-        return super().run_experts(hidden, gate_up, down, weights, activation)
+        return super().run_experts(hidden, gate_up, down, weights, activation, biases)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002
         """See the base class."""

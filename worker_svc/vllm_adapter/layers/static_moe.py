@@ -19,6 +19,7 @@ _ACTIVATIONS: dict[MoEActivation, ExpertActivation] = {
     MoEActivation.SILU: "silu",
     MoEActivation.GELU: "gelu",
     MoEActivation.GELU_TANH: "gelu_tanh",
+    MoEActivation.SWIGLUOAI: "swigluoai",
 }
 
 
@@ -45,7 +46,6 @@ class StaticMoeRunner(MoERunner):
         routing = Routing.of(self.router)
         unserved = {
             "quantized experts": not isinstance(experts.quant_method, UnquantizedFusedMoEMethod),
-            "biased experts": self.moe_config.has_bias,
             f"the routing of {type(self.router).__name__}": routing is None,
             "weights on the experts' inputs": experts.apply_router_weight_on_input,
             "transformed inputs": self.routed_input_transform is not None
@@ -87,6 +87,7 @@ class StaticMoeRunner(MoERunner):
             experts.w2_weight,
             weights.to(hidden_states.dtype),
             _ACTIVATIONS[experts.activation],
+            (experts.w13_bias, experts.w2_bias) if self.moe_config.has_bias else None,
         )
         shared = None if self._shared_experts is None else self._shared_experts._layer(hidden_states)  # noqa: SLF001
         if self.routed_scaling_factor != 1.0:

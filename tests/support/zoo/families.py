@@ -1,0 +1,204 @@
+"""Configurations of small random models of the architectures in docs/models.md, besides those of `tiny_models`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support import tiny_models
+from tests.support.tiny_models import COMMON, CONTEXT, VOCAB_SIZE
+
+# For configurations that have no head_dim: it is 32 because of the larger hidden size.
+WITHOUT_HEAD_DIM = {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 128}
+
+
+def _mistral() -> Any:
+    from transformers import MistralConfig
+
+    # As in version 0.1, all layers have a window: no group keeps a whole sequence.
+    return MistralConfig(**COMMON, sliding_window=64)
+
+
+def _phi3() -> Any:
+    from transformers import Phi3Config
+
+    # Half of each head rotates, as in Phi-4-mini.
+    return Phi3Config(**WITHOUT_HEAD_DIM, partial_rotary_factor=0.5)
+
+
+def _phi3_long() -> Any:
+    from transformers import Phi3Config
+
+    # The sizes of the factors follow from the head size of 32.
+    return Phi3Config(
+        **WITHOUT_HEAD_DIM,
+        original_max_position_embeddings=512,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0 + 0.05 * i for i in range(16)],
+            "long_factor": [1.0 + 0.5 * i for i in range(16)],
+            "original_max_position_embeddings": 512,
+        },
+    )
+
+
+def _granite() -> Any:
+    from transformers import GraniteConfig
+
+    return GraniteConfig(
+        **WITHOUT_HEAD_DIM,
+        attention_multiplier=0.1,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+    )
+
+
+def _granite_moe() -> Any:
+    from transformers import GraniteMoeConfig
+
+    return GraniteMoeConfig(
+        **WITHOUT_HEAD_DIM,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        attention_multiplier=0.1,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+    )
+
+
+def _qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **COMMON, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True
+    )
+
+
+def _gpt_oss() -> Any:
+    from transformers import GptOssConfig
+
+    # Alternating windows, sinks in all layers, experts with biases and clamped activations.
+    return GptOssConfig(
+        **COMMON,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+        },
+    )
+
+
+def _llama4() -> Any:
+    from transformers import Llama4TextConfig
+
+    return Llama4TextConfig(
+        **COMMON,
+        intermediate_size_mlp=128,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=1024,
+        no_rope_layers=[1, 0],
+    )
+
+
+def _deepseek(config: Any, **fields: Any) -> Any:
+    return config(
+        **WITHOUT_HEAD_DIM | {"num_key_value_heads": 4},
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=24,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        moe_intermediate_size=32,
+        first_k_dense_replace=1,
+        **fields,
+    )
+
+
+def _deepseek_v2() -> Any:
+    from transformers import DeepseekV2Config
+
+    # Queries come from a latent vector, too. One softmax scores all experts; groups compete by their best.
+    return _deepseek(
+        DeepseekV2Config, q_lora_rank=48, topk_method="group_limited_greedy", routed_scaling_factor=1.5
+    )
+
+
+def _deepseek_v2_lite() -> Any:
+    from transformers import DeepseekV2Config
+
+    return _deepseek(DeepseekV2Config, q_lora_rank=None, topk_method="greedy")
+
+
+def _deepseek_v3() -> Any:
+    from transformers import DeepseekV3Config
+
+    return _deepseek(
+        DeepseekV3Config,
+        q_lora_rank=48,
+        routed_scaling_factor=2.5,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    )
+
+
+def _bloom() -> Any:
+    from transformers import BloomConfig
+
+    return BloomConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        n_layer=2,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    **tiny_models.FAMILIES,
+    "mistral": _mistral,
+    "phi3": _phi3,
+    "phi3-long": _phi3_long,
+    "granite": _granite,
+    "granite-moe": _granite_moe,
+    "qwen3-moe": _qwen3_moe,
+    "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
+}
+"""Functions that make a configuration, by the model's name in tests."""
+NOT_ON_NPU = {
+    "granite": "operator aten::mul_ is not lowered",
+    "granite-moe": "operator aten::mul_ is not lowered",
+    "llama4": "only device cpu serves models with the routing of CustomRoutingRouter",
+}
+"""The families that device rbln refuses, and what the refusal names."""
+
+
+def write(family: str, folder: Path) -> Path:
+    """Saves a random model of a family to a folder, and returns the folder."""
+    return tiny_models.save_model(FAMILIES[family](), folder)
