@@ -30,6 +30,9 @@ class AttentionParams:
     sinks: bool = False
     """Whether each head adds a learned score to the softmax's denominator, as in gpt-oss. Each call brings
     the scores."""
+    latent: int = 0
+    """Elements of a latent vector (MLA): the leading part of each key, which is also its value. There is one
+    key head. 0 if values are stored beside keys."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +46,11 @@ class AttentionCall:
     key: torch.Tensor | None
     """[tokens, kv_heads, head_size]; unused if the layer reads another layer's cache."""
     value: torch.Tensor | None
-    """Like `key`."""
+    """Like `key`; `None` if the values are parts of the keys."""
     cache: torch.Tensor
     """The layer's cache, of the shape that `Device.cache_shape` returns."""
     output: torch.Tensor
-    """[tokens, heads, head_size]; the call writes it in place."""
+    """[tokens, heads, head_size], or [tokens, heads, latent]; the call writes it in place."""
     sinks: torch.Tensor | None = None
     """float32 [heads]: the score of an extra position that has no value; `None` for a layer without
     sinks."""

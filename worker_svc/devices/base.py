@@ -78,7 +78,8 @@ def gated(projected: torch.Tensor, activation: ExpertActivation) -> torch.Tensor
         return EXPERT_ACTIVATIONS[activation](gate) * up
     gate, up = projected.unflatten(-1, (-1, 2)).unbind(-1)
     gate, up = gate.clamp(max=_SWIGLU_LIMIT), up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
-    return gate * torch.sigmoid(gate * _SWIGLU_ALPHA) * (up + 1)
+    activated: torch.Tensor = gate * torch.sigmoid(gate * _SWIGLU_ALPHA) * (up + 1)
+    return activated
 
 
 class Device(abc.ABC):

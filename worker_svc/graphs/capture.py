@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
         """
         del types
         kwargs = kwargs or {}
-        if any(tag in func.tags for tag in _UNRECORDABLE):
+        if any(tag in func.tags for tag in _UNRECORDABLE) and not _is_gather(func, args):
             raise NotStatic(f"{func} depends on data")
         given = {storage_id(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         varies = not self._varying.isdisjoint(given)
@@ -198,6 +198,16 @@ class Recording:
     def dtypes(self) -> frozenset[torch.dtype]:
         """The types in which the step's kernels write."""
         return frozenset(tensor.dtype for call in self.calls for tensor in call.written())
+
+
+def _is_gather(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator selects by integers, so that its result's shape follows from theirs.
+
+    PyTorch marks all indexing as data-dependent, because a mask selects as many elements as it has ones.
+    """
+    if func.overloadpacket is not _aten.index:
+        return False
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
 
 
 def _zeros_of_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:

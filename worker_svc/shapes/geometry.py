@@ -35,11 +35,14 @@ class AttentionLayer:
     """Another layer whose cache this one reads instead of having its own."""
     here: bool = True
     """Whether this rank has the layer; other stages of a pipeline have the rest."""
+    latent: bool = False
+    """Whether the cache holds keys alone, because values are parts of them (MLA)."""
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token's key and value take in this layer's cache."""
-        return 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        """Bytes that one token's key and value, or its latent vector, take in this layer's cache."""
+        states = 1 if self.latent else 2
+        return states * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -157,8 +160,8 @@ def group_layers(
                     " use --window-kv paged"
                 )
 
-    def key(layer: AttentionLayer) -> tuple[int, int, int, str]:
-        return layer.window, layer.num_kv_heads, layer.head_size, str(layer.dtype)
+    def key(layer: AttentionLayer) -> tuple[int, int, int, str, bool]:
+        return layer.window, layer.num_kv_heads, layer.head_size, str(layer.dtype), layer.latent
 
     grouped = itertools.groupby(
         sorted(owners, key=key), key

@@ -1,6 +1,6 @@
 """Our attention as vLLM sees it: a backend that delegates to the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -128,13 +128,16 @@ class TriptychAttention(AttentionImpl):
         Shapes are those of `AttentionCall`.
         """
         del output_scale, output_block_scale  # set only by a fusion that we leave off
-        metadata = attn_metadata
-        cache = (
-            metadata.cache if isinstance(metadata, StepAttention) and metadata.cache is not None else kv_cache
-        )
-        call = AttentionCall(self.params, query, key, value, cache, output, self.sinks)
-        if isinstance(metadata, RecordedAttention):
-            metadata.recorder.attend(metadata.layer, call)
-        else:
-            metadata.device.attend_step(call, metadata.plan)
-        return output
+        call = AttentionCall(self.params, query, key, value, kv_cache, output, self.sinks)
+        return attend(call, attn_metadata)
+
+
+def attend(call: AttentionCall, metadata: StepAttention | RecordedAttention) -> torch.Tensor:
+    """Runs or records a layer's attention, and returns its output."""
+    if isinstance(metadata, RecordedAttention):
+        metadata.recorder.attend(metadata.layer, call)
+    else:
+        if metadata.cache is not None:
+            call = replace(call, cache=metadata.cache)
+        metadata.device.attend_step(call, metadata.plan)
+    return call.output

@@ -64,7 +64,9 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
         device.torch_device,
     ):
         if config.model_config.is_moe and device.name == "cpu":
-            import worker_svc.vllm_adapter.layers.cpu_moe  # noqa: F401 - registers on import, which takes seconds
+            import worker_svc.vllm_adapter.layers.cpu_moe
+        if config.model_config.use_mla:
+            import worker_svc.vllm_adapter.layers.latent_attention  # noqa: F401 - registers on import, in seconds
         return initialize_model(vllm_config=config)
 
 

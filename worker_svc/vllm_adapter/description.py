@@ -92,6 +92,7 @@ def describe(
                 dtype=layer.kv_cache_torch_dtype,
                 shares_with=layer.kv_sharing_target_layer_name,
                 here=name in here,
+                latent=layer.impl.params.latent > 0,
             )
         )
     _check_shared_caches(model_config.architecture, attention)

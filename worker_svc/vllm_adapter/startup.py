@@ -21,6 +21,9 @@ def prepare(device_name: str) -> None:
     # Loads no other platform and no LoRA resolvers, which we do not use.
     os.environ["VLLM_PLUGINS"] = "triptych"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if device_name == "rbln":
+        # NPU kernels take keys and values of all heads, so that vLLM must expand latent vectors before them.
+        os.environ["VLLM_MLA_DISABLE"] = "1"
     # vLLM's own handlers would write to stdout; without them its messages reach the root logger.
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
     try:

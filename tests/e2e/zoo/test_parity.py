@@ -1,4 +1,7 @@
-"""Every architecture of docs/models.md equals transformers in float32: in chunks, in batches, with garbage in padding."""
+"""Every architecture of docs/models.md equals transformers in float32.
+
+Prompts run in chunks, decode steps in every bucket, with garbage in all padding.
+"""
 
 from pathlib import Path
 
@@ -50,7 +53,7 @@ def test_the_cpu_equals_the_reference(tmp_path: Path, prompts: list[list[int]], 
 
 @pytest.mark.slow
 def test_the_npu_equals_the_reference(tmp_path: Path, prompts: list[list[int]]) -> None:
-    """An NPU's operators give the reference's outputs, eagerly and in graphs; windows slide in place there."""
+    """An NPU's operators give the reference's outputs, eagerly and in graphs; windows slide in place."""
     folders = {family: families.write(family, tmp_path / family) for family in ON_NPU}
     jobs = {
         (family, backend): Job(

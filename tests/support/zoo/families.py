@@ -1,11 +1,11 @@
-"""Configurations of small random models of the architectures in docs/models.md, besides those of `tiny_models`."""
+"""Configurations of small random models of the architectures in docs/models.md."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_models
-from tests.support.tiny_models import COMMON, CONTEXT, VOCAB_SIZE
+from tests.support.tiny_models import COMMON, VOCAB_SIZE
 
 # For configurations that have no head_dim: it is 32 because of the larger hidden size.
 WITHOUT_HEAD_DIM = {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 128}
@@ -116,13 +116,11 @@ def _deepseek(config: Any, **fields: Any) -> Any:
     return config(
         **WITHOUT_HEAD_DIM | {"num_key_value_heads": 4},
         kv_lora_rank=32,
-        qk_nope_head_dim=32,
+        qk_nope_head_dim=48,
         qk_rope_head_dim=16,
         v_head_dim=24,
         n_routed_experts=8,
         num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
         n_shared_experts=2,
         moe_intermediate_size=32,
         first_k_dense_replace=1,
@@ -135,14 +133,19 @@ def _deepseek_v2() -> Any:
 
     # Queries come from a latent vector, too. One softmax scores all experts; groups compete by their best.
     return _deepseek(
-        DeepseekV2Config, q_lora_rank=48, topk_method="group_limited_greedy", routed_scaling_factor=1.5
+        DeepseekV2Config,
+        q_lora_rank=48,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
     )
 
 
 def _deepseek_v2_lite() -> Any:
     from transformers import DeepseekV2Config
 
-    return _deepseek(DeepseekV2Config, q_lora_rank=None, topk_method="greedy")
+    return _deepseek(DeepseekV2Config, q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1)
 
 
 def _deepseek_v3() -> Any:
@@ -151,6 +154,11 @@ def _deepseek_v3() -> Any:
     return _deepseek(
         DeepseekV3Config,
         q_lora_rank=48,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        norm_topk_prob=True,
+        n_group=4,
+        topk_group=2,
         routed_scaling_factor=2.5,
         rope_parameters={
             "rope_type": "yarn",
@@ -189,6 +197,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3-moe": _qwen3_moe,
     "gpt-oss": _gpt_oss,
     "llama4": _llama4,
+    "deepseek-v2": _deepseek_v2,
+    "deepseek-v2-lite": _deepseek_v2_lite,
+    "deepseek-v3": _deepseek_v3,
 }
 """Functions that make a configuration, by the model's name in tests."""
 NOT_ON_NPU = {

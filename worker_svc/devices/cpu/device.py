@@ -16,7 +16,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
-from worker_svc.devices import in_place
+from worker_svc.devices import in_place, latent
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.kernels import ops
@@ -98,6 +98,8 @@ class CpuDevice(Device):
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return in_place.cache_shape(group, num_blocks)
         layer = group.layers[0]
+        if layer.latent:
+            return latent.cache_shape(group, num_blocks, block_size)
         return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -120,6 +122,8 @@ class CpuDevice(Device):
         if isinstance(step, InPlaceInput):
             return in_place.InPlacePlan.of(group, step)
         layer = group.layers[0]
+        if layer.latent:
+            return latent.LatentPlan.of(step, block_size=block_size)
         if kernels := _kernels_for(
             layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype, block_size
         ):
@@ -140,6 +144,9 @@ class CpuDevice(Device):
         """See the base class."""
         if isinstance(plan, in_place.InPlacePlan):
             in_place.attend(call, plan)
+            return
+        if isinstance(plan, latent.LatentPlan):
+            latent.attend(call, plan)
             return
         if isinstance(plan, AttentionPlan):
             kernels = ops.kernels()

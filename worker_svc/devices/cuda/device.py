@@ -8,7 +8,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
-from worker_svc.devices import in_place
+from worker_svc.devices import in_place, latent
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.shapes.geometry import KvGroup
@@ -133,6 +133,8 @@ class CudaDevice(Device):
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return in_place.cache_shape(group, num_blocks)
         layer = group.layers[0]
+        if layer.latent:
+            return latent.cache_shape(group, num_blocks, block_size)
         return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:  # noqa: ARG002 - the interface's
@@ -142,6 +144,8 @@ class CudaDevice(Device):
         """
         if isinstance(step, InPlaceInput):
             return in_place.InPlacePlan.of(group, step)
+        if group.layers[0].latent:
+            return latent.LatentPlan.of(step)
         # Imported here, because Triton is missing or slow to import on machines without a GPU.
         from worker_svc.devices.cuda.triton_attention import TritonPlan
 
@@ -151,6 +155,9 @@ class CudaDevice(Device):
         """See the base class."""
         if isinstance(plan, in_place.InPlacePlan):
             in_place.attend(call, plan)
+            return
+        if isinstance(plan, latent.LatentPlan):
+            latent.attend(call, plan)
             return
         from worker_svc.devices.cuda import triton_attention
 

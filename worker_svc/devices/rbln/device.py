@@ -306,7 +306,7 @@ class RblnDevice(Device):
         activation: ExpertActivation,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """See the base class. Uses the vendor's operator, which takes no biases, unless it is switched off."""
+        """See the base class. Without biases, uses the vendor's operator unless it is switched off."""
         if self._has_expert_kernel and biases is None and activation in EXPERT_ACTIVATIONS:
             return emit_experts(hidden, gate_up, down, weights, activation)
         return super().run_experts(hidden, gate_up, down, weights, activation, biases)

@@ -147,7 +147,13 @@ def rotary_embedding(
     ):
         _own.rotate_(positions, query, key, head_size, cos_sin_cache)
     else:
-        _rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, *rest, **named)
+        # The kernel takes three dimensions for a batch of sequences, so heads must not have their own.
+        flat = [states.flatten(1) if positions.dim() == 1 else states for states in rotated]
+        joined = flat[1] if key is not None else None
+        _rotary_embedding(positions, flat[0], joined, head_size, cos_sin_cache, is_neox, *rest, **named)
+        for states, result in zip(rotated, flat, strict=True):
+            if not states.is_contiguous():  # otherwise both are the same memory
+                states.copy_(result.view(states.shape))
 
 
 vllm_ops.rotary_embedding = rotary_embedding

@@ -15,7 +15,7 @@ from worker_svc.settings import Settings
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 5, 8, 12, 4, 2
 
 
-def make_layer() -> dict[str, torch.Tensor]:
+def make_layer() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def make_layer() -> dict[str, torch.Tensor]:
     }
 
 
-def token_by_token(layer: dict[str, torch.Tensor], activate: Any) -> torch.Tensor:
+def token_by_token(layer: dict[str, Any], activate: Any) -> torch.Tensor:
     """Runs each token through its own experts only."""
     output = torch.zeros_like(layer["hidden"])
     for token, expert in layer["weights"].nonzero().tolist():
@@ -54,6 +54,26 @@ def test_experts_are_summed_by_weight(activation: ExpertActivation, activate: An
     layer = make_layer()
     mixed = open_device("cpu").run_experts(**layer, activation=activation)
     assert torch.allclose(mixed, token_by_token(layer, activate), atol=1e-5)
+
+
+def test_experts_of_gpt_oss_have_biases_and_clamp_alternating_gates() -> None:
+    """Gates and up projections alternate, are clamped at 7, and both projections add a bias."""
+    layer = make_layer()
+    generator = torch.Generator().manual_seed(1)
+    biases = (
+        torch.randn(EXPERTS, 2 * INNER, generator=generator),
+        torch.randn(EXPERTS, HIDDEN, generator=generator),
+    )
+    layer["hidden"] *= 4  # beyond the clamps
+    expected = torch.zeros_like(layer["hidden"])
+    for token, expert in layer["weights"].nonzero().tolist():
+        projected = layer["gate_up"][expert] @ layer["hidden"][token] + biases[0][expert]
+        gate, up = projected[::2].clamp(max=7), projected[1::2].clamp(-7, 7)
+        mixed = layer["down"][expert] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + biases[1][expert]
+        expected[token] += layer["weights"][token, expert] * mixed
+    for device in (open_device("cpu"), open_device("rbln", DeviceOptions("rbln-check"))):
+        result = device.run_experts(**layer, activation="swigluoai", biases=biases)
+        assert torch.allclose(result, expected, atol=1e-4)
 
 
 def test_unused_experts_do_not_leak() -> None:
