@@ -42,6 +42,12 @@ def check_pool(request: inference_pb2.PoolRequest) -> None:
     check_fields(request)
     if request.task and request.task not in common_pb2.PoolTask.values():
         raise InvalidArgument(f"task {request.task} is not known; send POOL_TASK_EMBED", param="task")
+    if request.second_text_at >= len(request.prompt_token_ids):
+        raise InvalidArgument(
+            f"second_text_at is {request.second_text_at}, but the prompt has {len(request.prompt_token_ids)} tokens;"
+            " send the index of one of them, or 0 for one text",
+            param="second_text_at",
+        )
 
 
 def check_fields(message: Message) -> None:

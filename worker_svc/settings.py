@@ -45,7 +45,15 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     )
 
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
-        Group.MODEL: ("model", "revision", "dtype", "load_format", "trust_remote_code", "seed"),
+        Group.MODEL: (
+            "model",
+            "revision",
+            "dtype",
+            "load_format",
+            "pooling_task",
+            "trust_remote_code",
+            "seed",
+        ),
         Group.DEVICE: (
             "device",
             "cpu_threads",
@@ -147,6 +155,8 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """host:port where rank 0 listens for the other ranks of its replica."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations. auto is the type that the model was saved in."""
+    pooling_task: Literal["auto", "embed", "classify", "token_embed", "token_classify"] = "auto"
+    """What the graphs of a pooling model compute. auto is what the model is made for; see docs/pooling.md."""
     load_format: LoadFormat = "auto"
     """Format of the weights. auto takes safetensors if there are any, else a GGUF file; dummy makes up
     weights, for measurements."""

@@ -314,7 +314,7 @@ def pool_requests(
             request_id=f"{request_id}-{index}",
             prompt_token_ids=prompt,
             task=pb.POOL_TASK_EMBED,
-            normalize=body.normalize,
+            use_activation=body.normalize,
             priority=body.priority,
             tenant=tenant,
             model=served.model.served_name,

@@ -218,7 +218,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 raise event.error
             if event.finish_reason is FinishReason.ABORT:
                 raise Aborted("the request was aborted")
-            return pooled_to_proto(event)
+            return pooled_to_proto(event, submission)
         except TriptychError as error:
             await abort(context, error)
         finally:

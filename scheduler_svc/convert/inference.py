@@ -9,6 +9,7 @@ from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import check_generate, check_pool
 from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.pooling.engine import PoolSubmission
+from scheduler_svc.pooling.tasks import TOKEN_TASKS
 from scheduler_svc.requests.admission import EventLogSpec, Resumed, Submission
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
@@ -63,9 +64,12 @@ def pool_submission_from_proto(request: inference_pb2.PoolRequest) -> PoolSubmis
         InvalidArgument: naming the field, its bounds and what was sent.
     """
     check_pool(request)
-    pooling = common_pb2.PoolingParams(task=request.task or common_pb2.POOL_TASK_EMBED)
-    if request.HasField("normalize"):
-        pooling.normalize = request.normalize
+    pooling = common_pb2.PoolingParams(
+        task=request.task or common_pb2.POOL_TASK_EMBED,
+        use_activation=request.use_activation if request.HasField("use_activation") else None,
+        dimensions=request.dimensions,
+        second_text_at=request.second_text_at,
+    )
     return PoolSubmission(
         request_id=request.request_id or secrets.token_hex(16),
         prompt_token_ids=tuple(request.prompt_token_ids),
@@ -146,11 +150,13 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
     return message
 
 
-def pooled_to_proto(event: Event) -> inference_pb2.PoolResponse:
-    """Returns the answer to a pooling request."""
+def pooled_to_proto(event: Event, submission: PoolSubmission) -> inference_pb2.PoolResponse:
+    """Returns the answer to a pooling request, given its last event."""
+    count = len(event.pooled)
+    rows = len(submission.prompt_token_ids)
     return inference_pb2.PoolResponse(
         request_id=event.request_id,
         values=event.pooled,
-        shape=[len(event.pooled)],
+        shape=[rows, count // rows] if submission.pooling.task in TOKEN_TASKS else [count],
         num_prompt_tokens=event.num_prompt_tokens,
     )

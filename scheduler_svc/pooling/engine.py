@@ -15,7 +15,6 @@ from protos.errors import (
     Overloaded,
     TriptychError,
     Unavailable,
-    Unsupported,
 )
 from protos.steps import PoolShape
 from protos.triptych.v1 import common_pb2
@@ -27,6 +26,7 @@ from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
 from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
+from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.suspects import Detached, Loss, killed_too_many
 from scheduler_svc.requests.request import Delivery, Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
@@ -45,18 +45,6 @@ class PoolSubmission:
     pooling: common_pb2.PoolingParams
     priority: int = 0
     tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class PooledModel:
-    """The facts about a pooling model that admission needs."""
-
-    vocab_size: int
-    """Token ids are below this."""
-    tasks: frozenset[int]
-    """The tasks that the model's results serve."""
-    size: int
-    """Values of one result."""
 
 
 @dataclass(slots=True)
@@ -153,7 +141,8 @@ class PoolEngine:
 
         Raises:
             Unavailable: no replica has been ready yet.
-            InvalidArgument: the id is in use, or a token id or the task cannot be served.
+            InvalidArgument: the id is in use, or a token id cannot be served.
+            Unsupported: the model does not serve what is asked of it.
             ContextExceeded: the prompt fits no shape.
             Overloaded: the queue is full.
         """
@@ -291,7 +280,7 @@ class PoolEngine:
 
     def make_scheduler(self, replica_id: str, model: PooledModel) -> PoolScheduler:
         """Returns the scheduler for a replica of `model` that will be attached."""
-        return PoolScheduler(_Share(self, replica_id), model.size)
+        return PoolScheduler(_Share(self, replica_id), model)
 
     def attach(self, replica_id: str, replica: PoolReplica) -> None:
         """Adds a ready replica; it may get requests at once."""
@@ -346,10 +335,7 @@ class PoolEngine:
         request.sink.push(event)
 
     def _check(self, submission: PoolSubmission, model: PooledModel, queue: PoolQueue) -> None:
-        task = submission.pooling.task
-        if task not in model.tasks:
-            served = ", ".join(sorted(map(_task_name, model.tasks)))
-            raise Unsupported(f"this model serves {served}, not {_task_name(task)}", param="task")
+        model.check(submission.pooling)
         check_ids("prompt_token_ids", submission.prompt_token_ids, model.vocab_size)
         count = len(submission.prompt_token_ids)
         if queue.fit(count) is None:
@@ -396,7 +382,3 @@ def _totals_of(scheduler: PoolScheduler) -> Totals:
         counts["triptych:pool_tokens", name] = tokens
         counts["triptych:pool_padding_tokens", name] = batches * shape.batch * shape.prompt_len - tokens
     return Totals(counts)
-
-
-def _task_name(task: int) -> str:
-    return common_pb2.PoolTask.Name(common_pb2.PoolTask.ValueType(task)).removeprefix("POOL_TASK_").lower()

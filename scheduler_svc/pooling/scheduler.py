@@ -11,6 +11,7 @@ from typing import Protocol
 
 from protos.errors import Internal, InvalidArgument, TriptychError
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
+from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.suspects import Abandoned, Loss
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.requests.sampling import FinishReason
@@ -47,14 +48,14 @@ class PoolStats:
 class PoolScheduler:
     """Static batching: whenever the device is free, it runs a batch that is padded to its shape."""
 
-    def __init__(self, owner: PoolOwner, pooled_size: int) -> None:
+    def __init__(self, owner: PoolOwner, model: PooledModel) -> None:
         """Starts idle.
 
         Args:
             owner: provides the batches.
-            pooled_size: values of each result.
+            model: says how many values each result has.
         """
-        self._pooled_size = pooled_size
+        self._model = model
         self.stats = PoolStats()
         self._owner = owner
         self._step = 0
@@ -187,9 +188,11 @@ class PoolScheduler:
         if output is not None and output.error is not None:
             return output.error
         count = len(output.pooled) if output is not None else 0
-        if count != self._pooled_size:
+        assert request.pooling is not None
+        expected = self._model.num_values(request.pooling, len(request.token_ids))
+        if count != expected:
             return Internal(
-                f"the worker returned {count} values for request {request.request_id}, not {self._pooled_size}"
+                f"the worker returned {count} values for request {request.request_id}, not {expected}"
             )
         return None
 

@@ -12,8 +12,14 @@ _SHORTEST_PROMPT = 64
 _TOKENS_PER_BATCH = 1024
 
 
-def default_shapes(max_context: int, max_batch: int) -> tuple[PoolShape, ...]:
-    """Returns shapes for every prompt that a model can read, for example 1x64, 4x64, 16x64, 1x256, 4x256."""
+def default_shapes(max_context: int, max_batch: int, max_tokens: int | None = None) -> tuple[PoolShape, ...]:
+    """Returns shapes for every prompt that a model can read, for example 1x64, 4x64, 16x64, 1x256, 4x256.
+
+    No shape has more than `max_tokens`.
+    """
+    most = _TOKENS_PER_BATCH
+    if max_tokens is not None:
+        max_context, most = min(max_context, max_tokens), min(most, max_tokens)
     lengths = []
     length = _SHORTEST_PROMPT
     while length < max_context:
@@ -23,14 +29,19 @@ def default_shapes(max_context: int, max_batch: int) -> tuple[PoolShape, ...]:
     shapes = []
     for prompt_len in lengths:
         batch = 1
-        while batch == 1 or (batch <= max_batch and batch * prompt_len <= _TOKENS_PER_BATCH):
+        while batch == 1 or (batch <= max_batch and batch * prompt_len <= most):
             shapes.append(PoolShape(prompt_len, batch))
             batch *= _FACTOR
     return tuple(shapes)
 
 
 def shapes_of(
-    batch_sizes: Sequence[int], prompt_lens: Sequence[int], *, max_context: int, max_batch: int
+    batch_sizes: Sequence[int],
+    prompt_lens: Sequence[int],
+    *,
+    max_context: int,
+    max_batch: int,
+    max_tokens: int | None = None,
 ) -> tuple[PoolShape, ...]:
     """Returns the shapes that the settings name, ascending, or the default shapes if they name none.
 
@@ -39,6 +50,7 @@ def shapes_of(
         prompt_lens: tokens per row of each shape, in the same order.
         max_context: the longest prompt that the model can read, tokens.
         max_batch: the largest batch that the device can run, rows.
+        max_tokens: most tokens of a batch whose results fit into a message; `None` if any do.
 
     Raises:
         ConfigurationRefused: the model or the device cannot run one of the shapes.
@@ -55,7 +67,12 @@ def shapes_of(
             raise ConfigurationRefused(
                 f"pool_batch_sizes: {shape.batch} exceeds this device's limit of {max_batch} rows"
             )
-    return shapes or default_shapes(max_context, max_batch)
+        if max_tokens is not None and shape.batch * shape.prompt_len > max_tokens:
+            raise ConfigurationRefused(
+                f"pool_batch_sizes, pool_prompt_lens: results of {shape} tokens are too large for a message; a shape"
+                f" may have {max_tokens} tokens"
+            )
+    return shapes or default_shapes(max_context, max_batch, max_tokens)
 
 
 def format_shapes(shapes: Sequence[PoolShape]) -> str:

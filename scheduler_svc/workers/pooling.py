@@ -4,11 +4,14 @@ from collections.abc import Callable
 from functools import partial
 
 from protos.logs import get_logger
+from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape
+from protos.wire import MAX_MESSAGE_BYTES
 from scheduler_svc.convert.configuration import configure_pool_to_proto
 from scheduler_svc.convert.model import WorkerDescription
-from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica
+from scheduler_svc.pooling.engine import PoolEngine, PoolReplica
 from scheduler_svc.pooling.scheduler import PoolScheduler
+from scheduler_svc.pooling.tasks import TOKEN_TASKS, PooledModel
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.pool_shapes import shapes_of
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
@@ -18,6 +21,9 @@ from scheduler_svc.workers.generating import make_order
 _IGNORED_SETTINGS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "enable_prefix_caching",
 )  # fmt: skip
+
+# Values of float32 in a step's result: all of its rows travel in one message.
+_RESULT_VALUES = (MAX_MESSAGE_BYTES - (1 << 20)) // 4
 
 
 class PoolingReplicas:
@@ -49,8 +55,13 @@ class PoolingReplicas:
         shapes = self.engine.shapes
         batches = [shape.batch for shape in shapes] or settings.pool_batch_sizes
         lengths = [shape.prompt_len for shape in shapes] or settings.pool_prompt_lens
-        limits = description.limits
-        chosen = shapes_of(batches, lengths, max_context=limits.max_context, max_batch=limits.max_batch)
+        limits, model = description.limits, description.model
+        room = _RESULT_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
+        chosen = shapes_of(
+            batches, lengths, max_context=limits.max_context, max_batch=limits.max_batch, max_tokens=room
+        )
+        del model.message.pooling.shapes[:]
+        model.message.pooling.shapes.extend(map(shape_to_proto, chosen))
         return ReplicaSetup(
             request=configure_pool_to_proto(chosen),
             max_model_len=chosen[-1].prompt_len,
@@ -69,7 +80,7 @@ class PoolingReplicas:
     ) -> PoolScheduler:
         del num_blocks, served_name  # no KV memory, no histogram
         model = description.model
-        pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size)
+        pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size, model.message.pooling)
         self.engine.serve(pooled, shapes)
         scheduler = self.engine.make_scheduler(replica_id, pooled)
         self.engine.attach(replica_id, PoolReplica(scheduler, link.wake, link.failing))

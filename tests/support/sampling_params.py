@@ -51,6 +51,14 @@ def token_logprobs(logprob: float, rank: int, *top: tuple[int, float]) -> common
     )
 
 
-def pooling_params(normalize: bool | None = None) -> common_pb2.PoolingParams:
-    """Returns the parameters of an embedding; None leaves the scaling to the model."""
-    return common_pb2.PoolingParams(task=common_pb2.POOL_TASK_EMBED, normalize=normalize)
+def pooling_params(
+    use_activation: bool | None = None,
+    *,
+    task: "common_pb2.PoolTask.ValueType" = common_pb2.POOL_TASK_EMBED,
+    dimensions: int = 0,
+    second_text_at: int = 0,
+) -> common_pb2.PoolingParams:
+    """Returns the parameters of a pooling request; None leaves the activation to the model."""
+    return common_pb2.PoolingParams(
+        task=task, use_activation=use_activation, dimensions=dimensions, second_text_at=second_text_at
+    )

@@ -13,6 +13,7 @@ from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
+from worker_svc.shapes.model_description import PoolingDescription, PoolingTask
 
 # More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
@@ -29,6 +30,13 @@ _BLOCK_COPIES: dict[BlockCopies, worker_pb2.BlockCopies.ValueType] = {
     "none": worker_pb2.BLOCK_COPIES_NONE,
     "tensors": worker_pb2.BLOCK_COPIES_TENSORS,
     "runtime": worker_pb2.BLOCK_COPIES_RUNTIME,
+}
+
+_TASKS: "dict[PoolingTask, common_pb2.PoolTask.ValueType]" = {
+    "embed": common_pb2.POOL_TASK_EMBED,
+    "classify": common_pb2.POOL_TASK_CLASSIFY,
+    "token_embed": common_pb2.POOL_TASK_TOKEN_EMBED,
+    "token_classify": common_pb2.POOL_TASK_TOKEN_CLASSIFY,
 }
 
 
@@ -51,6 +59,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
             dtype=str(description.dtype).removeprefix("torch."),
             default_sampling=None if pooling else _default_sampling(description.default_sampling),
             pooled_size=pooling.size if pooling else 0,
+            pooling=_pooling_info(pooling) if pooling else None,
         ),
         kv_groups=[
             common_pb2.KvGroup(
@@ -76,8 +85,23 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         max_lease_steps=1 if pooling else _MAX_LEASE,
         plans_ahead=not pooling,
         group_epoch=worker.epoch,
-        pool_tasks=[common_pb2.POOL_TASK_EMBED] if pooling else [],
+        pool_tasks=_pool_tasks(pooling) if pooling else [],
         block_copies=_BLOCK_COPIES[device.block_copies(worker.groups)],
+    )
+
+
+def _pool_tasks(pooling: PoolingDescription) -> "list[common_pb2.PoolTask.ValueType]":
+    """Returns the uses of a model's results. A score is the value of the only class."""
+    tasks = [_TASKS[pooling.task]]
+    return [*tasks, common_pb2.POOL_TASK_SCORE] if pooling.task == "classify" and pooling.size == 1 else tasks
+
+
+def _pooling_info(pooling: PoolingDescription) -> common_pb2.PoolingInfo:
+    return common_pb2.PoolingInfo(
+        labels=pooling.labels,
+        token_types=pooling.token_types,
+        matryoshka=pooling.dimensions is not None,
+        matryoshka_dimensions=pooling.dimensions or (),
     )
 
 

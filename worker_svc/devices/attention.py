@@ -20,7 +20,7 @@ class AttentionParams:
     scale: float
     """Factor on the scores before the softmax."""
     window: int
-    """Tokens that a query attends to, itself included; 0 for all."""
+    """Tokens that a query attends to, itself included; 0 for all. Without causality as many on each side."""
     softcap: float
     """Scores become `softcap * tanh(scores / softcap)`; 0 turns this off."""
     writes: bool
@@ -126,10 +126,11 @@ class RowsPlan:
         """
         seen = torch.arange(row_len, device=lengths.device)
         mask = (seen < lengths[:, None])[:, None, None, :]
-        if params.causal:
-            visible = seen <= seen[:, None]
+        if params.causal or params.window:
+            behind = seen[:, None] - seen
+            visible = behind >= 0 if params.causal else torch.ones_like(behind, dtype=torch.bool)
             if params.window:
-                visible &= seen > seen[:, None] - params.window
+                visible &= behind.abs() < params.window
             # Padding beyond a window sees itself.
             mask = (mask & visible) | torch.eye(row_len, dtype=torch.bool, device=lengths.device)
         return cls(mask)

@@ -361,8 +361,8 @@ class Device(abc.ABC):
         """Attends within each row, without a cache.
 
         Args:
-            call: a layer without a soft cap or sinks, and without a window unless it is causal. Its tensors
-                have rows * row_len tokens; the cache is unused.
+            call: a layer without a soft cap or sinks. Its tensors have rows * row_len tokens; the cache is
+                unused.
             plan: the result of `plan_rows` for this step. The outputs of padding mean nothing.
         """
         params = call.params

@@ -158,6 +158,7 @@ class Worker:
             trust_remote_code=settings.trust_remote_code,
             compiled=options.level > 0,
             layout=self.layout,
+            pooling_task=None if settings.pooling_task == "auto" else settings.pooling_task,
         )
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)

@@ -14,7 +14,7 @@ from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.shapes.model_description import PoolingDescription
 
 # Raise it when we build other graphs from the same model.
-GRAPH_REVISION: Final = 1
+GRAPH_REVISION: Final = 2
 _SAFETENSORS_LENGTH_BYTES: Final = 8
 _SAMPLE_BYTES: Final = 4096
 # Fields of a configuration that name its origin and do not affect what the model computes.
@@ -104,7 +104,7 @@ def _generation_fields(
 
 def _pooling_fields(geometry: PoolGeometry, pooling: PoolingDescription | None) -> dict[str, str]:
     shapes = sorted(f"{shape.batch}x{shape.prompt_len}" for shape in geometry.shapes)
-    words = "" if pooling is None else f"{pooling.method} to {pooling.size}"
+    words = "" if pooling is None else f"{pooling.task} by {pooling.method} to {pooling.size}"
     return {"pool_shapes": ",".join(shapes), "pooling": words}
 
 

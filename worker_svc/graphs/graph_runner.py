@@ -66,14 +66,18 @@ class GraphSignature:
 class RecordableModel(Protocol):
     """What graphs need of a model; `vllm_adapter.model.VllmModel` is one.
 
-    A step takes token ids [tokens] and their places: positions [tokens] of a model that generates, lengths of
-    the rows [rows] of a pooling model.
+    A step takes token ids [tokens] and their places: positions [tokens] of a model that generates. A pooling
+    model's places are [2, rows]: the number of each row's real tokens, and the index in the row of the second
+    text of a pair, or the row's length.
     """
 
     def forward(
         self, token_ids: torch.Tensor, places: torch.Tensor, plans: Mapping[str, Any], /
     ) -> torch.Tensor:
-        """Returns hidden states [tokens, hidden], or a pooling model's embeddings [rows, size]."""
+        """Returns hidden states [tokens, hidden], or a pooling model's result.
+
+        That is float32 [rows, size], or [rows, row_len, size] if each token has a result.
+        """
         ...
 
     def record(self, token_ids: torch.Tensor, places: torch.Tensor, /) -> Recording:
@@ -333,7 +337,8 @@ class GraphRunner:
             NotStatic: if they differ.
         """
         others = torch.full_like(tokens, 7)
-        # No row of a pooling model is longer than its shape says.
+        # No row of a pooling model is longer than its shape says, and none has a second text: not every model
+        # has a second type of tokens.
         moved = torch.full_like(places, signature.query_len) if signature.kind == "pooling" else places + 1
         expected = self._model.forward(others, moved, plans)
         got = graph.replay((others, moved), plans)

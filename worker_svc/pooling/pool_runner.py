@@ -1,5 +1,6 @@
 """Runs a pooling model's plans: whole prompts at once, in a static shape, without a KV cache."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
 from worker_svc.devices.base import Device
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature, RecordableModel
 from worker_svc.phases import Progress, one_by_one
-from worker_svc.pooling.pooler import normalize_rows
+from worker_svc.pooling.pooler import activate
 from worker_svc.shapes.geometry import PoolGeometry
 from worker_svc.shapes.model_description import PoolingDescription
 
@@ -24,7 +25,8 @@ class PoolingModel(RecordableModel, Protocol):
 
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
-"""From token ids [tokens] and lengths [rows] to embeddings [rows, size], valid until the next call."""
+"""From token ids [tokens] and places [2, rows] to the result of `RecordableModel.forward`, valid until the
+next call."""
 
 
 class PoolRunner:
@@ -77,7 +79,7 @@ class PoolRunner:
     def warm_up(self, progress: Progress) -> None:
         """Runs every shape once, on padding only."""
         for signature in one_by_one(self.signatures(), progress):
-            self._embed([], PoolShape(signature.query_len, signature.batch))
+            self._pool([], PoolShape(signature.query_len, signature.batch))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
@@ -103,12 +105,8 @@ class PoolRunner:
         requests = self._requests_of(plan.work, refused)
         if not requests:
             return list(refused.values())
-        rows = self._embed(requests, plan.work.shape)
-        finite = rows.isfinite().all(dim=-1).tolist()
-        outputs = [
-            _output(request.slot, row, is_finite=good)
-            for request, row, good in zip(requests, rows.tolist(), finite, strict=True)
-        ]
+        results = self._finish(requests, self._pool(requests, plan.work.shape))
+        outputs = [_output(request.slot, row) for request, row in zip(requests, results, strict=True)]
         return [*refused.values(), *outputs]
 
     def reset(self) -> None:
@@ -158,38 +156,60 @@ class PoolRunner:
         """Makes a signature's graph on padding, and captures the step around it if the device captures."""
         row_len = signature.query_len
         given = self._upload(*_inputs([], signature))
-        self.graphs.build(signature, *given, self._model.row_plans(given[1], row_len))
+        self.graphs.build(signature, *given, self._model.row_plans(given[1][0], row_len))
 
-        def step(tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor]:
-            plans = self._model.row_plans(lengths, row_len)
-            return (self.graphs.run(signature, tokens, lengths, plans),)
+        def step(tokens: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor]:
+            plans = self._model.row_plans(places[0], row_len)
+            return (self.graphs.run(signature, tokens, places, plans),)
 
         is_captured = self._device.captures and self.graphs.has(signature)
         self._steps[signature] = self._device.capture(step, given) if is_captured else step
 
-    def _embed(self, requests: Sequence[Admission], shape: PoolShape) -> torch.Tensor:
-        """Returns the embeddings of requests that fit `shape`, float32 [requests, size], on the host.
+    def _pool(self, requests: Sequence[Admission], shape: PoolShape) -> torch.Tensor:
+        """Returns the model's result for requests that fit `shape`, on the host.
 
-        The remaining rows are padding.
+        The remaining rows are padding and left out.
         """
         signature = _signature(shape)
         if signature not in self._steps:
             self.graphs.count_late(signature)
             self._make(signature)
-        (embeddings,) = self._steps[signature](*self._upload(*_inputs(requests, signature)))
-        raw = embeddings.cpu()[: len(requests)]
-        default = self._description.normalize
-        choices = [
-            request.pooling.normalize
-            if request.pooling and request.pooling.HasField("normalize")
-            else default
-            for request in requests
-        ]
-        return torch.where(torch.tensor(choices, dtype=torch.bool)[:, None], normalize_rows(raw), raw)
+        (result,) = self._steps[signature](*self._upload(*_inputs(requests, signature)))
+        return result.cpu()[: len(requests)]
 
-    def _upload(self, tokens: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _finish(self, requests: Sequence[Admission], raw: torch.Tensor) -> list[torch.Tensor]:
+        """Returns each request's values as it wants them: cut, then activated.
+
+        Args:
+            requests: the requests.
+            raw: the model's result for them, float32 [requests, size] or [requests, row_len, size].
+
+        Returns:
+            float32 [size] or [tokens, size].
+        """
+        wishes = [self._wish(request) for request in requests]
+        # Nearly always, all requests want the same.
+        made = {}
+        for size, active in set(wishes):
+            cut = raw[..., :size]
+            activation = self._description.activation
+            made[size, active] = activate(cut, activation) if active and activation else cut
+        rows = [made[wish][index] for index, wish in enumerate(wishes)]
+        if not self._description.of_tokens:
+            return rows
+        return [row[: len(request.token_ids)] for request, row in zip(requests, rows, strict=True)]
+
+    def _wish(self, request: Admission) -> tuple[int, bool]:
+        """Returns how many values of a vector a request wants, and whether it wants the activation."""
+        asked, description = request.pooling, self._description
+        active = description.activates
+        if asked is not None and asked.HasField("use_activation"):
+            active = asked.use_activation
+        return (asked and asked.dimensions) or description.size, active
+
+    def _upload(self, tokens: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         device = self._device.torch_device
-        return tokens.to(device), lengths.to(device)
+        return tokens.to(device), places.to(device)
 
 
 def _signature(shape: PoolShape) -> GraphSignature:
@@ -197,16 +217,24 @@ def _signature(shape: PoolShape) -> GraphSignature:
 
 
 def _inputs(requests: Sequence[Admission], signature: GraphSignature) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns token ids, int64 [tokens], and lengths, int64 [rows]. A row of padding has one token."""
+    """Returns token ids, int64 [tokens], and places, int64 [2, rows]; see `RecordableModel`.
+
+    A row of padding has one token.
+    """
     tokens = torch.zeros((signature.batch, signature.query_len), dtype=torch.int64)
-    lengths = torch.ones(signature.batch, dtype=torch.int64)
+    places = torch.ones((2, signature.batch), dtype=torch.int64)
+    places[1] = signature.query_len
     for row, request in enumerate(requests):
-        lengths[row] = len(request.token_ids)
+        places[0, row] = len(request.token_ids)
+        if request.pooling is not None and request.pooling.second_text_at:
+            places[1, row] = request.pooling.second_text_at
         tokens[row, : len(request.token_ids)] = torch.tensor(request.token_ids, dtype=torch.int64)
-    return tokens.flatten(), lengths
+    return tokens.flatten(), places
 
 
-def _output(slot: int, row: Sequence[float], *, is_finite: bool) -> SlotOutput:
-    if not is_finite:
+def _output(slot: int, row: torch.Tensor) -> SlotOutput:
+    values: list[float] = row.flatten().tolist()
+    # A sum of float32 values in float64 is finite unless one of them is not.
+    if not math.isfinite(sum(values)):
         return SlotOutput(slot, (), error=Internal("the model's result for this request is not finite"))
-    return SlotOutput(slot, (), pooled=row)
+    return SlotOutput(slot, (), pooled=values)

@@ -1,9 +1,9 @@
-"""Pools a row's hidden states into one vector."""
+"""Pools a row's hidden states, and applies the activation of the results."""
 
 import torch
 from torch.nn import functional
 
-from worker_svc.shapes.model_description import PoolingMethod
+from worker_svc.shapes.model_description import Activation, PoolingMethod
 
 
 def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod) -> torch.Tensor:
@@ -15,7 +15,7 @@ def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod
         method: how to pool.
 
     Returns:
-        float32 [rows, hidden].
+        float32 [rows, hidden], or [rows, row_len, hidden] for all tokens.
     """
     match method:
         case "CLS":
@@ -28,8 +28,16 @@ def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod
             padding = torch.arange(hidden.shape[1], device=hidden.device) >= lengths[:, None]
             total = hidden.float().masked_fill(padding[:, :, None], 0).sum(dim=1)
             return total / lengths[:, None]
+        case "ALL":
+            return hidden.float()
 
 
-def normalize_rows(vectors: torch.Tensor) -> torch.Tensor:
-    """Scales each row to Euclidean length 1."""
-    return functional.normalize(vectors, p=2, dim=-1)
+def activate(vectors: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Applies the activation along the last dimension of float32 vectors [..., size]."""
+    match activation:
+        case "normalize":
+            return functional.normalize(vectors, p=2, dim=-1)
+        case "softmax":
+            return functional.softmax(vectors, dim=-1)
+        case "sigmoid":
+            return torch.sigmoid(vectors)

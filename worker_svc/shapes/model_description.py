@@ -8,20 +8,42 @@ import torch
 
 from worker_svc.shapes.geometry import AttentionLayer
 
-PoolingMethod = Literal["MEAN", "CLS", "LAST"]
-"""How a row's hidden states become one vector: the mean of its real tokens, the first one or the last one."""
+PoolingMethod = Literal["MEAN", "CLS", "LAST", "ALL"]
+"""How a row's hidden states become its result: the mean of its real tokens, the first one, the last one, or
+all of them, each with a result of its own."""
+
+PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
+"""What a pooling model's graphs compute."""
+
+Activation = Literal["normalize", "softmax", "sigmoid"]
+"""The last function on a vector: scale it to length 1, or make probabilities of the values of classes."""
 
 
 @dataclass(frozen=True)
 class PoolingDescription:
-    """How a pooling model turns a prompt into an embedding."""
+    """How a pooling model turns a prompt into its result."""
 
     method: PoolingMethod
     """How to pool."""
-    normalize: bool
-    """Whether the model's authors scale embeddings to length 1."""
     size: int
-    """Elements of one embedding."""
+    """Elements of one vector."""
+    task: PoolingTask = "embed"
+    """What the vectors are."""
+    activation: Activation | None = "normalize"
+    """What may be done with the values."""
+    activates: bool = True
+    """Whether that is done unless a request says otherwise."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, in the order of the values; empty for embeddings."""
+    token_types: bool = False
+    """Whether the model tells the two texts of a pair apart by the types of their tokens."""
+    dimensions: tuple[int, ...] | None = None
+    """The sizes that embeddings may be cut to; empty for any, `None` for none."""
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether each token has a result."""
+        return self.method == "ALL"
 
 
 @dataclass(frozen=True)

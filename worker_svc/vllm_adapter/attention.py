@@ -84,7 +84,6 @@ class TriptychAttention(AttentionImpl):
             "ALiBi": alibi_slopes is not None,
             f"a {kv_cache_dtype} KV cache": kv_cache_dtype != "auto",
             f"{attn_type} attention": attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY),
-            "bidirectional windows": attn_type == AttentionType.ENCODER_ONLY and bool(sliding_window),
         }
         for what, needed in unserved.items():
             if needed:

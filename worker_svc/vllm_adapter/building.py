@@ -1,6 +1,5 @@
 """Builds vLLM's layers of a model without weights: this rank's, and those of all stages without memory."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,17 +67,6 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
         if config.model_config.use_mla:
             import worker_svc.vllm_adapter.layers.latent_attention  # noqa: F401 - registers on import, in seconds
         return initialize_model(vllm_config=config)
-
-
-def leave_out_token_types() -> None:
-    """Makes encoders add the embedding of token type 0, the only one that we serve.
-
-    They read the types from a bit of the token ids, in place, which not every device's compiler takes.
-    """
-    for name in ("bert", "roberta"):
-        module: Any = sys.modules.get(f"vllm.model_executor.models.{name}")
-        if module is not None:
-            module._decode_token_type_ids = torch.zeros_like  # noqa: SLF001 - the only place that decides
 
 
 def layers_of_all_stages(arguments: Mapping[str, Any], layout: RankLayout) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +69,8 @@ def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
     from vllm.model_executor.models import ModelRegistry
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for architecture in config.get("architectures") or ():
+    for name in config.get("architectures") or ():
+        architecture = _built_as(name, ModelRegistry.models)
         known = ModelRegistry.models.get(architecture)
         if known is None:
             if config.get("auto_map"):
@@ -82,6 +83,16 @@ def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
         with deferred():
             model_class = known.load_model_cls()
         ModelRegistry.register_model(architecture, model_class)
+
+
+def _built_as(architecture: str, known: Mapping[str, Any]) -> str:
+    """Returns the class that vLLM builds for an architecture.
+
+    It adds a classifier to a class that generates if it has no class of its own with a classifier.
+    """
+    base = architecture.removesuffix("ForSequenceClassification") + "ForCausalLM"
+    is_classifier = architecture.endswith("ForSequenceClassification")
+    return base if is_classifier and architecture not in known and base in known else architecture
 
 
 def _is_full_precision_pooling(model_config: Any) -> bool:

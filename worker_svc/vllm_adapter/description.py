@@ -3,8 +3,7 @@
 import itertools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,40 +22,6 @@ def is_experts(layer: Any) -> bool:
     # Importing that module takes seconds. A model without expert layers has not imported it.
     module = sys.modules.get("vllm.model_executor.layers.fused_moe.runner.moe_runner_interface")
     return module is not None and isinstance(layer, module.MoERunnerInterface)
-
-
-def describe_pooling(
-    config: Any, model: Any, layers: Mapping[str, Any]
-) -> tuple[PoolingDescription, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """Describes a pooling model. Also returns the layers that run after pooling, if it has any.
-
-    Raises:
-        ConfigurationRefused: if the model is not for embeddings, or pools in a way that is not served.
-    """
-    model_config = config.model_config
-    model_name = f"{Path(model_config.model).name} ({model_config.architecture})"
-    poolers = getattr(getattr(model, "pooler", None), "poolers_by_task", {})
-    head = getattr(poolers.get("embed"), "head", None)
-    if head is None:
-        tasks = ", ".join(sorted(poolers)) or "something else"
-        raise ConfigurationRefused(
-            f"{model_name} is for {tasks}, but only embeddings are served yet; choose another model"
-        )
-    method = model_config.pooler_config.get_seq_pooling_type()
-    if method not in ("MEAN", "CLS", "LAST"):
-        raise ConfigurationRefused(
-            f"{model_name} pools by {method}, which is not served yet; choose another model"
-        )
-    for name, layer in layers.items():
-        params = getattr(getattr(layer, "impl", None), "params", None)
-        if params is None or params.softcap or params.sinks or not params.writes:
-            raise ConfigurationRefused(
-                f"{model_name} has layers like {name}, which are not served for pooling yet;"
-                " choose another model"
-            )
-    normalize = head.activation is not None and model_config.pooler_config.use_activation is not False
-    size = getattr(model_config, "embedding_size", None) or model_config.get_hidden_size()
-    return PoolingDescription(method, normalize, size), head.projector
 
 
 def describe(

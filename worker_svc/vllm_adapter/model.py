@@ -12,16 +12,21 @@ from worker_svc.graphs.capture import Recorder, Recording
 from worker_svc.pooling.pooler import pool_rows
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import AttentionLayer
-from worker_svc.shapes.model_description import ModelDescription, ModelSize, PoolingDescription
+from worker_svc.shapes.model_description import (
+    ModelDescription,
+    ModelSize,
+    PoolingDescription,
+    PoolingTask,
+)
 from worker_svc.vllm_adapter.building import (
     build,
     check_stages,
     layers_of_all_stages,
-    leave_out_token_types,
     names_of_states,
 )
 from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
-from worker_svc.vllm_adapter.description import describe, describe_pooling, is_experts, measure
+from worker_svc.vllm_adapter.description import describe, is_experts, measure
+from worker_svc.vllm_adapter.pooling.head import PoolingHead, describe_pooling
 
 
 class VllmModel:
@@ -36,7 +41,7 @@ class VllmModel:
     size: ModelSize
     """What the model's memory depends on."""
 
-    _projector: Any
+    _pooling_head: PoolingHead | None
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class VllmModel:
         trust_remote_code: bool = False,
         compiled: bool = True,
         layout: RankLayout | None = None,
+        pooling_task: PoolingTask | None = None,
     ) -> None:
         """Reads the configuration and builds the layers with uninitialized weights.
 
@@ -61,6 +67,7 @@ class VllmModel:
             trust_remote_code: whether Python code in the folder may run.
             compiled: whether a device with its own compiler may use it; otherwise the model's own code runs.
             layout: this rank's part of the model; `None` for all of it.
+            pooling_task: what a pooling model computes; `None` for what it is made for.
 
         Raises:
             ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
@@ -79,12 +86,11 @@ class VllmModel:
             check_stages(self._config.model_config, layout)
             self._model: Any = build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
-        self._pooling = pooling = self._prepare_pooling()
+        self._pooling = pooling = self._prepare_pooling(pooling_task)
         self._prepare_layers(cached=pooling is None)
-        head, whole = self._compute_logits, self._step()
-        self._run: Callable[..., torch.Tensor] = device.compile(whole) if compiled else whole
-        self._whole: Callable[..., torch.Tensor] = whole
-        self._head: Callable[..., torch.Tensor] = device.compile(head) if compiled else head
+        self._whole: Callable[..., torch.Tensor] = self._step()
+        prepare = device.compile if compiled else _unchanged
+        self._run, self._head = prepare(self._whole), prepare(self._compute_logits)
         self._caches: Mapping[str, torch.Tensor] = {}
         everywhere: Mapping[str, Any] = {} if pooling else self._layers
         if layout.pipeline > 1:
@@ -98,21 +104,24 @@ class VllmModel:
         # All steps use one context and only replace its metadata.
         self._context: Any = create_forward_context({}, self._config)
 
-    def _prepare_pooling(self) -> PoolingDescription | None:
+    def _prepare_pooling(self, task: PoolingTask | None) -> PoolingDescription | None:
         """Describes how the model pools, if it does, and keeps the layers that follow."""
-        self._projector = None
+        self._pooling_head = None
         if self._config.model_config.runner_type != "pooling":
+            if task is not None:
+                raise ConfigurationRefused(
+                    f"{self._config.model_config.architecture} generates text; omit --pooling-task {task}"
+                )
             return None
         if self._layout.world_size > 1:
             raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
-        pooling, self._projector = describe_pooling(self._config, self._model, self._layers)
-        leave_out_token_types()
+        pooling, self._pooling_head = describe_pooling(self._config, self._model, self._layers, task)
         return pooling
 
     def _step(self) -> Callable[..., torch.Tensor]:
         """Returns what `forward` runs."""
         if self._pooling is not None:
-            return self._embed
+            return self._pool
         run: Callable[..., torch.Tensor] = self._model
         return run if self._layout.pipeline == 1 else self._run_stage
 
@@ -162,8 +171,11 @@ class VllmModel:
             loader.load_weights(self._model, model_config)
             process_weights_after_loading(self._model, model_config, self._device.torch_device)
             self._device.place_weights(self._model)
-            if isinstance(self._projector, torch.nn.Module):
-                self._device.place_weights(self._projector)
+            if self._pooling_head is not None:
+                placed = set(self._model.modules())
+                for layer in self._pooling_head.modules():
+                    if layer not in placed:
+                        self._device.place_weights(layer)
         self._model.eval()
 
     def bind_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
@@ -217,14 +229,20 @@ class VllmModel:
             return cast("torch.Tensor", result)
         return torch.stack([result.tensors[name] for name in sorted(result.tensors)])
 
-    def _embed(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Runs a pooling model's layers, pools each row and projects the results; see `forward`."""
-        assert self._pooling is not None
+    def _pool(self, token_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Runs a pooling model's layers, pools each row, and runs what follows; see `forward`."""
+        head = self._pooling_head
+        assert head is not None
+        lengths, second_text_at = places[0], places[1]
         rows = lengths.shape[0]
         positions = torch.arange(token_ids.shape[0] // rows, device=token_ids.device).repeat(rows)
-        hidden: torch.Tensor = self._model(token_ids, positions)
-        pooled = pool_rows(hidden.view(rows, -1, hidden.shape[-1]), lengths, self._pooling.method)
-        return (pooled if self._projector is None else self._projector(pooled)).float()
+        if head.takes_types:
+            types = (positions.view(rows, -1) >= second_text_at[:, None]).to(torch.int64).flatten()
+            words = self._model.embed_input_ids(token_ids)
+            hidden: torch.Tensor = self._model(types, positions, inputs_embeds=words)
+        else:
+            hidden = self._model(token_ids, positions)
+        return head(pool_rows(hidden.view(rows, -1, hidden.shape[-1]), lengths, head.method))
 
     @torch.inference_mode()
     def forward(
@@ -234,13 +252,14 @@ class VllmModel:
 
         Args:
             token_ids: int64 [tokens]; after the first stage, what the stage before returned.
-            places: positions, int64 [tokens]. A pooling model takes the number of real tokens at the start of
-                each row, int64 [rows], at least 1. Its rows have the same number of tokens, with padding.
+            places: positions, int64 [tokens]. A pooling model takes int64 [2, rows], as `RecordableModel`
+                says. Its rows have the same number of tokens, with padding.
             plans: by layer name, the attention metadata from `attention_plans` or `row_plans`.
 
         Returns:
             Hidden states [tokens, hidden], in the model's dtype; before the last stage
-            [states, tokens, hidden]. A pooling model's embeddings, float32 [rows, size].
+            [states, tokens, hidden]. A pooling model's result, float32 [rows, size], or
+            [rows, row_len, size] if each token has a result.
         """
         from vllm.forward_context import override_forward_context
 
@@ -313,3 +332,7 @@ class VllmModel:
                 made[kind] = StepAttention(self._device, self._device.plan_rows(lengths, row_len, params))
             plans[name] = made[kind]
         return plans
+
+
+def _unchanged(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return function

@@ -168,16 +168,30 @@ class _PoolTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolTask.Val
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOL_TASK_UNSPECIFIED: _PoolTask.ValueType  # 0
     POOL_TASK_EMBED: _PoolTask.ValueType  # 1
+    """One vector."""
     POOL_TASK_CLASSIFY: _PoolTask.ValueType  # 2
+    """One value for each class."""
     POOL_TASK_SCORE: _PoolTask.ValueType  # 3
+    """The one value of a model with one class, usually how well the second text of a pair answers the first."""
+    POOL_TASK_TOKEN_EMBED: _PoolTask.ValueType  # 4
+    """One vector for each token."""
+    POOL_TASK_TOKEN_CLASSIFY: _PoolTask.ValueType  # 5
+    """One value for each class and token."""
 
 class PoolTask(_PoolTask, metaclass=_PoolTaskEnumTypeWrapper):
     """The use of a pooling result."""
 
 POOL_TASK_UNSPECIFIED: PoolTask.ValueType  # 0
 POOL_TASK_EMBED: PoolTask.ValueType  # 1
+"""One vector."""
 POOL_TASK_CLASSIFY: PoolTask.ValueType  # 2
+"""One value for each class."""
 POOL_TASK_SCORE: PoolTask.ValueType  # 3
+"""The one value of a model with one class, usually how well the second text of a pair answers the first."""
+POOL_TASK_TOKEN_EMBED: PoolTask.ValueType  # 4
+"""One vector for each token."""
+POOL_TASK_TOKEN_CLASSIFY: PoolTask.ValueType  # 5
+"""One value for each class and token."""
 Global___PoolTask: _TypeAlias = PoolTask  # noqa: Y015
 
 @_typing.final
@@ -525,6 +539,7 @@ class ModelInfo(_message.Message):
     DEFAULT_SAMPLING_FIELD_NUMBER: _builtins.int
     POOL_TASKS_FIELD_NUMBER: _builtins.int
     POOLED_SIZE_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     served_name: _builtins.str
     """The name that requests use."""
     source: _builtins.str
@@ -543,7 +558,9 @@ class ModelInfo(_message.Message):
     changes.
     """
     pooled_size: _builtins.int
-    """Number of values in a pooling result; 0 for a model that generates."""
+    """Number of values in a pooling result, or in that of each token for a task of tokens; 0 for a model that
+    generates.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end a sequence unless ignore_eos."""
@@ -555,6 +572,10 @@ class ModelInfo(_message.Message):
     @_builtins.property
     def pool_tasks(self) -> _containers.RepeatedScalarFieldContainer[Global___PoolTask.ValueType]:
         """Tasks that a pooling model serves; empty for a model that generates."""
+
+    @_builtins.property
+    def pooling(self) -> Global___PoolingInfo:
+        """Set for a pooling model."""
 
     def __init__(
         self,
@@ -571,14 +592,59 @@ class ModelInfo(_message.Message):
         default_sampling: Global___SamplingParams | None = ...,
         pool_tasks: _abc.Iterable[Global___PoolTask.ValueType] | None = ...,
         pooled_size: _builtins.int = ...,
+        pooling: Global___PoolingInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "created_unix_s", b"created_unix_s", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "pool_tasks", b"pool_tasks", "pooled_size", b"pooled_size", "served_name", b"served_name", "source", b"source", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "created_unix_s", b"created_unix_s", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "pool_tasks", b"pool_tasks", "pooled_size", b"pooled_size", "pooling", b"pooling", "served_name", b"served_name", "source", b"source", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class PoolingInfo(_message.Message):
+    """Facts about a pooling model that its clients need."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    TOKEN_TYPES_FIELD_NUMBER: _builtins.int
+    MATRYOSHKA_FIELD_NUMBER: _builtins.int
+    MATRYOSHKA_DIMENSIONS_FIELD_NUMBER: _builtins.int
+    SHAPES_FIELD_NUMBER: _builtins.int
+    token_types: _builtins.bool
+    """Whether the model tells the two texts of a pair apart by the type of their tokens."""
+    matryoshka: _builtins.bool
+    """Whether embeddings may be cut to fewer values."""
+    @_builtins.property
+    def labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the classes in the order of the values; empty for a model that makes embeddings."""
+
+    @_builtins.property
+    def matryoshka_dimensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The sizes that embeddings may be cut to; empty: any."""
+
+    @_builtins.property
+    def shapes(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphSignature]:
+        """The static shapes of the deployment, which the scheduler adds: a text fits if its tokens fit into a row."""
+
+    def __init__(
+        self,
+        *,
+        labels: _abc.Iterable[_builtins.str] | None = ...,
+        token_types: _builtins.bool = ...,
+        matryoshka: _builtins.bool = ...,
+        matryoshka_dimensions: _abc.Iterable[_builtins.int] | None = ...,
+        shapes: _abc.Iterable[Global___GraphSignature] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "matryoshka", b"matryoshka", "matryoshka_dimensions", b"matryoshka_dimensions", "shapes", b"shapes", "token_types", b"token_types"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolingInfo: _TypeAlias = PoolingInfo  # noqa: Y015
 
 @_typing.final
 class FileChunk(_message.Message):
@@ -654,23 +720,33 @@ class PoolingParams(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TASK_FIELD_NUMBER: _builtins.int
-    NORMALIZE_FIELD_NUMBER: _builtins.int
+    USE_ACTIVATION_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
     task: Global___PoolTask.ValueType
-    normalize: _builtins.bool
-    """Whether to scale an embedding to length 1. Unset: the model decides."""
+    use_activation: _builtins.bool
+    """Whether to scale an embedding to length 1, or to turn the values of classes into probabilities. Unset: the
+    model decides.
+    """
+    dimensions: _builtins.int
+    """Values to keep of an embedding, before it is scaled. 0: all."""
+    second_text_at: _builtins.int
+    """Index of the first token of the second text of a pair. 0: there is one text."""
     def __init__(
         self,
         *,
         task: Global___PoolTask.ValueType = ...,
-        normalize: _builtins.bool | None = ...,
+        use_activation: _builtins.bool | None = ...,
+        dimensions: _builtins.int = ...,
+        second_text_at: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "use_activation", b"use_activation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "dimensions", b"dimensions", "second_text_at", b"second_text_at", "task", b"task", "use_activation", b"use_activation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
-    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    _WhichOneofReturnType__use_activation: _TypeAlias = _typing.Literal["use_activation"]  # noqa: Y015
+    _WhichOneofArgType__use_activation: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
 
 Global___PoolingParams: _TypeAlias = PoolingParams  # noqa: Y015
 

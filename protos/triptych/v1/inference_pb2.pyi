@@ -643,17 +643,26 @@ class PoolRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
-    NORMALIZE_FIELD_NUMBER: _builtins.int
+    USE_ACTIVATION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     task: _common_pb2.PoolTask.ValueType
-    normalize: _builtins.bool
-    """Whether to scale an embedding to length 1. Unset: the model decides."""
+    """Unset: EMBED."""
+    use_activation: _builtins.bool
+    """See PoolingParams."""
     priority: _builtins.int
     tenant: _builtins.str
     model: _builtins.str
+    dimensions: _builtins.int
+    """Values to keep of an embedding, before it is scaled, of a model that allows it. 0: all."""
+    second_text_at: _builtins.int
+    """Index of the first token of the second text of a pair, for a model with `token_types`. 0: there is one
+    text.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -662,18 +671,20 @@ class PoolRequest(_message.Message):
         request_id: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         task: _common_pb2.PoolTask.ValueType = ...,
-        normalize: _builtins.bool | None = ...,
+        use_activation: _builtins.bool | None = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         model: _builtins.str = ...,
+        dimensions: _builtins.int = ...,
+        second_text_at: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "normalize", b"normalize"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "use_activation", b"use_activation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_normalize", b"_normalize", "model", b"model", "normalize", b"normalize", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "task", b"task", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "dimensions", b"dimensions", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "second_text_at", b"second_text_at", "task", b"task", "tenant", b"tenant", "use_activation", b"use_activation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
-    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+    _WhichOneofReturnType__use_activation: _TypeAlias = _typing.Literal["use_activation"]  # noqa: Y015
+    _WhichOneofArgType__use_activation: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__use_activation) -> _WhichOneofReturnType__use_activation | None: ...
 
 Global___PoolRequest: _TypeAlias = PoolRequest  # noqa: Y015
 
@@ -689,7 +700,7 @@ class PoolResponse(_message.Message):
     num_prompt_tokens: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Row-major values of `shape`."""
+        """Row-major values of `shape`: [values], or [tokens, values] for a task of tokens."""
 
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...

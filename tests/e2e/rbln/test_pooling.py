@@ -1,4 +1,4 @@
-"""Embedding models on device rbln, with fakes of the vendor's packages and with rbln-check."""
+"""Pooling models on device rbln, with fakes of the vendor's packages and with rbln-check."""
 
 from pathlib import Path
 from typing import get_args
@@ -8,11 +8,11 @@ import torch
 
 from protos.settings import load
 from scheduler_svc.settings import Settings
-from tests.support import tiny_embedders
+from tests.support.pooling import tiny_classifiers, tiny_embedders
+from tests.support.pooling.pool_process import Job, Result, flat, run_jobs, words_of
 from tests.support.rbln.fake_environment import compile_blindly, environment, running_worker
 from tests.support.scheduler.fake_pool_worker import pool_request
 from tests.support.scheduler.running_scheduler import run_scheduler
-from tests.support.worker.pool_process import Job, Result, run_jobs, words_of
 from worker_svc.model_files.demo_models import fetch
 
 pytestmark = [
@@ -24,6 +24,7 @@ pytestmark = [
 SHAPES = [(16, 3), (32, 4)]
 PROMPTS = [[5, 6, 7], [9] * 14, [3]]
 KINDS = get_args(tiny_embedders.Kind)
+CLASSIFIERS = get_args(tiny_classifiers.Kind)
 CHECK = ("--rbln-backend", "rbln-check")
 # By name, what compiles graphs: the flags, and the environment.
 COMPILERS = {
@@ -31,7 +32,7 @@ COMPILERS = {
     "fakes-runtime": ((), {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}),
     "check": (CHECK, {}),
 }
-MODELS = (*KINDS, "minilm")
+MODELS = (*KINDS, *CLASSIFIERS, "minilm")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders of small random models, and of MiniLM."""
     base = tmp_path_factory.mktemp("models")
     written = {kind: tiny_embedders.write(kind, base / kind) for kind in KINDS}
+    for classifier in CLASSIFIERS:
+        tiny_classifiers.write(classifier, base / classifier)
+        written[classifier] = base / classifier
     return {**written, "minilm": fetch("minilm")}
 
 
@@ -58,31 +62,34 @@ def expected(models: dict[str, Path]) -> dict[str, Result]:
 
 
 @pytest.mark.parametrize(
-    "compiler",
+    ("compiler", "names"),
     [
-        pytest.param("fakes", marks=pytest.mark.slow),
-        pytest.param("fakes-runtime", marks=pytest.mark.slow),
-        "check",
+        pytest.param("fakes", MODELS, marks=pytest.mark.slow),
+        pytest.param("fakes-runtime", MODELS, marks=pytest.mark.slow),
+        pytest.param("check", ("roberta", "modernbert", "qwen3", "bert-tokens"), marks=pytest.mark.slow),
+        ("check", ("mean", "causal", "bert-pairs")),
     ],
 )
 def test_every_shape_is_compiled_once_and_found_again(
-    models: dict[str, Path], expected: dict[str, Result], compiler: str, tmp_path: Path
+    models: dict[str, Path],
+    expected: dict[str, Result],
+    compiler: str,
+    names: tuple[str, ...],
+    tmp_path: Path,
 ) -> None:
-    """In strict mode, embeddings are the CPU's; a process that requires the code adds nothing to it."""
+    """In strict mode, results are the CPU's; a process that requires the code adds nothing to it."""
     flags, variables = COMPILERS[compiler]
     cached = ("--device", "rbln", *flags, "--compile-strict", "--compile-cache-dir", str(tmp_path))
-    first = start(models, *cached, **variables)
-    second = start(models, *cached, "--require-precompiled", **variables)
-    for name in MODELS:
+    chosen = {name: models[name] for name in names}
+    first = start(chosen, *cached, **variables)
+    second = start(chosen, *cached, "--require-precompiled", **variables)
+    for name in names:
         assert (first[name].graphs, first[name].kernels) == (words_of(SHAPES), ["DeviceGraph"])
         assert (first[name].num_compiled, first[name].num_late) == (len(SHAPES), 0)
         assert second[name].num_compiled == 0
-        assert second[name].embeddings == first[name].embeddings
+        assert second[name].results == first[name].results
         torch.testing.assert_close(
-            torch.tensor(first[name].embeddings),
-            torch.tensor(expected[name].embeddings),
-            atol=1e-5,
-            rtol=1e-5,
+            flat(first[name].results), flat(expected[name].results), atol=1e-5, rtol=1e-5
         )
 
 
@@ -90,12 +97,10 @@ def test_rbln_check_also_runs_the_models_own_code(
     models: dict[str, Path], expected: dict[str, Result]
 ) -> None:
     """With --backend eager there is no graph, and attention is the same plain operators."""
-    bert = {"bert": models["bert"]}
-    found = start(bert, "--device", "rbln", *CHECK, "--backend", "eager")["bert"]
+    mean = {"mean": models["mean"]}
+    found = start(mean, "--device", "rbln", *CHECK, "--backend", "eager")["mean"]
     assert (found.graphs, found.num_compiled) == ([], 0)
-    torch.testing.assert_close(
-        torch.tensor(found.embeddings), torch.tensor(expected["bert"].embeddings), atol=1e-5, rtol=1e-5
-    )
+    torch.testing.assert_close(flat(found.results), flat(expected["mean"].results), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -105,13 +110,13 @@ async def test_a_worker_takes_code_that_was_compiled_without_an_npu(
     """`triptych compile` makes the shapes that the scheduler asks for, and the worker compiles nothing."""
     sizes = ("--pool-batch-sizes", "1,4", "--pool-prompt-lens", "16,32")
     code = tmp_path / "code"
-    assert compile_blindly(models["bert"], code, "--compile-strict", *sizes)[0] == 2
-    count, output = compile_blindly(models["bert"], code, "--compile-strict", *sizes)
+    assert compile_blindly(models["mean"], code, "--compile-strict", *sizes)[0] == 2
+    count, output = compile_blindly(models["mean"], code, "--compile-strict", *sizes)
     assert (count, "compiled_nothing" in output) == (0, True)
     with (tmp_path / "log").open("w") as log:
         async with run_scheduler(load(Settings, [*sizes])) as scheduler:
             flags = ("--require-precompiled", "--compile-strict", "--compile-cache-dir", str(code))
-            with running_worker(models["bert"], scheduler.port, *flags, log=log):
+            with running_worker(models["mean"], scheduler.port, *flags, log=log):
                 assert await scheduler.serving.get()
                 answer = await scheduler.inference.Pool(pool_request([5, 6, 7]))
     assert len(answer.values) == 20

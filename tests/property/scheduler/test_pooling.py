@@ -11,7 +11,8 @@ from protos.errors import ContextExceeded
 from protos.steps import Pool, PoolShape, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.pooling.engine import PooledModel, PoolEngine, PoolReplica, PoolSubmission
+from scheduler_svc.pooling.engine import PoolEngine, PoolReplica, PoolSubmission
+from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import ListSink
@@ -33,7 +34,7 @@ class Machine(RuleBasedStateMachine):
         self.engine = PoolEngine(
             max_waiting=1000, max_waiting_tokens=100_000, clock=lambda: self.now, make_order=PriorityFairOrder
         )
-        self.model = PooledModel(100, frozenset({common_pb2.POOL_TASK_EMBED}), 1)
+        self.model = PooledModel(100, frozenset({common_pb2.POOL_TASK_EMBED}), 1, common_pb2.PoolingInfo())
         self.engine.serve(self.model, tuple(shapes))
         self.sinks: dict[str, ListSink] = {}
         self.prompts: dict[str, tuple[int, ...]] = {}

@@ -43,8 +43,11 @@ class FakePoolWorker(FakeWorker):
     """Every step in order: (requests, rows of the shape, tokens per row)."""
     received: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a plan has arrived."""
-    normalize: list[bool | None] = field(default_factory=list)
-    """The `normalize` field of every admitted request, in order."""
+    pooling: list[common_pb2.PoolingParams] = field(default_factory=list)
+    """The pooling parameters of every admitted request, in order."""
+    tasks: "Sequence[common_pb2.PoolTask.ValueType]" = (common_pb2.POOL_TASK_EMBED,)
+    info: common_pb2.PoolingInfo = field(default_factory=common_pb2.PoolingInfo)
+    """Facts about the model."""
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -52,8 +55,8 @@ class FakePoolWorker(FakeWorker):
         return worker_pb2.DescribeResponse(
             schema_revision=self.schema_revision, worker_id="w", device="cpu", device_name="simulated",
             model=common_pb2.ModelInfo(source=self.source, architecture="Sum", vocab_size=97, max_model_len=64,
-                                       dtype="float32", pooled_size=self.pooled_size),
-            max_batch=self.max_batch, graph_kinds=[common_pb2.GRAPH_KIND_POOL], pool_tasks=[common_pb2.POOL_TASK_EMBED],
+                                       dtype="float32", pooled_size=self.pooled_size, pooling=self.info),
+            max_batch=self.max_batch, graph_kinds=[common_pb2.GRAPH_KIND_POOL], pool_tasks=self.tasks,
         )  # fmt: skip
 
     async def Execute(
@@ -72,8 +75,7 @@ class FakePoolWorker(FakeWorker):
                 assert request.slot not in slots
                 assert not request.blocks
                 slots[request.slot] = request
-                asked = request.pooling.normalize if request.pooling.HasField("normalize") else None
-                self.normalize.append(asked)
+                self.pooling.append(request.pooling)
             shape = plan.pool.shape
             assert (shape.batch, shape.query_len) in shapes
             assert len(plan.pool.slots) <= shape.batch
@@ -90,11 +92,16 @@ class FakePoolWorker(FakeWorker):
                     step=plan.step, last=True, error=Internal("the device failed").to_proto()
                 )
                 continue
-            outputs = [_output(slot, slots[slot].token_ids) for slot in plan.pool.slots]
+            outputs = [_output(slot, slots[slot]) for slot in plan.pool.slots]
             yield worker_pb2.StepResult(step=plan.step, last=True, outputs=outputs)
 
 
-def _output(slot: int, prompt: Sequence[int]) -> worker_pb2.SlotOutput:
+def _output(slot: int, request: worker_pb2.SlotRequest) -> worker_pb2.SlotOutput:
+    prompt, pooling = request.token_ids, request.pooling
     if POISON in prompt:
         return worker_pb2.SlotOutput(slot=slot, error=Internal("not finite").to_proto())
-    return worker_pb2.SlotOutput(slot=slot, pooled=embedding_of(prompt))
+    if pooling.task == common_pb2.POOL_TASK_TOKEN_EMBED:
+        return worker_pb2.SlotOutput(
+            slot=slot, pooled=[value for token in prompt for value in embedding_of([token])]
+        )
+    return worker_pb2.SlotOutput(slot=slot, pooled=embedding_of(prompt)[: pooling.dimensions or None])

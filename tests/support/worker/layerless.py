@@ -62,9 +62,10 @@ class Echo:
         return {}
 
     def forward(
-        self, token_ids: torch.Tensor, lengths: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, places: torch.Tensor, plans: Mapping[str, Any]
     ) -> torch.Tensor:
         del plans
+        lengths = places[0]
         rows, row_len = len(lengths), len(token_ids) // len(lengths)
         self.forwards.append((rows, row_len))
         tokens, positions = token_ids.view(rows, row_len), torch.arange(row_len).expand(rows, row_len)
@@ -72,8 +73,8 @@ class Echo:
         unreal = (positions >= lengths[:, None]) | (tokens == POISON)
         return pool_rows(hidden.masked_fill(unreal[:, :, None], math.nan), lengths, self._method)
 
-    def record(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> Recording:
-        inputs = (token_ids.clone(), lengths.clone())
+    def record(self, token_ids: torch.Tensor, places: torch.Tensor) -> Recording:
+        inputs = (token_ids.clone(), places.clone())
         recorder = Recorder(inputs)
         with recorder:
             embeddings = self.forward(*inputs, {})

@@ -46,7 +46,7 @@ def test_a_plan_survives_the_wire(work: Work | None) -> None:
         place=(AdapterPlacement(1, 77),),
         admit=(
             Admission(2, (10, 11, 12), 1, sampling_params(top_k=4, bad_words=((6, 7),)), {0: (8, 9), 1: (3,)}, "r", 1, 2, adapter_slot=0),
-            Admission(4, (5,), 0, sampling_params(), {}, "p", num_prompt_tokens=1, pooling=pooling_params(normalize=False)),
+            Admission(4, (5,), 0, sampling_params(), {}, "p", num_prompt_tokens=1, pooling=pooling_params(use_activation=False)),
         ),
         grow=(Growth(0, 1, (4,)),),
     )  # fmt: skip

@@ -60,7 +60,7 @@ async def test_one_text(stack: Stack) -> None:
     EmbeddingList.model_validate(body)
     assert request.task == pb.POOL_TASK_EMBED
     assert request.model == "minilm"
-    assert not request.HasField("normalize")
+    assert not request.HasField("use_activation")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
     )
     assert response.status_code == 200
     (request,) = stack.scheduler.pooled
-    assert (request.HasField("normalize"), request.normalize) == (True, False)
+    assert (request.HasField("use_activation"), request.use_activation) == (True, False)
     assert (request.priority, request.tenant) == (3, "acme")
 
 

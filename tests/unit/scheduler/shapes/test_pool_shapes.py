@@ -1,5 +1,8 @@
 """Static shapes of pooling models."""
 
+import pytest
+
+from protos.errors import ConfigurationRefused
 from protos.steps import PoolShape
 from scheduler_svc.shapes.pool_shapes import default_shapes, format_shapes, shapes_of
 
@@ -19,3 +22,10 @@ def test_shapes_from_settings_are_sorted_and_unique() -> None:
     """Order and repetition of the settings do not matter."""
     found = shapes_of((4, 1, 4), (16, 64, 16), max_context=64, max_batch=4)
     assert found == (shape(4, 16), shape(1, 64))
+
+
+def test_results_of_tokens_bound_the_shapes() -> None:
+    """The default shapes hold at most so many tokens; a larger one of the settings is refused."""
+    assert format_shapes(default_shapes(512, 8, max_tokens=100)) == "1x64, 1x100 (rows x tokens)"
+    with pytest.raises(ConfigurationRefused, match="results of 4x64 tokens are too large for a message"):
+        shapes_of((4,), (64,), max_context=64, max_batch=4, max_tokens=255)

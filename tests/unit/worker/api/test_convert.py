@@ -71,11 +71,13 @@ def test_pooling_messages_are_converted() -> None:
     geometry = convert.geometry_from_proto(request)
     assert geometry == PoolGeometry((PoolShape(4, 3),))
     assert list(convert.ready_to_proto(Ready(geometry, (), {}, "", "none"), 0.0).ready.graphs) == [shape]
-    slot = worker_pb2.SlotRequest(slot=1, token_ids=[5, 6], pooling=common_pb2.PoolingParams(normalize=False))
+    slot = worker_pb2.SlotRequest(
+        slot=1, token_ids=[5, 6], pooling=common_pb2.PoolingParams(use_activation=False)
+    )
     message = worker_pb2.StepPlan(step=3, admit=[slot], pool=worker_pb2.Pool(slots=[1], shape=shape))
     plan = plan_from_proto(message)
     assert plan.work == Pool((1,), PoolShape(4, 3))
-    assert plan.admit[0].pooling == common_pb2.PoolingParams(normalize=False)
+    assert plan.admit[0].pooling == common_pb2.PoolingParams(use_activation=False)
     result = result_to_proto(plan, StepResult(3, outputs=[SlotOutput(1, pooled=(0.5, 2.0))]))
     assert not result.token_ids
     assert [list(output.pooled) for output in result.outputs] == [[0.5, 2.0]]

@@ -103,11 +103,11 @@ def test_what_a_pooling_model_does_after_its_layers_counts(folder: Path) -> None
     """Shapes, the method and the layers that follow pooling tell code apart; the order of shapes does not."""
     small, large = PoolShape(16, 1), PoolShape(32, 4)
     sizes = PoolGeometry((small, large))
-    mean = PoolingDescription("MEAN", normalize=True, size=8)
+    mean = PoolingDescription("MEAN", 8)
     given: dict[str, Any] = {"groups": (), "geometry": sizes, "pooling": mean}
     base = key(folder, **given)
     assert key(folder, **given | {"geometry": PoolGeometry((large, small))}) == base
-    assert key(folder, **given | {"pooling": replace(mean, normalize=False)}) == base
+    assert key(folder, **given | {"pooling": replace(mean, activates=False)}) == base
     assert key(folder, **given | {"geometry": PoolGeometry((small,))}) != base
     assert key(folder, **given | {"pooling": replace(mean, method="CLS")}) != base
     dense = folder / "2_Dense" / "model.safetensors"

@@ -27,7 +27,7 @@ DESCRIPTION = ModelDescription(
     dtype=torch.float32,
     quantization=None,
     layers=(),
-    pooling=PoolingDescription("MEAN", normalize=False, size=2),
+    pooling=PoolingDescription("MEAN", 2, activates=False),
     default_sampling={},
 )
 

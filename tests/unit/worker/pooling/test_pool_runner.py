@@ -26,11 +26,12 @@ def make_runner(
     model: Echo | None = None,
     *,
     normalize: bool = False,
+    method: PoolingMethod = "MEAN",
     device: Device | None = None,
     level: int = 1,
     strict: bool = False,
 ) -> PoolRunner:
-    description = PoolingDescription("MEAN", normalize, 2)
+    description = PoolingDescription(method, 2, activates=normalize)
     options = GraphOptions(level=level, required=True, strict=strict)
     return PoolRunner(
         model or Echo(), device or open_device("cpu"), description, PoolGeometry(SHAPES), options
@@ -47,11 +48,17 @@ def run(runner: PoolRunner, *prompts: list[int], shape: PoolShape = SHAPES[1]) -
 
 
 @pytest.mark.parametrize(
-    ("method", "rows"), [("MEAN", [[6, 1], [4, 0.5]]), ("CLS", [[5, 0], [3, 0]]), ("LAST", [[7, 2], [5, 1]])]
+    ("method", "rows"),
+    [
+        ("MEAN", [[6, 1], [4, 0.5]]),
+        ("CLS", [[5, 0], [3, 0]]),
+        ("LAST", [[7, 2], [5, 1]]),
+        ("ALL", [[5, 0, 6, 1, 7, 2], [3, 0, 5, 1]]),
+    ],
 )
 def test_only_real_tokens_are_pooled(method: PoolingMethod, rows: list[list[float]]) -> None:
     """Padding is NaN here and does not change any result."""
-    outputs = run(make_runner(Echo(method)), [5, 6, 7], [3, 5])
+    outputs = run(make_runner(Echo(method), method=method), [5, 6, 7], [3, 5])
     assert [list(output.pooled) for output in outputs] == rows
 
 
@@ -179,7 +186,7 @@ class CountingDevice(PlainDevice):
     def capture(
         self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        assert [tuple(each.shape) for each in examples][1:] in [[(1,)], [(3,)], [(2,)]]
+        assert [tuple(each.shape) for each in examples][1:] in [[(2, 1)], [(2, 3)], [(2, 2)]]
 
         def captured(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.calls += 1
@@ -211,7 +218,7 @@ def test_shapes_that_cannot_run_are_refused(geometry: PoolGeometry, text: str) -
         geometry.check(longest_context=64)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 2)])
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (False, 2), (True, 0), (True, 2)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_rows_attend_as_each_would_alone(causal: bool, kv_heads: int, window: int) -> None:
     """Batched attention equals naive attention over each row's real tokens."""
@@ -231,7 +238,7 @@ def test_rows_attend_as_each_would_alone(causal: bool, kv_heads: int, window: in
             scores = query[real, head] @ key[real, kv].T * 0.3
             for i in range(length):
                 for j in range(length):
-                    if causal and (j > i or (window and j <= i - window)):
+                    if (causal and j > i) or (window and abs(i - j) >= window):
                         scores[i, j] = -math.inf
             expected = scores.softmax(-1) @ value[real, kv]
             assert torch.allclose(output[real, head], expected, atol=1e-6)

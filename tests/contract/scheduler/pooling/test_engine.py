@@ -71,6 +71,7 @@ async def test_a_result_arrives_complete(scheduler: RunningScheduler) -> None:
     assert (list(response.shape), response.num_prompt_tokens) == ([4], 3)
     assert list(info.pool_tasks) == [common_pb2.POOL_TASK_EMBED]
     assert (info.pooled_size, info.max_model_len) == (4, 16)
+    assert [(shape.batch, shape.query_len) for shape in info.pooling.shapes] == [(1, 4), (4, 4), (2, 16)]
 
 
 async def test_waiting_requests_run_as_batches_by_prompt_length(
@@ -89,16 +90,6 @@ async def test_waiting_requests_run_as_batches_by_prompt_length(
     assert await asyncio.gather(*calls) == [embedding_of(prompt) for prompt in prompts]
     assert (load.num_running, load.num_waiting) == (1, 6)
     assert worker.batches == [(1, 1, 4), (3, 4, 4), (2, 2, 16), (1, 2, 16)]
-
-
-async def test_normalize_reaches_the_worker(scheduler: RunningScheduler, worker: FakePoolWorker) -> None:
-    """The worker receives true, false or nothing."""
-    for normalize in (True, False, None):
-        request = pool_request()
-        if normalize is not None:
-            request.normalize = normalize
-        await scheduler.inference.Pool(request)
-    assert worker.normalize == [True, False, None]
 
 
 async def test_one_bad_row_fails_alone(scheduler: RunningScheduler, worker: FakePoolWorker) -> None:

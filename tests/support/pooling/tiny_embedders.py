@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 
-Kind = Literal["bert", "llama"]
+Kind = Literal["mean", "causal"]
 VOCAB_SIZE = 256
 CONTEXT = 64
 
@@ -32,7 +32,7 @@ def write(kind: Kind, folder: Path) -> Path:
     }  # fmt: skip
     model = (
         BertModel(BertConfig(**sizes))
-        if kind == "bert"
+        if kind == "mean"
         else LlamaModel(LlamaConfig(**sizes, num_key_value_heads=2, head_dim=12))
     )
     with torch.no_grad():
@@ -40,7 +40,7 @@ def write(kind: Kind, folder: Path) -> Path:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     stages = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    if kind == "bert":
+    if kind == "mean":
         stages += [("2_Dense", "Dense"), ("3_Normalize", "Normalize")]
         dense = {
             "in_features": 48,
@@ -56,7 +56,7 @@ def write(kind: Kind, folder: Path) -> Path:
         for index, (path, name) in enumerate(stages)
     ]
     _write(folder / "modules.json", modules)
-    method = "mean_tokens" if kind == "bert" else "lasttoken"
+    method = "mean_tokens" if kind == "mean" else "lasttoken"
     pooling = {"word_embedding_dimension": 48, f"pooling_mode_{method}": True}
     _write(folder / "1_Pooling" / "config.json", pooling)
     _write(folder / "sentence_bert_config.json", {"max_seq_length": CONTEXT, "do_lower_case": False})

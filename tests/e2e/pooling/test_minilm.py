@@ -1,7 +1,6 @@
 """Embeddings of the real MiniLM equal those of transformers."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -187,25 +186,13 @@ def test_a_causal_model_pools_its_last_token(tmp_path: Path) -> None:
     write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 100, "do_lower_case": False})
     model = load(tmp_path, "float32")
     assert model.description.layers == ()
-    assert model.description.pooling == PoolingDescription("LAST", normalize=False, size=64)
+    assert model.description.pooling == PoolingDescription("LAST", 64, activates=False)
     shape = PoolShape(16, 3)
     runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((shape,)))
     prompts = [[5, 6, 7], [9] * 16]
     with torch.inference_mode():
         wanted = [llama.model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
     assert (values(pooled(runner, prompts, shape)) - torch.stack(wanted)).abs().max() < 1e-5
-
-
-def test_a_classifier_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    """The refusal comes before any weights are read."""
-    config = json.loads((folder / "config.json").read_text())
-    write(
-        tmp_path / "config.json",
-        config | {"architectures": ["BertForSequenceClassification"], "num_labels": 2},
-    )
-    shutil.copy(folder / "tokenizer_config.json", tmp_path)
-    with pytest.raises(ConfigurationRefused, match=r"\(BertForSequenceClassification\) is for classify"):
-        load(tmp_path, "auto")
 
 
 def test_several_ranks_are_refused(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Embeds prompts with workers in its own process: vLLM has one platform a process.
+"""Pools prompts with workers in its own process: vLLM has one platform a process.
 
 The argument is a JSON array of `Job`. The output is a JSON array of `Result`.
 """
@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from protos.settings import load
 from protos.steps import Admission, Pool, PoolShape, StepPlan
@@ -29,15 +31,16 @@ class Job:
     shapes: list[tuple[int, int]]
     """Tokens per row and rows of each shape."""
     prompts: list[list[int]]
-    """Token ids of each prompt; together they fit into every shape that holds the longest."""
+    """Token ids of each prompt; together they fit into every shape that holds the longest. If the model knows
+    types of tokens, each prompt's second half has another one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
     """What one worker did."""
 
-    embeddings: list[list[list[float]]]
-    """For each shape that holds the prompts, an embedding of each prompt, not normalized."""
+    results: list[list[list[float]]]
+    """For each shape that holds the prompts, the values of each prompt, without the model's activation."""
     graphs: list[str]
     """The shapes that have a graph, in words."""
     num_compiled: int
@@ -49,7 +52,7 @@ class Result:
 
 
 def run(job: Job) -> Result:
-    """Configures a worker and embeds the prompts in every shape that holds them."""
+    """Configures a worker and pools the prompts in every shape that holds them."""
     worker = Worker(load(Settings, job.flags))
     worker.prepare()
     shapes = [PoolShape(*shape) for shape in job.shapes]
@@ -58,20 +61,25 @@ def run(job: Job) -> Result:
     assert isinstance(engine, PoolingEngine)
     assert engine._runner is not None
     graphs = engine._runner.graphs
+    assert worker.description.pooling is not None
+    halves = worker.description.pooling.token_types
     admit = [
-        Admission(slot, prompt, 0, sampling_params(), {}, pooling=pooling_params(False))
+        Admission(
+            slot, prompt, 0, sampling_params(), {},
+            pooling=pooling_params(False, second_text_at=len(prompt) // 2 if halves else 0),
+        )
         for slot, prompt in enumerate(job.prompts)
-    ]
-    embeddings = []
+    ]  # fmt: skip
+    results = []
     for shape in shapes:
         if shape.batch < len(admit) or shape.prompt_len < max(map(len, job.prompts)):
             continue
         worker.reset()
         outputs = worker.execute(StepPlan(1, admit=admit, work=Pool(range(len(admit)), shape)))
         assert not any(output.error for output in outputs)
-        embeddings.append([list(output.pooled) for output in outputs])
+        results.append([list(output.pooled) for output in outputs])
     result = Result(
-        embeddings,
+        results,
         [str(each) for each in engine._runner.signatures() if graphs.has(each)],
         worker.num_compiled,
         graphs.num_late,
@@ -79,6 +87,11 @@ def run(job: Job) -> Result:
     )
     worker.close()
     return result
+
+
+def flat(results: list[list[list[float]]]) -> torch.Tensor:
+    """Returns all values of a result, float32 [values]."""
+    return torch.tensor([value for shape in results for prompt in shape for value in prompt])
 
 
 def words_of(shapes: Sequence[tuple[int, int]]) -> list[str]:
@@ -89,7 +102,7 @@ def words_of(shapes: Sequence[tuple[int, int]]) -> list[str]:
 def run_jobs(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Result]:
     """Runs jobs in one new process with these environment variables."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.worker.pool_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
+        [sys.executable, "-m", "tests.support.pooling.pool_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
         check=False, capture_output=True, text=True, cwd=ROOT, timeout=140, env=dict(environment),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,75 @@
+"""What a pooling model serves, and the checks of requests against it."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from protos.errors import Unsupported
+from protos.triptych.v1 import common_pb2
+
+TOKEN_TASKS: Final = frozenset({common_pb2.POOL_TASK_TOKEN_EMBED, common_pb2.POOL_TASK_TOKEN_CLASSIFY})
+"""The tasks whose results have a vector for each token."""
+
+_EMBEDDINGS: Final = frozenset({common_pb2.POOL_TASK_EMBED, common_pb2.POOL_TASK_TOKEN_EMBED})
+
+
+@dataclass(frozen=True, slots=True)
+class PooledModel:
+    """The facts about a pooling model that admission needs."""
+
+    vocab_size: int
+    """Token ids are below this."""
+    tasks: frozenset[int]
+    """The tasks that the model's results serve."""
+    size: int
+    """Values of one vector."""
+    info: common_pb2.PoolingInfo
+    """The worker's message; says what requests may ask for."""
+
+    def check(self, pooling: common_pb2.PoolingParams) -> None:
+        """Refuses what the model does not serve.
+
+        Raises:
+            Unsupported: names the task, the dimensions or the second text, and what is served.
+        """
+        task = pooling.task
+        if task not in self.tasks:
+            served = ", ".join(sorted(map(_task_name, self.tasks)))
+            raise Unsupported(f"this model serves {served}, not {_task_name(task)}", param="task")
+        if pooling.second_text_at and not self.info.token_types:
+            raise Unsupported(
+                "this model does not mark the second text of a pair; omit second_text_at",
+                param="second_text_at",
+            )
+        if pooling.dimensions:
+            self._check_dimensions(pooling.dimensions, is_embedding=task in _EMBEDDINGS)
+
+    def _check_dimensions(self, dimensions: int, *, is_embedding: bool) -> None:
+        if not is_embedding:
+            raise Unsupported(
+                f"dimensions={dimensions} is not supported: the results are no embeddings; omit it",
+                param="dimensions",
+            )
+        if dimensions == self.size:
+            return
+        if not self.info.matryoshka:
+            raise Unsupported(
+                f"dimensions={dimensions} is not supported: this model's embeddings have {self.size}, and it was"
+                " not trained to be cut (Matryoshka); omit it",
+                param="dimensions",
+            )
+        allowed = self.info.matryoshka_dimensions
+        if dimensions > self.size or (allowed and dimensions not in allowed):
+            names = ", ".join(map(str, allowed)) if allowed else f"1 to {self.size}"
+            raise Unsupported(
+                f"dimensions={dimensions} is not supported: this model's embeddings can be cut to {names}",
+                param="dimensions",
+            )
+
+    def num_values(self, pooling: common_pb2.PoolingParams, num_tokens: int) -> int:
+        """Returns how many values the result of a prompt of that many tokens has."""
+        size = pooling.dimensions or self.size
+        return size * num_tokens if pooling.task in TOKEN_TASKS else size
+
+
+def _task_name(task: int) -> str:
+    return common_pb2.PoolTask.Name(common_pb2.PoolTask.ValueType(task)).removeprefix("POOL_TASK_").lower()

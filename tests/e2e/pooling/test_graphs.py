@@ -1,0 +1,94 @@
+"""Every shape of a pooling model is a graph on a CPU, and results are those of the model's own code."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from tests.support.pooling import tiny_classifiers, tiny_embedders
+from tests.support.pooling.pool_process import Job, Result, flat, run_jobs, words_of
+from tests.support.rbln.fake_environment import environment
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing transformers
+]
+
+SHAPES = [(16, 3), (32, 4)]
+PROMPTS = [[5, 6, 7], [9] * 14, [3]]
+CLASSIFIERS = get_args(tiny_classifiers.Kind)
+KINDS = (*get_args(tiny_embedders.Kind), *CLASSIFIERS)
+# Generating code takes seconds for each kind.
+GENERATED_KINDS = ("mean", "causal", "bert-pairs", "modernbert", "bert-tokens")
+EAGER = ("--backend", "eager")
+STRICT = ("--backend", "compiled", "--compile-strict")
+GENERATED = (*STRICT, "-O", "2")
+Starts = dict[tuple[str, tuple[str, ...]], Result]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a model of each kind."""
+    base = tmp_path_factory.mktemp("models")
+    for kind in CLASSIFIERS:
+        tiny_classifiers.write(kind, base / kind)
+    for embedder in get_args(tiny_embedders.Kind):
+        tiny_embedders.write(embedder, base / embedder)
+    return base
+
+
+def job(folder: Path, kind: str, form: tuple[str, ...]) -> Job:
+    flags = [
+        "--model", str(folder / kind), "--device", "cpu", "--dtype", "float32",
+        "--compile-cache-dir", str(folder / "code"), *form,
+    ]  # fmt: skip
+    return Job(flags, SHAPES, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def first(folder: Path) -> Starts:
+    """Starts without generated code, by kind and flags, in one process."""
+    keys = [(kind, form) for kind in KINDS for form in (EAGER, STRICT)]
+    return dict(zip(keys, run_jobs([job(folder, *key) for key in keys], environment()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def generated(folder: Path) -> dict[str, Result]:
+    """Starts that generate code, by kind, in one process."""
+    jobs = [job(folder, kind, GENERATED) for kind in GENERATED_KINDS]
+    return dict(zip(GENERATED_KINDS, run_jobs(jobs, environment()), strict=True))
+
+
+@pytest.fixture(scope="module")
+def second(folder: Path, generated: dict[str, Result]) -> dict[str, Result]:
+    """Starts that require the code of the first ones, by kind, in another process."""
+    assert generated
+    jobs = [job(folder, kind, (*GENERATED, "--require-precompiled")) for kind in GENERATED_KINDS]
+    return dict(zip(GENERATED_KINDS, run_jobs(jobs, environment()), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recorded_kernels_give_the_models_bits(first: Starts, kind: str) -> None:
+    """Each shape is a kernel graph, none is late, and --backend eager makes none."""
+    eager, strict = first[kind, EAGER], first[kind, STRICT]
+    assert (eager.graphs, strict.graphs) == ([], words_of(SHAPES))
+    assert (strict.kernels, strict.num_late, strict.num_compiled) == (["KernelGraph"], 0, 0)
+    assert strict.results == eager.results
+    assert flat(eager.results).abs().mean() > 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GENERATED_KINDS)
+def test_generated_kernels_are_found_again(
+    first: Starts, generated: dict[str, Result], second: dict[str, Result], kind: str
+) -> None:
+    """At -O 2 results are equal up to rounding, and a process that requires the code compiles nothing."""
+    compiled = generated[kind]
+    assert (compiled.graphs, compiled.kernels) == (words_of(SHAPES), ["InductorGraph"])
+    assert compiled.num_compiled > 0
+    torch.testing.assert_close(flat(compiled.results), flat(first[kind, EAGER].results), atol=1e-5, rtol=1e-5)
+    again = second[kind]
+    assert (again.num_compiled, again.num_late) == (0, 0)
+    assert again.results == compiled.results

@@ -1,0 +1,158 @@
+"""Scores, classes and results of tokens of small random models equal those of transformers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from protos.errors import ConfigurationRefused
+from protos.steps import Admission, Pool, PoolShape, StepPlan
+from tests.support.pooling import tiny_classifiers, tiny_embedders
+from tests.support.sampling_params import pooling_params, sampling_params
+from worker_svc.devices import open_device
+from worker_svc.pooling.pool_runner import PoolRunner
+from worker_svc.shapes.geometry import PoolGeometry
+from worker_svc.shapes.model_description import PoolingDescription, PoolingTask
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.model import VllmModel
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore"),  # importing transformers
+]
+
+SHAPE = PoolShape(48, 4)
+PROMPTS = [[5, 6, 7], [9] * 14, [3], [*range(10, 50)]]
+# Where the second text begins, for models that see it.
+SECOND = [2, 0, 0, 17]
+KINDS = get_args(tiny_classifiers.Kind)
+LABELS = tiny_classifiers.LABELS
+DESCRIPTIONS = {
+    "bert-pairs": PoolingDescription("CLS", 1, "classify", None, labels=("LABEL_0",), token_types=True),
+    "bert": PoolingDescription("CLS", 3, "classify", "sigmoid", labels=LABELS, token_types=True),
+    "roberta": PoolingDescription("CLS", 3, "classify", "softmax", labels=LABELS),
+    "modernbert": PoolingDescription("MEAN", 3, "classify", "softmax", labels=LABELS),
+    "qwen3": PoolingDescription("LAST", 1, "classify", "sigmoid", labels=("LABEL_0",)),
+    "bert-tokens": PoolingDescription("ALL", 3, "token_classify", "softmax", labels=LABELS, token_types=True),
+}
+
+
+def loaded(folder: Path, task: PoolingTask | None = None) -> VllmModel:
+    startup.prepare("cpu")
+    torch.set_num_threads(1)
+    model = VllmModel(folder, open_device("cpu"), dtype="float32", seed=0, pooling_task=task)
+    model.load_weights()
+    return model
+
+
+def runner_of(model: VllmModel) -> PoolRunner:
+    assert model.description.pooling is not None
+    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((SHAPE,)))
+    runner.make_graphs(lambda *_: None)
+    assert all(runner.graphs.has(signature) for signature in runner.signatures())
+    return runner
+
+
+def results(
+    runner: PoolRunner,
+    *,
+    second: list[int] | None = None,
+    use_activation: bool | None = None,
+    dimensions: int = 0,
+) -> list[torch.Tensor]:
+    """Returns each prompt's values, [values] or [tokens, values]."""
+    runner.reset()
+    admit = [
+        Admission(
+            slot, prompt, 0, sampling_params(), {},
+            pooling=pooling_params(use_activation, second_text_at=second[slot] if second else 0, dimensions=dimensions),
+        )
+        for slot, prompt in enumerate(PROMPTS)
+    ]  # fmt: skip
+    outputs = runner.execute(StepPlan(1, admit=admit, work=Pool(range(len(PROMPTS)), SHAPE)))
+    assert [output.error for output in outputs] == [None] * len(PROMPTS)
+    values = [torch.tensor(output.pooled) for output in outputs]
+    if runner._description.of_tokens:
+        return [each.view(len(prompt), -1) for each, prompt in zip(values, PROMPTS, strict=True)]
+    return values
+
+
+def reference(model: Any, second: list[int] | None) -> list[torch.Tensor]:
+    """Returns transformers' logits of each prompt."""
+    found = []
+    for index, prompt in enumerate(PROMPTS):
+        given = {"input_ids": torch.tensor([prompt])}
+        if second and second[index]:
+            types = [int(place >= second[index]) for place in range(len(prompt))]
+            given["token_type_ids"] = torch.tensor([types])
+        with torch.inference_mode():
+            found.append(model(**given).logits[0])
+    return found
+
+
+ACTIVATIONS: Mapping[str | None, Any] = {
+    None: lambda logits: logits,
+    "sigmoid": torch.sigmoid,
+    "softmax": lambda logits: logits.softmax(-1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_equal_those_of_transformers(kind: tiny_classifiers.Kind, tmp_path: Path) -> None:
+    """In a graph, with padding, with and without the activation that the model's authors want."""
+    original = tiny_classifiers.write(kind, tmp_path)
+    model = loaded(tmp_path)
+    description = model.description.pooling
+    assert description == DESCRIPTIONS[kind]
+    runner = runner_of(model)
+    second = SECOND if description.token_types else None
+    logits = reference(original, second)
+    if description.token_types:
+        plain = reference(original, None)
+        assert (plain[3] - logits[3]).abs().max() > 2e-3  # the types matter
+    for active in (None, True, False):
+        activation = None if active is False else description.activation
+        expected = [ACTIVATIONS[activation](each) for each in logits]
+        for found, wanted in zip(
+            results(runner, second=second, use_activation=active), expected, strict=True
+        ):
+            assert found.shape == wanted.shape
+            assert (found - wanted).abs().max() < 1e-4
+
+
+def test_an_embedding_model_gives_vectors_of_tokens(tmp_path: Path) -> None:
+    """With --pooling-task token_embed, each token has the vector that transformers gives it, projected."""
+    from transformers import BertModel
+
+    tiny_embedders.write("mean", tmp_path)
+    model = loaded(tmp_path, "token_embed")
+    assert model.description.pooling == PoolingDescription("ALL", 20, "token_embed", token_types=True)
+    head = model._pooling_head
+    assert head is not None
+    bert = BertModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for found, prompt in zip(results(runner_of(model)), PROMPTS, strict=True):
+        with torch.inference_mode():
+            wanted = head(bert(torch.tensor([prompt])).last_hidden_state[0])
+        assert (found - torch.nn.functional.normalize(wanted, dim=-1)).abs().max() < 1e-4
+
+
+def test_embeddings_are_cut_before_they_are_scaled(tmp_path: Path) -> None:
+    """A request for fewer dimensions gets the first ones, of length 1."""
+    tiny_embedders.write("causal", tmp_path)
+    runner = runner_of(loaded(tmp_path))
+    raw, cut = results(runner, use_activation=False), results(runner, use_activation=True, dimensions=8)
+    for whole, part in zip(raw, cut, strict=True):
+        assert torch.allclose(torch.nn.functional.normalize(whole[:8], dim=-1), part, atol=1e-6)
+
+
+def test_a_task_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
+    """The refusal lists its tasks and comes before any weights are read."""
+    tiny_classifiers.write("roberta", tmp_path)
+    with pytest.raises(
+        ConfigurationRefused,
+        match=r"\(RobertaForSequenceClassification\) is for classify, token_classify, not for embed",
+    ):
+        loaded(tmp_path, "embed")
