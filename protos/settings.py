@@ -29,6 +29,7 @@ class Group(StrEnum):
     MODEL = "Model"
     DEVICE = "Device"
     RANKS = "Ranks of a replica"
+    LORA = "LoRA adapters"
     BATCHING = "Batching"
     KV_MEMORY = "KV memory"
     COMPILATION = "Compilation"

@@ -74,6 +74,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             "replica_id",
             "master",
         ),
+        Group.LORA: ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"),
         Group.KV_MEMORY: ("kv_memory", "kv_share", "window_kv"),
         Group.COMPILATION: (
             "backend",
@@ -162,6 +163,16 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     weights, for measurements."""
     trust_remote_code: bool = False
     """Allow Python code that comes with a model to run in this process."""
+    enable_lora: bool = False
+    """Serve LoRA adapters beside the model."""
+    max_loras: int = Field(4, ge=1, le=256)
+    """Different adapters that one step can mix; the device has memory for as many."""
+    max_lora_rank: int = Field(16, ge=1, le=512)
+    """Highest rank of an adapter. Memory and time of a step with adapters grow with it."""
+    max_cpu_loras: int | None = Field(None, ge=1, le=10_000)
+    """Adapters that the host keeps, those on the device included. Default: twice --max-loras."""
+    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the adapters' weights. auto is the model's."""
     kv_memory: float | None = Field(None, gt=0, le=1 << 20)
     """Memory for the KV cache, GiB. Default: --kv-share of the free memory."""
     kv_share: float = Field(0.4, gt=0, le=1)
@@ -281,6 +292,11 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             raise ValueError(f"-O {asked} and --compilation-config's level {config} differ; set one of them")
         level = config if asked is None else asked
         self._check_ranks()
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"--max-cpu-loras {self.max_cpu_loras} is below --max-loras {self.max_loras};"
+                " adapters on the device stay on the host, too"
+            )
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
         return self

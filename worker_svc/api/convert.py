@@ -87,6 +87,16 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         group_epoch=worker.epoch,
         pool_tasks=_pool_tasks(pooling) if pooling else [],
         block_copies=_BLOCK_COPIES[device.block_copies(worker.groups)],
+        lora=_lora_limits(worker),
+    )
+
+
+def _lora_limits(worker: Worker) -> worker_pb2.LoraLimits | None:
+    if worker.adapters is None:
+        return None
+    limits = worker.adapters.limits
+    return worker_pb2.LoraLimits(
+        max_loras=limits.max_loras, max_rank=limits.max_rank, max_cpu_loras=limits.max_cpu_loras
     )
 
 

@@ -17,6 +17,7 @@ from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
+from worker_svc.lora.store import AdapterStore
 from worker_svc.model_files import loader
 from worker_svc.phases import Phase, PhaseProgress
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
@@ -207,6 +208,45 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 self._log.exception("grammar_failed")
             await abort(context, as_triptych_error(error, "compiling the grammar failed"))
         return worker_pb2.CompileGrammarResponse(memory_bytes=memory, compile_us=elapsed_us(started))
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: Context
+    ) -> worker_pb2.LoadAdapterResponse:
+        """Reads an adapter on a thread of its own, while steps run."""
+        await asyncio.shield(self._prepared)
+        try:
+            loaded = await asyncio.to_thread(
+                self._adapters().load, request.adapter_id, request.name, request.source
+            )
+        except Exception as error:  # noqa: BLE001 - any error fails this adapter only
+            if not isinstance(error, TriptychError):
+                self._log.exception("adapter_failed", adapter=request.name)
+            await abort(context, as_triptych_error(error, f"loading adapter {request.name} failed"))
+        self._log.info(
+            "adapter_loaded", adapter=request.name, adapter_id=request.adapter_id, rank=loaded.rank,
+            bytes=loaded.num_bytes,
+        )  # fmt: skip
+        return worker_pb2.LoadAdapterResponse(
+            rank=loaded.rank, digest=loaded.digest, memory_bytes=loaded.num_bytes
+        )
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: Context
+    ) -> worker_pb2.UnloadAdapterResponse:
+        """Frees an adapter's memory on the host."""
+        await asyncio.shield(self._prepared)
+        try:
+            self._adapters().unload(request.adapter_id)
+        except TriptychError as error:
+            await abort(context, error)
+        return worker_pb2.UnloadAdapterResponse()
+
+    def _adapters(self) -> AdapterStore:
+        """Raises Unsupported if the worker takes no adapters."""
+        adapters = self._worker.adapters
+        if adapters is None:
+            raise Unsupported("this worker serves no LoRA adapters; start it with --enable-lora")
+        return adapters
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context

@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from protos.kv_groups import GroupKind
+from worker_svc.devices.adapter_stack import AdapterStack, StackShape, mask_of
 from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsPlan, StepInput
 from worker_svc.shapes.geometry import KvGroup
 
@@ -352,6 +353,27 @@ class Device(abc.ABC):
         shares = weights.t().unsqueeze(-1)
         # An unused expert may overflow, and 0 times infinity is NaN.
         return (each * shares).masked_fill(shares == 0, 0).sum(dim=0)
+
+    def adapter_stack(self, shape: StackShape) -> AdapterStack:
+        """Returns memory for the LoRA adapters of one layer, empty.
+
+        Raises:
+            RuntimeError: if there is not enough.
+        """
+        a, b = (
+            torch.zeros(size, dtype=shape.dtype, device=self.torch_device)
+            for size in AdapterStack.sizes(shape)
+        )
+        return AdapterStack(shape, a, b)
+
+    def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
+        """Returns what the stacks take to tell the rows' adapters apart, an input of the step's graph.
+
+        Args:
+            slots: the rows' adapter slots, int32 [tokens]; `NO_ADAPTER` for the base model.
+            shape: of any layer; all stacks of a model are of one kind.
+        """
+        return mask_of(slots, shape)
 
     def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> RowsPlan:
         """Prepares one step of a pooling model for its layers with these parameters; see `RowsPlan.of`."""

@@ -8,6 +8,7 @@ import torch
 from protos.errors import Internal
 from protos.kv_groups import GroupKind
 from protos.steps import Admission, Decode, Growth, Prefill
+from worker_svc.devices.adapter_stack import NO_ADAPTER
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.upload import upload
 from worker_svc.execution.staged_writes import StagedWrites
@@ -15,7 +16,7 @@ from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVoca
 from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, KvGroup
 
 # The tensors that admissions write, by their index in `StagedWrites`; a table for each group follows.
-_TOKENS, _COMPUTED, _PARAMETERS, _TABLES = range(4)
+_TOKENS, _COMPUTED, _ADAPTERS, _PARAMETERS, _TABLES = range(5)
 
 
 class Batch:
@@ -53,13 +54,15 @@ class Batch:
             for group in groups
         ]
         self.sampling = SamplingState(self._tokens, vocabulary)
+        self._adapters = torch.full((rows,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._admitted = StagedWrites(
-            [self._tokens, self._computed, self.sampling.columns.rows, *self._tables]
+            [self._tokens, self._computed, self._adapters, self.sampling.columns.rows, *self._tables]
         )
         self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
         # Copies on the host: plans are checked without waiting for the device. -1 marks a free slot.
         self._num_known = [-1] * rows
         self._num_computed = [0] * rows
+        self._adapter_slots = [NO_ADAPTER] * rows
         self._num_table_blocks = [[0] * rows for _ in groups]
 
     def release(self, slot: int) -> None:
@@ -68,6 +71,7 @@ class Batch:
             return
         self._num_known[slot] = -1
         self._num_computed[slot] = 0
+        self._adapter_slots[slot] = NO_ADAPTER
         self._admitted.drop(slot)
         for counts in self._num_table_blocks:
             counts[slot] = 0
@@ -102,10 +106,13 @@ class Batch:
         self.sampling.check(request)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
+        adapter = NO_ADAPTER if request.adapter_slot is None else request.adapter_slot
+        self._adapter_slots[slot] = adapter
         try:
             stage = self._admitted.add
             stage(slot, _TOKENS, slot * self._tokens.shape[1], request.token_ids)
             stage(slot, _COMPUTED, slot, (request.num_computed_tokens,))
+            stage(slot, _ADAPTERS, slot, (adapter,))
             parameters = self.sampling.set(request)
             stage(slot, _PARAMETERS, slot * len(parameters), parameters)
             for grant in grants:
@@ -197,6 +204,23 @@ class Batch:
             slots[:count] = row[real // block_size].long() * block_size + real % block_size
             inputs.append(PagedInput(lengths[2:], lengths[:2], row[None], slots, count))
         return tokens, positions, inputs
+
+    def has_adapters(self, slots: Sequence[int]) -> bool:
+        """Whether a LoRA adapter belongs to one of these slots."""
+        return any(self._adapter_slots[slot] != NO_ADAPTER for slot in slots)
+
+    def uses_adapter(self, adapter_slot: int) -> bool:
+        """Whether an admitted request has the adapter in this adapter slot."""
+        return adapter_slot in self._adapter_slots
+
+    def adapters_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the adapter slots of rows [bucket], int32 [bucket]; `NO_ADAPTER` for the base model."""
+        return self._adapters[rows]
+
+    def chunk_adapters(self, work: Prefill | None) -> torch.Tensor:
+        """Returns the adapter slot of each token of a chunk, int32 [chunk]; `None` makes one of padding."""
+        adapter = NO_ADAPTER if work is None else self._adapter_slots[work.slot]
+        return torch.full((self._geometry.chunk,), adapter, dtype=torch.int32, device=self._device)
 
     def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """Returns the tensors of a decode step.

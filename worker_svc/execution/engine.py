@@ -99,12 +99,19 @@ class Model(Protocol):
         ...
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plans: Mapping[str, Any],
+        /,
+        *adapters: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns hidden states [tokens, hidden] for token ids [tokens]."""
+        """Returns hidden states [tokens, hidden] for token ids [tokens] and their LoRA adapters, if any."""
         ...
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+    def record(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, /, *adapters: torch.Tensor
+    ) -> Recording:
         """Records `forward` on tensors of these shapes; raises `NotStatic`."""
         ...
 

@@ -15,6 +15,7 @@ from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.graphs.compilation import Compilation
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.launched_step import LaunchedStep
+from worker_svc.lora.store import AdapterStore
 from worker_svc.phases import Phases
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout
@@ -38,6 +39,7 @@ class GenerationEngine:
         options: GraphOptions,
         constraints: Callable[[Geometry], StepConstraints | None],
         layout: RankLayout,
+        adapters: AdapterStore | None = None,
     ) -> None:
         """Allocates nothing.
 
@@ -51,6 +53,7 @@ class GenerationEngine:
             options: how graphs are made.
             constraints: makes the matchers of a geometry's slots, or `None` if grammars are not supported.
             layout: this rank's part of the model.
+            adapters: the LoRA adapters that plans may place; `None` if the model takes none.
         """
         self._model = model
         self._device = device
@@ -62,6 +65,7 @@ class GenerationEngine:
         self._constraints = constraints
         self.layout = layout
         """This rank's part of the model."""
+        self._adapters = adapters
         self._runner: Runner | None = None
         self.group: RankGroup | None = None
         """The replica's ranks, once they are joined; `None` for a replica of one."""
@@ -129,6 +133,7 @@ class GenerationEngine:
             options=replace(self._options, checked=self._known_to_all(checked.read())),
             constraints=self._constraints(geometry),
             group=self.group,
+            adapters=self._adapters,
         )
         phases.finish("allocate")
         self._compilation.make_graphs(self._runner, phases)

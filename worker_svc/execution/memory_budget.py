@@ -165,6 +165,11 @@ class MemoryBudget:
         steps = (geometry.chunk, *geometry.decode_buckets)
         rows, vocab = geometry.decode_buckets[-1], self.size.vocab_size
         graphs = working_bytes(self.size, steps, rows, recorded=self.recorded)
+        if self.size.adapter_width:
+            # Each step has a second graph.
+            wider = replace(self.size, width=self.size.width + self.size.adapter_width)
+            adapted = working_bytes(wider, steps, 0, recorded=self.recorded)
+            graphs = graphs + adapted if self.recorded else max(graphs, adapted)
         sampling = sampling_bytes(rows, vocab, geometry.max_model_len)
         return graphs + sampling + state_bytes(geometry.max_num_seqs, vocab)
 

@@ -16,9 +16,9 @@ from protos.steps import SlotOutput, StepPlan
 from worker_svc.devices import BlockCopies, Device, device_for
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
-from worker_svc.execution.lockstep import Follower, GiveUp, Leader
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights
-from worker_svc.execution.rank_facts import rank_facts
+from worker_svc.execution.ranks.lockstep import Follower, GiveUp, Leader
+from worker_svc.execution.ranks.rank_facts import rank_facts
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints, StepConstraints
@@ -26,6 +26,8 @@ from worker_svc.grammars.relayed import FollowingConstraints, LeadingConstraints
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.launched_step import LaunchedStep
+from worker_svc.lora.checkpoint import LoraLimits
+from worker_svc.lora.store import AdapterStore
 from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.model_files.weights_digest import dummy_digest, start_digest
@@ -97,6 +99,8 @@ class Worker:
         self._digest: Future[str] = Future()
         self._requested: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
+        self.adapters: AdapterStore | None = None
+        """The LoRA adapters; `None` before `prepare` and without `--enable-lora`."""
         self.grammars = None
         self.groups = ()
 
@@ -159,7 +163,10 @@ class Worker:
             compiled=options.level > 0,
             layout=self.layout,
             pooling_task=None if settings.pooling_task == "auto" else settings.pooling_task,
+            lora=self._lora_limits(),
         )
+        if self._model.adapted is not None:
+            self.adapters = AdapterStore(self._model.adapted.limits, self._model.adapted)
         window_kind = _WINDOW_KINDS.get(settings.window_kv, self.device.window_kind)
         self.groups = group_layers(self.description.layers, window_kind)
         self.grammars = self._grammar_compiler()
@@ -196,6 +203,8 @@ class Worker:
                 begun this configuration yet.
         """
         self.join(epoch)
+        if self.adapters is not None:
+            self.adapters.forget()  # ids are the scheduler's own, and this may be another one
         if self._ready is not None and self.is_configured_as(geometry):
             return self._ready
         engine, phases = self._engine, Phases(progress)
@@ -340,6 +349,18 @@ class Worker:
             options=options,
             constraints=self._constraints,
             layout=self.layout,
+            adapters=self.adapters,
+        )
+
+    def _lora_limits(self) -> LoraLimits | None:
+        settings = self._settings
+        if not settings.enable_lora:
+            return None
+        return LoraLimits(
+            max_loras=settings.max_loras,
+            max_rank=settings.max_lora_rank,
+            max_cpu_loras=settings.max_cpu_loras or 2 * settings.max_loras,
+            dtype=settings.lora_dtype,
         )
 
     def _grammar_compiler(self) -> GrammarCompiler | None:

@@ -138,6 +138,11 @@ class Compilation:
             sizes=options.sizes,
             layout=settings.layout,
             pooling=self._description.pooling,
+            lora=(
+                f"{settings.max_loras} of rank {settings.max_lora_rank} in {settings.lora_dtype}"
+                if settings.enable_lora
+                else "none"
+            ),
             dummy_seed=settings.seed if settings.load_format == "dummy" else None,
         )
 

@@ -33,6 +33,7 @@ def code_fields(
     sizes: Sequence[int] | None,
     layout: RankLayout,
     pooling: PoolingDescription | None = None,
+    lora: str = "none",
     dummy_seed: int | None = None,
 ) -> dict[str, str]:
     """Returns the fields of a configuration.
@@ -49,6 +50,7 @@ def code_fields(
         sizes: decode buckets to compile kernels for; `None` for all.
         layout: the rank's part of the model.
         pooling: how the model pools, if it does.
+        lora: the sizes of the LoRA adapters that steps may have.
         dummy_seed: the seed of dummy weights; `None` if the weights are read.
     """
     fields = {
@@ -62,6 +64,7 @@ def code_fields(
         ),
         "dtype": dtype,
         "quantization": quantization or "none",
+        "lora": lora,
         "parallel": str(layout),
         "device": f"{device.name}: {device.code_target()}",
         "level": str(level),

@@ -28,8 +28,8 @@ class DeviceGraph:
 
     def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
         """Runs the step; see `KernelGraph.replay`."""
-        tokens, places = inputs
-        return self.model.forward(tokens, places, plans)
+        tokens, places, *adapters = inputs
+        return self.model.forward(tokens, places, plans, *adapters)
 
 
 Graph = KernelGraph | InductorGraph | DeviceGraph
@@ -50,14 +50,17 @@ class GraphSignature:
     """Rows."""
     query_len: int
     """Tokens of each row."""
+    adapters: bool = False
+    """Whether rows may have LoRA adapters. The graph without them costs nothing for them."""
 
     def __str__(self) -> str:
         """Describes the signature for people."""
+        adapters = " with adapters" if self.adapters else ""
         match self.kind:
             case "prefill":
-                return f"prefill of {self.query_len} tokens"
+                return f"prefill of {self.query_len} tokens{adapters}"
             case "decode":
-                return f"decode of {self.batch} rows"
+                return f"decode of {self.batch} rows{adapters}"
             case "pooling":
                 rows = "row" if self.batch == 1 else "rows"
                 return f"pooling of {self.batch} {rows} of {self.query_len} tokens"
@@ -68,11 +71,16 @@ class RecordableModel(Protocol):
 
     A step takes token ids [tokens] and their places: positions [tokens] of a model that generates. A pooling
     model's places are [2, rows]: the number of each row's real tokens, and the index in the row of the second
-    text of a pair, or the row's length.
+    text of a pair, or the row's length. A step whose rows may have LoRA adapters takes their selection, too.
     """
 
     def forward(
-        self, token_ids: torch.Tensor, places: torch.Tensor, plans: Mapping[str, Any], /
+        self,
+        token_ids: torch.Tensor,
+        places: torch.Tensor,
+        plans: Mapping[str, Any],
+        /,
+        *adapters: torch.Tensor,
     ) -> torch.Tensor:
         """Returns hidden states [tokens, hidden], or a pooling model's result.
 
@@ -80,7 +88,7 @@ class RecordableModel(Protocol):
         """
         ...
 
-    def record(self, token_ids: torch.Tensor, places: torch.Tensor, /) -> Recording:
+    def record(self, token_ids: torch.Tensor, places: torch.Tensor, /, *adapters: torch.Tensor) -> Recording:
         """Records `forward` on tensors of these shapes; raises `NotStatic`."""
         ...
 
@@ -184,17 +192,19 @@ class GraphRunner:
         tokens: torch.Tensor,
         places: torch.Tensor,
         plans: Mapping[str, Any],
+        *adapters: torch.Tensor,
     ) -> torch.Tensor:
-        """Runs a step.
+        """Runs a step; for the arguments see `build`.
 
         Returns what the model's `forward` returns, valid until the next step of the same signature.
         """
         graph = self._graphs.get(signature)
         if graph is None:
-            return self._model.forward(tokens, places, plans)
+            return self._model.forward(tokens, places, plans, *adapters)
+        inputs = (tokens, places, *adapters)
         if self.observe is None or not isinstance(graph, KernelGraph):
-            return graph.replay((tokens, places), plans)
-        hidden, timed = graph.profile((tokens, places), plans, self._device.synchronize)
+            return graph.replay(inputs, plans)
+        hidden, timed = graph.profile(inputs, plans, self._device.synchronize)
         for operator, seconds in timed:
             self.observe(operator, seconds)
         return hidden
@@ -218,6 +228,7 @@ class GraphRunner:
         tokens: torch.Tensor,
         places: torch.Tensor,
         plans: Mapping[str, Any],
+        *adapters: torch.Tensor,
     ) -> None:
         """Builds the graph of a signature if it is missing, and compares it with the model's own forward.
 
@@ -229,6 +240,7 @@ class GraphRunner:
             places: of these tokens; see `RecordableModel`.
             plans: of a step of padding. The model runs more than once, and a window in place would slide each
                 time.
+            *adapters: the selection of LoRA adapters, if the signature has them.
 
         Raises:
             ConfigurationRefused: if the step is not static although the options require a graph, or does not
@@ -237,17 +249,17 @@ class GraphRunner:
         if not self._options.level or signature in self._graphs:
             return
         if self._device.has_own_compiler:
-            self._graphs[signature] = self._compile_on_device(signature, tokens, places, plans)
+            self._graphs[signature] = self._compile_on_device(signature, tokens, places, plans, *adapters)
             return
         started = time.perf_counter()
         graph: Graph | None = None
         try:
-            recording = self._model.record(tokens, places)
+            recording = self._model.record(tokens, places, *adapters)
             recorded = time.perf_counter()
             graph = self._lower(signature, recording)
             compiled = time.perf_counter()
             if not (isinstance(graph, KernelGraph) and str(signature) in self._options.checked):
-                self._check(graph, recording, signature, tokens, places, plans)
+                self._check(graph, recording, signature, tokens, places, plans, *adapters)
             checked = time.perf_counter()
             self.build_times[signature] = BuildTimes(
                 recorded - started, compiled - recorded, checked - compiled
@@ -266,10 +278,11 @@ class GraphRunner:
         tokens: torch.Tensor,
         places: torch.Tensor,
         plans: Mapping[str, Any],
+        *adapters: torch.Tensor,
     ) -> DeviceGraph:
         started = time.perf_counter()
         try:
-            hidden = self._model.forward(tokens, places, plans)
+            hidden = self._model.forward(tokens, places, plans, *adapters)
             if self._logits is not None:
                 last = hidden.to(self._device.torch_device)[:1]
                 self._logits(last if signature.kind == "prefill" else hidden)
@@ -327,6 +340,7 @@ class GraphRunner:
         tokens: torch.Tensor,
         places: torch.Tensor,
         plans: Mapping[str, Any],
+        *adapters: torch.Tensor,
     ) -> None:
         """Compares the graph with the model on other tokens than the recorded ones.
 
@@ -340,8 +354,8 @@ class GraphRunner:
         # No row of a pooling model is longer than its shape says, and none has a second text: not every model
         # has a second type of tokens.
         moved = torch.full_like(places, signature.query_len) if signature.kind == "pooling" else places + 1
-        expected = self._model.forward(others, moved, plans)
-        got = graph.replay((others, moved), plans)
+        expected = self._model.forward(others, moved, plans, *adapters)
+        got = graph.replay((others, moved, *adapters), plans)
         if isinstance(graph, KernelGraph):
             same = torch.allclose(got, expected, rtol=0, atol=0, equal_nan=True)
         else:

@@ -60,6 +60,8 @@ class ModelSize:
     """Elements of a row of logits; 0 for a pooling model."""
     itemsize: int
     """Bytes of one element of weights and activations."""
+    adapter_width: int = 0
+    """Elements that a layer's LoRA adapters add to `width` in a step with adapters; 0 if it takes none."""
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
 """A model that vLLM loaded: its layers run here, without vLLM's engine."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
+from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.pooling.pooler import pool_rows
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import AttentionLayer
@@ -28,6 +30,9 @@ from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_e
 from worker_svc.vllm_adapter.description import describe, is_experts, measure
 from worker_svc.vllm_adapter.pooling.head import PoolingHead, describe_pooling
 
+if TYPE_CHECKING:
+    from worker_svc.vllm_adapter.layers.adapted_layers import AdaptedLayers
+
 
 class VllmModel:
     """One rank's part of a model on one device, in this process.
@@ -40,6 +45,8 @@ class VllmModel:
     """What the model is."""
     size: ModelSize
     """What the model's memory depends on."""
+    adapted: "AdaptedLayers | None"
+    """The layers that take LoRA adapters; `None` if the model runs alone."""
 
     _pooling_head: PoolingHead | None
 
@@ -55,6 +62,7 @@ class VllmModel:
         compiled: bool = True,
         layout: RankLayout | None = None,
         pooling_task: PoolingTask | None = None,
+        lora: LoraLimits | None = None,
     ) -> None:
         """Reads the configuration and builds the layers with uninitialized weights.
 
@@ -68,6 +76,7 @@ class VllmModel:
             compiled: whether a device with its own compiler may use it; otherwise the model's own code runs.
             layout: this rank's part of the model; `None` for all of it.
             pooling_task: what a pooling model computes; `None` for what it is made for.
+            lora: makes the layers take LoRA adapters; `None` for the model alone.
 
         Raises:
             ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
@@ -101,6 +110,7 @@ class VllmModel:
         # Measured before load_weights(), which packs matrices into other shapes.
         vocab_size = 0 if pooling else self.description.vocab_size
         self.size = measure(self._config.model_config, self._model, vocab_size)
+        self._adapt(lora, compiled=compiled)
         # All steps use one context and only replace its metadata.
         self._context: Any = create_forward_context({}, self._config)
 
@@ -117,6 +127,30 @@ class VllmModel:
             raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
         pooling, self._pooling_head = describe_pooling(self._config, self._model, self._layers, task)
         return pooling
+
+    def _adapt(self, lora: LoraLimits | None, *, compiled: bool) -> None:
+        """Prepares the steps and the layers for LoRA adapters, if the model is to take them."""
+        self.adapted = None
+        if lora is None:
+            return
+        if self._pooling is not None:
+            raise ConfigurationRefused("--enable-lora needs a model that generates tokens; omit it")
+        from worker_svc.vllm_adapter.layers.adapted_layers import AdaptedLayers
+
+        self.adapted = layers = AdaptedLayers(
+            self._model,
+            lora,
+            self._device,
+            architecture=self.description.architecture,
+            dtype=self.description.dtype,
+        )
+        self._whole_adapted = layers.adapted(self._whole)
+        self._run_adapted = self._device.compile(self._whole_adapted) if compiled else self._whole_adapted
+        self.size = replace(
+            self.size,
+            weight_bytes=self.size.weight_bytes + layers.num_bytes,
+            adapter_width=layers.width,
+        )
 
     def _step(self) -> Callable[..., torch.Tensor]:
         """Returns what `forward` runs."""
@@ -171,6 +205,8 @@ class VllmModel:
             loader.load_weights(self._model, model_config)
             process_weights_after_loading(self._model, model_config, self._device.torch_device)
             self._device.place_weights(self._model)
+            if self.adapted is not None:
+                self.adapted.attach()
             if self._pooling_head is not None:
                 placed = set(self._model.modules())
                 for layer in self._pooling_head.modules():
@@ -246,7 +282,11 @@ class VllmModel:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, places: torch.Tensor, plans: Mapping[str, Any]
+        self,
+        token_ids: torch.Tensor,
+        places: torch.Tensor,
+        plans: Mapping[str, Any],
+        *adapters: torch.Tensor,
     ) -> torch.Tensor:
         """Runs the model's layers; of a pooling model, also what follows them.
 
@@ -255,6 +295,7 @@ class VllmModel:
             places: positions, int64 [tokens]. A pooling model takes int64 [2, rows], as `RecordableModel`
                 says. Its rows have the same number of tokens, with padding.
             plans: by layer name, the attention metadata from `attention_plans` or `row_plans`.
+            *adapters: the tokens' LoRA adapters, from `AdaptedLayers.select`; none for the model alone.
 
         Returns:
             Hidden states [tokens, hidden], in the model's dtype; before the last stage
@@ -265,10 +306,16 @@ class VllmModel:
 
         self._context.attn_metadata = plans
         with override_forward_context(self._context):
-            return self._run(token_ids, places)
+            if not adapters:
+                return self._run(token_ids, places)
+            assert self.adapted is not None
+            try:
+                return self._run_adapted(token_ids, places, *adapters)
+            finally:
+                self.adapted.end_step()
 
     @torch.inference_mode()
-    def record(self, token_ids: torch.Tensor, places: torch.Tensor) -> Recording:
+    def record(self, token_ids: torch.Tensor, places: torch.Tensor, *adapters: torch.Tensor) -> Recording:
         """Records `forward` on tensors of these shapes.
 
         Raises:
@@ -278,12 +325,13 @@ class VllmModel:
 
         from worker_svc.vllm_adapter.attention import RecordedAttention
 
-        inputs = (token_ids.clone(), places.clone())
+        inputs = tuple(each.clone() for each in (token_ids, places, *adapters))
+        whole = self._whole_adapted if adapters else self._whole
         recorder = Recorder(inputs)
         names = self._layers if self._pooling else [layer.name for layer in self._own_layers()]
         self._context.attn_metadata = {name: RecordedAttention(recorder, name) for name in names}
         with override_forward_context(self._context), recorder:
-            hidden = self._whole(*inputs)
+            hidden = whole(*inputs)
         return recorder.finish(hidden)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ class WorkerServicer:
 
     def Configure(self, request, context):
         """Loads, allocates, compiles and warms up. Streams progress; the last message is `ready`. A repeated
-        configuration is `ready` at once. Another configuration is refused with FAILED_PRECONDITION while an
+        configuration is `ready` at once. Either forgets all adapters. Another configuration is refused with FAILED_PRECONDITION while an
         Execute stream is open.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

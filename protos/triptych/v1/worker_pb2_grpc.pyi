@@ -45,7 +45,7 @@ class WorkerStub:
     """Returns what the worker can run. Needs no weights, so it answers within seconds of the process' start."""
     Configure: _grpc.UnaryStreamMultiCallable[_worker_pb2.ConfigureRequest, _worker_pb2.ConfigureEvent]
     """Loads, allocates, compiles and warms up. Streams progress; the last message is `ready`. A repeated
-    configuration is `ready` at once. Another configuration is refused with FAILED_PRECONDITION while an
+    configuration is `ready` at once. Either forgets all adapters. Another configuration is refused with FAILED_PRECONDITION while an
     Execute stream is open.
     """
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _common_pb2.FileChunk]
@@ -77,7 +77,7 @@ class WorkerAsyncStub(WorkerStub):
     """Returns what the worker can run. Needs no weights, so it answers within seconds of the process' start."""
     Configure: _aio.UnaryStreamMultiCallable[_worker_pb2.ConfigureRequest, _worker_pb2.ConfigureEvent]  # type: ignore[assignment]
     """Loads, allocates, compiles and warms up. Streams progress; the last message is `ready`. A repeated
-    configuration is `ready` at once. Another configuration is refused with FAILED_PRECONDITION while an
+    configuration is `ready` at once. Either forgets all adapters. Another configuration is refused with FAILED_PRECONDITION while an
     Execute stream is open.
     """
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _common_pb2.FileChunk]  # type: ignore[assignment]
@@ -118,7 +118,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ConfigureEvent], _abc.AsyncIterator[_worker_pb2.ConfigureEvent]]:
         """Loads, allocates, compiles and warms up. Streams progress; the last message is `ready`. A repeated
-        configuration is `ready` at once. Another configuration is refused with FAILED_PRECONDITION while an
+        configuration is `ready` at once. Either forgets all adapters. Another configuration is refused with FAILED_PRECONDITION while an
         Execute stream is open.
         """
 

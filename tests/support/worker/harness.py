@@ -17,6 +17,8 @@ from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
+from worker_svc.lora.checkpoint import LoraLimits
+from worker_svc.lora.store import AdapterStore
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
 from worker_svc.shapes.geometry import Geometry, group_layers
@@ -27,7 +29,7 @@ from worker_svc.vllm_adapter.model import VllmModel
 GREEDY = sampling_params(temperature=0.0)
 FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
 """Whether to run the long form of the tests on real models: every model, type and mode."""
-_MODELS: dict[tuple[Path, Dtype, bool], VllmModel] = {}
+_MODELS: dict[tuple[Path, Dtype, bool, LoraLimits | None], VllmModel] = {}
 
 
 def load(
@@ -37,6 +39,7 @@ def load(
     device: Device | None = None,
     *,
     compiled: bool = True,
+    lora: LoraLimits | None = None,
 ) -> VllmModel:
     """Returns a model with its weights, loaded once per process.
 
@@ -45,10 +48,10 @@ def load(
     """
     torch.set_num_threads(1)
     device = device or open_device(device_name)
-    key = folder, dtype, compiled
+    key = folder, dtype, compiled, lora
     if key not in _MODELS:
         startup.prepare(device.name)
-        model = VllmModel(folder, device, dtype=dtype, seed=0, compiled=compiled)
+        model = VllmModel(folder, device, dtype=dtype, seed=0, compiled=compiled, lora=lora)
         model.load_weights()
         _MODELS[key] = model
     return _MODELS[key]
@@ -84,6 +87,8 @@ class Harness:
         assert count_blocks(self.groups, self.geometry, 1 << 34)
         chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
         options = GraphOptions(level=chosen, required=True, strict=warm)
+        adapted = model.adapted
+        self.adapters = None if adapted is None else AdapterStore(adapted.limits, adapted)
         vocabulary = SamplingVocabulary(model.description.vocab_size, model.description.eos_token_ids)
         self.runner = Runner(
             model,
@@ -93,6 +98,7 @@ class Harness:
             vocabulary=vocabulary,
             options=options,
             constraints=constraints,
+            adapters=self.adapters,
         )
         if warm:
             self.runner.make_graphs(lambda *_: None)
@@ -128,10 +134,14 @@ class Harness:
         return Admission(slot, token_ids, computed, sampling, blocks, **fields)
 
     def prefill(
-        self, slot: int, token_ids: Sequence[int], sampling: common_pb2.SamplingParams = GREEDY
+        self,
+        slot: int,
+        token_ids: Sequence[int],
+        sampling: common_pb2.SamplingParams = GREEDY,
+        **fields: Any,
     ) -> SlotOutput:
         """Admits a request and runs its chunks; returns its first token with all prompt log-probabilities."""
-        admission = [self.admit(slot, token_ids, sampling)]
+        admission = [self.admit(slot, token_ids, sampling, **fields)]
         chunk = self.geometry.chunk
         outputs: list[SlotOutput] = []
         prompt_logprobs: list[common_pb2.TokenLogprobs] = []

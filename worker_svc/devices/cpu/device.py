@@ -17,8 +17,11 @@ import torch
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
 from worker_svc.devices import in_place, latent
+from worker_svc.devices.adapter_stack import AdapterStack, StackShape
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import Device
+from worker_svc.devices.cpu.adapter_stack import PackedStack
+from worker_svc.devices.cpu.adapter_stack import serves as serves_adapters
 from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.program import AttentionPlan, Kernels, Program, serves
 from worker_svc.shapes.geometry import KvGroup
@@ -168,6 +171,14 @@ class CpuDevice(Device):
             return kernels.attention(call)
         keys, values = cache.chunk(2, dim=2)
         return functools.partial(_attend_paged, call, keys, values)
+
+    def adapter_stack(self, shape: StackShape) -> AdapterStack:
+        """See the base class."""
+        return PackedStack(shape) if serves_adapters(shape) else super().adapter_stack(shape)
+
+    def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
+        """See the base class. Our own kernels take the slots themselves."""
+        return slots if serves_adapters(shape) else super().select_adapters(slots, shape)
 
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:
         """See the base class."""

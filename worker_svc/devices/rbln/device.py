@@ -17,6 +17,7 @@ from torch import _dynamo as dynamo
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
+from worker_svc.devices.adapter_stack import AdapterStack, StackShape
 from worker_svc.devices.attention import (
     AttentionCall,
     AttentionParams,
@@ -393,6 +394,11 @@ class RblnDevice(Device):
         )
         attended = attended.view(rows, params.num_heads, query_len, params.head_size).transpose(1, 2)
         call.output.copy_(attended.reshape(call.output.shape))
+
+    def adapter_stack(self, shape: StackShape) -> AdapterStack:
+        """See the base class. The matrices are inputs of graphs, so other adapters need no other graph."""
+        a, b = (self._placed(torch.zeros(size, dtype=shape.dtype)) for size in AdapterStack.sizes(shape))
+        return AdapterStack(shape, a, b)
 
     def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> RowsPlan:
         """See the base class. The mask is a summand, because graphs get it as an input."""

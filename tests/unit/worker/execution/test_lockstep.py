@@ -9,7 +9,7 @@ from protos.errors import ConfigurationRefused, Internal
 from protos.steps import Decode, StepPlan, StepResult
 from tests.support.ranks.fake_ranks import FakeGroup, Ranks
 from worker_svc.execution.engine import PlanRefused
-from worker_svc.execution.lockstep import Follower, Leader
+from worker_svc.execution.ranks.lockstep import Follower, Leader
 from worker_svc.launched_step import LaunchedStep
 
 PLAN = StepPlan(1, work=Decode((0,), (0,), 1, 1))

@@ -8,7 +8,7 @@ import torch
 from protos.steps import Admission, Decode, Prefill, SlotOutput, StepResult
 from tests.support.sampling_params import sampling_params
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.stage import Stage
+from worker_svc.execution.ranks.stage import Stage
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.sampling.state import SamplingVocabulary

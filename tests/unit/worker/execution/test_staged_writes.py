@@ -68,8 +68,8 @@ def test_a_plans_admissions_are_one_copy(count: int) -> None:
         assert calls.operations == 0
         batch.copy_admitted()
     assert calls.copies == 1
-    tensors = 3 + len(GROUPS)
-    conversions = len(GROUPS)  # tables have 32 bits
+    tensors = 4 + len(GROUPS)
+    conversions = 1 + len(GROUPS)  # adapter slots and tables have 32 bits
     assert calls.operations == 1 + tensors + conversions
     with DeviceCalls("meta") as calls:
         batch.copy_admitted()

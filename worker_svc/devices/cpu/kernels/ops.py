@@ -68,6 +68,19 @@ def _rotate(_: Any, *args: Any) -> Program:
     return _loaded().rotate(*args)
 
 
+def _shrink(out: Any, x: torch.Tensor, packed: torch.Tensor, slots: torch.Tensor, *_: Any) -> Program:
+    return _loaded().shrink(x, packed, slots, out)
+
+
+def _empty_columns(x: torch.Tensor, packed: torch.Tensor, slots: torch.Tensor, columns: int) -> Result:
+    del packed, slots
+    return x.new_empty((x.shape[0], columns))
+
+
+def _expand(_: Any, *args: Any) -> Program:
+    return _loaded().expand(*args)
+
+
 def _no_result(*_: Any) -> Result:
     return None
 
@@ -108,6 +121,18 @@ _define(
     "rotate_",
     "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin) -> ()",
     _rotate,
+    _no_result,
+)
+_define(
+    "lora_shrink",
+    "(Tensor x, Tensor packed, Tensor slots, int columns) -> Tensor",
+    _shrink,
+    _empty_columns,
+)
+_define(
+    "lora_expand_",
+    "(Tensor(a!) out, Tensor shrunk, Tensor packed, Tensor slots, int[] sizes) -> ()",
+    _expand,
     _no_result,
 )
 

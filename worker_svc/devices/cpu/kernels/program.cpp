@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "layers.h"
 
@@ -28,6 +29,8 @@ int64_t pieces_of(const Op& op, const Plan* const* plans) {
     case kRotate: return rotate_pieces(op);
     case kWriteCache: return write_pieces(*plans[op.plan]);
     case kAttend: return attend_pieces(op, *plans[op.plan]);
+    case kShrink: return shrink_pieces(op);
+    case kExpand: return expand_pieces(op);
   }
   return 0;
 }
@@ -41,6 +44,8 @@ void run_piece(const Op& op, const Plan* const* plans, Scratch& scratch, int64_t
     case kRotate: return rotate(op, piece);
     case kWriteCache: return write_cache(op, *plans[op.plan], piece);
     case kAttend: return attend(op, *plans[op.plan], scratch, piece);
+    case kShrink: return shrink(op, piece);
+    case kExpand: return expand(op, piece);
   }
 }
 

@@ -13,6 +13,8 @@ enum Kind : int64_t {
   kRotate = 4,
   kWriteCache = 5,
   kAttend = 6,
+  kShrink = 7,
+  kExpand = 8,
 };
 
 // One operation. The comment above its kernel explains its numbers.

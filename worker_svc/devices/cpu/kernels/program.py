@@ -5,6 +5,7 @@ The structures mirror those of `program.h`.
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -13,12 +14,14 @@ import torch
 
 from worker_svc.devices.attention import AttentionCall, PagedInput
 
-_LINEAR, _NORM, _ADD_NORM, _GATE, _ROTATE, _WRITE_CACHE, _ATTEND = range(7)
+_LINEAR, _NORM, _ADD_NORM, _GATE, _ROTATE, _WRITE_CACHE, _ATTEND, _SHRINK, _EXPAND = range(9)
 GATES: Final = ("silu", "gelu_tanh")
 PANEL: Final = 32
 """Columns of a panel, the unit of packed weights and of cached keys."""
 MAX_HEAD_SIZE: Final = 256
 """The largest head that the attention kernel serves."""
+MAX_ADAPTER_PARTS: Final = 4
+"""The most parts of a layer whose LoRA adapters the kernels serve."""
 # The most query heads that may share a key head.
 _MAX_GROUP: Final = 48
 # Bytes of a cache line.
@@ -159,6 +162,41 @@ class Kernels:
             cos_sin.shape[-1], query.stride(0), other.stride(0),
         )  # fmt: skip
         return self._program(_ROTATE, (positions, query, key, cos_sin), numbers)
+
+    def shrink(
+        self, x: torch.Tensor, packed: torch.Tensor, slots: torch.Tensor, out: torch.Tensor
+    ) -> "Program":
+        """Multiplies each row by the A matrices of its LoRA adapter.
+
+        Args:
+            x: bfloat16 [rows, k]; the values of a row are contiguous.
+            packed: the matrices of every adapter slot, [slots, …] of results of `pack`.
+            slots: int32 [rows]; rows with -1 are left as they are.
+            out: bfloat16 [rows, columns], contiguous.
+        """
+        numbers = (x.shape[0], out.shape[1], x.shape[1], x.stride(0))
+        return self._program(_SHRINK, (x, packed, slots, out), numbers)
+
+    def expand(
+        self,
+        out: torch.Tensor,
+        shrunk: torch.Tensor,
+        packed: torch.Tensor,
+        slots: torch.Tensor,
+        sizes: Sequence[int],
+    ) -> "Program":
+        """Adds the product with the B matrices of each row's LoRA adapter to `out`, in place.
+
+        Args:
+            out: bfloat16 [rows, sum of sizes], contiguous.
+            shrunk: bfloat16 [rows, parts * rank], from `shrink`.
+            packed: by adapter slot, the panels of all parts, [slots, panels, rank / 2, 32, 2].
+            slots: int32 [rows]; rows with -1 are left as they are.
+            sizes: columns of each part, at most `MAX_ADAPTER_PARTS`.
+        """
+        rank = shrunk.shape[1] // len(sizes)
+        numbers = (*out.shape, rank, len(sizes), packed.shape[1], *itertools.accumulate(sizes))
+        return self._program(_EXPAND, (out, shrunk, packed, slots), numbers)
 
     def attention(self, call: AttentionCall) -> "Program":
         """Attends as `Device.attend` does.

@@ -7,7 +7,7 @@ from worker_svc.settings import Settings
 
 # Flags that change which collectives a step runs, or what it computes.
 _FLAGS = (
-    "backend", "enable_warm_up", "compile_strict", "rbln_backend", "rbln_use_device_tensor",
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "backend", "enable_warm_up", "compile_strict", "rbln_backend", "rbln_use_device_tensor",
     "rbln_num_devices_per_local_rank", "rbln_use_custom_kernel", "rbln_moe_use_opt_kernel", "rbln_moe_custom_kernel",
 )  # fmt: skip
 

@@ -1,0 +1,106 @@
+"""LoRA adapters of one linear layer, side by side in fixed memory.
+
+A layer adds `B (A x)` of each row's adapter to its product. The A matrices of all adapter slots lie side by
+side, and so do the B matrices. A step's graph computes with all of them at once, so it serves any mix of
+adapters. A mask with a row for each token keeps the columns of the token's own adapter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+NO_ADAPTER = -1
+"""Stands for an adapter slot in rows that run the base model."""
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """The sizes of one layer's adapters on this rank."""
+
+    in_size: int
+    """Inputs of the layer."""
+    out_sizes: tuple[int, ...]
+    """Outputs of each part of the layer with matrices of its own, for example queries, keys and values."""
+    max_loras: int
+    """Adapter slots."""
+    rank: int
+    """Rows of an A matrix; adapters of a lower rank are filled up with zeros."""
+    dtype: torch.dtype
+    """The type of the matrices."""
+    activations: torch.dtype
+    """The type of the layer's inputs and outputs."""
+
+    @property
+    def columns(self) -> int:
+        """Columns of the mask: those of one part's adapters."""
+        return self.max_loras * self.rank
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the stack."""
+        parts = len(self.out_sizes)
+        return self.columns * parts * (self.in_size + sum(self.out_sizes)) * self.dtype.itemsize
+
+
+LayerWeights = Sequence[tuple[torch.Tensor, torch.Tensor] | None]
+"""An adapter's matrices A [rank, in] and B [out, rank] for each part of a layer, B already scaled. `None`
+stands for a part that it leaves alone. The rank is at most the stack's."""
+
+
+class AdapterStack:
+    """The adapters of one layer in plain operators, which any device runs and any compiler takes."""
+
+    def __init__(self, shape: StackShape, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Takes over zeroed memory; see `sizes`."""
+        self._shape = shape
+        self._a = a
+        self._b = b
+
+    @staticmethod
+    def sizes(shape: StackShape) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Returns the shapes of the two tensors: [parts * slots * rank, in] and [out, parts * slots * rank].
+
+        B is zero outside of the columns of each output's own part, so that one product serves all parts.
+        """
+        columns = len(shape.out_sizes) * shape.columns
+        return (columns, shape.in_size), (sum(shape.out_sizes), columns)
+
+    def write(self, slot: int, weights: LayerWeights) -> None:
+        """Replaces the adapter in a slot; without weights for a part, the part's are zeros."""
+        shape, first_out = self._shape, 0
+        for part, (size, matrices) in enumerate(zip(shape.out_sizes, weights, strict=True)):
+            first = part * shape.columns + slot * shape.rank
+            a = torch.zeros((shape.rank, shape.in_size), dtype=shape.dtype)
+            b = torch.zeros((size, shape.rank), dtype=shape.dtype)
+            if matrices is not None:
+                rank = matrices[0].shape[0]
+                a[:rank], b[:, :rank] = matrices
+            self._a[first : first + shape.rank].copy_(a)
+            self._b[first_out : first_out + size, first : first + shape.rank].copy_(b)
+            first_out += size
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
+        """Returns the layer's outputs with those of the rows' adapters; may overwrite `out`.
+
+        Args:
+            out: [tokens, out].
+            x: the layer's inputs, [tokens, in].
+            selection: from `Device.select_adapters`.
+        """
+        parts = len(self._shape.out_sizes)
+        inner = functional.linear(x.to(self._shape.dtype), self._a)
+        chosen = (inner.view(-1, parts, self._shape.columns) * selection.unsqueeze(1)).view(inner.shape)
+        return out + functional.linear(chosen, self._b).to(out.dtype)
+
+
+def mask_of(slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
+    """Returns which columns of the A matrices each row takes, 0 or 1, [tokens, slots * rank].
+
+    Args:
+        slots: the rows' adapter slots, int32 [tokens]; `NO_ADAPTER` for the base model.
+        shape: of any layer.
+    """
+    owners = torch.arange(shape.columns, dtype=slots.dtype, device=slots.device) // shape.rank
+    return (slots.unsqueeze(1) == owners).to(shape.dtype)

@@ -1,0 +1,56 @@
+"""LoRA adapters of one layer for our own kernels, which compute only what a row's adapter needs."""
+
+from typing import Any
+
+import torch
+
+from worker_svc.devices.adapter_stack import AdapterStack, LayerWeights, StackShape
+from worker_svc.devices.cpu.kernels import ops
+from worker_svc.devices.cpu.kernels.program import MAX_ADAPTER_PARTS, PANEL
+
+_own: Any = torch.ops.triptych_cpu
+
+
+def serves(shape: StackShape) -> bool:
+    """Whether the kernels are available and serve such a layer."""
+    return (
+        shape.dtype == shape.activations == torch.bfloat16
+        and shape.in_size % 2 == shape.rank % 2 == 0
+        and len(shape.out_sizes) <= MAX_ADAPTER_PARTS
+        and ops.kernels() is not None
+    )
+
+
+class PackedStack(AdapterStack):
+    """The adapters of one layer, packed. A selection is the rows' adapter slots, int32 [tokens]."""
+
+    def __init__(self, shape: StackShape) -> None:
+        """Starts with zeros in every slot."""
+        self._columns = len(shape.out_sizes) * shape.rank
+        panels, outs = -(-self._columns // PANEL), sum(-(-size // PANEL) for size in shape.out_sizes)
+        a = torch.zeros((shape.max_loras, panels, shape.in_size // 2, PANEL, 2), dtype=shape.dtype)
+        b = torch.zeros((shape.max_loras, outs, shape.rank // 2, PANEL, 2), dtype=shape.dtype)
+        super().__init__(shape, a, b)
+
+    def write(self, slot: int, weights: LayerWeights) -> None:
+        """See the base class."""
+        kernels = ops.kernels()
+        assert kernels is not None
+        shape = self._shape
+        together = torch.zeros((self._columns, shape.in_size), dtype=shape.dtype)
+        first = 0
+        for part, (size, matrices) in enumerate(zip(shape.out_sizes, weights, strict=True)):
+            b = torch.zeros((size, shape.rank), dtype=shape.dtype)
+            if matrices is not None:
+                rank = matrices[0].shape[0]
+                together[part * shape.rank : part * shape.rank + rank], b[:, :rank] = matrices
+            packed = kernels.pack(b)
+            self._b[slot, first : first + len(packed)] = packed
+            first += len(packed)
+        self._a[slot] = kernels.pack(together)
+
+    def add(self, out: torch.Tensor, x: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        shrunk = _own.lora_shrink(x, self._a, selection, self._columns)
+        _own.lora_expand_(out, shrunk, self._b, selection, self._shape.out_sizes)
+        return out

@@ -1,0 +1,233 @@
+"""Reads LoRA adapters as PEFT saves them: adapter_config.json and adapter_model.safetensors.
+
+Whatever an adapter would change beyond the products of linear layers is refused by name, never ignored.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from protos.errors import InvalidArgument, NotFound
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PICKLED = "adapter_model.bin"
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(r"(?P<path>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
+
+# Settings of PEFT that change what an adapter computes and that are not served, with the values that turn
+# each off.
+_UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "use_dora": ((False, None), "DoRA"),
+    "bias": (("none", None), "trained biases"),
+    "lora_bias": ((False, None), "biases of its matrices"),
+    "fan_in_fan_out": ((False, None), "transposed weights (fan_in_fan_out)"),
+    "modules_to_save": ((None, []), "whole trained modules (modules_to_save)"),
+    "target_parameters": ((None, []), "parameters instead of layers (target_parameters), as for experts"),
+    "trainable_token_indices": ((None, []), "trained token embeddings (trainable_token_indices)"),
+    "layer_replication": ((None, []), "replicated layers (layer_replication)"),
+    "alora_invocation_tokens": ((None, []), "activation by tokens (aLoRA)"),
+    "arrow_config": ((None,), "routing between adapters (Arrow)"),
+    "use_qalora": ((False, None), "QA-LoRA"),
+    "use_bdlora": ((None, False), "block-diagonal matrices (BD-LoRA)"),
+    "kasa_config": ((None,), "KaSA"),
+    "monteclora_config": ((None,), "MonteCLoRA"),
+}
+# Initializations that change the base model's weights, too. PEFT saves True in their place if it is told to
+# convert the adapter.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@dataclass(frozen=True)
+class LoraLimits:
+    """How many adapters a worker holds."""
+
+    max_loras: int
+    """Adapter slots on the device."""
+    max_rank: int
+    """Highest rank of an adapter."""
+    max_cpu_loras: int
+    """Adapters on the host, those on the device included."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The type of the matrices on the device; "auto" is the model's."""
+
+
+@dataclass(frozen=True)
+class AdapterCheckpoint:
+    """An adapter as it was saved."""
+
+    name: str
+    """For errors."""
+    rank: int
+    """The highest rank of its matrices."""
+    matrices: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    """By the path of the layer in the base model: A [rank, in] and B [out, rank], float32, B scaled."""
+    digest: str
+    """Hash of configuration and weights, hexadecimal."""
+
+
+def read_adapter(folder: Path, *, name: str, max_rank: int) -> AdapterCheckpoint:
+    """Reads and checks an adapter.
+
+    Args:
+        folder: as PEFT saved it.
+        name: the adapter's, for errors.
+        max_rank: the setting `--max-lora-rank`.
+
+    Raises:
+        NotFound: if the folder or a file is missing.
+        InvalidArgument: if the adapter is damaged or needs something that is not served; names it.
+    """
+    config = _read_config(folder, name)
+    _check_config(config, name)
+    tensors, digest = _read_tensors(folder, name)
+    pairs: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        path, which = _place_of(key, name)
+        pairs.setdefault(path, {})[which] = tensor
+    matrices = {path: _scaled(config, path, pair, name) for path, pair in sorted(pairs.items())}
+    if not matrices:
+        raise InvalidArgument(f"adapter {name} has no weights in {WEIGHTS}", param="source")
+    rank = max(a.shape[0] for a, _ in matrices.values())
+    if rank > max_rank:
+        raise InvalidArgument(
+            f"adapter {name} has rank {rank}, above --max-lora-rank {max_rank};"
+            " restart the workers with a higher one",
+            param="source",
+        )
+    text = json.dumps(config, sort_keys=True).encode()
+    return AdapterCheckpoint(name, rank, matrices, hashlib.sha256(text + digest).hexdigest())
+
+
+def _read_config(folder: Path, name: str) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise NotFound(
+            f"adapter {name}: {folder} has no {CONFIG}; pass a folder that PEFT has saved", param="source"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"adapter {name}: {CONFIG} cannot be read: {error}", param="source") from error
+    if not isinstance(config, dict):
+        raise InvalidArgument(f"adapter {name}: {CONFIG} is not a JSON object", param="source")
+    return config
+
+
+def _check_config(config: Mapping[str, Any], name: str) -> None:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise InvalidArgument(f"adapter {name} is of kind {kind}, but only LORA is served", param="source")
+    task = config.get("task_type")
+    if task not in (None, "CAUSAL_LM"):
+        raise InvalidArgument(
+            f"adapter {name} is for {task}, but only CAUSAL_LM adapters are served", param="source"
+        )
+    for field, (off, what) in _UNSERVED.items():
+        if field in config and config[field] not in off:
+            raise InvalidArgument(f"adapter {name} uses {what}, which is not served", param="source")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        raise InvalidArgument(
+            f"adapter {name} was initialized by {start}, which changes the base model;"
+            " save it with path_initial_model_for_weight_conversion",
+            param="source",
+        )
+    for field in ("r", "lora_alpha"):
+        value = config.get(field)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1 << 20:
+            raise InvalidArgument(
+                f"adapter {name}: {field} in {CONFIG} is {value!r}, not a positive number", param="source"
+            )
+    for field in ("rank_pattern", "alpha_pattern"):
+        value = config.get(field) or {}
+        if not isinstance(value, dict) or not all(isinstance(each, int | float) for each in value.values()):
+            raise InvalidArgument(
+                f"adapter {name}: {field} in {CONFIG} is not an object of numbers", param="source"
+            )
+
+
+def _read_tensors(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], bytes]:
+    """Returns the tensors by their keys, and a hash of the file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    path = folder / WEIGHTS
+    if not path.is_file():
+        if (folder / _PICKLED).is_file():
+            raise InvalidArgument(
+                f"adapter {name} has pickled weights ({_PICKLED}), which may run code;"
+                " save it with safe_serialization=True",
+                param="source",
+            )
+        raise NotFound(f"adapter {name}: {folder} has no {WEIGHTS}", param="source")
+    try:
+        data = path.read_bytes()
+        return load(data), hashlib.sha256(data).digest()
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise InvalidArgument(f"adapter {name}: {WEIGHTS} cannot be read: {error}", param="source") from error
+
+
+def _place_of(key: str, name: str) -> tuple[str, str]:
+    """Returns the path of the layer in the base model, and which of its two matrices a tensor is.
+
+    Raises:
+        InvalidArgument: if the tensor is not one of the two.
+    """
+    if match := _MATRIX.fullmatch(key):
+        return match["path"].removeprefix(_PREFIX), match["which"]
+    if "lora_embedding_" in key:
+        raise InvalidArgument(
+            f"adapter {name} adapts the embedding ({key}), which is not served; train it without embed_tokens",
+            param="source",
+        )
+    raise InvalidArgument(
+        f"adapter {name} has a tensor that is not served: {key}; only lora_A and lora_B of linear layers are",
+        param="source",
+    )
+
+
+def _scaled(
+    config: Mapping[str, Any], path: str, pair: Mapping[str, torch.Tensor], name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a layer's matrices in float32, B with the adapter's scaling."""
+    if set(pair) != {"A", "B"}:
+        raise InvalidArgument(f"adapter {name} has only one of the two matrices of {path}", param="source")
+    a, b = pair["A"], pair["B"]
+    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+        raise InvalidArgument(
+            f"adapter {name}: the matrices of {path} do not fit together:"
+            f" A is {tuple(a.shape)}, B is {tuple(b.shape)}",
+            param="source",
+        )
+    a, b = a.float(), b.float()
+    if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
+        raise InvalidArgument(f"adapter {name}: the matrices of {path} are not finite", param="source")
+    rank = _of_pattern(config, "rank_pattern", path, config["r"])
+    if rank != a.shape[0]:
+        raise InvalidArgument(
+            f"adapter {name}: {path} has rank {a.shape[0]} in {WEIGHTS}, but {rank} in {CONFIG}",
+            param="source",
+        )
+    alpha = _of_pattern(config, "alpha_pattern", path, config["lora_alpha"])
+    return a, b * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _of_pattern(config: Mapping[str, Any], field: str, path: str, default: float) -> float:
+    """Returns the value of the first pattern that matches the end of a path, as PEFT looks it up."""
+    for pattern, value in (config.get(field) or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", path):
+                return float(value)
+        except re.error:
+            raise InvalidArgument(
+                f"{field} in {CONFIG} has {pattern!r}, which is no regular expression", param="source"
+            ) from None
+    return float(default)

@@ -1,0 +1,167 @@
+"""The adapters that a worker keeps on its host, and those that plans have placed on its device."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from protos.errors import Internal, InvalidArgument, NotFound, Overloaded
+from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits, read_adapter
+
+LayerMatrices = Sequence[tuple[torch.Tensor, torch.Tensor] | None]
+"""The matrices A [rank, in] and B [out, rank] of each part of a layer on this rank. `None` stands for a part
+that the adapter leaves alone."""
+
+
+class AdaptedModel(Protocol):
+    """A model whose layers take adapters; `AdaptedLayers` in `vllm_adapter` implements it."""
+
+    def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerMatrices]:
+        """Returns this rank's matrices by layer; raises InvalidArgument if they do not suit the model."""
+        ...
+
+    def place(self, slot: int, matrices: Mapping[str, LayerMatrices]) -> None:
+        """Writes an adapter to a slot of the device, over the one there."""
+        ...
+
+    def select(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns a graph's input from the rows' adapter slots, int32 [tokens]."""
+        ...
+
+
+@dataclass(frozen=True)
+class HostAdapter:
+    """An adapter in the host's memory."""
+
+    name: str
+    """For logs and errors."""
+    source: str
+    """Where it was read."""
+    rank: int
+    """The highest rank of its matrices."""
+    digest: str
+    """Equal for adapters that compute the same."""
+    layers: Mapping[str, LayerMatrices]
+    """This rank's matrices by layer."""
+    num_bytes: int
+    """Memory of the matrices."""
+
+
+class AdapterStore:
+    """Adapters by the scheduler's ids. Any thread may load; one thread places."""
+
+    def __init__(self, limits: LoraLimits, model: AdaptedModel) -> None:
+        """Starts empty."""
+        self.limits = limits
+        """How many adapters the worker holds."""
+        self._model = model
+        self._lock = threading.Lock()
+        self._on_host: dict[int, HostAdapter] = {}
+        self._placed: dict[int, int] = {}
+
+    def load(self, adapter_id: int, name: str, source: str) -> HostAdapter:
+        """Reads an adapter unless it is loaded, and fits it to the model. Takes as long as the disk.
+
+        Args:
+            adapter_id: the scheduler's id for these weights.
+            name: for logs and errors.
+            source: a folder or a Hugging Face id.
+
+        Raises:
+            NotFound: if there is no such adapter.
+            InvalidArgument: if it does not fit the model or the settings.
+            Overloaded: if the host holds as many adapters as `--max-cpu-loras` allows.
+        """
+        known = self._on_host.get(adapter_id)
+        if known is not None and (known.name, known.source) == (name, source):
+            return known
+        self._check_room(adapter_id)
+        checkpoint = read_adapter(_folder(source, name), name=name, max_rank=self.limits.max_rank)
+        layers = self._model.fit(checkpoint)
+        num_bytes = sum(
+            matrix.nbytes for parts in layers.values() for pair in parts if pair for matrix in pair
+        )
+        loaded = HostAdapter(name, source, checkpoint.rank, checkpoint.digest, layers, num_bytes)
+        with self._lock:
+            self._check_room(adapter_id)
+            self._on_host[adapter_id] = loaded
+        return loaded
+
+    def _check_room(self, adapter_id: int) -> None:
+        if adapter_id not in self._on_host and len(self._on_host) >= self.limits.max_cpu_loras:
+            raise Overloaded(
+                f"the worker holds {len(self._on_host)} adapters, as many as --max-cpu-loras allows;"
+                " unload one or raise it"
+            )
+
+    def unload(self, adapter_id: int) -> None:
+        """Forgets an adapter on the host. Does nothing for an unknown id."""
+        with self._lock:
+            self._on_host.pop(adapter_id, None)
+
+    def forget(self) -> None:
+        """Forgets all adapters on the host: a scheduler configures the worker, and ids are its own."""
+        with self._lock:
+            self._on_host.clear()
+
+    def forget_placements(self) -> None:
+        """Forgets what lies in the device's slots, at the end of a scheduler's plans."""
+        self._placed.clear()
+
+    def place(self, slot: int, adapter_id: int) -> None:
+        """Copies an adapter to a slot of the device.
+
+        Raises:
+            Internal: if the slot or the adapter does not exist.
+        """
+        if not 0 <= slot < self.limits.max_loras:
+            raise Internal(
+                f"the plan places an adapter in slot {slot}; there are {self.limits.max_loras} slots"
+            )
+        adapter = self._on_host.get(adapter_id)
+        if adapter is None:
+            raise Internal(f"the plan places adapter {adapter_id}, which is not on the host")
+        self._placed.pop(slot, None)
+        self._model.place(slot, adapter.layers)
+        self._placed[slot] = adapter_id
+
+    def check_placed(self, slot: int) -> None:
+        """Refuses a request for a slot without an adapter.
+
+        Raises:
+            Internal: if no plan has placed one there.
+        """
+        if slot not in self._placed:
+            raise Internal(f"the plan admits a request with adapter slot {slot}, which is empty")
+
+    def select(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns a graph's input from the rows' adapter slots, int32 [tokens]."""
+        return self._model.select(slots)
+
+
+def _folder(source: str, name: str) -> Path:
+    """Returns an adapter's folder, fetched from the hub if the source is an id.
+
+    Raises:
+        NotFound: if there is none.
+        InvalidArgument: if the source is neither a path nor an id.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if source.startswith(("/", ".", "~")) or source.count("/") != 1:
+        raise NotFound(f"adapter {name}: there is no folder {source} on the worker", param="source")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["adapter_*"]))
+    except HFValidationError as error:
+        raise InvalidArgument(
+            f"adapter {name}: {source} is neither a folder nor a Hugging Face id", param="source"
+        ) from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise NotFound(f"adapter {name}: {source} is no folder, and no hub has it", param="source") from error

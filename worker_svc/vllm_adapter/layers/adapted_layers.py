@@ -1,0 +1,310 @@
+"""LoRA adapters in vLLM's linear layers: which layers take them, and what they add to a product."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+
+from protos.errors import InvalidArgument
+from worker_svc.devices.adapter_stack import AdapterStack, StackShape
+from worker_svc.devices.base import Device
+from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
+from worker_svc.lora.store import LayerMatrices
+
+# The names that checkpoints give to the parts of fused layers, where a model's class does not say.
+_USUAL_PARTS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+# Latent attention reads these weights itself, past the layer.
+_READ_DIRECTLY = ("kv_b_proj",)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a layer's outputs with matrices of its own."""
+
+    rows: slice
+    """This rank's outputs among those of the part's whole B."""
+    whole: int
+    """Outputs of the part on all ranks."""
+
+    @property
+    def size(self) -> int:
+        """Outputs on this rank."""
+        return int(self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer that takes adapters."""
+
+    module: Any
+    """vLLM's."""
+    inputs: slice
+    """This rank's inputs among all of A's."""
+    whole_inputs: int
+    """Inputs on all ranks."""
+    parts: tuple[_Part, ...]
+    """Its outputs."""
+
+
+class _Selection:
+    """What the rows of the running step select; all layers of a model share one."""
+
+    rows: torch.Tensor | None = None
+
+
+class _AdaptedMethod:
+    """A layer's product with that of the rows' adapters. vLLM's layers call `apply`."""
+
+    def __init__(self, base: Any, stack: AdapterStack, selection: _Selection) -> None:
+        self._base = base
+        self._stack = stack
+        self._selection = selection
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        out: torch.Tensor = self._base.apply(layer, x, bias)
+        rows = self._selection.rows
+        return out if rows is None else self._stack.add(out, x, rows)
+
+
+class AdaptedLayers:
+    """The layers of one model on this rank that take adapters. Implements `lora.store.AdaptedModel`."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        limits: LoraLimits,
+        device: Device,
+        *,
+        architecture: str,
+        dtype: torch.dtype,
+    ) -> None:
+        """Finds the layers; allocates nothing.
+
+        Args:
+            model: vLLM's, without weights.
+            limits: how many adapters the device holds.
+            device: the model's.
+            architecture: the name of the model's class, for errors.
+            dtype: of the model's weights and activations.
+        """
+        self._architecture = architecture
+        self._device = device
+        self.limits = limits
+        """How many adapters the device holds."""
+        self._dtype: torch.dtype = dtype if limits.dtype == "auto" else getattr(torch, limits.dtype)
+        self._activations = dtype
+        self._selection = _Selection()
+        self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+        self._layers: dict[str, _Layer] = {}
+        # By a layer's path in checkpoints: the layer, and which of its parts; None for all.
+        self._places: dict[str, tuple[str, int | None]] = {}
+        self._stacks: dict[str, AdapterStack] = {}
+        packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
+        self._elsewhere: list[str] = []
+        first_paths: dict[int, str] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            if type(module).__name__ == "PPMissingLayer":
+                self._elsewhere.append(f"{path}.")
+            layer = _layer_of(module, path.rpartition(".")[2])
+            if layer is not None:
+                # Layers may have several paths, such as shared experts.
+                first = first_paths.setdefault(id(module), path)
+                self._layers.setdefault(first, layer)
+                self._places.update((place, (first, part)) for place, part in _places_of(path, layer, packed))
+
+    def shapes(self) -> Iterator[tuple[str, StackShape]]:
+        """Yields each layer's path and the sizes of its adapters."""
+        rank = self.limits.max_rank + self.limits.max_rank % 2  # kernels take pairs
+        for path, layer in self._layers.items():
+            sizes = tuple(part.size for part in layer.parts)
+            yield (
+                path,
+                StackShape(
+                    layer.inputs.stop - layer.inputs.start,
+                    sizes,
+                    self.limits.max_loras,
+                    rank,
+                    self._dtype,
+                    self._activations,
+                ),
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all adapter slots on the device."""
+        return sum(shape.num_bytes for _, shape in self.shapes())
+
+    @property
+    def width(self) -> int:
+        """Elements for a token that the adapters of one decoder layer compute, at most."""
+        widths: dict[str, int] = {}
+        for path, shape in self.shapes():
+            number = next((part for part in path.split(".") if part.isdecimal()), "")
+            inner = len(shape.out_sizes) * shape.columns
+            widths[number] = widths.get(number, 0) + 2 * inner + shape.in_size + 2 * sum(shape.out_sizes)
+        return max(widths.values(), default=0)
+
+    def attach(self) -> None:
+        """Allocates the adapter slots and makes the layers use them. Called once, when weights are loaded."""
+        for path, shape in self.shapes():
+            module = self._layers[path].module
+            self._stacks[path] = stack = self._device.adapter_stack(shape)
+            module.quant_method = _AdaptedMethod(module.quant_method, stack, self._selection)
+            self._shape = shape
+
+    def adapted(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Returns a step that takes one argument more: the rows' selection of adapters, [tokens, …]."""
+        selection = self._selection
+
+        def run(token_ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+            selection.rows = rows
+            result = step(token_ids, places)
+            selection.rows = None
+            return result
+
+        return run
+
+    def end_step(self) -> None:
+        """Forgets the selection of a step that failed."""
+        self._selection.rows = None
+
+    def select(self, slots: torch.Tensor) -> torch.Tensor:
+        """See `lora.store.AdaptedModel`."""
+        return self._device.select_adapters(slots, self._shape)
+
+    def fit(self, checkpoint: AdapterCheckpoint) -> dict[str, LayerMatrices]:
+        """See `lora.store.AdaptedModel`.
+
+        Raises:
+            InvalidArgument: if the adapter has layers that the model does not have, or of other sizes.
+        """
+        found: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
+        for path, (a, b) in checkpoint.matrices.items():
+            place = self._place(path, checkpoint.name)
+            if place is None:
+                continue
+            layer_path, part = place
+            layer = self._layers[layer_path]
+            _check_sizes(checkpoint.name, path, layer, part, a, b)
+            parts = found.setdefault(layer_path, [None] * len(layer.parts))
+            dtype = self._dtype
+            mine = a[:, layer.inputs].to(dtype).contiguous()
+            start = 0
+            for index, each in enumerate(layer.parts):
+                if part is None:
+                    whole = b[start : start + each.whole]
+                    start += each.whole
+                elif index == part:
+                    whole = b
+                else:
+                    continue
+                parts[index] = (mine, whole[each.rows].to(dtype).contiguous())
+        return dict(found)
+
+    def _place(self, path: str, name: str) -> tuple[str, int | None] | None:
+        """Returns the layer that a checkpoint's path means, and its part; `None` if another stage has it.
+
+        Raises:
+            InvalidArgument: if no stage has such a layer, or it takes no adapters.
+        """
+        place = self._places.get(path)
+        if place is None and self._mapper is not None:
+            mapped = self._mapper.map_name(f"{path}.weight")
+            place = self._places.get((mapped or "").removesuffix(".weight"))
+        if place is not None:
+            return place
+        if path.startswith(tuple(self._elsewhere)):
+            return None
+        last = path.rpartition(".")[2]
+        if last in ("embed_tokens", "wte", "lm_head", "embed_out"):
+            why = "embeddings and output heads take no adapters; train it without that layer"
+        elif ".experts" in path:
+            why = "expert layers take no adapters; train it without them"
+        elif last in _READ_DIRECTLY:
+            why = "latent attention takes no adapter there; train it without that layer"
+        else:
+            why = f"{self._architecture} has no such layer; is it for another base model?"
+        raise InvalidArgument(f"adapter {name} adapts {path}, but {why}", param="source")
+
+    def place(self, slot: int, matrices: Mapping[str, LayerMatrices]) -> None:
+        """See `lora.store.AdaptedModel`."""
+        for path, stack in self._stacks.items():
+            stack.write(slot, matrices.get(path) or (None,) * len(self._layers[path].parts))
+
+
+def _layer_of(module: Any, name: str) -> _Layer | None:
+    """Describes a linear layer that takes adapters; `None` for any other module."""
+    if name in _READ_DIRECTLY:
+        return None
+    kind = type(module)
+    if kind is RowParallelLinear:
+        size = module.input_size_per_partition
+        inputs = slice(module.tp_rank * size, (module.tp_rank + 1) * size)
+        return _Layer(module, inputs, module.input_size, (_part(0, module.output_size),))
+    if kind is QKVParallelLinear:
+        parts = _attention_parts(module)
+    elif kind is MergedColumnParallelLinear:
+        parts = tuple(
+            _part(module.tp_rank, size // module.tp_size, module.tp_size) for size in module.output_sizes
+        )
+    elif kind is ColumnParallelLinear:
+        parts = (_part(module.tp_rank, module.output_size_per_partition, module.tp_size),)
+    elif kind is ReplicatedLinear:
+        parts = (_part(0, module.output_size),)
+    else:
+        return None
+    return _Layer(module, slice(0, module.input_size), module.input_size, parts)
+
+
+def _part(index: int, size: int, count: int = 1) -> _Part:
+    return _Part(slice(index * size, (index + 1) * size), size * count)
+
+
+def _attention_parts(module: Any) -> tuple[_Part, ...]:
+    """Returns queries, keys and values. Ranks share key heads if there are fewer of them."""
+    queries = module.num_heads * module.head_size
+    shared = module.tp_rank // module.num_kv_head_replicas
+    count = module.tp_size // module.num_kv_head_replicas
+    return (
+        _part(module.tp_rank, queries, module.tp_size),
+        _part(shared, module.num_kv_heads * module.head_size, count),
+        _part(shared, module.num_kv_heads * module.v_head_size, count),
+    )
+
+
+def _places_of(
+    path: str, layer: _Layer, packed: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, int | None]]:
+    """Yields the paths in checkpoints that mean a layer or one of its parts, and the part."""
+    parent, _, name = path.rpartition(".")
+    yield path, None
+    names = packed.get(name) or _USUAL_PARTS.get(name, ())
+    if len(names) == len(layer.parts) > 1:
+        for index, part in enumerate(names):
+            yield f"{parent}.{part}" if parent else part, index
+
+
+def _check_sizes(
+    name: str, path: str, layer: _Layer, part: int | None, a: torch.Tensor, b: torch.Tensor
+) -> None:
+    """Raises InvalidArgument if matrices do not have the layer's sizes."""
+    outputs = sum(each.whole for each in layer.parts) if part is None else layer.parts[part].whole
+    if (a.shape[1], b.shape[0]) != (layer.whole_inputs, outputs):
+        raise InvalidArgument(
+            f"adapter {name} is for another base model: its {path} maps {a.shape[1]} values to {b.shape[0]},"
+            f" the model's {layer.whole_inputs} to {outputs}",
+            param="source",
+        )
