@@ -59,17 +59,21 @@ class TimedModel(VllmModel):
         self._device.synchronize()
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        plans: Mapping[str, Any],
+        *adapters: torch.Tensor,
     ) -> torch.Tensor:
         """See the base class."""
         if self.parts is None:
-            return super().forward(token_ids, positions, plans)
+            return super().forward(token_ids, positions, plans, *adapters)
         with _OperatorTimer(self, self.parts) as timer:
             timed = {
                 name: dataclasses.replace(plan, device=_TimedDevice(plan.device, timer))
                 for name, plan in plans.items()
             }
-            return super().forward(token_ids, positions, timed)
+            return super().forward(token_ids, positions, timed, *adapters)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See the base class."""

@@ -1,4 +1,4 @@
-"""LoRA adapters give the greedy tokens of PEFT in float32: alone, mixed in a batch, moved, after preemption."""
+"""LoRA adapters give PEFT's greedy tokens in float32: alone, in a mixed batch, moved, after preemption."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

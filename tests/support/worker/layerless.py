@@ -40,7 +40,7 @@ class LayerlessModel:
         """Returns one plan per layer."""
         return {name: plan for names, plan in groups for name in names}
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor, *_: torch.Tensor) -> Recording:
         """Is never called at optimization level 0."""
         raise NotImplementedError
 
@@ -62,7 +62,7 @@ class Echo:
         return {}
 
     def forward(
-        self, token_ids: torch.Tensor, places: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, places: torch.Tensor, plans: Mapping[str, Any], *_: torch.Tensor
     ) -> torch.Tensor:
         del plans
         lengths = places[0]
@@ -73,7 +73,7 @@ class Echo:
         unreal = (positions >= lengths[:, None]) | (tokens == POISON)
         return pool_rows(hidden.masked_fill(unreal[:, :, None], math.nan), lengths, self._method)
 
-    def record(self, token_ids: torch.Tensor, places: torch.Tensor) -> Recording:
+    def record(self, token_ids: torch.Tensor, places: torch.Tensor, *_: torch.Tensor) -> Recording:
         inputs = (token_ids.clone(), places.clone())
         recorder = Recorder(inputs)
         with recorder:

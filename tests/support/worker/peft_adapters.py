@@ -44,7 +44,7 @@ def write_adapter(base: Path, folder: Path, spec: AdapterSpec) -> Path:
                 # PEFT starts B with zeros, which change nothing.
                 scale = 0.5 * parameter.shape[1] ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     return folder
 
 

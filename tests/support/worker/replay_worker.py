@@ -29,7 +29,7 @@ class Noise(LayerlessModel):
     """A model whose logits are noise that depends only on the last token and its position."""
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any], *_: torch.Tensor
     ) -> torch.Tensor:
         """Returns tokens and positions as hidden states."""
         del plans

@@ -27,7 +27,7 @@ class Successor(LayerlessModel):
     """A model whose next token is always the last one plus 1."""
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any], *_: torch.Tensor
     ) -> torch.Tensor:
         """Returns the token ids as hidden states."""
         del positions, plans
@@ -144,7 +144,7 @@ def test_a_graph_that_cannot_be_made_is_no_refused_plan(
     def build(*_: object) -> None:
         raise Internal("no graph")
 
-    runner._made.clear()
+    runner._steps.close()
     monkeypatch.setattr(runner.graphs, "build", build)
     with pytest.raises(Internal, match="no graph") as raised:
         runner.execute(StepPlan(1, admit=[request(0, [5, 6])], work=Prefill(0, 0, 2, sample=True)))

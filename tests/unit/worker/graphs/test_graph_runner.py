@@ -27,13 +27,13 @@ class TriplingModel:
         self.calls = 0
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any], *_: torch.Tensor
     ) -> torch.Tensor:
         del plans
         self.calls += 1
         return (token_ids * 3 + positions)[:, None]
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor, *_: torch.Tensor) -> Recording:
         inputs = (token_ids.clone(), positions.clone())
         recorder = Recorder(inputs)
         with torch.inference_mode(), recorder:
@@ -47,7 +47,7 @@ class TriplingModel:
 class Dynamic(TriplingModel):
     """A model with a step that depends on data."""
 
-    def record(self, token_ids: torch.Tensor, positions: torch.Tensor) -> Recording:
+    def record(self, token_ids: torch.Tensor, positions: torch.Tensor, *_: torch.Tensor) -> Recording:
         raise NotStatic("aten.nonzero depends on data")
 
 
@@ -55,7 +55,7 @@ class HiddenDynamic(TriplingModel):
     """A model with a step that depends on data in a way that a recording does not show."""
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any], *_: torch.Tensor
     ) -> torch.Tensor:
         return super().forward(token_ids, positions, plans) * int(token_ids.numpy()[0])
 
@@ -195,7 +195,7 @@ class Widened(TriplingModel):
         self._dtype = dtype
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plans: Mapping[str, Any], *_: torch.Tensor
     ) -> torch.Tensor:
         return super().forward(token_ids, positions, plans).to(self._dtype).float()
 

@@ -166,7 +166,7 @@ def test_a_shape_without_a_graph_is_refused_in_strict_mode() -> None:
 class Dynamic(Echo):
     """A pooling model with a step that depends on data."""
 
-    def record(self, token_ids: torch.Tensor, lengths: torch.Tensor) -> Recording:
+    def record(self, token_ids: torch.Tensor, lengths: torch.Tensor, *_: torch.Tensor) -> Recording:
         raise NotStatic("aten.nonzero depends on data")
 
 
