@@ -89,8 +89,7 @@ class VllmModel:
             "folder": folder, "device": device, "dtype": dtype, "dummy_weights": dummy_weights, "seed": seed,
             "trust_remote_code": trust_remote_code,
         }  # fmt: skip
-        stages = f" in {layout.pipeline} stages" if layout.pipeline > 1 else ""
-        with refusal_on_error(f"cannot serve {folder}{stages}"):
+        with refusal_on_error(self._refusal(folder)):
             self._config: Any = configure(**arguments, layout=layout)
             check_stages(self._config.model_config, layout)
             self._model: Any = build(self._config, device, seed, layout)
@@ -101,10 +100,7 @@ class VllmModel:
         prepare = device.compile if compiled else _unchanged
         self._run, self._head = prepare(self._whole), prepare(self._compute_logits)
         self._caches: Mapping[str, torch.Tensor] = {}
-        everywhere: Mapping[str, Any] = {} if pooling else self._layers
-        if layout.pipeline > 1:
-            with refusal_on_error(f"cannot serve {folder}{stages}"):
-                everywhere = layers_of_all_stages(arguments, layout)
+        everywhere = self._layers_of_all_stages(arguments)
         self.description = describe(self._config, everywhere, pooling, here=self._layers)
         self._state_names = self._names_of_states()
         # Measured before load_weights(), which packs matrices into other shapes.
@@ -127,6 +123,20 @@ class VllmModel:
             raise ConfigurationRefused("pooling models run on one rank; use --workers for more of them")
         pooling, self._pooling_head = describe_pooling(self._config, self._model, self._layers, task)
         return pooling
+
+    def _refusal(self, folder: Path) -> str:
+        """Returns how the refusal of this model begins."""
+        stages = f" in {self._layout.pipeline} stages" if self._layout.pipeline > 1 else ""
+        return f"cannot serve {folder}{stages}"
+
+    def _layers_of_all_stages(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the layers with a cache by name, those of other stages included."""
+        if self._pooling is not None:
+            return {}
+        if self._layout.pipeline == 1:
+            return self._layers
+        with refusal_on_error(self._refusal(arguments["folder"])):
+            return layers_of_all_stages(arguments, self._layout)
 
     def _adapt(self, lora: LoraLimits | None, *, compiled: bool) -> None:
         """Prepares the steps and the layers for LoRA adapters, if the model is to take them."""
