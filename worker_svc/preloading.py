@@ -32,6 +32,10 @@ def import_for(settings: Settings) -> None:
         trust_remote_code=settings.trust_remote_code,
     )
     startup.prepare(choose_device(settings.device))
-    register_model_class(folder, trust_remote_code=settings.trust_remote_code)
+    register_model_class(
+        folder,
+        trust_remote_code=settings.trust_remote_code,
+        language_model_only=settings.language_model_only,
+    )
     for name in _LATE:
         importlib.import_module(name)

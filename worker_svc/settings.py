@@ -52,6 +52,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
             "load_format",
             "pooling_task",
             "trust_remote_code",
+            "language_model_only",
             "seed",
         ),
         Group.DEVICE: (
@@ -116,6 +117,7 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     """Whether several ranks need an address to meet at; a launcher chooses it."""
 
     reference_names: ClassVar[Mapping[str, str]] = {
+        "language_model_only": "VLLM_RBLN_DISABLE_MM",
         "backend": "VLLM_SPYRE_DYNAMO_BACKEND",
         "compile_strict": "VLLM_RBLN_COMPILE_STRICT_MODE",
         "compile_only": "VLLM_RBLN_COMPILE_ONLY",
@@ -163,6 +165,9 @@ class Settings(ServiceSettings, cli_prog_name="triptych worker"):
     weights, for measurements."""
     trust_remote_code: bool = False
     """Allow Python code that comes with a model to run in this process."""
+    language_model_only: bool = False
+    """Serve the text model of a multimodal checkpoint and leave its other weights unread. Without it, such
+    checkpoints are refused."""
     enable_lora: bool = False
     """Serve LoRA adapters beside the model."""
     max_loras: int = Field(4, ge=1, le=256)

@@ -17,13 +17,15 @@ class Reference:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
         # Made-up models have no tokenizer.
         self.tokenizer: Any = (
             AutoTokenizer.from_pretrained(folder) if (folder / "tokenizer_config.json").exists() else None
         )
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        multimodal = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+        kind: Any = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+        self._model: Any = kind.from_pretrained(folder, dtype=dtype).eval()
 
     def encode(self, text: str) -> list[int]:
         """Returns token ids, including the special tokens that the model expects at the start."""

@@ -140,10 +140,11 @@ def write(family: str, folder: Path, **save: Any) -> Path:
 
 def save_model(config: Any, folder: Path, **save: Any) -> Path:
     """Saves a random model with this configuration of transformers; see :func:`write`."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # The default weights are so small that all logits are nearly equal, and biases are zero.

@@ -160,6 +160,7 @@ class Worker:
             seed=settings.seed,
             dummy_weights=settings.load_format == "dummy",
             trust_remote_code=settings.trust_remote_code,
+            language_model_only=settings.language_model_only,
             compiled=options.level > 0,
             layout=self.layout,
             pooling_task=None if settings.pooling_task == "auto" else settings.pooling_task,

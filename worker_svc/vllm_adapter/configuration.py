@@ -11,6 +11,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.ranks.layout import RankLayout
+from worker_svc.vllm_adapter.architectures import TEXT_MODELS, as_text_model, check_class, served_as, unknown
 from worker_svc.vllm_adapter.deferred_imports import deferred
 
 # The refusal of a model that brings its own classes.
@@ -23,7 +24,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 def configure(
     folder: Path, device: Device, *, dtype: Dtype, dummy_weights: bool, seed: int, trust_remote_code: bool,
-    layout: RankLayout,
+    language_model_only: bool, layout: RankLayout,
 ) -> Any:  # fmt: skip
     """Builds vLLM's configuration of a model; for the arguments see `VllmModel`.
 
@@ -32,7 +33,10 @@ def configure(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    register_model_class(folder, trust_remote_code=trust_remote_code)
+    architectures = register_model_class(
+        folder, trust_remote_code=trust_remote_code, language_model_only=language_model_only
+    )
+    text_model = set(architectures) & set(TEXT_MODELS)
 
     def configured(dtype: str) -> Any:
         return EngineArgs(
@@ -42,6 +46,7 @@ def configure(
             load_format="dummy" if dummy_weights else "safetensors",
             seed=seed,
             trust_remote_code=trust_remote_code,
+            hf_overrides=as_text_model if text_model else {},
             use_tqdm_on_load=False,
             enforce_eager=True,
             block_size=device.default_block_size,
@@ -60,16 +65,22 @@ def configure(
     return config
 
 
-def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
+def register_model_class(
+    folder: Path, *, trust_remote_code: bool, language_model_only: bool = False
+) -> list[str]:
     """Registers the model's class as loaded, so that vLLM starts no subprocess (seconds) to inspect it.
 
+    Returns:
+        The architectures that config.json names.
+
     Raises:
-        ConfigurationRefused: if vLLM does not know the class and may not run the model's own code.
+        ConfigurationRefused: if the architecture is not served, or if vLLM does not know the class and may
+            not run the model's own code.
     """
     from vllm.model_executor.models import ModelRegistry
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for name in config.get("architectures") or ():
+    for name in served_as(config, language_model_only=language_model_only):
         architecture = _built_as(name, ModelRegistry.models)
         known = ModelRegistry.models.get(architecture)
         if known is None:
@@ -77,12 +88,12 @@ def register_model_class(folder: Path, *, trust_remote_code: bool) -> None:
                 if trust_remote_code:
                     continue  # vLLM loads the class from the model's own code
                 raise ConfigurationRefused(f"cannot serve {folder}: {_NEEDS_CODE}")
-            raise ConfigurationRefused(
-                f"vLLM does not know the architecture {architecture}; choose another model"
-            )
+            raise unknown(architecture)
         with deferred():
             model_class = known.load_model_cls()
+        check_class(architecture, model_class)
         ModelRegistry.register_model(architecture, model_class)
+    return list(config.get("architectures") or ())
 
 
 def _built_as(architecture: str, known: Mapping[str, Any]) -> str:

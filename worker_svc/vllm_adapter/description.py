@@ -69,7 +69,8 @@ def describe(
     return ModelDescription(
         architecture=model_config.architecture,
         vocab_size=text.vocab_size,
-        max_model_len=model_config.max_model_len,
+        # Layers that attend within chunks (Llama 4) are full attention in the first chunk.
+        max_model_len=min(model_config.max_model_len, *_chunk_lengths(layers)),
         eos_token_ids=tuple(sorted(eos)),
         dtype=model_config.dtype,
         quantization=model_config.quantization,
@@ -79,6 +80,12 @@ def describe(
             name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None
         },
     )
+
+
+def _chunk_lengths(layers: Mapping[str, Any]) -> list[int]:
+    """Returns the lengths of the chunks that layers attend within, and a length above every model's."""
+    chunks = [getattr(layer, "attention_chunk_size", 0) for layer in layers.values()]
+    return [sys.maxsize, *(chunk for chunk in chunks if chunk)]
 
 
 def _check_shared_caches(architecture: str, layers: Sequence[AttentionLayer]) -> None:

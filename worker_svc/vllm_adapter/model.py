@@ -59,6 +59,7 @@ class VllmModel:
         seed: int,
         dummy_weights: bool = False,
         trust_remote_code: bool = False,
+        language_model_only: bool = False,
         compiled: bool = True,
         layout: RankLayout | None = None,
         pooling_task: PoolingTask | None = None,
@@ -73,6 +74,7 @@ class VllmModel:
             seed: of the random generators of torch, numpy and Python.
             dummy_weights: whether to generate random weights instead of reading safetensors files.
             trust_remote_code: whether Python code in the folder may run.
+            language_model_only: whether to leave out what a multimodal model has for other inputs than text.
             compiled: whether a device with its own compiler may use it; otherwise the model's own code runs.
             layout: this rank's part of the model; `None` for all of it.
             pooling_task: what a pooling model computes; `None` for what it is made for.
@@ -87,7 +89,7 @@ class VllmModel:
         self._layout = layout = layout or RankLayout()
         arguments: dict[str, Any] = {
             "folder": folder, "device": device, "dtype": dtype, "dummy_weights": dummy_weights, "seed": seed,
-            "trust_remote_code": trust_remote_code,
+            "trust_remote_code": trust_remote_code, "language_model_only": language_model_only,
         }  # fmt: skip
         with refusal_on_error(self._refusal(folder)):
             self._config: Any = configure(**arguments, layout=layout)

@@ -10,6 +10,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.vllm_adapter.architectures import as_text_model, text_weight
 
 ShardProgress = Callable[[int, int, str], None]
 """Called with the number of shards read, the total, and the name of the next file."""
@@ -26,7 +27,7 @@ class ShardLoader(DefaultModelLoader):
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the names and tensors of all files.
+        """Yields the names and tensors of all files; of a multimodal checkpoint, those of its text model.
 
         Raises:
             ConfigurationRefused: if a file is missing or damaged, or the model keeps weights outside its
@@ -37,13 +38,15 @@ class ShardLoader(DefaultModelLoader):
                 f"{model_config.model} keeps weights outside its folder, which is not served;"
                 " choose another model"
             )
+        rename = text_weight if model_config.hf_overrides is as_text_model else str
         shards = Checkpoint.open(Path(model_config.model)).shards
         for done, shard in enumerate(shards):
             self._progress(done, len(shards), shard.path.name)
             try:
                 with safe_open(shard.path, framework="pt") as file:
                     for name in shard.tensors:
-                        yield name, file.get_tensor(name)
+                        if renamed := rename(name):
+                            yield renamed, file.get_tensor(name)
             except (SafetensorError, OSError) as error:
                 raise ConfigurationRefused(f"cannot read {shard.path}: {error}") from error
         self._progress(len(shards), len(shards), "done")

@@ -39,6 +39,7 @@ def load(
     device: Device | None = None,
     *,
     compiled: bool = True,
+    language_model_only: bool = False,
     lora: LoraLimits | None = None,
 ) -> VllmModel:
     """Returns a model with its weights, loaded once per process.
@@ -51,7 +52,15 @@ def load(
     key = folder, dtype, compiled, lora
     if key not in _MODELS:
         startup.prepare(device.name)
-        model = VllmModel(folder, device, dtype=dtype, seed=0, compiled=compiled, lora=lora)
+        model = VllmModel(
+            folder,
+            device,
+            dtype=dtype,
+            seed=0,
+            compiled=compiled,
+            language_model_only=language_model_only,
+            lora=lora,
+        )
         model.load_weights()
         _MODELS[key] = model
     return _MODELS[key]

@@ -49,6 +49,7 @@ class Job:
     max_model_len: int = 512
     triton: bool = False
     dtype: Dtype = "float32"
+    language_model_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,10 @@ def run(job: Job) -> list[Answer]:
     """Prefills every prompt, then runs a few decode steps in every bucket. All memory starts as NaN."""
     device = _open(job)
     harness = Harness(
-        load(Path(job.folder), job.dtype, device=device, compiled=job.device == "cpu" or job.backend != "eager"),
+        load(
+            Path(job.folder), job.dtype, device=device, compiled=job.device == "cpu" or job.backend != "eager",
+            language_model_only=job.language_model_only,
+        ),
         max_model_len=job.max_model_len, max_num_seqs=max(BUCKETS), block_size=job.block_size,
         decode_buckets=BUCKETS, device=device, window_kind=GroupKind(job.window_kind), backend=job.backend,
     )  # fmt: skip

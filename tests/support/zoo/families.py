@@ -187,6 +187,78 @@ def _bloom() -> Any:
     )
 
 
+_VISION = {
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _gemma3_vision() -> Any:
+    from transformers import Gemma3Config
+
+    text = tiny_models.FAMILIES["gemma3"]().to_dict()
+    return Gemma3Config(
+        text_config=text,
+        vision_config=_VISION | {"intermediate_size": 64, "model_type": "siglip_vision_model"},
+        mm_tokens_per_image=4,
+    )
+
+
+def _llama4_vision() -> Any:
+    from transformers import Llama4Config
+
+    vision = {"vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64}
+    return Llama4Config(
+        text_config=_llama4().to_dict(),
+        vision_config=_VISION | vision | {"intermediate_size": 256, "pixel_shuffle_ratio": 0.5},
+    )
+
+
+def _mistral3() -> Any:
+    from transformers import Mistral3Config
+
+    text = {**COMMON, "model_type": "mistral", "sliding_window": None}
+    return Mistral3Config(
+        text_config=text,
+        vision_config=_VISION | {"intermediate_size": 64, "model_type": "pixtral", "head_dim": 32},
+        tie_word_embeddings=False,
+    )
+
+
+_ROPE_OF_IMAGES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+
+
+def _qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    text = {key: value for key, value in COMMON.items() if key != "head_dim"}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": _ROPE_OF_IMAGES}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
+def _qwen3_vl() -> Any:
+    from transformers import Qwen3VLConfig
+
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    return Qwen3VLConfig(
+        text_config={**COMMON, "rope_parameters": {**_ROPE_OF_IMAGES, "mrope_interleaved": True}},
+        vision_config=vision | {"deepstack_visual_indexes": [0]},
+        tie_word_embeddings=False,
+    )
+
+
+MULTIMODAL: dict[str, Callable[[], Any]] = {
+    "gemma3-vision": _gemma3_vision,
+    "llama4-vision": _llama4_vision,
+    "mistral3": _mistral3,
+    "qwen2.5-vl": _qwen2_5_vl,
+    "qwen3-vl": _qwen3_vl,
+}
+"""The same for multimodal models. Their text models are those of other families."""
 FAMILIES: dict[str, Callable[[], Any]] = {
     **tiny_models.FAMILIES,
     "mistral": _mistral,
@@ -209,7 +281,35 @@ NOT_ON_NPU = {
 }
 """The families that device rbln refuses, and what the refusal names."""
 
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "MambaForCausalLM": ({"model_type": "mamba"}, "has layers with a state of their own"),
+    "Mamba2ForCausalLM": ({"model_type": "mamba2"}, "has layers with a state of their own"),
+    "JambaForCausalLM": ({"model_type": "jamba"}, "has layers with a state of their own"),
+    "FalconH1ForCausalLM": ({"model_type": "falcon_h1"}, "has layers with a state of their own"),
+    "GraniteMoeHybridForCausalLM": (
+        {"model_type": "granitemoehybrid"},
+        "has layers with a state of their own",
+    ),
+    "Qwen3NextForCausalLM": ({"model_type": "qwen3_next"}, "has layers with a state of their own"),
+    "BartForConditionalGeneration": (
+        {"model_type": "bart", "is_encoder_decoder": True},
+        "has cross-attention",
+    ),
+    "T5ForConditionalGeneration": ({"model_type": "t5", "is_encoder_decoder": True}, "has cross-attention"),
+    "WhisperForConditionalGeneration": (
+        {"model_type": "whisper", "is_encoder_decoder": True},
+        "has cross-attention",
+    ),
+    "MllamaForConditionalGeneration": (
+        {"model_type": "mllama", "text_config": {"cross_attention_layers": [3, 8]}},
+        "has cross-attention",
+    ),
+    "LlavaForConditionalGeneration": ({"model_type": "llava"}, "is multimodal and not served"),
+    "MPTForCausalLM": ({"model_type": "mpt"}, "vLLM has dropped it after 0.28.0"),
+}
+"""Architectures that every device refuses: what config.json has besides the name, and what the line says."""
+
 
 def write(family: str, folder: Path) -> Path:
     """Saves a random model of a family to a folder, and returns the folder."""
-    return tiny_models.save_model(FAMILIES[family](), folder)
+    return tiny_models.save_model((FAMILIES | MULTIMODAL)[family](), folder)
