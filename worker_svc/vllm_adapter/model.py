@@ -96,17 +96,16 @@ class VllmModel:
             check_stages(self._config.model_config, layout)
             self._model: Any = build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
-        self._pooling = pooling = self._prepare_pooling(pooling_task)
-        self._prepare_layers(cached=pooling is None)
+        self._pooling = self._prepare_pooling(pooling_task)
+        self._prepare_layers(cached=self._pooling is None)
         self._whole: Callable[..., torch.Tensor] = self._step()
         prepare = device.compile if compiled else _unchanged
         self._run, self._head = prepare(self._whole), prepare(self._compute_logits)
         self._caches: Mapping[str, torch.Tensor] = {}
-        everywhere = self._layers_of_all_stages(arguments)
-        self.description = describe(self._config, everywhere, pooling, here=self._layers)
+        self.description = self._describe(arguments)
         self._state_names = self._names_of_states()
         # Measured before load_weights(), which packs matrices into other shapes.
-        vocab_size = 0 if pooling else self.description.vocab_size
+        vocab_size = 0 if self._pooling else self.description.vocab_size
         self.size = measure(self._config.model_config, self._model, vocab_size)
         self._adapt(lora, compiled=compiled)
         # All steps use one context and only replace its metadata.
@@ -131,14 +130,13 @@ class VllmModel:
         stages = f" in {self._layout.pipeline} stages" if self._layout.pipeline > 1 else ""
         return f"cannot serve {folder}{stages}"
 
-    def _layers_of_all_stages(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the layers with a cache by name, those of other stages included."""
-        if self._pooling is not None:
-            return {}
-        if self._layout.pipeline == 1:
-            return self._layers
-        with refusal_on_error(self._refusal(arguments["folder"])):
-            return layers_of_all_stages(arguments, self._layout)
+    def _describe(self, arguments: Mapping[str, Any]) -> ModelDescription:
+        """Describes the model with its layers that have a cache, those of other stages included."""
+        everywhere: Mapping[str, Any] = {} if self._pooling else self._layers
+        if self._layout.pipeline > 1 and not self._pooling:
+            with refusal_on_error(self._refusal(arguments["folder"])):
+                everywhere = layers_of_all_stages(arguments, self._layout)
+        return describe(self._config, everywhere, self._pooling, here=self._layers)
 
     def _adapt(self, lora: LoraLimits | None, *, compiled: bool) -> None:
         """Prepares the steps and the layers for LoRA adapters, if the model is to take them."""
