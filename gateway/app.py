@@ -15,8 +15,9 @@ from gateway import version
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
 from gateway.metrics import Metrics
-from gateway.routes import chat, completions, embeddings, models, ops, tokenize
+from gateway.routes import chat, completions, models, ops, tokenize
 from gateway.routes.context import Context
+from gateway.routes.pooling import classification, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
@@ -85,7 +86,7 @@ def create_app(
     app.state.context = Context(
         settings, client, watcher, metrics, text_worker, new_id=new_id, clock=clock, wall_clock=wall_clock
     )
-    for family in (chat, completions, embeddings, models, tokenize, ops):
+    for family in (chat, completions, embeddings, scoring, classification, models, tokenize, ops):
         app.include_router(family.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -215,8 +215,14 @@ class Launcher:
 
 def first_request(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the path and the body of an example request to a model of /v1/models."""
-    if model.get("embedding_size"):
-        return "/v1/embeddings", {"model": model["id"], "input": "What is the capital of France?"}
+    text = "What is the capital of France?"
+    tasks = model.get("pool_tasks", ())
+    if "embed" in tasks:
+        return "/v1/embeddings", {"model": model["id"], "input": text}
+    if "score" in tasks:
+        return "/score", {"model": model["id"], "text_1": text, "text_2": ["Paris is.", "A cat is."]}
+    if tasks:
+        return "/pooling", {"model": model["id"], "input": text}
     question = [{"role": "user", "content": "Name the capital of France."}]
     # Short and greedy, so that the first answer arrives within a second or two.
     body = {"model": model["id"], "messages": question, "temperature": 0, "max_tokens": 64}

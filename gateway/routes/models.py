@@ -1,6 +1,6 @@
 """``/v1/models``."""
 
-from typing import Any
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,6 +11,8 @@ from gateway.schemas.answers import ModelCard, ModelList
 from protos.triptych.v1 import common_pb2 as pb
 
 router = APIRouter(tags=["Models"])
+
+_EMBEDDINGS: Final = {pb.POOL_TASK_EMBED, pb.POOL_TASK_TOKEN_EMBED}
 
 
 def _card(model: pb.ModelInfo) -> dict[str, Any]:
@@ -24,6 +26,10 @@ def _card(model: pb.ModelInfo) -> dict[str, Any]:
         "max_model_len": model.max_model_len,
     }
     if model.pool_tasks:
+        card["pool_tasks"] = [
+            pb.PoolTask.Name(task).removeprefix("POOL_TASK_").lower() for task in model.pool_tasks
+        ]
+    if not _EMBEDDINGS.isdisjoint(model.pool_tasks):
         card["embedding_size"] = model.pooled_size
     return card
 

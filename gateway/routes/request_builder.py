@@ -6,7 +6,6 @@ from typing import Final
 from gateway.quoting import quote
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest, Message
-from gateway.schemas.embeddings import EmbeddingRequest
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import Tool
 from gateway.text.tokenization import TextCodec, TextWorker
@@ -272,51 +271,6 @@ def generate_requests(
             priority=body.priority,
             tenant=tenant,
             cache_salt=body.cache_salt or "",
-            model=served.model.served_name,
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def pool_requests(
-    served: ServedModel,
-    body: EmbeddingRequest,
-    prompts: Sequence[Sequence[int]],
-    request_id: str,
-    *,
-    tenant: str = "",
-) -> list[inference.PoolRequest]:
-    """Returns one wire request per input of an embeddings request.
-
-    Args:
-        served: the model.
-        body: the HTTP request.
-        prompts: token ids, one list per input.
-        request_id: unique in this process; the wire ids append each input's index.
-        tenant: the tenant that the scheduler accounts the requests to.
-
-    Raises:
-        InvalidArgument: if an input is empty.
-        ContextExceeded: if an input is longer than the model reads.
-    """
-    longest = served.model.max_model_len
-    for prompt in prompts:
-        if not prompt:
-            raise InvalidArgument("'input' is empty: it must give at least one token", param="input")
-        if len(prompt) > longest:
-            raise ContextExceeded(
-                f"an input has {len(prompt)} tokens, but '{served.model.served_name}' is served for at most"
-                f" {longest}; shorten it",
-                param="input",
-            )
-    return [
-        inference.PoolRequest(
-            request_id=f"{request_id}-{index}",
-            prompt_token_ids=prompt,
-            task=pb.POOL_TASK_EMBED,
-            use_activation=body.normalize,
-            priority=body.priority,
-            tenant=tenant,
             model=served.model.served_name,
         )
         for index, prompt in enumerate(prompts)

@@ -2,7 +2,7 @@
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,12 @@ from protos.triptych.v1 import common_pb2 as pb
 # Poll interval while no model is known: the first request after a replica becomes ready should not wait long.
 _FIRST_POLL_S: Final = 0.25
 
+_ROUTES: Final = {
+    pb.POOL_TASK_EMBED: "/v1/embeddings",
+    pb.POOL_TASK_CLASSIFY: "/classify",
+    pb.POOL_TASK_SCORE: "/score",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -30,26 +36,49 @@ class ServedModel:
         """Checks that the model generates text.
 
         Raises:
-            Unsupported: for an embedding model.
+            Unsupported: for a pooling model.
         """
         if self.model.pool_tasks:
             raise Unsupported(
-                f"'{self.model.served_name}' makes embeddings and does not generate text; use /v1/embeddings",
+                f"'{self.model.served_name}' serves {_names(self.model.pool_tasks)} and does not generate text;"
+                f" use {_routes(self.model.pool_tasks)}",
                 param="model",
             )
 
-    def check_embeds(self) -> None:
-        """Checks that the model makes embeddings.
+    def check_serves(self, *tasks: "pb.PoolTask.ValueType") -> "pb.PoolTask.ValueType":
+        """Returns the first of these tasks that the model serves.
 
         Raises:
-            Unsupported: for any other model.
+            Unsupported: if it serves none of them; says what it serves.
         """
-        if pb.POOL_TASK_EMBED not in self.model.pool_tasks:
+        served = self.model.pool_tasks
+        if not served:
             raise Unsupported(
-                f"'{self.model.served_name}' generates text and does not make embeddings; use"
+                f"'{self.model.served_name}' generates text and is no pooling model; use"
                 " /v1/chat/completions or /v1/completions",
                 param="model",
             )
+        found = next((task for task in tasks if task in served), None)
+        if found is None:
+            raise Unsupported(
+                f"'{self.model.served_name}' serves {_names(served)}, not {_names(tasks, ' or ')}; use {_routes(served)}",
+                param="model",
+            )
+        return found
+
+    @property
+    def longest_input(self) -> int:
+        """Tokens of the longest input that fits a shape of a pooling model."""
+        shapes = self.model.pooling.shapes
+        return max((shape.query_len for shape in shapes), default=self.model.max_model_len)
+
+
+def _names(tasks: Iterable["pb.PoolTask.ValueType"], between: str = ", ") -> str:
+    return between.join(pb.PoolTask.Name(task).removeprefix("POOL_TASK_").lower() for task in tasks)
+
+
+def _routes(tasks: Iterable["pb.PoolTask.ValueType"]) -> str:
+    return " or ".join(dict.fromkeys(_ROUTES.get(task, "/pooling") for task in tasks))
 
 
 class ServedModelWatcher:

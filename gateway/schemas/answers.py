@@ -200,6 +200,94 @@ class EmbeddingList(AnswerModel):
     usage: EmbeddingUsage
 
 
+class Score(AnswerModel):
+    """The score of one pair."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(AnswerModel):
+    """Scores in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+class RerankDocument(AnswerModel):
+    """A document of the request."""
+
+    text: str
+
+
+class RerankResult(AnswerModel):
+    """One document's relevance."""
+
+    index: Annotated[int, Field(description="The document's place in the request.")]
+    relevance_score: float
+    document: Annotated[RerankDocument | None, Field(description="Unless return_documents is false.")] = None
+
+
+class RerankAnswer(AnswerModel):
+    """Documents, the most relevant first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: EmbeddingUsage
+
+
+class Classification(AnswerModel):
+    """The classes of one input."""
+
+    index: int
+    label: Annotated[str | None, Field(description="Name of the class with the largest value.")]
+    probs: Annotated[
+        list[float], Field(description="A value for each class, in the order of the model's labels.")
+    ]
+    num_classes: int
+
+
+class ClassificationList(AnswerModel):
+    """Classes in the order of the inputs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: EmbeddingUsage
+
+
+class PoolingResult(AnswerModel):
+    """The result of one input."""
+
+    object: Literal["pooling"]
+    index: int
+    data: Annotated[
+        list[float] | list[list[float]] | str,
+        Field(
+            description="Numbers, or a row of numbers for each token; with encoding_format=base64, float32."
+        ),
+    ]
+
+
+class PoolingList(AnswerModel):
+    """Results in the order of the inputs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[PoolingResult]
+    usage: EmbeddingUsage
+
+
 class ModelCard(AnswerModel):
     """A served model."""
 
@@ -210,6 +298,9 @@ class ModelCard(AnswerModel):
     root: Annotated[str, Field(description="Where the model was loaded from.")]
     parent: None
     max_model_len: Annotated[int, Field(description="Tokens of a prompt and its answer together.")]
+    pool_tasks: Annotated[
+        list[str] | None, Field(description="Only for pooling models: what they serve, for example embed.")
+    ] = None
     embedding_size: Annotated[int | None, Field(description="Only for embedding models.")] = None
 
 

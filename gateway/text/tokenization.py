@@ -5,6 +5,7 @@ Uses the ``tokenizers`` library directly, which reads the same ``tokenizer.json`
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,8 @@ from tokenizers import Tokenizer
 from gateway.format_names import ToolFormat
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import DetokenizerFactory
+from gateway.text.prompts import FILE as PROMPTS_FILE
+from gateway.text.prompts import TextPrompts
 from gateway.text.template_probe import thinks, tool_format
 from protos.errors import Internal, Overloaded
 
@@ -30,6 +33,10 @@ _NAMED_TOKENS: Final = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 
+# What the template of a reranker names: the roles of vLLM's score templates.
+_PAIR_ROLES: Final = {"query", "document"}
+_QUOTED: Final = re.compile(r"""["'](\w+)["']""")
+
 
 class TextCodec:
     """The tokenizer and chat template of one model. Immutable once loaded, so all threads may use it."""
@@ -42,6 +49,10 @@ class TextCodec:
     """The template for conversations with tools; usually the same."""
     tool_format: ToolFormat | None
     """How the model writes tool calls; ``None`` if its template does not show a known format."""
+    pair_template: ChatTemplate | None
+    """The template, if it writes a pair of texts as turns of the roles "query" and "document"."""
+    prompts: TextPrompts
+    """What an embedding model reads in front of texts."""
     thinks: bool
     """Whether the template handles thinking between ``<think>`` and ``</think>``."""
     special_tokens: dict[str, str]
@@ -55,10 +66,14 @@ class TextCodec:
         chat_template: ChatTemplate | None,
         special_tokens: dict[str, str],
         tool_template: ChatTemplate | None = None,
+        prompts: TextPrompts | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.tool_template = tool_template or chat_template
+        writes_pairs = chat_template is not None and set(_QUOTED.findall(chat_template.source)) >= _PAIR_ROLES
+        self.pair_template = chat_template if writes_pairs else None
+        self.prompts = prompts or TextPrompts()
         self.tool_format = tool_format(self.tool_template)
         self.thinks = thinks(chat_template)
         self.special_tokens = special_tokens
@@ -92,7 +107,8 @@ class TextCodec:
             templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
         except jinja2.TemplateSyntaxError as error:
             raise Internal(f"the model's chat template cannot be compiled: {error}") from error
-        return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"))
+        prompts = TextPrompts.read(_read_json(folder / PROMPTS_FILE))
+        return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"), prompts)
 
     def wrapped(self, wrap: Callable[[], Any]) -> Any:
         """Returns what ``wrap`` makes of the tokenizer.

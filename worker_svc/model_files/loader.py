@@ -6,12 +6,13 @@ from protos.errors import ConfigurationRefused
 from worker_svc.model_files import demo_models
 from worker_svc.settings import LoadFormat
 
-# The files of tokenizers and chat templates; the configurations tell transformers which class to use.
+# Files of tokenizers, chat templates and prompts. The configurations tell transformers which class to use.
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
     "config.json",
+    "config_sentence_transformers.json",
     "generation_config.json",
     "merges.txt",
     "special_tokens_map.json",

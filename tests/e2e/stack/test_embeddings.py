@@ -66,6 +66,23 @@ def test_a_text_that_fits_no_shape_is_refused(minilm: Stack) -> None:
     assert "at most 128" in response.json()["error"]["message"]
 
 
+def test_scores_are_cosines(minilm: Stack) -> None:
+    """/score and /rerank compare embeddings of a model that does not read pairs."""
+    with OpenAI(base_url=f"{minilm.base_url}/v1", api_key="unused") as client:
+        cat, *others = (
+            entry.embedding for entry in client.embeddings.create(model="minilm", input=TEXTS).data
+        )
+    answer = httpx.post(
+        f"{minilm.base_url}/score", json={"text_1": TEXTS[0], "text_2": TEXTS[1:]}, timeout=20
+    )
+    found = [entry["score"] for entry in answer.json()["data"]]
+    assert found == pytest.approx([dot(cat, other) for other in others], abs=1e-5)
+    ranked = httpx.post(
+        f"{minilm.base_url}/rerank", json={"query": TEXTS[0], "documents": [TEXTS[2], TEXTS[1]]}, timeout=20
+    )
+    assert [one["index"] for one in ranked.json()["results"]] == [1, 0]
+
+
 def test_settings_without_effect_are_logged(minilm: Stack) -> None:
     """The scheduler logs that --max-num-seqs has no effect."""
     log = (minilm.run_dir / "scheduler.log").read_text()

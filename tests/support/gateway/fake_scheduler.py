@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -163,6 +163,11 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
 
     pooled_size: int = 0
     """Values of a pooling result; 0: the model generates text."""
+    pool_tasks: Sequence["pb.PoolTask.ValueType"] = (pb.POOL_TASK_EMBED,)
+    """Tasks of a pooling model."""
+    pooling_info: pb.PoolingInfo = field(default_factory=pb.PoolingInfo)
+    pool_values: Callable[[inference.PoolRequest], list[float]] | None = None
+    """The values of a result; ``None``: made up."""
     pool_gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Pooling requests are answered while this is set."""
     refuse_pool: Callable[[inference.PoolRequest], TriptychError | None] = lambda _: None
@@ -212,7 +217,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             served_name=self.model, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
             eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
             default_sampling=self.sampling_defaults, pooled_size=self.pooled_size,
-            pool_tasks=[pb.POOL_TASK_EMBED] if self.pooled_size else [],
+            pool_tasks=self.pool_tasks if self.pooled_size else [], pooling=self._pooling_info(),
         )  # fmt: skip
 
     async def Pool(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
@@ -226,10 +231,23 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         finally:
             self.pooling -= 1
         prompt = list(request.prompt_token_ids)
+        if self.pool_values is not None:
+            values = self.pool_values(request)
+        else:
+            values = [len(prompt), prompt[0], *[0.1] * (self.pooled_size - 2)]
+        of_tokens = request.task in (pb.POOL_TASK_TOKEN_EMBED, pb.POOL_TASK_TOKEN_CLASSIFY)
         return inference.PoolResponse(
-            request_id=request.request_id, values=[len(prompt), prompt[0], *[0.1] * (self.pooled_size - 2)],
-            shape=[self.pooled_size], num_prompt_tokens=len(prompt),
+            request_id=request.request_id, values=values, num_prompt_tokens=len(prompt),
+            shape=[len(prompt), len(values) // len(prompt)] if of_tokens else [len(values)],
         )  # fmt: skip
+
+    def _pooling_info(self) -> pb.PoolingInfo | None:
+        if not self.pooled_size:
+            return None
+        info = pb.PoolingInfo()
+        info.CopyFrom(self.pooling_info)
+        info.shapes.add(kind=pb.GRAPH_KIND_POOL, batch=4, query_len=self.max_model_len)
+        return info
 
     async def GetTokenizer(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         self.num_tokenizer_loads += 1

@@ -42,6 +42,19 @@ def smollm2_folder() -> Path:
     return Path(folder.name)
 
 
+@functools.cache
+def minilm_folder() -> Path:
+    """Returns a folder with MiniLM's tokenizer, which joins pairs as BERT does, and with prompts."""
+    source = models.fetch("minilm")
+    folder = tempfile.TemporaryDirectory(prefix="triptych-test-")
+    atexit.register(folder.cleanup)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, folder.name)
+    prompts = {"prompts": {"query": "ask: ", "document": "tell: "}, "default_prompt_name": "document"}
+    (Path(folder.name) / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return Path(folder.name)
+
+
 @dataclass
 class Gateway:
     """A gateway that listens in this process."""

@@ -11,7 +11,7 @@ CONTEXT = 64
 LABELS = ("sad", "calm", "glad")
 
 
-def write(kind: Kind, folder: Path) -> torch.nn.Module:
+def write(kind: Kind, folder: Path, *, vocab_size: int = VOCAB_SIZE) -> torch.nn.Module:
     """Saves a model and returns it, in float32.
 
     Args:
@@ -19,12 +19,13 @@ def write(kind: Kind, folder: Path) -> torch.nn.Module:
             and its authors want the bare value. "roberta" and "modernbert" have several classes that
             exclude each other, "bert" several that do not. "bert-tokens" labels each token.
         folder: created if it is missing.
+        vocab_size: token ids are below this.
     """
     import transformers
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "vocab_size": vocab_size, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
         "max_position_embeddings": CONTEXT, "pad_token_id": 0,
     }  # fmt: skip
     labels = {

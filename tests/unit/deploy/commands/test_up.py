@@ -49,7 +49,10 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_the_example_request_fits_the_model() -> None:
-    """An embedding model gets no chat request."""
-    assert up.first_request({"id": "m", "embedding_size": 384})[0] == "/v1/embeddings"
+    """A pooling model gets no chat request."""
+    for tasks, path in (
+        (["embed"], "/v1/embeddings"), (["classify", "score"], "/score"), (["classify"], "/pooling"), (["token_embed"], "/pooling"),
+    ):  # fmt: skip
+        assert up.first_request({"id": "m", "pool_tasks": tasks})[0] == path
     path, body = up.first_request({"id": "m"})
     assert (path, body["model"]) == ("/v1/chat/completions", "m")

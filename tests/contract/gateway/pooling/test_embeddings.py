@@ -12,7 +12,7 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 
 from gateway.schemas.answers import EmbeddingList, ModelCard
-from protos.errors import Internal, Overloaded
+from protos.errors import Internal, Overloaded, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, running_gateway, running_stack, smollm2_folder
@@ -116,14 +116,25 @@ async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
         ({"input": ""}, "input", "is empty"),
         ({"input": []}, "input", "is empty"),
         ({"input": [1, "a"]}, "input", "must be a string"),
-        ({"input": "x", "dimensions": 3}, "dimensions", "embeddings of 'minilm' have 4"),
         ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
         ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
-        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "shorten the input"),
+        (
+            {"input": "x", "truncate_prompt_tokens": 65},
+            "truncate_prompt_tokens",
+            "between 1 and the 64 tokens",
+        ),
+        (
+            {"input": "x", "truncate_prompt_tokens": 0},
+            "truncate_prompt_tokens",
+            "between 1 and the 64 tokens",
+        ),
+        ({"input": "x", "prompt_name": "query"}, "prompt_name", "no prompt called 'query': it has none"),
+        ({"input": "x", "prompt_name": "a", "prompt": "b"}, "prompt", "exclude each other"),
+        ({"input": [1, 2], "prompt": "b"}, "prompt", "need inputs that are texts"),
         ({"input": "x", "inputs": "y"}, "inputs", "did you mean 'input'?"),
         ({"input": [49152]}, "input", "ids end at 49151"),
         ({"input": [[1]] * 101}, "input", "send at most 100"),
-        ({"input": [[1], [1] * 65]}, "input", "has 65 tokens, but 'minilm' is served for at most 64"),
+        ({"input": [[1], [1] * 65]}, "input", "has 65 tokens and fits none of the shapes 4x64"),
     ],
 )
 async def test_an_invalid_request_is_refused(
@@ -134,6 +145,30 @@ async def test_an_invalid_request_is_refused(
     assert (status, error["param"]) == (400, param)
     assert text in error["message"]
     assert stack.scheduler.pooled == []
+
+
+async def test_inputs_can_be_truncated(stack: Stack) -> None:
+    """Texts and token ids keep as many tokens as asked for, from either side; -1 keeps what fits."""
+    for sent, kept in (
+        ({"truncate_prompt_tokens": 2}, [1, 2]),
+        ({"truncate_prompt_tokens": 2, "truncation_side": "left"}, [69, 70]),
+        ({"truncate_prompt_tokens": -1}, list(range(1, 65))),
+    ):
+        stack.scheduler.reset()
+        await post(stack, input=list(range(1, 71)), **sent)
+        assert list(stack.scheduler.pooled[0].prompt_token_ids) == kept
+    stack.scheduler.reset()
+    await post(stack, input="Hello there my friend", truncate_prompt_tokens=2)
+    assert len(stack.scheduler.pooled[0].prompt_token_ids) == 2
+
+
+async def test_dimensions_are_the_schedulers_to_check(stack: Stack) -> None:
+    """They reach the scheduler, whose refusal names the parameter."""
+    await post(stack, input="x", dimensions=2)
+    assert stack.scheduler.pooled[0].dimensions == 2
+    stack.scheduler.refuse_pool = lambda _: Unsupported("dimensions=3: cannot be cut", param="dimensions")
+    status, error = await refusal(stack, input="x", dimensions=3)
+    assert (status, error["param"], error["message"]) == (400, "dimensions", "dimensions=3: cannot be cut")
 
 
 async def test_another_model_is_not_found(stack: Stack) -> None:
@@ -181,7 +216,7 @@ async def test_the_wrong_kind_of_model_names_the_right_endpoint(stack: Stack) ->
     assert (await stack.http.get("/health")).status_code == 200
     (card,) = (await stack.http.get("/v1/models")).json()["data"]
     ModelCard.model_validate(card)
-    assert card["embedding_size"] == 4
+    assert (card["embedding_size"], card["pool_tasks"]) == (4, ["embed"])
     async with running_stack("Paris") as generating:
         status, error = await refusal(generating, input="x")
         (card,) = (await generating.http.get("/v1/models")).json()["data"]

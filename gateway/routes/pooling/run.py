@@ -1,0 +1,199 @@
+"""Encodes the inputs of a request to a pooling model, and asks the scheduler for their results."""
+
+import array
+import base64
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answers.responses import while_client_waits
+from gateway.http.middleware import note, tenant_of
+from gateway.routes.answer import unique_wire_id
+from gateway.routes.context import Context, context_of
+from gateway.scheduler_link.served_model import ServedModel
+from gateway.schemas.pooling import InputBody, PoolingBody
+from gateway.text.pooling_inputs import Cuts, PoolInput, encode_text
+from protos.errors import ContextExceeded, InvalidArgument
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+from protos.validation import check_ids
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCall:
+    """One HTTP request to a pooling model."""
+
+    request: Request
+    context: Context
+    served: ServedModel
+    body: PoolingBody
+
+    @classmethod
+    def of(cls, request: Request, served: ServedModel, body: PoolingBody) -> "PoolCall":
+        """Returns the call of a request whose body has been read."""
+        return cls(request, context_of(request), served, body)
+
+    def check_count(self, count: int, param: str) -> None:
+        """Refuses more inputs than one request may have.
+
+        Raises:
+            InvalidArgument: with the limit.
+        """
+        most = self.context.settings.max_inputs
+        if count > most:
+            raise InvalidArgument(f"'{param}' has {count} texts; send at most {most} at once", param=param)
+
+    def cuts(self, *, first: int | None = None, second: int | None = None) -> Cuts:
+        """Returns how the request wants its inputs truncated.
+
+        Raises:
+            InvalidArgument: if it keeps more tokens than the model is served for, or none.
+        """
+        keep, longest = self.body.truncate_prompt_tokens, self.served.longest_input
+        if keep == 0 or (keep is not None and keep > longest):
+            raise InvalidArgument(
+                f"truncate_prompt_tokens={keep} is not between 1 and the {longest} tokens that"
+                f" '{self.served.model.served_name}' is served for; send -1 to keep as many as fit",
+                param="truncate_prompt_tokens",
+            )
+        total = longest if keep == -1 else keep
+        return Cuts(total, first or None, second or None, self.body.truncation_side)
+
+    async def encode(self, work: Callable[[], list[PoolInput]]) -> list[PoolInput]:
+        """Runs the tokenizer on as much text as the body has."""
+        return await self.context.text_worker.run(len(await self.request.body()), work)
+
+    async def pool(
+        self,
+        inputs: Sequence[PoolInput],
+        task: "pb.PoolTask.ValueType",
+        *,
+        param: str,
+        use_activation: bool | None = None,
+        dimensions: int | None = None,
+    ) -> list[inference.PoolResponse]:
+        """Returns the results of inputs, in their order.
+
+        Args:
+            inputs: token ids.
+            task: the use of the results.
+            param: the client's name for the inputs.
+            use_activation: see `PoolRequest`.
+            dimensions: see `PoolRequest`.
+
+        Raises:
+            InvalidArgument: if an input is empty.
+            ContextExceeded: if one is longer than the model's shapes.
+            TriptychError: whatever the scheduler answers.
+        """
+        self._check_lengths(inputs, param)
+        scope, started = self.request.scope, self.request.scope["triptych.arrived"]
+        tenant, request_id = tenant_of(self.request.headers), unique_wire_id(self.request)
+        note(scope, tenant=tenant or None)
+        types = self.served.model.pooling.token_types
+        requests = [
+            inference.PoolRequest(
+                request_id=f"{request_id}-{index}",
+                prompt_token_ids=each.token_ids,
+                task=task,
+                use_activation=use_activation,
+                priority=self.body.priority,
+                tenant=tenant,
+                model=self.served.model.served_name,
+                dimensions=dimensions or 0,
+                second_text_at=each.second_text_at if types else 0,
+            )
+            for index, each in enumerate(inputs)
+        ]
+        responses = await while_client_waits(self.request.receive, self.context.client.pool(requests))
+        note(scope, prompt_tokens=sum(len(each.token_ids) for each in inputs))
+        for each in inputs:
+            self.context.metrics.finished("stop", len(each.token_ids), self.context.clock() - started)
+        return responses
+
+    def _check_lengths(self, inputs: Sequence[PoolInput], param: str) -> None:
+        longest = self.served.longest_input
+        for each in inputs:
+            count = len(each.token_ids)
+            if not count:
+                raise InvalidArgument(f"'{param}' is empty: it must give at least one token", param=param)
+            if count > longest:
+                shapes = ", ".join(
+                    f"{shape.batch}x{shape.query_len}" for shape in self.served.model.pooling.shapes
+                )
+                raise ContextExceeded(
+                    f"an input has {count} tokens and fits none of the shapes {shapes} (rows x tokens) of"
+                    f" '{self.served.model.served_name}'; shorten it to at most {longest} tokens, or send"
+                    " truncate_prompt_tokens=-1",
+                    param=param,
+                )
+
+    def answer(
+        self, id_prefix: str, data: Sequence[dict[str, Any]], inputs: Sequence[PoolInput], **more: Any
+    ) -> Response:
+        """Returns a list of results as vLLM writes it."""
+        return answer_json(
+            {
+                "id": id_prefix + self.context.new_id(),
+                "object": "list",
+                "created": int(self.context.wall_clock()),
+                "model": self.served.model.served_name,
+                "data": data,
+                "usage": usage_of(inputs),
+                **more,
+            }
+        )
+
+
+async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> list[PoolInput]:
+    """Returns the tokens of each input; ``prompt`` is put in front of texts.
+
+    Raises:
+        InvalidArgument: if there are too many inputs, or an id is beyond the vocabulary.
+    """
+    call.check_count(len(body.input), "input")
+    cuts, served, special = call.cuts(), call.served, body.add_special_tokens is not False
+
+    def one(given: str | list[int]) -> PoolInput:
+        if isinstance(given, str):
+            return encode_text(served.text.tokenizer, prompt + given, cuts, add_special_tokens=special)
+        if served.model.vocab_size:
+            check_ids("input", given, served.model.vocab_size)
+        return PoolInput(cuts.cut_ids(given))
+
+    return await call.encode(lambda: [one(given) for given in body.input])
+
+
+def usage_of(inputs: Sequence[PoolInput]) -> dict[str, int]:
+    """Returns the usage of a request."""
+    count = sum(len(each.token_ids) for each in inputs)
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+def answer_json(answer: dict[str, Any]) -> Response:
+    """Returns a JSON response."""
+    return Response(orjson.dumps(answer), media_type="application/json")
+
+
+def encoded(response: inference.PoolResponse, encoding_format: str) -> Any:
+    """Returns the values of a result as the client wants them: numbers, rows of numbers, or base64."""
+    if encoding_format == "base64":
+        return _base64(response.values)
+    values = list(response.values)
+    if len(response.shape) < 2:
+        return values
+    width = response.shape[1]
+    return [values[start : start + width] for start in range(0, len(values), width)]
+
+
+def _base64(values: Sequence[float]) -> str:
+    """Encodes ``values`` as OpenAI's client reads them: float32 in little-endian order."""
+    numbers = array.array("f", values)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()

@@ -1,0 +1,43 @@
+"""What an embedding model's authors put in front of texts: the prompts of Sentence Transformers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.quoting import clip
+from protos.errors import InvalidArgument
+
+FILE = "config_sentence_transformers.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompts:
+    """The prompts of a model."""
+
+    by_name: Mapping[str, str] = field(default_factory=dict)
+    default: str = ""
+    """In front of every text unless a request says otherwise."""
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> "TextPrompts":
+        """Reads the contents of ``FILE``; an empty mapping if the model has none."""
+        found = config.get("prompts")
+        names = found if isinstance(found, dict) else {}
+        prompts = {name: text for name, text in names.items() if isinstance(text, str)}
+        return cls(prompts, prompts.get(str(config.get("default_prompt_name")), ""))
+
+    def choose(self, name: str | None, text: str | None) -> str:
+        """Returns the prompt of a request, which names one or brings its own.
+
+        Raises:
+            InvalidArgument: if the model has no prompt of that name; lists those that it has.
+        """
+        if name is None:
+            return self.default if text is None else text
+        if name not in self.by_name:
+            known = ", ".join(f"'{clip(each)}'" for each in self.by_name)
+            advice = f"it has {known}" if known else "it has none; send the text as 'prompt'"
+            raise InvalidArgument(
+                f"the model has no prompt called '{clip(name)}': {advice}", param="prompt_name"
+            )
+        return self.by_name[name]

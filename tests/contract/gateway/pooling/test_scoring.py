@@ -1,0 +1,252 @@
+"""``/score`` and ``/rerank`` over real HTTP and real gRPC, against a fake scheduler."""
+
+import json
+import math
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from tokenizers import Tokenizer
+
+from gateway.schemas.answers import RerankAnswer, ScoreList
+from protos.errors import Internal
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
+from tests.support.gateway.serving import Stack, minilm_folder, running_gateway, running_stack
+from worker_svc.model_files.demo_models import fetch
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+QUERY, DOCUMENTS = "how many people", ["a cat", "eight million people live here", "two people"]
+
+
+def score_of(request: inference_pb2.PoolRequest) -> list[float]:
+    """Returns a score that grows with the length of the second text."""
+    return [float(len(request.prompt_token_ids) - request.second_text_at)]
+
+
+def scheduler_of(folder: Path, **fields: Any) -> FakeScheduler:
+    return FakeScheduler(folder, model="scorer", max_model_len=24, **fields)
+
+
+SCORER: dict[str, Any] = {
+    "pooled_size": 1, "pool_tasks": (pb.POOL_TASK_CLASSIFY, pb.POOL_TASK_SCORE), "pool_values": score_of,
+    "pooling_info": pb.PoolingInfo(labels=["relevant"], token_types=True),
+}  # fmt: skip
+EMBEDDER: dict[str, Any] = {
+    "pooled_size": 2,
+    "pool_values": lambda request: [math.cos(len(request.prompt_token_ids)), math.sin(len(request.prompt_token_ids))],
+}  # fmt: skip
+
+
+async def stack_of(scheduler: FakeScheduler) -> AsyncIterator[Stack]:
+    async with (
+        serving(scheduler) as server,
+        running_gateway(server.port, max_inputs=10) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
+    ):
+        yield Stack(scheduler, gateway, http)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Stack]:
+    """A cross-encoder with BERT's tokenizer."""
+    async for stack in stack_of(scheduler_of(minilm_folder(), **SCORER)):
+        yield stack
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def embedder() -> AsyncIterator[Stack]:
+    async for stack in stack_of(scheduler_of(minilm_folder(), **EMBEDDER)):
+        yield stack
+
+
+def pair(first: str, second: str) -> tuple[list[int], int]:
+    """Returns what the tokenizer itself makes of a pair."""
+    found = Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
+    found.no_padding()
+    found.no_truncation()
+    encoding = found.encode(first, second)
+    return encoding.ids, encoding.type_ids.index(1)
+
+
+async def post(stack: Stack, path: str, **body: Any) -> Any:
+    response = await stack.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
+async def test_one_text_is_scored_with_many(stack: Stack, names: tuple[str, str]) -> None:
+    """Each pair is what the tokenizer makes of it, with the place of the second text."""
+    body = await post(stack, "/score", **{names[0]: QUERY, names[1]: DOCUMENTS})
+    ScoreList.model_validate(body)
+    pairs = [pair(QUERY, document) for document in DOCUMENTS]
+    sent = [(list(each.prompt_token_ids), each.second_text_at) for each in stack.scheduler.pooled]
+    assert sorted(sent) == sorted(pairs)
+    assert [entry["score"] for entry in body["data"]] == [len(ids) - at for ids, at in pairs]
+    assert {each.task for each in stack.scheduler.pooled} == {pb.POOL_TASK_SCORE}
+    assert body["usage"]["prompt_tokens"] == sum(len(ids) for ids, _ in pairs)
+
+
+async def test_texts_are_scored_one_by_one(stack: Stack) -> None:
+    """As many texts on both sides make as many pairs."""
+    await post(stack, "/score", text_1=["a", "b c"], text_2=["d", "e"], use_activation=False)
+    sent = [list(each.prompt_token_ids) for each in stack.scheduler.pooled]
+    assert sorted(sent) == sorted([pair("a", "d")[0], pair("b c", "e")[0]])
+    assert [each.use_activation for each in stack.scheduler.pooled] == [False, False]
+
+
+async def test_the_best_documents_come_first(stack: Stack) -> None:
+    """With their places in the request and, unless unwanted, their texts."""
+    body = await post(
+        stack, "/rerank", query=QUERY, documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
+    )
+    RerankAnswer.model_validate(body)
+    lengths = [len(pair(QUERY, each)[0]) - pair(QUERY, each)[1] for each in DOCUMENTS]
+    expected = [(1, DOCUMENTS[1], lengths[1]), (0, DOCUMENTS[0], lengths[0]), (2, DOCUMENTS[2], lengths[2])]
+    found = [(one["index"], one["document"]["text"], one["relevance_score"]) for one in body["results"]]
+    assert found == sorted(expected, key=lambda one: -one[2])
+    few = await post(stack, "/rerank", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False)
+    assert few["results"] == [{"index": 1, "relevance_score": lengths[1]}]
+    RerankAnswer.model_validate(few)
+
+
+async def test_long_pairs_are_truncated_as_transformers_does(stack: Stack) -> None:
+    """The longer text loses tokens first, and special tokens stay. Each text can be limited by itself."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(fetch("minilm"))
+    long = "one two three four five six seven eight nine ten " * 3
+    for first, second in ((long, "a b c d"), ("a b c", long), (long, long)):
+        stack.scheduler.reset()
+        await post(stack, "/score", text_1=first, text_2=second, truncate_prompt_tokens=-1)
+        expected = tokenizer(first, second, truncation=True, max_length=24)
+        (request,) = stack.scheduler.pooled
+        assert list(request.prompt_token_ids) == expected["input_ids"]
+        assert request.second_text_at == expected["token_type_ids"].index(1)
+    stack.scheduler.reset()
+    await post(stack, "/rerank", query=long, documents=[long], max_tokens_per_query=3, max_tokens_per_doc=5)
+    (request,) = stack.scheduler.pooled
+    assert list(request.prompt_token_ids) == pair("one two three", "one two three four five")[0]
+
+
+async def test_an_embedding_model_gives_cosines(embedder: Stack) -> None:
+    """Each text is embedded once, with the model's default prompt in front, at length 1."""
+    embedder.scheduler.reset()
+    body = await post(embedder, "/score", text_1="a", text_2=["b", "c d e"])
+    sent = embedder.scheduler.pooled
+    assert len(sent) == 3
+    assert {each.task for each in sent} == {pb.POOL_TASK_EMBED}
+    assert all(each.use_activation and not each.second_text_at for each in sent)
+    counts = [len(found.ids) for found in _encoded("tell: a", "tell: b", "tell: c d e")]
+    expected = [math.cos(counts[0] - counts[1]), math.cos(counts[0] - counts[2])]
+    assert [entry["score"] for entry in body["data"]] == pytest.approx(expected, abs=1e-6)
+    ranked = await post(embedder, "/rerank", query="a", documents=["b", "c d e"])
+    assert [one["relevance_score"] for one in ranked["results"]] == pytest.approx(
+        sorted(expected, reverse=True)
+    )
+
+
+async def test_prompts_go_in_front_of_texts(embedder: Stack) -> None:
+    """A request names one of the model's prompts, brings its own, or gets the default one."""
+    for fields, text in (
+        ({"prompt_name": "query"}, "ask: hi"),
+        ({"prompt": "Instruct: find\nQuery: "}, "Instruct: find\nQuery: hi"),
+        ({"prompt": ""}, "hi"),
+        ({}, "tell: hi"),
+    ):
+        embedder.scheduler.reset()
+        await post(embedder, "/v1/embeddings", input="hi", **fields)
+        assert list(embedder.scheduler.pooled[0].prompt_token_ids) == _encoded(text)[0].ids
+    response = await embedder.http.post("/v1/embeddings", json={"input": "hi", "prompt_name": "answer"})
+    assert response.json()["error"]["message"] == (
+        "the model has no prompt called 'answer': it has 'query', 'document'"
+    )
+
+
+def _encoded(*texts: str) -> list[Any]:
+    tokenizer = Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return [tokenizer.encode(text) for text in texts]
+
+
+async def test_a_template_writes_pairs_with_an_instruction(tmp_path: Path) -> None:
+    """A chat template with the roles "query" and "document" decides what the model reads."""
+    for path in minilm_folder().iterdir():
+        shutil.copy(path, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ instruction | default('judge') }}: {% for turn in messages %}"
+        "{% if turn.role == 'query' %}q {% elif turn.role == 'document' %}d {% endif %}{{ turn.content }} {% endfor %}"
+    )
+    scheduler = scheduler_of(tmp_path, **SCORER | {"pooling_info": pb.PoolingInfo()})
+    async for stack in stack_of(scheduler):
+        await post(stack, "/score", text_1="one", text_2="two")
+        await post(stack, "/score", text_1="one", text_2="two", instruction="compare")
+        sent = [list(each.prompt_token_ids) for each in scheduler.pooled]
+        assert sent == [found.ids for found in _encoded("judge: q one d two ", "compare: q one d two ")]
+        assert [each.second_text_at for each in scheduler.pooled] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "text"),
+    [
+        ("/score", {"text_2": "a"}, "text_1", "'text_1' is required"),
+        ("/score", {"text_1": "a", "text_2": []}, "text_2", "at least one text"),
+        ("/score", {"text_1": "a", "text_2": [5]}, "text_2", "a string or a list of strings"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c"] * 3}, "text_1", "has 2 texts and text_2 3"),
+        ("/score", {"text_1": "a", "text_2": ["c"] * 11}, "text_2", "send at most 10"),
+        ("/score", {"text_1": "a", "text_2": "b", "instruction": "c"}, "instruction", "no chat template that writes pairs"),
+        ("/score", {"text_1": "a " * 30, "text_2": "b"}, "text_2", "fits none of the shapes 4x24 (rows x tokens)"),
+        ("/rerank", {"query": "a"}, "documents", "is required"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "greater than or equal to 0"),
+        ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["x"]}, "rank_fields", "unknown parameter"),
+        ("/v1/embeddings", {"input": "a"}, "model", "serves classify, score, not embed; use /classify or /score"),
+        ("/v1/completions", {"prompt": "a"}, "model", "does not generate text; use /classify or /score"),
+        ("/pooling", {"input": "a", "task": "token_embed"}, "model", "serves classify, score, not token_embed"),
+        ("/pooling", {"input": "a", "task": "plugin"}, "task", "'embed', 'classify'"),
+    ],
+)  # fmt: skip
+async def test_an_invalid_request_is_refused(
+    stack: Stack, path: str, body: dict[str, Any], param: str, text: str
+) -> None:
+    """The error names the parameter and what to change; nothing reaches the scheduler."""
+    response = await stack.http.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param), error
+    assert text in error["message"]
+    assert stack.scheduler.pooled == []
+
+
+@pytest.mark.parametrize("field", ["instruction", "use_activation"])
+async def test_cosines_take_no_options_of_cross_encoders(embedder: Stack, field: str) -> None:
+    """An embedding model refuses them by name."""
+    value = "x" if field == "instruction" else True
+    response = await embedder.http.post("/score", json={"text_1": "a", "text_2": "b", field: value})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    assert "are cosines; omit it" in response.json()["error"]["message"]
+
+
+async def test_one_failure_fails_the_request(stack: Stack) -> None:
+    """The scheduler's error is the answer."""
+    stack.scheduler.refuse_pool = lambda _: Internal("not finite")
+    response = await stack.http.post("/rerank", json={"query": "a", "documents": ["b", "c"]})
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "not finite")
+
+
+async def test_a_generating_model_scores_nothing() -> None:
+    """The refusal names the routes of models that generate."""
+    async with running_stack("Paris") as generating:
+        for path, body in (
+            ("/score", {"text_1": "a", "text_2": "b"}), ("/rerank", {"query": "a", "documents": ["b"]}),
+            ("/classify", {"input": "a"}), ("/pooling", {"input": "a"}),
+        ):  # fmt: skip
+            response = await generating.http.post(path, content=json.dumps(body))
+            assert response.status_code == 400, path
+            assert "use /v1/chat/completions" in response.json()["error"]["message"]
