@@ -102,15 +102,9 @@ class Runner:
         self._last_rows = torch.empty(0, dtype=torch.int64)
         self._adapters = adapters
         self._steps = StepGraphs(
-            model,
-            device,
-            self._groups,
-            geometry,
-            batch=self._batch,
-            stage=self._stage,
-            options=options or GraphOptions(level=device.default_level),
-            adapters=adapters,
-        )
+            model, device, self._groups, geometry, batch=self._batch, stage=self._stage,
+            options=options or GraphOptions(level=device.default_level), adapters=adapters,
+        )  # fmt: skip
         self.graphs = self._steps.graphs
 
     def _fix_addresses(self) -> None:

@@ -213,7 +213,7 @@ def _scaled(
     rank = _of_pattern(config, "rank_pattern", path, config["r"])
     if rank != a.shape[0]:
         raise InvalidArgument(
-            f"adapter {name}: {path} has rank {a.shape[0]} in {WEIGHTS}, but {rank} in {CONFIG}",
+            f"adapter {name}: {path} has rank {a.shape[0]} in {WEIGHTS}, but {rank:g} in {CONFIG}",
             param="source",
         )
     alpha = _of_pattern(config, "alpha_pattern", path, config["lora_alpha"])

@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from protos.kv_groups import GroupKind
-from protos.steps import SlotOutput
+from protos.steps import AdapterPlacement, SlotOutput
 from tests.support.paths import ROOT
 from tests.support.reference import Reference
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load
 from worker_svc.devices import Device, DeviceOptions, open_device
 from worker_svc.devices.rbln.device import RblnDevice
+from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter.configuration import Dtype
 
@@ -50,6 +51,8 @@ class Job:
     triton: bool = False
     dtype: Dtype = "float32"
     language_model_only: bool = False
+    adapters: list[str | None] = dataclasses.field(default_factory=list)
+    """Folder of each prompt's LoRA adapter; `None` for the base model. Empty: none has one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ def run(job: Job) -> list[Answer]:
         load(
             Path(job.folder), job.dtype, device=device, compiled=job.device == "cpu" or job.backend != "eager",
             language_model_only=job.language_model_only,
+            lora=LoraLimits(max_loras=3, max_rank=16, max_cpu_loras=3) if job.adapters else None,
         ),
         max_model_len=job.max_model_len, max_num_seqs=max(BUCKETS), block_size=job.block_size,
         decode_buckets=BUCKETS, device=device, window_kind=GroupKind(job.window_kind), backend=job.backend,
@@ -77,11 +81,12 @@ def run(job: Job) -> list[Answer]:
         memory.fill_(torch.nan)
     # An arbitrary token in the padding row and in free slots.
     harness.runner._batch._tokens.fill_(77)
+    adapter_slots = _place(harness, job.adapters or [None] * len(job.prompts))
     outputs: dict[int, list[SlotOutput]] = {}
     # Scattered slots, so that rows and slots differ.
     slots = [slot % max(BUCKETS) for slot in range(1, 3 * len(job.prompts), 3)]
-    for slot, prompt in zip(slots, job.prompts, strict=True):
-        outputs[slot] = [harness.prefill(slot, prompt, REPORTED)]
+    for slot, prompt, adapter_slot in zip(slots, job.prompts, adapter_slots, strict=True):
+        outputs[slot] = [harness.prefill(slot, prompt, REPORTED, adapter_slot=adapter_slot)]
     for bucket in BUCKETS:
         for _ in range(STEPS):
             active = slots[-ROWS[bucket] :]
@@ -91,6 +96,16 @@ def run(job: Job) -> list[Answer]:
     if isinstance(device, RblnDevice):
         assert bool(device.backend.graphs) == (job.backend != "eager")
     return [_answer(outputs[slot]) for slot in slots]
+
+
+def _place(harness: Harness, adapters: Sequence[str | None]) -> list[int | None]:
+    """Places the adapters in slots, and returns the slot of each prompt's."""
+    folders = sorted({folder for folder in adapters if folder is not None})
+    for slot, folder in enumerate(folders):
+        assert harness.adapters is not None
+        harness.adapters.load(slot + 1, Path(folder).name, folder)
+        harness.run(place=[AdapterPlacement(slot, slot + 1)])
+    return [None if folder is None else folders.index(folder) for folder in adapters]
 
 
 def differences(

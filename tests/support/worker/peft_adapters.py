@@ -1,6 +1,7 @@
 """Random LoRA adapters as PEFT saves them, and PEFT as the reference for a model with several of them."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,17 @@ class PeftReference(Reference):
             model.load_adapter(source, adapter_name=name)
         self._model = model.eval()
 
-    def mismatch(self, adapter: str | None, prompt: Sequence[int], continuation: Sequence[int]) -> str:
-        """Returns where greedy generation differs from `continuation`; `None` is the base model."""
+    @contextlib.contextmanager
+    def using(self, adapter: str | None) -> Iterator[Reference]:
+        """Makes this a reference for one adapter; `None` is the base model."""
         if adapter is None:
             with self._model.disable_adapter():
-                return self.greedy_mismatch(prompt, continuation)
+                yield self
+            return
         self._model.set_adapter(adapter)
-        return self.greedy_mismatch(prompt, continuation)
+        yield self
+
+    def mismatch(self, adapter: str | None, prompt: Sequence[int], continuation: Sequence[int]) -> str:
+        """Returns where greedy generation differs from `continuation`; `None` is the base model."""
+        with self.using(adapter):
+            return self.greedy_mismatch(prompt, continuation)

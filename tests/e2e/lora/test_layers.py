@@ -1,0 +1,140 @@
+"""Which adapters fit a model, and what kernels, types and devices make of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from protos.errors import ConfigurationRefused, InvalidArgument
+from tests.support import tiny_models
+from tests.support.pooling import tiny_embedders
+from tests.support.worker import parity_process
+from tests.support.worker.harness import Harness, load
+from tests.support.worker.parity_process import Job, differences
+from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
+from worker_svc.devices import open_device
+from worker_svc.execution.memory_budget import working_bytes
+from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
+from worker_svc.settings import Backend
+from worker_svc.vllm_adapter.model import VllmModel
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM, transformers and PEFT
+]
+
+LIMITS = LoraLimits(max_loras=2, max_rank=8, max_cpu_loras=2)
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.write("qwen2-moe", tmp_path_factory.mktemp("moe") / "model")
+
+
+def _checkpoint(path: str, rows: int = HIDDEN, columns: int = HIDDEN) -> AdapterCheckpoint:
+    return AdapterCheckpoint("tuned", 2, {path: (torch.ones(2, columns), torch.ones(rows, 2))}, "")
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("model.embed_tokens", "adapts model.embed_tokens, but embeddings and output heads take no adapters"),
+        ("lm_head", "adapts lm_head, but embeddings and output heads"),
+        ("model.layers.1.mlp.experts.3.up_proj", "but expert layers take no adapters"),
+        ("model.layers.7.self_attn.q_proj", "Qwen2MoeForCausalLM has no such layer; is it for another base model?"),
+        ("model.layers.0.self_attn.k_proj", "for another base model: its .*k_proj maps 64 values to 64, the model's 64 to 32"),
+    ],
+)  # fmt: skip
+def test_adapters_for_other_layers(moe: Path, path: str, text: str) -> None:
+    """An adapter for layers that take none, or of another model, is refused by name."""
+    adapted = load(moe, "float32", lora=LIMITS).adapted
+    assert adapted is not None
+    with pytest.raises(InvalidArgument, match=text):
+        adapted.fit(_checkpoint(path))
+
+
+def test_parts_and_whole_layers_fit(moe: Path) -> None:
+    """A fused layer takes matrices for its parts; matrices for all of it are cut into parts."""
+    adapted = load(moe, "float32", lora=LIMITS).adapted
+    assert adapted is not None
+    (matrices,) = adapted.fit(_checkpoint("model.layers.0.self_attn.k_proj", 32)).values()
+    assert [pair is not None for pair in matrices] == [False, True, False]
+    (matrices,) = adapted.fit(_checkpoint("model.layers.0.self_attn.qkv_proj", 64 + 32 + 32)).values()
+    assert [pair[1].shape for pair in matrices if pair] == [(64, 2), (32, 2), (32, 2)]
+    (path,) = adapted.fit(_checkpoint("model.layers.1.mlp.shared_expert.gate_proj", 96))
+    assert path.endswith("shared_expert.gate_up_proj")
+
+
+def test_embedding_models_take_none(tmp_path: Path) -> None:
+    """--enable-lora is refused where no request could name an adapter."""
+    folder = tiny_embedders.write("causal", tmp_path / "embedder")
+    with pytest.raises(ConfigurationRefused, match="--enable-lora needs a model that generates tokens"):
+        VllmModel(folder, open_device("cpu"), dtype="float32", seed=0, lora=LIMITS)
+
+
+@pytest.mark.parametrize("backend", ["compiled", "eager"])
+def test_our_kernels_run_bfloat16(tmp_path: Path, backend: Backend) -> None:
+    """In bfloat16, log-probabilities are near those of PEFT in float32, far nearer than the base model's."""
+    folder = tiny_models.write("llama", tmp_path / "model")
+    adapter = write_adapter(folder, tmp_path / "all", AdapterSpec(5))
+    reference = PeftReference(folder, {"all": adapter})
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21], [8, 9], [100, 3]]
+    adapters = [str(adapter), None, str(adapter), str(adapter), None]
+    job = Job(str(folder), prompts, backend=backend, dtype="bfloat16", adapters=adapters)
+    for prompt, path, answer in zip(prompts, adapters, parity_process.run(job), strict=True):
+        name, other = (None, "all") if path is None else ("all", None)
+        with reference.using(name):
+            near = _distance(reference.logprobs(prompt, answer.tokens), answer.top)
+        with reference.using(other):
+            far = _distance(reference.logprobs(prompt, answer.tokens), answer.top)
+        assert near < 0.2 < far
+
+
+def _distance(expected: torch.Tensor, top: list[dict[str, float]]) -> float:
+    """Mean distance of the reported log-probabilities."""
+    distances = [
+        (row[list(map(int, each))] - torch.tensor(list(each.values()))).abs().mean()
+        for row, each in zip(expected, top, strict=True)
+    ]
+    return float(torch.stack(distances).mean())
+
+
+def test_memory_is_estimated(tmp_path: Path) -> None:
+    """Graphs with adapters use at most the estimated memory, and not much less."""
+    folder = tiny_models.write("llama", tmp_path / "model")
+    model = load(folder, "float32", lora=LIMITS)
+    harness = Harness(model, max_num_seqs=8, decode_buckets=parity_process.BUCKETS)
+    steps = (harness.geometry.chunk, *parity_process.BUCKETS)
+    alone = Harness(load(folder, "float32"), max_num_seqs=8, decode_buckets=parity_process.BUCKETS)
+    taken = harness.runner.graphs.num_bytes - alone.runner.graphs.num_bytes
+    size = model.size
+    wider = type(size)(**{**vars(size), "width": size.width + size.adapter_width})
+    assert taken <= working_bytes(wider, steps, 0, recorded=True) <= 3 * taken
+    base = load(folder, "float32").size.weight_bytes
+    assert model.adapted is not None
+    stacks = model.adapted._stacks.values()
+    assert size.weight_bytes - base == sum(stack._a.nbytes + stack._b.nbytes for stack in stacks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["compiled", "eager"])
+def test_an_npu_equals_peft(tmp_path: Path, backend: Backend) -> None:
+    """In an NPU's graphs the selection and the matrices are inputs, so one graph serves any adapter."""
+    folder = tiny_models.write("qwen3", tmp_path / "model")
+    paths = {
+        name: write_adapter(folder, tmp_path / name, AdapterSpec(seed, rank))
+        for seed, (name, rank) in enumerate({"one": 8, "two": 5}.items())
+    }
+    prompts = [[5, 6, 7], list(range(3, 140)), [9, 8], [50, 60, 70, 80], list(range(20, 90))]
+    names = ["one", None, "two", "two", "one"]
+    job = Job(
+        str(folder), prompts, device="rbln", backend=backend, window_kind="in_place_window", block_size=1024,
+        max_model_len=1536, adapters=[None if name is None else str(paths[name]) for name in names],
+    )  # fmt: skip
+    (answers,) = parity_process.run_apart([job])
+    reference = PeftReference(folder, paths)
+    for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        with reference.using(name) as chosen:
+            assert differences(chosen, [prompt], [answer]) == []
