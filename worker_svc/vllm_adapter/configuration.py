@@ -2,16 +2,28 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
+from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.quantization.checkpoint_config import CheckpointQuantization
+from worker_svc.quantization.checkpoint_config import read as read_quantization
+from worker_svc.quantization.scheme import Scheme
+from worker_svc.quantization.stored_tensors import quantized_module
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.vllm_adapter.architectures import TEXT_MODELS, as_text_model, check_class, served_as, unknown
+from worker_svc.vllm_adapter.architectures import (
+    TEXT_MODELS,
+    as_text_model,
+    check_class,
+    served_as,
+    text_weight,
+    unknown,
+)
 from worker_svc.vllm_adapter.deferred_imports import deferred
 
 # The refusal of a model that brings its own classes.
@@ -36,7 +48,8 @@ def configure(
     architectures = register_model_class(
         folder, trust_remote_code=trust_remote_code, language_model_only=language_model_only
     )
-    text_model = set(architectures) & set(TEXT_MODELS)
+    is_text_model = bool(set(architectures) & set(TEXT_MODELS))
+    quantization = read_quantization(folder)
 
     def configured(dtype: str) -> Any:
         return EngineArgs(
@@ -46,7 +59,6 @@ def configure(
             load_format="dummy" if dummy_weights else "safetensors",
             seed=seed,
             trust_remote_code=trust_remote_code,
-            hf_overrides=as_text_model if text_model else {},
             use_tqdm_on_load=False,
             enforce_eager=True,
             block_size=device.default_block_size,
@@ -57,12 +69,55 @@ def configure(
             enable_expert_parallel=layout.experts,
             # Without a name, vLLM would look for as many devices as there are ranks.
             distributed_executor_backend="mp",
+            hf_overrides=_OVERRIDES[is_text_model, quantization is not None],
         ).create_engine_config()
 
     config = configured(dtype)
     if dtype == "auto" and _is_full_precision_pooling(config.model_config):
-        return configured("float32")
+        config = configured("float32")
+    if quantization is not None:
+        # Imported here: it imports vLLM's layers.
+        from worker_svc.vllm_adapter.layers.quantized_linear import QuantizedLayers
+
+        rename = text_weight if is_text_model else str
+        schemes = None if dummy_weights else _quantized_modules(folder, quantization, rename)
+        config.quant_config = QuantizedLayers(quantization, device, schemes)
     return config
+
+
+def _without_quantization(config: Any) -> Any:
+    """Hides the quantization that we read ourselves, so that vLLM chooses no kernels for it."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _text_without_quantization(config: Any) -> Any:
+    return _without_quantization(as_text_model(config))
+
+
+# By whether the model is the text model in a multimodal one, and whether it is quantized: the changes to its
+# configuration.
+_OVERRIDES: Final[Mapping[tuple[bool, bool], Any]] = {
+    (False, False): {},
+    (False, True): _without_quantization,
+    (True, False): as_text_model,
+    (True, True): _text_without_quantization,
+}
+
+
+def is_text_model(model_config: Any) -> bool:
+    """Whether vLLM's configuration is that of the text model in a multimodal checkpoint."""
+    return model_config.hf_overrides in (as_text_model, _text_without_quantization)
+
+
+def _quantized_modules(
+    folder: Path, quantization: CheckpointQuantization, rename: Callable[[str], str | None]
+) -> dict[str, Scheme | None]:
+    """Returns the schemes of a checkpoint's quantized modules by their names in the model."""
+    tensors = [name for shard in Checkpoint.open(folder).shards for name in shard.tensors]
+    modules = {module for name in tensors if (module := quantized_module(quantization, name))}
+    return {new: quantization.scheme_of(name) for name in modules if (new := rename(name))}
 
 
 def register_model_class(

@@ -73,7 +73,7 @@ def describe(
         max_model_len=min(model_config.max_model_len, *_chunk_lengths(layers)),
         eos_token_ids=tuple(sorted(eos)),
         dtype=model_config.dtype,
-        quantization=model_config.quantization,
+        quantization=None if config.quant_config is None else str(config.quant_config.get_name()),
         layers=tuple(attention),
         pooling=pooling,
         default_sampling={
@@ -102,17 +102,24 @@ def _check_shared_caches(architecture: str, layers: Sequence[AttentionLayer]) ->
 
 def measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:
     """Measures what the model's memory depends on; `vocab_size` is 0 for a model without logits."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
+    # Loading brings quantized weights into the device's form, whose size the layer knows.
+    quantized: list[Any] = [module for module in model.modules() if hasattr(module, "quantized_bytes")]
+    replaced = {id(each) for module in quantized for each in (module.weight_packed, module.weight_scale)}
+    tensors = [
+        each for each in itertools.chain(model.parameters(), model.buffers()) if id(each) not in replaced
+    ]
     storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     widths: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         layer = re.search(r"\.(\d+)\.", name)
-        if layer is None or parameter.dim() < _MATRIX:
+        if layer is None or parameter.dim() < _MATRIX or name.endswith(".weight_scale"):
             continue
         experts = parameter.shape[:-_MATRIX].numel()
-        widths[layer[1]] = widths.get(layer[1], 0) + experts * sum(parameter.shape[-_MATRIX:])
+        inputs = parameter.shape[-1] * getattr(parameter, "packed_factor", 1)
+        widths[layer[1]] = widths.get(layer[1], 0) + experts * (parameter.shape[-_MATRIX] + inputs)
     return ModelSize(
-        weight_bytes=sum(storage.nbytes() for storage in storages.values()),
+        weight_bytes=sum(storage.nbytes() for storage in storages.values())
+        + sum(module.quantized_bytes for module in quantized),
         width=max(widths.values(), default=0),
         hidden_size=model_config.get_hidden_size(),
         vocab_size=vocab_size,

@@ -210,7 +210,9 @@ class VllmModel:
             loader: Any = (
                 get_model_loader(load_config)
                 if load_config.load_format == "dummy"
-                else ShardLoader(load_config, progress)
+                else ShardLoader(
+                    load_config, progress, getattr(self._config.quant_config, "quantization", None)
+                )
             )
             loader.load_weights(self._model, model_config)
             process_weights_after_loading(self._model, model_config, self._device.torch_device)

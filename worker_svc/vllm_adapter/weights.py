@@ -10,7 +10,10 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.vllm_adapter.architectures import as_text_model, text_weight
+from worker_svc.quantization.checkpoint_config import CheckpointQuantization
+from worker_svc.quantization.stored_tensors import to_common_form
+from worker_svc.vllm_adapter.architectures import text_weight
+from worker_svc.vllm_adapter.configuration import is_text_model
 
 ShardProgress = Callable[[int, int, str], None]
 """Called with the number of shards read, the total, and the name of the next file."""
@@ -19,10 +22,13 @@ ShardProgress = Callable[[int, int, str], None]
 class ShardLoader(DefaultModelLoader):
     """Reads a model's weights. vLLM assigns them to layers and checks that none is missing."""
 
-    def __init__(self, load_config: Any, progress: ShardProgress) -> None:
-        """Reports its progress to `progress`."""
+    def __init__(
+        self, load_config: Any, progress: ShardProgress, quantization: CheckpointQuantization | None = None
+    ) -> None:
+        """Reads files of a checkpoint that is quantized so, if it is; reports its progress to `progress`."""
         super().__init__(load_config)
         self._progress = progress
+        self._quantization = quantization
 
     def get_all_weights(
         self, model_config: Any, model: torch.nn.Module
@@ -30,23 +36,29 @@ class ShardLoader(DefaultModelLoader):
         """Yields the names and tensors of all files; of a multimodal checkpoint, those of its text model.
 
         Raises:
-            ConfigurationRefused: if a file is missing or damaged, or the model keeps weights outside its
-                folder.
+            ConfigurationRefused: if a file is missing or damaged, the model keeps weights outside its
+                folder, or its quantized weights are not served.
         """
         if getattr(model, "secondary_weights", ()):
             raise ConfigurationRefused(
                 f"{model_config.model} keeps weights outside its folder, which is not served;"
                 " choose another model"
             )
-        rename = text_weight if model_config.hf_overrides is as_text_model else str
+        rename = text_weight if is_text_model(model_config) else str
         shards = Checkpoint.open(Path(model_config.model)).shards
         for done, shard in enumerate(shards):
             self._progress(done, len(shards), shard.path.name)
             try:
                 with safe_open(shard.path, framework="pt") as file:
                     for name in shard.tensors:
-                        if renamed := rename(name):
-                            yield renamed, file.get_tensor(name)
+                        if rename(name) is None:
+                            continue
+                        tensor = file.get_tensor(name)
+                        common: tuple[str, torch.Tensor] | None = name, tensor
+                        if self._quantization is not None:
+                            common = to_common_form(self._quantization, name, tensor)
+                        if common is not None and (renamed := rename(common[0])):
+                            yield renamed, common[1]
             except (SafetensorError, OSError) as error:
                 raise ConfigurationRefused(f"cannot read {shard.path}: {error}") from error
         self._progress(len(shards), len(shards), "done")

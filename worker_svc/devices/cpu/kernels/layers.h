@@ -18,15 +18,10 @@ inline int64_t linear_pieces(const Op& op) {
   return (panels_of(op) + each - 1) / each;
 }
 
-template <int rows, int lines>
-inline void linear_tile(const Op& op, int64_t row, int64_t panel, const char* fetch) {
-  const int64_t columns = op.n[1], k = op.n[2], stride = op.n[3];
-  const bf16* x = static_cast<const bf16*>(op.at[0]) + row * stride;
-  const bf16* packed = static_cast<const bf16*>(op.at[1]) + panel * kPanel * k;
-  __m512 sums[rows][2];
-  for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
-  multiply<rows, lines>(sums, x, stride, packed, 2 * kPanel, k / 2, fetch);
-  const int64_t column = panel * kPanel;
+// Adds the bias and writes the products of some rows with one panel.
+template <int rows>
+inline void write_tile(const Op& op, int64_t row, int64_t panel, const __m512 (&sums)[rows][2]) {
+  const int64_t columns = op.n[1], column = panel * kPanel;
   const bf16* bias = static_cast<const bf16*>(op.at[2]);
 #pragma GCC unroll 2
   for (int half = 0; half < 2; half++) {
@@ -51,9 +46,20 @@ inline void linear_tile(const Op& op, int64_t row, int64_t panel, const char* fe
   }
 }
 
+template <int rows, int lines>
+inline void linear_tile(const Op& op, int64_t row, int64_t panel, const char* fetch) {
+  const int64_t k = op.n[2], stride = op.n[3];
+  const bf16* x = static_cast<const bf16*>(op.at[0]) + row * stride;
+  const bf16* packed = static_cast<const bf16*>(op.at[1]) + panel * kPanel * k;
+  __m512 sums[rows][2];
+  for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
+  multiply<rows, lines>(sums, x, stride, packed, 2 * kPanel, k / 2, fetch);
+  write_tile<rows>(op, row, panel, sums);
+}
+
 // The panel that a thread will probably compute after this one; other threads take those between.
-inline const char* next_panel(const Op& op, int64_t panel, int64_t each, int threads) {
-  const int64_t bytes = op.n[2] * kPanel * static_cast<int64_t>(sizeof(bf16)), panels = panels_of(op);
+inline const char* next_panel(const Op& op, int64_t bytes, int64_t panel, int64_t each, int threads) {
+  const int64_t panels = panels_of(op);
   const int64_t next = (panel + 1) % each ? panel + 1 : panel + 1 + each * (threads - 1);
   if (next < panels) return static_cast<const char*>(op.at[1]) + next * bytes;
   return op.at[4] ? static_cast<const char*>(op.at[4]) + (next - panels) * bytes : nullptr;
@@ -63,8 +69,9 @@ inline void linear(const Op& op, int64_t piece, int threads) {
   const int64_t rows = op.n[0], each = panels_a_piece(op);
   const int64_t last = std::min(panels_of(op), (piece + 1) * each);
   const int64_t blocks = (rows + kRows - 1) / kRows;
+  const int64_t bytes = op.n[2] * kPanel * static_cast<int64_t>(sizeof(bf16));
   for (int64_t panel = piece * each; panel < last; panel++) {
-    const char* fetch = next_panel(op, panel, each, threads);
+    const char* fetch = next_panel(op, bytes, panel, each, threads);
     for (int64_t block = 0; block < blocks; block++) {
       const int64_t from = rows * block / blocks, to = rows * (block + 1) / blocks;
       with_rows(static_cast<int>(to - from), [&](auto count) {

@@ -43,6 +43,19 @@ def _empty_product(x: torch.Tensor, packed: torch.Tensor, bias: Result, columns:
     return x.new_empty((x.shape[0], columns), dtype=torch.float32 if wide else x.dtype)
 
 
+def _quantized_linear(
+    out: Any, x: torch.Tensor, packed: torch.Tensor, factor: float, bits: int, bias: Result, *_: Any
+) -> Program:
+    return _loaded().quantized(x, packed, factor, bits, bias, out)
+
+
+def _empty_quantized(
+    x: torch.Tensor, packed: torch.Tensor, factor: float, bits: int, bias: Result, columns: int, wide: bool
+) -> Result:
+    del factor, bits
+    return _empty_product(x, packed, bias, columns, wide)
+
+
 def _rms_norm(out: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Program:
     return _loaded().norm(x, weight, epsilon, out)
 
@@ -108,6 +121,12 @@ _define(
     "(Tensor x, Tensor packed, Tensor? bias, int columns, bool wide) -> Tensor",
     _linear,
     _empty_product,
+)
+_define(
+    "quantized_linear",
+    "(Tensor x, Tensor packed, float factor, int bits, Tensor? bias, int columns, bool wide) -> Tensor",
+    _quantized_linear,
+    _empty_quantized,
 )
 _define("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _rms_norm, _empty_like_x)
 _define(

@@ -11,6 +11,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "layers.h"
+#include "quantized.h"
 
 namespace triptych {
 namespace {
@@ -23,6 +24,7 @@ struct alignas(64) Progress {
 int64_t pieces_of(const Op& op, const Plan* const* plans) {
   switch (op.kind) {
     case kLinear: return linear_pieces(op);
+    case kQuantized: return linear_pieces(op);
     case kNorm: return norm_pieces(op);
     case kAddNorm: return norm_pieces(op);
     case kGate: return gate_pieces(op);
@@ -38,6 +40,7 @@ int64_t pieces_of(const Op& op, const Plan* const* plans) {
 void run_piece(const Op& op, const Plan* const* plans, Scratch& scratch, int64_t piece) {
   switch (op.kind) {
     case kLinear: return linear(op, piece, scratch.threads);
+    case kQuantized: return quantized(op, piece, scratch.threads);
     case kNorm: return norm(op, piece);
     case kAddNorm: return add_norm(op, piece);
     case kGate: return gate(op, piece);
@@ -84,6 +87,18 @@ void triptych_pack(const bf16* weights, bf16* packed, int64_t columns, int64_t k
         to[1] = from < columns ? weights[from * k + 2 * pair + 1] : 0;
       }
     }
+}
+
+// Packs codes [columns][k] and their scales [columns][k / group] in the order in which products read them.
+void triptych_pack_codes(const uint8_t* codes, const uint16_t* scales, char* packed, int64_t columns, int64_t k,
+                         int64_t group, int64_t bits, int threads) {
+  const int64_t panels = (columns + kPanel - 1) / kPanel;
+#pragma omp parallel for num_threads(threads)
+  for (int64_t panel = 0; panel < panels; panel++) {
+    const int64_t from = panel * kPanel;
+    pack_codes(codes + from * k, scales + from * (k / group), packed + panel * (k / group) * group_bytes(group, bits),
+               std::min<int64_t>(kPanel, columns - from), k, group, bits);
+  }
 }
 
 // Computes the derived numbers of a plan.

@@ -15,6 +15,7 @@ enum Kind : int64_t {
   kAttend = 6,
   kShrink = 7,
   kExpand = 8,
+  kQuantized = 9,
 };
 
 // One operation. The comment above its kernel explains its numbers.

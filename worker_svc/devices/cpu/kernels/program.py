@@ -6,6 +6,7 @@ The structures mirror those of `program.h`.
 import ctypes
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +15,9 @@ import torch
 
 from worker_svc.devices.attention import AttentionCall, PagedInput
 
-_LINEAR, _NORM, _ADD_NORM, _GATE, _ROTATE, _WRITE_CACHE, _ATTEND, _SHRINK, _EXPAND = range(9)
+(
+    _LINEAR, _NORM, _ADD_NORM, _GATE, _ROTATE, _WRITE_CACHE, _ATTEND, _SHRINK, _EXPAND, _QUANTIZED,
+) = range(10)  # fmt: skip
 GATES: Final = ("silu", "gelu_tanh")
 PANEL: Final = 32
 """Columns of a panel, the unit of packed weights and of cached keys."""
@@ -28,6 +31,11 @@ _MAX_GROUP: Final = 48
 _LINE: Final = 64
 # The index of the address of the next product's weights.
 _NEXT: Final = 4
+_PRODUCTS: Final = (_LINEAR, _QUANTIZED)
+_SCALE_BYTES: Final = 2
+# Scales are stored in float16, relative to a power of two near the largest. So those of a layer may differ by
+# 2**28 without losing a bit.
+_LARGEST_SCALE: Final = 2**14
 
 
 class _Op(ctypes.Structure):
@@ -56,6 +64,7 @@ def _library(path: Path) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.triptych_run.argtypes = (pointer, number, pointer, pointer, ctypes.c_int)
     library.triptych_pack.argtypes = (pointer, pointer, number, number, ctypes.c_int)
+    library.triptych_pack_codes.argtypes = (pointer, pointer, pointer, *(number,) * 4, ctypes.c_int)
     library.triptych_prepare.argtypes = (pointer,)
     library.triptych_progress_bytes.argtypes = (number,)
     library.triptych_progress_bytes.restype = number
@@ -109,6 +118,57 @@ class Kernels:
         rows, size = x.shape
         numbers = (rows, out.shape[-1], size, x.stride(0), int(out.dtype == torch.float32))
         return self._program(_LINEAR, (x, packed, bias, out), numbers)
+
+    def pack_codes(
+        self, codes: torch.Tensor, scales: torch.Tensor, bits: int
+    ) -> "tuple[torch.Tensor, float]":
+        """Packs quantized weights in the order in which `quantized` reads them.
+
+        Args:
+            codes: uint8 [columns, k], contiguous; half of their range stands for 0.
+            scales: [columns, groups]; groups are of equal size, a multiple of 4.
+            bits: of a code, 4 or 8.
+
+        Returns:
+            uint8 [panels, groups, bytes of a group], and the factor that all scales are to be multiplied by.
+        """
+        columns, size = codes.shape
+        groups = scales.shape[1]
+        panels = -(-columns // PANEL)
+        group = size // groups
+        largest = float(scales.abs().max())
+        factor = 2.0 ** math.floor(math.log2(largest / _LARGEST_SCALE)) if largest else 1.0
+        halves = (scales.double() / factor).to(torch.float16).contiguous()
+        packed = torch.empty((panels, groups, PANEL * (_SCALE_BYTES + group * bits // 8)), dtype=torch.uint8)
+        self._library.triptych_pack_codes(
+            codes.data_ptr(), halves.data_ptr(), packed.data_ptr(), columns, size, group, bits,
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return packed, factor
+
+    def quantized(
+        self,
+        x: torch.Tensor,
+        packed: torch.Tensor,
+        factor: float,
+        bits: int,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> "Program":
+        """Multiplies by quantized weights.
+
+        Args:
+            x: bfloat16 [rows, k]; the values of a row are contiguous.
+            packed: the first result of `pack_codes`.
+            factor: the second result of `pack_codes`.
+            bits: of a code.
+            bias: bfloat16 [columns].
+            out: [rows, columns], contiguous, bfloat16 or float32.
+        """
+        rows, size = x.shape
+        wide = int(out.dtype == torch.float32)
+        numbers = (rows, out.shape[-1], size, x.stride(0), wide, size // packed.shape[1], bits)
+        return self._program(_QUANTIZED, (x, packed, bias, out), numbers, (factor,))
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, out: torch.Tensor) -> "Program":
         """Computes the RMS norm over the last dimension.
@@ -278,7 +338,7 @@ class Program:
         self._ops = (_Op * len(ops))(*ops)
         following = None
         for op in reversed(self._ops):
-            if op.kind == _LINEAR:
+            if op.kind in _PRODUCTS:
                 op.at[_NEXT] = following
                 following = op.at[1]
         size = library.triptych_progress_bytes(len(ops)) + _LINE

@@ -1,0 +1,73 @@
+"""`triptych quantize`: makes a folder with quantized weights from a model in bfloat16, without serving."""
+
+import sys
+import time
+from pathlib import Path
+
+from deploy.one_line_parser import OneLineParser
+from protos.errors import ConfigurationRefused
+
+_MIB = 2**20
+_BITS = {"w4a16": 4, "w8a16": 8}
+_PER_CHANNEL = "channel"
+_GROUP_SIZES = ("32", "64", "128", _PER_CHANNEL)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command.
+
+    Returns:
+        The exit code: 0, or 2 with the reason in one line if the model cannot be quantized so.
+    """
+    arguments = _parser().parse_args(argv)
+    # After the arguments are checked: importing torch takes seconds.
+    from worker_svc.model_files.loader import resolve
+    from worker_svc.model_files.quantize import quantize_folder
+    from worker_svc.quantization.scheme import Scheme
+
+    group = arguments.group_size or ("64" if arguments.scheme == "w4a16" else _PER_CHANNEL)
+    scheme = Scheme(_BITS[arguments.scheme], None if group == _PER_CHANNEL else int(group))  # type: ignore[arg-type] # 4 or 8
+    started = time.monotonic()
+    try:
+        made = quantize_folder(
+            resolve(arguments.model), arguments.out.absolute(), scheme, clip=arguments.mse_clip,
+            head=arguments.lm_head == "w8a16", progress=_show,
+        )  # fmt: skip
+    except ConfigurationRefused as error:
+        print(f"triptych quantize: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{arguments.out}: {made.matrices} matrices, {scheme}; weights {made.bytes_before / _MIB:.0f} MiB ->"
+        f" {made.bytes_after / _MIB:.0f} MiB, in {time.monotonic() - started:.1f} s"
+    )
+    return 0
+
+
+def _show(done: int, total: int, name: str) -> None:
+    if done < total:
+        print(f"{done + 1}/{total} {name}", file=sys.stderr, flush=True)
+
+
+def _parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="triptych quantize",
+        description="Quantizes the weights of a model by rounding them to the nearest code, without"
+        " calibration data, and writes a folder in the format of compressed-tensors.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a demo model's name or a Hugging Face id")
+    parser.add_argument("--scheme", choices=tuple(_BITS), required=True, help="4 or 8 bits a weight")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the new folder")
+    parser.add_argument(
+        "--group-size", choices=_GROUP_SIZES,
+        help="inputs that share a scale, or one scale per output channel (default: 64 with w4a16, channel with"
+        " w8a16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mse-clip", action="store_true",
+        help="choose each scale for the least squared error instead of the largest weight; takes longer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lm-head", choices=("w8a16", "keep"), default="w8a16",
+        help="quantize the output head to 8 bits per channel, or keep it (default: w8a16)",
+    )  # fmt: skip
+    return parser

@@ -1,0 +1,168 @@
+"""Models with quantized weights, in every format and on every kind of kernel."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protos.errors import ConfigurationRefused
+from tests.support import quantized_models, tiny_models
+from tests.support.quantized_models import Stored
+from tests.support.reference import Reference
+from tests.support.worker import parity_process
+from tests.support.worker.harness import load
+from tests.support.worker.parity_process import Job, differences
+from worker_svc.devices.cpu.kernels.ops import kernels
+from worker_svc.execution.memory_budget import check_weights
+from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.model_files.quantize import quantize_folder
+from worker_svc.quantization.scheme import Scheme
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
+]
+
+LENGTHS = (3, 63, 64, 130, 200)
+STORED: tuple[Stored, ...] = ("compressed-tensors", "gptq", "awq")
+SCHEMES = {"w4": Scheme(4, 64), "w4_32": Scheme(4, 32), "w8": Scheme(8, None)}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quantized")
+
+
+@pytest.fixture(scope="module")
+def source(base: Path) -> Path:
+    """A random Llama in float32."""
+    return tiny_models.write("llama", base / "llama")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def _stored(base: Path, source: Path, stored: Stored, scheme: str) -> Path:
+    folder = base / f"{stored}-{scheme}"
+    return folder if folder.exists() else quantized_models.write(source, folder, stored, SCHEMES[scheme])
+
+
+@pytest.fixture(scope="module")
+def references(base: Path, source: Path) -> dict[str, Reference]:
+    """By scheme, transformers with the dequantized weights."""
+    return {name: Reference(_stored(base, source, "float", name), torch.float32) for name in SCHEMES}
+
+
+@pytest.mark.parametrize(("stored", "scheme"), [*((each, "w4") for each in STORED), ("gptq", "w8")])
+def test_formats_equal_dequantized_weights(
+    base: Path, source: Path, references: dict[str, Reference], prompts: list[list[int]], stored: Stored, scheme: str
+) -> None:  # fmt: skip
+    """In float32, each format gives what transformers gives with the dequantized weights."""
+    folder = _stored(base, source, stored, scheme)
+    answers = parity_process.run(Job(str(folder), prompts, backend="compiled"))
+    assert differences(references[scheme], prompts, answers) == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_our_kernels_are_near(
+    base: Path, source: Path, references: dict[str, Reference], prompts: list[list[int]], scheme: str
+) -> None:
+    """In bfloat16, our kernels' log-probabilities differ from the reference by rounding alone."""
+    folder = _stored(base, source, "compressed-tensors", scheme)
+    answers = parity_process.run(Job(str(folder), prompts, backend="compiled", dtype="bfloat16"))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = references[scheme].logprobs(prompt, answer.tokens)
+        for row, top in zip(expected, answer.top, strict=True):
+            ours = torch.tensor(list(top.values()))
+            assert float((row[list(map(int, top))] - ours).abs().mean()) < 0.15
+
+
+def test_memory_is_that_of_packed_weights(base: Path, source: Path) -> None:
+    """The size that is measured before loading is that of the loaded weights, and the file's is checked."""
+    folder = _stored(base, source, "compressed-tensors", "w4")
+    model = load(folder, "bfloat16")
+    loaded = sum(tensor.nbytes for tensor in [*model._model.parameters(), *model._model.buffers()])
+    packed = sum(
+        layer.cpu_linear._packed.nbytes for layer in model._model.modules() if hasattr(layer, "cpu_linear")
+        and not layer.weight.numel()
+    )  # fmt: skip
+    assert model.size.weight_bytes == loaded + packed
+    assert model.description.quantization == "compressed-tensors: w4a16 in groups of 64"
+    assert model.size.width == load(source, "bfloat16").size.width
+    if kernels() is not None:
+        assert model.size.weight_bytes < 0.75 * load(source, "bfloat16").size.weight_bytes
+    check_weights(Checkpoint.open(folder), "bfloat16", model._device)
+
+
+def test_quantize_makes_what_is_served(base: Path, source: Path, prompts: list[list[int]]) -> None:
+    """A folder that `triptych quantize` makes of a tied model is served, with its 8-bit head."""
+    tied = tiny_models.write("gemma3", base / "gemma3")
+    folder = base / "gemma3-w8"
+    quantize_folder(tied, folder, Scheme(8, None), clip=False, head=True)
+    answers = parity_process.run(Job(str(folder), prompts, backend="compiled"))
+    reference = Reference(tied, torch.float32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = reference.logprobs(prompt, answer.tokens)
+        for row, top in zip(expected, answer.top, strict=True):
+            ours = torch.tensor(list(top.values()))
+            assert float((row[list(map(int, top))] - ours).abs().mean()) < 0.3
+
+
+@pytest.mark.slow
+def test_an_npu_equals_dequantized_weights(
+    base: Path, source: Path, references: dict[str, Reference], prompts: list[list[int]]
+) -> None:
+    """An NPU's graphs of plain operators give what transformers gives with the dequantized weights."""
+    names = ("w4", "w8")
+    jobs = [
+        Job(
+            str(_stored(base, source, "compressed-tensors", name)), prompts, device="rbln", backend="compiled",
+            window_kind="in_place_window", block_size=1024, max_model_len=1536,
+        )
+        for name in names
+    ]  # fmt: skip
+    for name, answers in zip(names, parity_process.run_apart(jobs), strict=True):
+        assert differences(references[name], prompts, answers) == []
+
+
+def test_what_is_not_served_is_refused(base: Path, source: Path) -> None:
+    """Quantized experts, quantized embeddings and half of a merged layer are refused by name."""
+    experts = tiny_models.write("qwen2-moe", base / "experts")
+    refused = quantized_models.write(experts, base / "experts-w4", "gptq", Scheme(4, 32))
+    with pytest.raises(
+        ConfigurationRefused, match=r"quantizes experts \(model.layers.1.*\), which is not served"
+    ):
+        load(refused, "bfloat16")
+
+    folder = _stored(base, source, "gptq", "w4")
+    config = json.loads((folder / "config.json").read_text())
+    stored = load_file(folder / "model.safetensors")
+    refusals = {
+        "embed_tokens": r"quantizes the embeddings \(model.embed_tokens\), which is not served",
+        "layers.0.self_attn.q_proj": (
+            r"quantizes the parts of model.layers.0.self_attn.qkv_proj \(.*\) differently, which is not served"
+        ),
+    }
+    for name, reason in refusals.items():
+        changed = base / f"changed-{name}"
+        changed.mkdir()
+        old, new = ("qweight", "weight") if "q_proj" in name else ("weight", "qweight")
+        renamed = {each.replace(f"{name}.{old}", f"{name}.{new}"): tensor for each, tensor in stored.items()}
+        save_file(renamed, changed / "model.safetensors")
+        (changed / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigurationRefused, match=reason):
+            load(changed, "bfloat16")
+    config["quantization_config"]["group_size"] = 128
+    (changed / "config.json").write_text(json.dumps(config))
+    save_file(stored, changed / "model.safetensors")
+    with pytest.raises(
+        ConfigurationRefused,
+        match="qkv_proj has 64 inputs, but w4a16 in groups of 128 needs a multiple of 128; choose",
+    ):
+        load(changed, "float32")

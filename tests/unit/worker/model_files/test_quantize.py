@@ -1,0 +1,143 @@
+"""`triptych quantize`: folders of quantized weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deploy.commands import quantize as command
+from protos.errors import ConfigurationRefused
+from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.model_files.quantize import quantize_folder
+from worker_svc.quantization import codes
+from worker_svc.quantization.checkpoint_config import read
+from worker_svc.quantization.scheme import Scheme
+
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def _layer(layer: int, name: str) -> str:
+    return f"model.layers.{layer}.{name}.weight"
+
+
+def _model(folder: Path, *, tied: bool = True, **more: Any) -> Path:
+    """Writes a model of two layers in two shards, each with an index, a tokenizer and hidden files."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    shards: list[dict[str, torch.Tensor]] = [{EMBEDDINGS: torch.randn(48, 64).bfloat16()}, {}]
+    for layer, shard in enumerate(shards):
+        shard[_layer(layer, "self_attn.q_proj")] = torch.randn(64, 64).bfloat16()
+        shard[_layer(layer, "mlp.down_proj")] = torch.randn(64, 128).bfloat16()
+        shard[_layer(layer, "input_layernorm")] = torch.ones(64).bfloat16()
+    if not tied:
+        shards[1][HEAD] = torch.randn(48, 64).bfloat16()
+    shards[1] |= more
+    names = [f"model-{n}-of-2.safetensors" for n in (1, 2)]
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, folder / name)
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": tied}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_text("old weights")
+    return folder
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        key: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for key, tensor in load_file(path).items()
+    }
+
+
+def _weights(found: dict[str, torch.Tensor], module: str, bits: int) -> torch.Tensor:
+    packed, scales = found[f"{module}.weight_packed"], found[f"{module}.weight_scale"]
+    assert found[f"{module}.weight_shape"].tolist() == [packed.shape[0], packed.shape[1] * 32 // bits]
+    return codes.dequantize(codes.unpack(packed, bits), scales, bits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("scheme", [Scheme(4, 64), Scheme(8, None)])
+def test_a_model_is_quantized(tmp_path: Path, scheme: Scheme, *, head: bool, tied: bool) -> None:
+    """Projections are near the originals, everything else equals them, and our reader finds the schemes."""
+    source = _model(tmp_path / "source", tied=tied)
+    target = tmp_path / "target"
+    made = quantize_folder(source, target, scheme, clip=True, head=head)
+    assert made.matrices == 4 + head
+    before, after = _tensors(source), _tensors(target)
+    for layer in (0, 1):
+        for name in ("self_attn.q_proj", "mlp.down_proj"):
+            weight = before[_layer(layer, name)].float()
+            found = _weights(after, _layer(layer, name).removesuffix(".weight"), scheme.bits)
+            assert (found - weight).norm() < (0.15 if scheme.bits == 4 else 0.02) * weight.norm()
+        assert torch.equal(after[_layer(layer, "input_layernorm")], torch.ones(64).bfloat16())
+    assert torch.equal(after[EMBEDDINGS], before[EMBEDDINGS])
+    assert (HEAD in after) == (not tied and not head)
+    config = json.loads((target / "config.json").read_text())
+    assert config["tie_word_embeddings"] is (tied and not head)
+    if head:
+        weight = before[EMBEDDINGS if tied else HEAD].float()
+        assert (_weights(after, "lm_head", 8) - weight).norm() < 0.02 * weight.norm()
+    quantization = read(target)
+    assert quantization is not None
+    assert quantization.scheme_of("model.layers.1.mlp.down_proj") == scheme
+    assert quantization.scheme_of("lm_head") == (Scheme(8, None) if head else None)
+    # The reader of checkpoints takes the new index and finds all files complete.
+    assert Checkpoint.open(target).num_bytes() == made.bytes_after
+    assert {path.name for path in target.iterdir()} - {path.name for path in source.iterdir()} == set()
+    assert not (target / "pytorch_model.bin").exists()
+
+
+def test_refusals_leave_nothing(tmp_path: Path) -> None:
+    """What cannot be quantized is refused in one line, and no folder is left."""
+    source = _model(tmp_path / "source")
+    target = tmp_path / "target"
+
+    def refusal(folder: Path, scheme: Scheme = Scheme(4, 64)) -> str:  # noqa: B008 - immutable
+        with pytest.raises(ConfigurationRefused) as refused:
+            quantize_folder(folder, target, scheme, clip=False, head=True)
+        assert {path.name for path in tmp_path.iterdir() if "target" in path.name} == set()
+        return refused.value.message
+
+    assert refusal(source, Scheme(4, 128)) == (
+        f"{_layer(0, 'self_attn.q_proj')} has 64 inputs, which is no multiple of 128; use --group-size 64"
+    )
+    experts = _model(tmp_path / "e", **{_layer(0, "mlp.experts.0.up_proj"): torch.ones(2, 64)})
+    assert refusal(experts) == (
+        f"{experts} has experts ({_layer(0, 'mlp.experts.0.up_proj')}), whose quantized form is not served;"
+        " choose another model"
+    )
+    integers = _model(tmp_path / "i", **{_layer(2, "mlp.up_proj"): torch.ones(2, 64, dtype=torch.int8)})
+    assert refusal(integers) == (
+        f"{_layer(2, 'mlp.up_proj')} has the type torch.int8; choose a model in bfloat16, float16 or float32"
+    )
+    done = tmp_path / "done"
+    quantize_folder(source, done, Scheme(8, None), clip=False, head=False)
+    assert refusal(done) == f"{done} is quantized already; choose a model in bfloat16"
+    target = done
+    with pytest.raises(ConfigurationRefused) as refused:
+        quantize_folder(source, target, Scheme(8, None), clip=False, head=True)
+    assert refused.value.message == f"{done} exists already; choose another folder for the result"
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command says what it made, and refuses in one line."""
+    source, target = _model(tmp_path / "source"), tmp_path / "target"
+    arguments = [str(source), "--out", str(target), "--scheme", "w4a16"]
+    assert command.main([*arguments, "--group-size", "128"]) == 2
+    assert (
+        capsys.readouterr()
+        .err.splitlines()[-1]
+        .startswith("triptych quantize: model.layers.0.self_attn.q_proj")
+    )
+    assert command.main([*arguments, "--lm-head", "keep"]) == 0
+    assert f"{target}: 4 matrices, w4a16 in groups of 64; weights 0 MiB -> 0 MiB" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        command.main([*arguments, "--group-size", "16"])
+    assert ended.value.code == 2
+    assert "triptych quantize: argument --group-size: invalid choice: '16'" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""What a checkpoint's quantization_config means, and every refusal, by its text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import ConfigurationRefused
+from tests.support.quantized_models import quantization_config
+from worker_svc.quantization.checkpoint_config import CheckpointQuantization, read
+from worker_svc.quantization.scheme import Scheme
+
+W4 = Scheme(4, 64)
+
+
+def _read(folder: Path, config: dict[str, Any] | None) -> CheckpointQuantization | None:
+    written = {} if config is None else {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(written))
+    return read(folder)
+
+
+def _compressed(**weights: Any) -> dict[str, Any]:
+    config = quantization_config("compressed-tensors", W4)
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), W4, Scheme(4, 128), Scheme(4, None), Scheme(8, None)])
+@pytest.mark.parametrize("stored", ["compressed-tensors", "gptq", "gptq_v2", "awq"])
+def test_the_scheme_is_read(tmp_path: Path, stored: Any, scheme: Scheme) -> None:
+    """Each format's bits and groups apply to linear layers, and not to the output head."""
+    if stored == "awq" and scheme.bits == 8:
+        pytest.skip("AWQ has 4 bits")
+    found = _read(tmp_path, quantization_config(stored, scheme))
+    assert found is not None
+    assert found.scheme_of("model.layers.0.self_attn.q_proj") == scheme
+    assert found.scheme_of("lm_head") is None
+
+
+def test_others_are_left_to_vllm(tmp_path: Path) -> None:
+    """A model without quantization, or with a method that we do not read, has no schemes."""
+    assert _read(tmp_path, None) is None
+    assert _read(tmp_path, {"quant_method": "fp8"}) is None
+
+
+def test_layers_by_name(tmp_path: Path) -> None:
+    """A target that names a layer wins over "Linear", and ignored names win over both."""
+    config = _compressed()
+    config["config_groups"]["group_1"] = {
+        "targets": ["lm_head", "re:.*down_proj"],
+        "weights": {"num_bits": 8, "strategy": "channel"},
+    }
+    config["ignore"] = ["model.layers.0.mlp.down_proj", "re:.*layers[.]1[.].*"]
+    found = _read(tmp_path, config)
+    assert found is not None
+    assert found.scheme_of("lm_head") == Scheme(8, None)
+    assert found.scheme_of("model.layers.2.mlp.down_proj") == Scheme(8, None)
+    assert found.scheme_of("model.layers.2.mlp.up_proj") == W4
+    assert found.scheme_of("model.layers.0.mlp.down_proj") is None
+    assert found.scheme_of("model.layers.1.mlp.up_proj") is None
+
+
+def test_modules_that_awq_leaves_out(tmp_path: Path) -> None:
+    """AWQ names such modules by a part of their names."""
+    config = quantization_config("awq", W4) | {"modules_to_not_convert": ["mlp.gate"]}
+    found = _read(tmp_path, config)
+    assert found is not None
+    assert found.scheme_of("model.layers.2.mlp.gate") is None
+    assert found.scheme_of("model.layers.2.mlp.up_proj") == W4
+
+
+GPTQ, AWQ = quantization_config("gptq", W4), quantization_config("awq", W4)
+WAY = "choose another checkpoint, or make one with `triptych quantize`"
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (_compressed(symmetric=False), "the checkpoint has zero points (symmetric is false)"),
+        (_compressed(num_bits=3), "the checkpoint has weights of 3 bits (served: 4 and 8)"),
+        (_compressed(type="float"), "the checkpoint has weights of type float (served: int)"),
+        (
+            _compressed(group_size=256),
+            "the checkpoint has groups of 256 inputs (served: 32, 64, 128 and per channel)",
+        ),
+        (
+            _compressed(actorder="group"),
+            "the checkpoint has groups in the order of activations (actorder, g_idx)",
+        ),
+        (_compressed(strategy="block"), "the checkpoint has a scale per block (served: group and channel)"),
+        (
+            _compressed() | {"format": "int-quantized"},
+            "the checkpoint has the format int-quantized (served: pack-quantized)",
+        ),
+        (_compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "the checkpoint quantizes the KV cache"),
+        (_compressed() | {"sparsity_config": {"format": "sparse-24"}}, "the checkpoint has sparse weights"),
+        (
+            _compressed() | {"transform_config": {"config_groups": {}}},
+            "the checkpoint transforms activations (transform_config)",
+        ),
+        (_compressed() | {"config_groups": {}}, "the checkpoint has a quantization_config without weights"),
+        (GPTQ | {"sym": False}, "the checkpoint has zero points (sym is false)"),
+        (
+            GPTQ | {"desc_act": True},
+            "the checkpoint has groups in the order of activations (desc_act, g_idx)",
+        ),
+        (GPTQ | {"bits": 2}, "the checkpoint has weights of 2 bits (served: 4 and 8)"),
+        (GPTQ | {"dynamic": {"-:.*": {}}}, "the checkpoint quantizes layers differently (dynamic)"),
+        (
+            GPTQ | {"checkpoint_format": "marlin"},
+            "the checkpoint has GPTQ's format marlin (served: gptq and gptq_v2)",
+        ),
+        (AWQ | {"version": "gemv"}, "the checkpoint has AWQ's format gemv (served: gemm)"),
+        (AWQ | {"bits": 8}, "the checkpoint has AWQ weights of 8 bits (served: 4)"),
+    ],
+)
+def test_refusals(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    """What is not served is refused in one line that names it."""
+    with pytest.raises(ConfigurationRefused) as refused:
+        _read(tmp_path, config)
+    assert refused.value.message == f"{reason}, which is not served; {WAY}"
+
+
+def test_activations_and_embeddings_are_refused(tmp_path: Path) -> None:
+    """Quantized activations and embeddings are refused by name."""
+    config = _compressed()
+    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
+    with pytest.raises(
+        ConfigurationRefused, match="the checkpoint quantizes activations, which is not served"
+    ):
+        _read(tmp_path, config)
+    config = _compressed()
+    config["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
+    with pytest.raises(ConfigurationRefused, match="the checkpoint quantizes the embeddings, which is not"):
+        _read(tmp_path, config)
+
+
+def test_an_unreadable_configuration_is_refused(tmp_path: Path) -> None:
+    """A configuration that lacks a field is refused with the field's name."""
+    with pytest.raises(ConfigurationRefused, match=r"cannot be read \(KeyError\('bits'\)\); fetch it again"):
+        _read(tmp_path, {"quant_method": "gptq"})

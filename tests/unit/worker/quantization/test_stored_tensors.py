@@ -1,0 +1,107 @@
+"""The tensors of every format become the same codes and scales, and refusals name the tensor."""
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protos.errors import ConfigurationRefused
+from tests.support import quantized_models
+from worker_svc.quantization import codes
+from worker_svc.quantization.checkpoint_config import read
+from worker_svc.quantization.scheme import Bits, Scheme
+from worker_svc.quantization.stored_tensors import quantized_module, to_common_form
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model of one matrix of 24 outputs and 128 inputs, and a norm."""
+    torch.manual_seed(0)
+    tensors = {f"{LAYER}.weight": torch.randn(24, 128), "model.norm.weight": torch.ones(128)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("bits", get_args(Bits))
+@pytest.mark.parametrize("group", [32, 64, 128, None])
+@pytest.mark.parametrize("stored", ["compressed-tensors", "gptq", "gptq_v2", "awq"])
+def test_formats_hold_the_same_weights(
+    source: Path, stored: quantized_models.Stored, group: int | None, bits: Bits
+) -> None:
+    """The codes and scales of each format are those of the dequantized weights; other tensors stay."""
+    if stored == "awq" and bits == 8:
+        pytest.skip("AWQ has 4 bits")
+    scheme = Scheme(bits, group)
+    expected = load_file(
+        quantized_models.write(source, source / "float", "float", scheme) / "model.safetensors"
+    )
+    folder = quantized_models.write(source, source / "stored", stored, scheme)
+    quantization = read(folder)
+    assert quantization is not None
+    stored_tensors = load_file(folder / "model.safetensors")
+    assert {quantized_module(quantization, name) for name in stored_tensors} == {LAYER, None}
+    found = dict(
+        common
+        for name, tensor in stored_tensors.items()
+        if (common := to_common_form(quantization, name, tensor)) is not None
+    )
+    assert set(found) == {f"{LAYER}.weight_packed", f"{LAYER}.weight_scale", "model.norm.weight"}
+    packed, scales = found[f"{LAYER}.weight_packed"], found[f"{LAYER}.weight_scale"]
+    assert packed.shape == (24, 128 * bits // 32)
+    assert scales.shape == (24, scheme.groups(128))
+    torch.testing.assert_close(
+        codes.dequantize(codes.unpack(packed, bits), scales, bits),
+        expected[f"{LAYER}.weight"],
+        rtol=0,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("bits", get_args(Bits))
+def test_packing_is_reversible(bits: Bits) -> None:
+    """Words are those that the formats define, and unpack to the same codes."""
+    given = torch.randint(0, 2**bits, (5, 64), dtype=torch.uint8)
+    packed = codes.pack(given, bits)
+    assert torch.equal(packed, quantized_models.words(given, bits))
+    assert torch.equal(codes.unpack(packed, bits), given)
+
+
+@pytest.mark.parametrize("stored", ["gptq", "awq"])
+def test_zero_points_are_refused(source: Path, stored: quantized_models.Stored) -> None:
+    """A single zero point off the middle is found."""
+    quantization = read(quantized_models.write(source, source / "stored", stored, Scheme(4, 64)))
+    assert quantization is not None
+    zeros = load_file(source / "stored" / "model.safetensors")[f"{LAYER}.qzeros"]
+    zeros[1, 2] += 16
+    with pytest.raises(ConfigurationRefused) as refused:
+        to_common_form(quantization, f"{LAYER}.qzeros", zeros)
+    assert refused.value.message == (
+        f"{LAYER}.qzeros has zero points other than the middle of the range, which are not served;"
+        " choose a symmetric checkpoint"
+    )
+
+
+def test_orders_and_stored_zero_points_are_refused(source: Path) -> None:
+    """An order of activations is refused, and so are zero points of compressed-tensors."""
+    quantization = read(quantized_models.write(source, source / "gptq", "gptq", Scheme(4, 64)))
+    assert quantization is not None
+    order = torch.arange(128) // 64
+    order[3] = 1
+    with pytest.raises(ConfigurationRefused) as refused:
+        to_common_form(quantization, f"{LAYER}.g_idx", order)
+    assert refused.value.message == (
+        f"{LAYER}.g_idx orders groups by activations, which is not served; choose a checkpoint without g_idx"
+    )
+    quantization = read(
+        quantized_models.write(source, source / "compressed", "compressed-tensors", Scheme(4, 64))
+    )
+    assert quantization is not None
+    with pytest.raises(ConfigurationRefused, match="weight_zero_point has zero points, which are not served"):
+        to_common_form(quantization, f"{LAYER}.weight_zero_point", torch.zeros(3))
+    with pytest.raises(ConfigurationRefused, match="is quantized, but quantization_config does not name its"):
+        to_common_form(quantization, "lm_head.weight_packed", torch.zeros(3))

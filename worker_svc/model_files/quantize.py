@@ -1,0 +1,209 @@
+"""Makes a folder with quantized weights from one with floating-point weights, shard by shard.
+
+The result is a checkpoint of compressed-tensors (`pack-quantized`). The projections of decoder layers are
+quantized, and the output head if wanted; embeddings, norms and everything else stay as they are.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from protos.errors import ConfigurationRefused
+from worker_svc.model_files.checkpoint import Checkpoint, Shard
+from worker_svc.quantization import codes
+from worker_svc.quantization.rounding import quantize
+from worker_svc.quantization.scheme import Scheme
+
+HEAD: Final = Scheme(8, None)
+"""The scheme of an output head: its errors would move every logit, so it always has 8 bits."""
+_INDEX: Final = "model.safetensors.index.json"
+_PROJECTION: Final = re.compile(r"(.+\.)?layers\.\d+\..+_proj\.weight")
+# Encoders of images and sound, which such servers do not run.
+_OTHER_TOWER: Final = re.compile(r"vision|visual|audio|encoder")
+_EMBEDDINGS: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
+_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+_MATRIX: Final = 2
+_INPUTS: Final = 8  # of a word of 4 bits
+# Everything else in a folder, such as the tokenizer, is copied.
+_WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What was made."""
+
+    matrices: int
+    """Matrices that were quantized."""
+    bytes_before: int
+    """Of all weight files."""
+    bytes_after: int
+
+
+def quantize_folder(
+    source: Path,
+    target: Path,
+    scheme: Scheme,
+    *,
+    clip: bool,
+    head: bool,
+    progress: Callable[[int, int, str], None] = lambda *_: None,
+) -> Quantized:
+    """Writes the quantized model; `target` is complete or absent.
+
+    Args:
+        source: a Hugging Face folder with safetensors files.
+        target: must not exist; its parent must.
+        scheme: of the projections.
+        clip: see `rounding.quantize`.
+        head: whether to quantize the output head, too, to 8 bits per channel. A head that shares its weights
+            with the embeddings gets its own; the embeddings keep theirs.
+        progress: called with the number of files written, the total, and the name of the next one.
+
+    Raises:
+        ConfigurationRefused: if the model cannot be quantized so, or a file cannot be read or written, in one
+            line.
+    """
+    if target.exists():
+        raise ConfigurationRefused(f"{target} exists already; choose another folder for the result")
+    checkpoint = Checkpoint.open(source)
+    maker = _Maker(source, checkpoint, scheme, clip=clip, head=head)
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+            folder = Path(scratch) / target.name
+            folder.mkdir()
+            made = maker.write(folder, progress)
+            folder.rename(target)
+            return made
+    except SafetensorError as error:
+        raise ConfigurationRefused(f"cannot read the weights of {source}: {error}") from error
+    except OSError as error:
+        raise ConfigurationRefused(f"cannot write {target}: {error.strerror or error}") from error
+
+
+class _Maker:
+    """Quantizes one model."""
+
+    def __init__(
+        self, source: Path, checkpoint: Checkpoint, scheme: Scheme, *, clip: bool, head: bool
+    ) -> None:
+        """Reads the configuration.
+
+        Raises:
+            ConfigurationRefused: if the model is quantized already, or has experts.
+        """
+        self._source, self._shards, self._scheme, self._clip = source, checkpoint.shards, scheme, clip
+        self._config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        if "quantization_config" in self._config:
+            raise ConfigurationRefused(f"{source} is quantized already; choose a model in bfloat16")
+        names = {name for shard in self._shards for name in shard.tensors}
+        if expert := next((name for name in sorted(names) if ".experts." in name), None):
+            raise ConfigurationRefused(
+                f"{source} has experts ({expert}), whose quantized form is not served; choose another model"
+            )
+        self._is_tied = _HEAD not in names
+        self._head = head and (_EMBEDDINGS if self._is_tied else _HEAD) in names
+        self._count = 0
+        self._kept: list[str] = []
+
+    def write(self, folder: Path, progress: Callable[[int, int, str], None]) -> Quantized:
+        """Writes all files."""
+        weight_map: dict[str, str] = {}
+        before = after = 0
+        for done, shard in enumerate(self._shards):
+            progress(done, len(self._shards), shard.path.name)
+            tensors = dict(self._quantized(shard))
+            path = folder / shard.path.name
+            save_file(tensors, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # save_file makes it private
+            weight_map |= dict.fromkeys(tensors, path.name)
+            before += sum(tensor.num_bytes for tensor in shard.tensors.values())
+            after += sum(tensor.nbytes for tensor in tensors.values())
+        if not self._count:
+            raise ConfigurationRefused(
+                f"{self._source} has no projections of decoder layers to quantize; choose another model"
+            )
+        for path in sorted(self._source.iterdir()):
+            if (
+                path.is_file()
+                and path.name[0] != "."
+                and not path.name.endswith((*_WEIGHT_FILES, ".index.json"))
+            ):
+                shutil.copyfile(path, folder / path.name)
+        if len(self._shards) > 1:
+            _write(folder / _INDEX, {"metadata": {"total_size": after}, "weight_map": weight_map})
+        _write(folder / "config.json", self._new_config())
+        progress(len(self._shards), len(self._shards), "done")
+        return Quantized(self._count, before, after)
+
+    def _quantized(self, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
+        with safe_open(shard.path, framework="pt") as file:
+            for name in shard.tensors:
+                tensor = file.get_tensor(name)
+                if self._head and name == (_EMBEDDINGS if self._is_tied else _HEAD):
+                    yield from self._matrix(_HEAD, tensor, HEAD)
+                    if not self._is_tied:
+                        continue
+                elif _PROJECTION.fullmatch(name) and tensor.dim() == _MATRIX:
+                    if not _OTHER_TOWER.search(name):
+                        yield from self._matrix(name, tensor, self._scheme)
+                        continue
+                    self._kept.append(name.removesuffix(".weight"))
+                yield name, tensor
+
+    def _matrix(self, name: str, weight: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
+        outputs, inputs = weight.shape
+        if weight.dtype not in _FLOATS:
+            raise ConfigurationRefused(
+                f"{name} has the type {weight.dtype}; choose a model in bfloat16, float16 or float32"
+            )
+        if inputs % (scheme.group or _INPUTS):
+            fitting = [group for group in (128, 64, 32) if inputs % group == 0]
+            way = f"use --group-size {fitting[0]}" if fitting else "choose another model"
+            raise ConfigurationRefused(
+                f"{name} has {inputs} inputs, which is no multiple of {scheme.group or _INPUTS}; {way}"
+            )
+        found, scales = quantize(weight, scheme, clip=self._clip)
+        module = name.removesuffix(".weight")
+        self._count += 1
+        yield f"{module}.weight_packed", codes.pack(found, scheme.bits)
+        yield f"{module}.weight_scale", scales
+        yield f"{module}.weight_shape", torch.tensor([outputs, inputs])
+
+    def _new_config(self) -> dict[str, Any]:
+        groups = {"group_0": quantization_group(self._scheme, ["Linear"])}
+        if self._head:
+            groups["group_1"] = quantization_group(HEAD, ["lm_head"])
+        ignored = [*self._kept, *([] if self._head else ["lm_head"])]
+        config = self._config | {"quantization_config": quantization_config(groups, ignored)}
+        return config | ({"tie_word_embeddings": False} if self._head else {})
+
+
+def quantization_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    """Returns how compressed-tensors describes layers of one scheme."""
+    weights = {
+        "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
+        "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group,
+    }  # fmt: skip
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+
+
+def quantization_config(groups: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """Returns the part of config.json that says how weights are quantized."""
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": groups, "ignore": ignored,
+    }  # fmt: skip
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

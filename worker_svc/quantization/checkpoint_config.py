@@ -1,0 +1,176 @@
+"""Reads from a model's configuration how its weights are quantized, and refuses what is not served.
+
+Served are weights of 4 or 8 bits, symmetric, in groups of 32, 64 or 128 inputs or per output channel, as
+compressed-tensors (`pack-quantized`), GPTQ or AWQ store them. The restrictions, except the groups of 32 that
+GGUF has, are those of NPUs' kernels.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from protos.errors import ConfigurationRefused
+from worker_svc.quantization.scheme import GROUPS, Bits, Scheme
+
+Format = Literal["compressed-tensors", "gptq", "awq"]
+
+_BITS: Final[tuple[Bits, ...]] = (4, 8)
+_PACKED: Final = "pack-quantized"
+_OTHER: Final = "choose another checkpoint, or make one with `triptych quantize`"
+
+
+@dataclass(frozen=True)
+class CheckpointQuantization:
+    """How a checkpoint's weights are quantized."""
+
+    format: Format
+    """Whose names and layouts its tensors have."""
+    schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
+    """Targets and their scheme. A target is a module's name, "re:" and an expression for names, or "Linear"
+    for all linear layers; names come first."""
+    ignored: tuple[str, ...] = ()
+    """Names of modules that are not quantized, or expressions after "re:"."""
+    middle_zero_point: int | None = None
+    """What GPTQ stores for a zero point in the middle, which is the only one served."""
+
+    def __str__(self) -> str:
+        """Returns words for people."""
+        schemes = ", ".join(sorted({str(scheme) for _, scheme in self.schemes}))
+        return f"{self.format}: {schemes}"
+
+    def scheme_of(self, name: str) -> Scheme | None:
+        """Returns the scheme that the configuration has for a linear layer of that name, if any."""
+        if any(_matches(name, each) for each in self.ignored):
+            return None
+        for targets, scheme in self.schemes:
+            if any(_matches(name, target) for target in targets):
+                return scheme
+        for targets, scheme in self.schemes:
+            if "Linear" in targets:
+                return scheme
+        return None
+
+
+def read(folder: Path) -> CheckpointQuantization | None:
+    """Reads the quantization of a model; `None` if it has none, or one of a method that we do not read.
+
+    Raises:
+        ConfigurationRefused: if it has one that is not served, in one line.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not isinstance(found, Mapping):
+        return None
+    method = str(found.get("quant_method", "")).lower()
+    try:
+        if method == "compressed-tensors":
+            return _compressed_tensors(found)
+        if method == "gptq":
+            return _gptq(found)
+        if method == "awq":
+            return _awq(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigurationRefused(
+            f"{folder / 'config.json'} has a quantization_config that cannot be read ({error!r}); fetch it again"
+        ) from error
+    return None
+
+
+def _refuse(what: str) -> ConfigurationRefused:
+    return ConfigurationRefused(f"{what}, which is not served; {_OTHER}")
+
+
+def _scheme(bits: int, group: int | None) -> Scheme:
+    """Returns the scheme.
+
+    Raises:
+        ConfigurationRefused: for other codes and groups.
+    """
+    if bits not in _BITS:
+        raise _refuse(f"the checkpoint has weights of {bits} bits (served: 4 and 8)")
+    group = None if group in (None, -1) else group
+    if group is not None and group not in GROUPS:
+        served = ", ".join(map(str, GROUPS))
+        raise _refuse(f"the checkpoint has groups of {group} inputs (served: {served} and per channel)")
+    return Scheme(_BITS[_BITS.index(bits)], group)
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> CheckpointQuantization:
+    if found.get("kv_cache_scheme"):
+        raise _refuse("the checkpoint quantizes the KV cache")
+    if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise _refuse("the checkpoint has sparse weights")
+    if found.get("transform_config"):
+        raise _refuse("the checkpoint transforms activations (transform_config)")
+    schemes = []
+    for group in found["config_groups"].values():
+        kind = group.get("format") or found.get("format")
+        if group.get("input_activations") or group.get("output_activations"):
+            raise _refuse("the checkpoint quantizes activations")
+        if kind != _PACKED:
+            raise _refuse(f"the checkpoint has the format {kind} (served: {_PACKED})")
+        targets = tuple(map(str, group["targets"]))
+        if "Embedding" in targets or any(target.endswith("embed_tokens") for target in targets):
+            raise _refuse("the checkpoint quantizes the embeddings")
+        schemes.append((targets, _compressed_scheme(group["weights"])))
+    if not schemes:
+        raise _refuse("the checkpoint has a quantization_config without weights")
+    return CheckpointQuantization("compressed-tensors", tuple(schemes), _strings(found.get("ignore")))
+
+
+def _compressed_scheme(weights: Mapping[str, Any]) -> Scheme:
+    if weights.get("type", "int") != "int":
+        raise _refuse(f"the checkpoint has weights of type {weights['type']} (served: int)")
+    if not weights.get("symmetric", True):
+        raise _refuse("the checkpoint has zero points (symmetric is false)")
+    if weights.get("actorder") not in (None, False, "static", "weight"):
+        raise _refuse("the checkpoint has groups in the order of activations (actorder, g_idx)")
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
+    if strategy not in ("group", "channel"):
+        raise _refuse(f"the checkpoint has a scale per {strategy} (served: group and channel)")
+    return _scheme(weights["num_bits"], weights.get("group_size") if strategy == "group" else None)
+
+
+def _gptq(found: Mapping[str, Any]) -> CheckpointQuantization:
+    bits = int(found["bits"])
+    if not found.get("sym", True):
+        raise _refuse("the checkpoint has zero points (sym is false)")
+    if found.get("desc_act"):
+        raise _refuse("the checkpoint has groups in the order of activations (desc_act, g_idx)")
+    if found.get("dynamic"):
+        raise _refuse("the checkpoint quantizes layers differently (dynamic)")
+    scheme = _scheme(bits, int(found["group_size"]))
+    # The first version of the format stores a zero point minus 1.
+    version = str(found.get("checkpoint_format", "gptq"))
+    if version not in ("gptq", "gptq_v2"):
+        raise _refuse(f"the checkpoint has GPTQ's format {version} (served: gptq and gptq_v2)")
+    middle = 2 ** (bits - 1) - (version == "gptq")
+    ignored = () if found.get("lm_head") else ("re:.*lm_head",)
+    return CheckpointQuantization("gptq", ((("Linear",), scheme),), ignored, middle)
+
+
+def _awq(found: Mapping[str, Any]) -> CheckpointQuantization:
+    bits, group = found.get("bits", found.get("w_bit")), found.get("group_size", found.get("q_group_size"))
+    version = str(found.get("version", "gemm")).lower()
+    if version != "gemm":
+        raise _refuse(f"the checkpoint has AWQ's format {version} (served: gemm)")
+    if bits != 4:
+        raise _refuse(f"the checkpoint has AWQ weights of {bits} bits (served: 4)")
+    scheme = _scheme(int(bits), int(group if group is not None else -1))
+    kept = [f"re:.*{re.escape(name)}.*" for name in _strings(found.get("modules_to_not_convert"))]
+    return CheckpointQuantization(
+        "awq", ((("Linear",), scheme),), ("re:.*lm_head", *kept), 2 ** (int(bits) - 1)
+    )
+
+
+def _strings(names: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(map(str, names or ()))
+
+
+def _matches(name: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return name == target or name.endswith(f".{target}")

@@ -1,0 +1,98 @@
+"""Turns the stored tensors of quantized layers into one form, while a checkpoint is read.
+
+The form is that of compressed-tensors: `weight_packed`, int32 [outputs, words] of `codes.pack`, and
+`weight_scale`, [outputs, groups].
+"""
+
+from typing import Final
+
+import torch
+
+from protos.errors import ConfigurationRefused
+from worker_svc.quantization import codes
+from worker_svc.quantization.checkpoint_config import CheckpointQuantization, Format
+
+_WEIGHT: Final = "weight_packed"
+_SCALE: Final = "weight_scale"
+# By format, the names of tensors and what they become; an empty name stands for nothing.
+_NAMES: Final[dict[Format, dict[str, str]]] = {
+    "compressed-tensors": {
+        _WEIGHT: _WEIGHT, _SCALE: _SCALE, "weight_shape": "", "weight_zero_point": "", "weight_g_idx": "",
+    },
+    "gptq": {"qweight": _WEIGHT, "scales": _SCALE, "qzeros": "", "g_idx": ""},
+    "awq": {"qweight": _WEIGHT, "scales": _SCALE, "qzeros": ""},
+}  # fmt: skip
+# AWQ packs 8 consecutive outputs into a word. Its nibbles, from the lowest, hold these.
+_AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
+_WORD: Final = 32
+
+
+def quantized_module(quantization: CheckpointQuantization, tensor: str) -> str | None:
+    """Returns the module whose packed weights a tensor of that name has; `None` for other tensors."""
+    module, _, kind = tensor.rpartition(".")
+    return module if _NAMES[quantization.format].get(kind) == _WEIGHT else None
+
+
+def to_common_form(
+    quantization: CheckpointQuantization, name: str, tensor: torch.Tensor
+) -> tuple[str, torch.Tensor] | None:
+    """Returns a stored tensor's name and value in the common form; `None` if nothing is left of it.
+
+    Tensors of layers that are not quantized stay as they are.
+
+    Raises:
+        ConfigurationRefused: if it has zero points, an order of activations, or a shape that does not fit.
+    """
+    module, _, kind = name.rpartition(".")
+    names = _NAMES[quantization.format]
+    if kind not in names:
+        return name, tensor
+    scheme = quantization.scheme_of(module)
+    if scheme is None:
+        raise ConfigurationRefused(f"{name} is quantized, but quantization_config does not name its layer")
+    if kind == "weight_zero_point":
+        raise ConfigurationRefused(f"{name} has zero points, which are not served; choose another checkpoint")
+    if kind.endswith("g_idx"):
+        _check_order(name, tensor, scheme.group)
+        return None
+    if kind == "qzeros":
+        _check_middle(name, tensor, scheme.bits, quantization.middle_zero_point)
+        return None
+    if not names[kind]:
+        return None
+    if quantization.format == "awq" and kind == "qweight":
+        tensor = codes.pack(_from_awq(tensor), scheme.bits)
+    elif quantization.format != "compressed-tensors":
+        tensor = tensor.t().contiguous()
+    if names[kind] == _SCALE and tensor.dim() == 1:
+        tensor = tensor[:, None]
+    return f"{module}.{names[kind]}", tensor
+
+
+def _check_order(name: str, order: torch.Tensor, group: int | None) -> None:
+    """Refuses an assignment of inputs to groups other than one after another."""
+    inputs = torch.arange(order.numel())
+    expected = torch.zeros_like(inputs) if group is None else inputs // group
+    if not torch.equal(order.flatten().long(), expected):
+        raise ConfigurationRefused(
+            f"{name} orders groups by activations, which is not served; choose a checkpoint without g_idx"
+        )
+
+
+def _check_middle(name: str, zeros: torch.Tensor, bits: int, middle: int | None) -> None:
+    """Refuses zero points other than half of the codes' range."""
+    values = zeros.to(torch.int32).unsqueeze(-1) >> torch.arange(0, _WORD, bits, dtype=torch.int32)
+    if not bool(((values & (2**bits - 1)) == middle).all()):
+        raise ConfigurationRefused(
+            f"{name} has zero points other than the middle of the range, which are not served;"
+            " choose a symmetric checkpoint"
+        )
+
+
+def _from_awq(words: torch.Tensor) -> torch.Tensor:
+    """Returns codes, uint8 [outputs, inputs], of AWQ's words, int32 [inputs, outputs / 8]."""
+    shifts = torch.arange(0, _WORD, 4, dtype=torch.int32)
+    nibbles = ((words.unsqueeze(-1) >> shifts) & 0xF).to(torch.uint8)
+    ordered = torch.empty_like(nibbles)
+    ordered[..., list(_AWQ_ORDER)] = nibbles
+    return ordered.flatten(1).t().contiguous()
