@@ -159,10 +159,12 @@ def test_what_is_not_served_is_refused(base: Path, source: Path) -> None:
         with pytest.raises(ConfigurationRefused, match=reason):
             load(changed, "bfloat16")
     config["quantization_config"]["group_size"] = 128
-    (changed / "config.json").write_text(json.dumps(config))
-    save_file(stored, changed / "model.safetensors")
+    wide = base / "wide"
+    wide.mkdir()
+    (wide / "config.json").write_text(json.dumps(config))
+    save_file(stored, wide / "model.safetensors")
     with pytest.raises(
         ConfigurationRefused,
         match="qkv_proj has 64 inputs, but w4a16 in groups of 128 needs a multiple of 128; choose",
     ):
-        load(changed, "float32")
+        load(wide, "float32")

@@ -26,7 +26,8 @@ def _weights(outputs: int, inputs: int, group: int, bits: int, largest: float = 
 def _dequantized(weights: QuantizedWeights) -> torch.Tensor:
     values = weights.codes.double() - 2 ** (weights.bits - 1)
     grouped = values.view(*weights.scales.shape, -1) * weights.scales.double().unsqueeze(-1)
-    return grouped.view_as(values)
+    dequantized: torch.Tensor = grouped.view_as(values)
+    return dequantized
 
 
 @pytest.fixture(autouse=True)
