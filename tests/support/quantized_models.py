@@ -80,7 +80,7 @@ def words(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None)
         order: which of a word's values is in each place, from the lowest; by default the next one.
     """
     per_word = 32 // bits
-    places = values.long().unflatten(-1, (-1, per_word))[..., list(order or range(per_word))]
+    places = values.long().reshape(*values.shape[:-1], -1, per_word)[..., list(order or range(per_word))]
     joined = sum(places[..., place] << (place * bits) for place in range(per_word))
     assert isinstance(joined, torch.Tensor)
     return torch.where(joined >= 2**31, joined - 2**32, joined).to(torch.int32)

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ def _layer(layer: int, name: str) -> str:
     return f"model.layers.{layer}.{name}.weight"
 
 
-def _model(folder: Path, *, tied: bool = True, **more: Any) -> Path:
+def _model(folder: Path, more: dict[str, torch.Tensor] | None = None, *, tied: bool = True) -> Path:
     """Writes a model of two layers in two shards, each with an index, a tokenizer and hidden files."""
     folder.mkdir()
     torch.manual_seed(0)
@@ -34,7 +33,7 @@ def _model(folder: Path, *, tied: bool = True, **more: Any) -> Path:
         shard[_layer(layer, "input_layernorm")] = torch.ones(64).bfloat16()
     if not tied:
         shards[1][HEAD] = torch.randn(48, 64).bfloat16()
-    shards[1] |= more
+    shards[1] |= more or {}
     names = [f"model-{n}-of-2.safetensors" for n in (1, 2)]
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, folder / name)
@@ -107,12 +106,12 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     assert refusal(source, Scheme(4, 128)) == (
         f"{_layer(0, 'self_attn.q_proj')} has 64 inputs, which is no multiple of 128; use --group-size 64"
     )
-    experts = _model(tmp_path / "e", **{_layer(0, "mlp.experts.0.up_proj"): torch.ones(2, 64)})
+    experts = _model(tmp_path / "e", {_layer(0, "mlp.experts.0.up_proj"): torch.ones(2, 64)})
     assert refusal(experts) == (
         f"{experts} has experts ({_layer(0, 'mlp.experts.0.up_proj')}), whose quantized form is not served;"
         " choose another model"
     )
-    integers = _model(tmp_path / "i", **{_layer(2, "mlp.up_proj"): torch.ones(2, 64, dtype=torch.int8)})
+    integers = _model(tmp_path / "i", {_layer(2, "mlp.up_proj"): torch.ones(2, 64, dtype=torch.int8)})
     assert refusal(integers) == (
         f"{_layer(2, 'mlp.up_proj')} has the type torch.int8; choose a model in bfloat16, float16 or float32"
     )
