@@ -33,6 +33,8 @@ class AttentionParams:
     latent: int = 0
     """Elements of a latent vector (MLA): the leading part of each key, which is also its value. There is one
     key head. 0 if values are stored beside keys."""
+    slopes: tuple[float, ...] = ()
+    """For each query head, what its scores lose with each token of distance (ALiBi). Empty: nothing."""
 
 
 @dataclass(frozen=True)

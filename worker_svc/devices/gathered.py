@@ -4,6 +4,7 @@ It is correct everywhere and fast nowhere: the fallback of a device without kern
 tests compare kernels with.
 """
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +52,9 @@ def attend(call: AttentionCall, plan: GatheredPlan) -> None:
     context = context.masked_fill(unseen[:, None, None, :, None], 0)
     rows, query_len = plan.positions.shape
     queries = query.view(rows, query_len, params.num_heads, params.head_size).transpose(1, 2)
-    if params.softcap or call.sinks is not None:
-        attended = attention(params, queries, context, mask, call.sinks)
+    if params.softcap or params.slopes or call.sinks is not None:
+        distances = plan.positions[:, :, None] - seen
+        attended = attention(params, queries, context, mask, call.sinks, distances)
     else:
         attended = functional.scaled_dot_product_attention(
             queries, context[:, 0], context[:, 1], attn_mask=mask[:, None],
@@ -62,12 +64,19 @@ def attend(call: AttentionCall, plan: GatheredPlan) -> None:
     output[step.num_tokens :] = 0
 
 
+@functools.cache
+def slopes_on(device: torch.device, slopes: tuple[float, ...]) -> torch.Tensor:
+    """Returns ALiBi's slopes as a tensor, float32 [heads]. A captured step cannot copy them to the device."""
+    return torch.tensor(slopes, device=device)
+
+
 def attention(
     params: AttentionParams,
     query: torch.Tensor,
     context: torch.Tensor,
     mask: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    distances: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends over keys and values side by side, in two matrix products batched by row and key head.
 
@@ -79,6 +88,7 @@ def attention(
         context: [rows, 2, kv_heads, context, head_size], keys and values.
         mask: bool [rows, query_len, context], the positions that each token sees.
         sinks: float32 [heads] or `None`; see `AttentionCall`.
+        distances: int64 [rows, query_len, context], how far back each position is; needed for slopes.
 
     Returns:
         Like `query`.
@@ -89,7 +99,12 @@ def attention(
     scores = query.float().unflatten(1, (-1, groups)).flatten(2, 3) @ keys.transpose(-1, -2) * params.scale
     if params.softcap:
         scores = params.softcap * torch.tanh(scores / params.softcap)
-    scores = scores.unflatten(2, (groups, -1)).masked_fill(~mask[:, None, None], -torch.inf)
+    scores = scores.unflatten(2, (groups, -1))
+    if params.slopes:
+        assert distances is not None
+        slopes = slopes_on(query.device, params.slopes).view(-1, groups, 1, 1)
+        scores = scores - slopes * distances[:, None, None]
+    scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
     if sinks is None:
         weights = scores.softmax(dim=-1)
     else:

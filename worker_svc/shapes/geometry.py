@@ -37,6 +37,8 @@ class AttentionLayer:
     """Whether this rank has the layer; other stages of a pipeline have the rest."""
     latent: bool = False
     """Whether the cache holds keys alone, because values are parts of them (MLA)."""
+    alibi: bool = False
+    """Whether scores depend on the distance of tokens (ALiBi), which not all kernels serve."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -160,8 +162,8 @@ def group_layers(
                     " use --window-kv paged"
                 )
 
-    def key(layer: AttentionLayer) -> tuple[int, int, int, str, bool]:
-        return layer.window, layer.num_kv_heads, layer.head_size, str(layer.dtype), layer.latent
+    def key(layer: AttentionLayer) -> tuple[int, int, int, str, bool, bool]:
+        return layer.window, layer.num_kv_heads, layer.head_size, str(layer.dtype), layer.latent, layer.alibi
 
     grouped = itertools.groupby(
         sorted(owners, key=key), key

@@ -81,7 +81,8 @@ class TriptychAttention(AttentionImpl):
             ConfigurationRefused: for a kind of attention that no device serves yet.
         """
         unserved = {
-            "ALiBi": alibi_slopes is not None,
+            "ALiBi beside windows": alibi_slopes is not None and bool(sliding_window),
+            "bidirectional ALiBi": alibi_slopes is not None and attn_type == AttentionType.ENCODER_ONLY,
             f"a {kv_cache_dtype} KV cache": kv_cache_dtype != "auto",
             f"{attn_type} attention": attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_ONLY),
         }
@@ -102,6 +103,7 @@ class TriptychAttention(AttentionImpl):
             writes=kv_sharing_target_layer_name is None,
             causal=attn_type == AttentionType.DECODER,
             sinks=sinks is not None,
+            slopes=tuple(alibi_slopes or ()),
         )
         self.sinks = sinks
 

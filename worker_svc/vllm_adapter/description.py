@@ -58,6 +58,7 @@ def describe(
                 shares_with=layer.kv_sharing_target_layer_name,
                 here=name in here,
                 latent=layer.impl.params.latent > 0,
+                alibi=bool(layer.impl.params.slopes),
             )
         )
     _check_shared_caches(model_config.architecture, attention)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import tiny_models
-from tests.support.tiny_models import COMMON, VOCAB_SIZE
+from tests.support.tiny_models import COMMON, CONTEXT, VOCAB_SIZE
 
 # For configurations that have no head_dim: it is 32 because of the larger hidden size.
 WITHOUT_HEAD_DIM = {key: value for key, value in COMMON.items() if key != "head_dim"} | {"hidden_size": 128}
@@ -187,6 +187,27 @@ def _bloom() -> Any:
     )
 
 
+def _falcon_rw() -> Any:
+    from transformers import FalconConfig
+
+    # ALiBi whose slopes are scaled, and biases: the oldest Falcon models.
+    return FalconConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        alibi=True,
+        bias=True,
+        parallel_attn=False,
+        multi_query=False,
+        new_decoder_architecture=False,
+        max_position_embeddings=CONTEXT,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
 _VISION = {
     "hidden_size": 64,
     "num_hidden_layers": 1,
@@ -272,9 +293,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "deepseek-v2": _deepseek_v2,
     "deepseek-v2-lite": _deepseek_v2_lite,
     "deepseek-v3": _deepseek_v3,
+    "bloom": _bloom,
+    "falcon-rw": _falcon_rw,
 }
 """Functions that make a configuration, by the model's name in tests."""
 NOT_ON_NPU = {
+    "bloom": "no kernels for ALiBi",
+    "falcon-rw": "no kernels for ALiBi",
     "granite": "operator aten::mul_ is not lowered",
     "granite-moe": "operator aten::mul_ is not lowered",
     "llama4": "only device cpu serves models with the routing of CustomRoutingRouter",

@@ -16,7 +16,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
-from worker_svc.devices import in_place, latent
+from worker_svc.devices import gathered, in_place, latent
 from worker_svc.devices.adapter_stack import AdapterStack, StackShape
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import Device
@@ -128,9 +128,8 @@ class CpuDevice(Device):
         layer = group.layers[0]
         if layer.latent:
             return latent.LatentPlan.of(step, block_size=block_size)
-        if kernels := _kernels_for(
-            layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype, block_size
-        ):
+        kernels = _kernels_for(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype, block_size)
+        if kernels and not layer.alibi:
             return kernels.plan(block_size, step)
         isa = _isa(layer.dtype, block_size, layer.head_size)
         schedule = _vllm_ops.get_scheduler_metadata(
@@ -166,9 +165,10 @@ class CpuDevice(Device):
         if cache.dim() != _PAGED_DIMS:
             return super().bind_attention(call)
         block_size = cache.shape[2] // 2
-        if kernels := _kernels_for(
+        kernels = _kernels_for(
             params.num_heads, params.num_kv_heads, params.head_size, cache.dtype, block_size
-        ):
+        )
+        if kernels and not params.slopes:
             return kernels.attention(call)
         keys, values = cache.chunk(2, dim=2)
         return functools.partial(_attend_paged, call, keys, values)
@@ -259,7 +259,7 @@ def _attend_paged(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor,
     _vllm_ops.cpu_attention_with_kv_cache(
         query, keys, values, output, step.query_start, step.seq_lens, params.scale,
         True,  # causal
-        None,  # no ALiBi
+        gathered.slopes_on(query.device, params.slopes) if params.slopes else None,
         params.window or -1, step.block_table, params.softcap, plan.schedule, call.sinks,
         None,  # no per-request causality
         1.0, 1.0, "auto",

@@ -2,13 +2,14 @@
 
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
-from worker_svc.devices import in_place, latent
+from worker_svc.devices import gathered, in_place, latent
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.shapes.geometry import KvGroup
@@ -146,6 +147,8 @@ class CudaDevice(Device):
             return in_place.InPlacePlan.of(group, step)
         if group.layers[0].latent:
             return latent.LatentPlan.of(step)
+        if group.layers[0].alibi:
+            return gathered.GatheredPlan.of(step)
         # Imported here, because Triton is missing or slow to import on machines without a GPU.
         from worker_svc.devices.cuda.triton_attention import TritonPlan
 
@@ -158,6 +161,9 @@ class CudaDevice(Device):
             return
         if isinstance(plan, latent.LatentPlan):
             latent.attend(call, plan)
+            return
+        if isinstance(plan, gathered.GatheredPlan):
+            gathered.attend(replace(call, cache=call.cache.transpose(2, 3)), plan)
             return
         from worker_svc.devices.cuda import triton_attention
 

@@ -189,6 +189,7 @@ class RblnDevice(Device):
         """See the base class."""
         unserved = {
             "soft caps on attention scores": bool(params.softcap),
+            "ALiBi": bool(params.slopes),
             "layers that read another layer's KV cache": not params.writes,
             f"heads of {params.head_size} elements": params.head_size not in _HEAD_SIZES,
             "attention sinks with RBLN_USE_CUSTOM_KERNEL=1": params.sinks and self.namespace == TRITON,

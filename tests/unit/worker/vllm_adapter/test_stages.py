@@ -40,7 +40,7 @@ class Stage:
 def layer(shares_with: str | None = None) -> Any:
     return SimpleNamespace(
         num_heads=2, num_kv_heads=1, head_size=8, sliding_window=None, kv_cache_torch_dtype=torch.float32,
-        kv_sharing_target_layer_name=shares_with, impl=SimpleNamespace(params=SimpleNamespace(latent=0)),
+        kv_sharing_target_layer_name=shares_with, impl=SimpleNamespace(params=SimpleNamespace(latent=0, slopes=())),
     )  # fmt: skip
 
 
