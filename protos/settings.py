@@ -153,6 +153,9 @@ _BOOLEAN = TypeAdapter(bool)
 # Descriptions say what an unset value means.
 _NO_DEFAULT = re.compile(r"(^| )\(default(: null|: \(\)| factory: .*)\)$")
 
+# Types of settings with several values, one behind another.
+_SEVERAL = {"tuple[str,...]": "VALUE"}
+
 _METAVARS = {"tuple[int,...]": "int,...", "dict[str,float]": "name=float,..."}
 
 
@@ -184,6 +187,8 @@ class _Parser(ArgumentParser):
         options["help"] = _NO_DEFAULT.sub("", text)
         if (metavar := options.get("metavar")) in _METAVARS:
             options["metavar"] = _METAVARS[metavar]
+        if options.get("metavar") in _SEVERAL:
+            options |= {"action": "extend", "nargs": "+", "metavar": _SEVERAL[options["metavar"]]}
         if field not in self._fixed:
             group = group_of(self._settings, field)
             container = self if group is None else self._sections[group]

@@ -15,6 +15,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
 from protos.settings import Group, ServiceSettings
+from scheduler_svc.adapters.modules import name_and_path, split_modules
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
 from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets
 
@@ -49,6 +50,7 @@ class Settings(ServiceSettings):
             "windows_kept_per_slot",
             "max_pinned_share",
         ),
+        Group.LORA: ("lora_modules",),
         Group.EMBEDDINGS: ("pool_batch_sizes", "pool_prompt_lens"),
         Group.QUEUE: (
             "order",
@@ -143,6 +145,9 @@ class Settings(ServiceSettings):
     the model's context."""
     pool_prompt_lens: Annotated[tuple[int, ...], NoDecode] = Field((), validate_default=True)
     """Tokens per row of each of these shapes, in the same order, for example 4096,1024."""
+    lora_modules: Annotated[tuple[str, ...], NoDecode] = ()
+    """LoRA adapters to load when the first worker is ready, each as name=path or as JSON with these keys, for
+    example sql=/adapters/sql chat=/adapters/chat. The workers need --enable-lora."""
     order: Literal["priority-fair", "arrival"] = "priority-fair"
     """Order of the queue: by priority, then fairly between tenants, then by arrival (priority-fair), or by
     arrival alone."""
@@ -220,6 +225,19 @@ class Settings(ServiceSettings):
             raise ValueError(
                 f"must hold one length for each of pool_batch_sizes: {len(batches)} batch sizes and {len(value)} lengths are set"
             )
+        return value
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _modules(cls, value: object) -> object:
+        return split_modules(value) if isinstance(value, str) else value
+
+    @field_validator("lora_modules")
+    @classmethod
+    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        names = [name_and_path(module)[0] for module in value]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"names {twice[0]!r} twice")
         return value
 
     @field_validator("tenant_weights", mode="before")

@@ -62,7 +62,9 @@ class LocalReplica:
         self.copies_blocks = copies_blocks_from_proto(ready.block_copies)
         """Whether the worker copies blocks."""
         description = replace(description, copies_blocks=self.copies_blocks)
-        link = WorkerLink(lambda: None, lambda *_: None, lambda _: None, lambda: False)
+        link = WorkerLink(
+            lambda: None, lambda *_: None, lambda _: None, lambda *_: None, lambda _: None, lambda: False
+        )
         self._scheduler = setup.attach(description, tuple(ready.num_blocks), model, link)
         self._engine = engine
         self._logprobs = logprobs

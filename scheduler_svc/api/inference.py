@@ -3,7 +3,6 @@
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -13,7 +12,6 @@ from protos.errors import (
     SchemaMismatch,
     TriptychError,
     Unavailable,
-    Unimplemented,
     abort,
 )
 from protos.logs import bind_request, get_logger
@@ -23,10 +21,12 @@ from protos.validation import check_fields
 from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
+from scheduler_svc.api.lora_service import LoraService
 from scheduler_svc.api.pin_service import PinService
 from scheduler_svc.convert.connect_stream import ConnectEncoder
 from scheduler_svc.convert.inference import (
     event_to_protos,
+    lora_to_proto,
     pool_submission_from_proto,
     pooled_to_proto,
     submission_from_proto,
@@ -57,15 +57,6 @@ def _shutting_down() -> Unavailable:
     return Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
 
 
-def unserved(feature: str) -> Any:
-    """Returns a method, unary or streaming, that refuses a feature that this release does not serve."""
-
-    async def method(_self: object, _request: object, context: Context) -> None:
-        await abort(context, Unimplemented(f"{feature} are not served by this release"))
-
-    return method
-
-
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """The service that clients call."""
 
@@ -73,6 +64,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Serves `deployment`."""
         self._deployment = deployment
         self._pins = PinService(deployment)
+        self._loras = LoraService(deployment, settings.lora_modules)
         self._unread = UnreadLimits(
             per_reader=settings.max_unread_tokens_per_stream,
             total=settings.max_unread_stream_tokens,
@@ -311,11 +303,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Pins a prefix for a time."""
         try:
             self._check_model("")
-            if request.lora_name:
-                raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
             check_fields(request)
             prompt = tuple(request.prompt_token_ids)
-            pinned = await self._pins.pin(prompt, cache_salt=request.cache_salt, ttl_s=request.ttl_s)
+            pinned = await self._pins.pin(
+                prompt, cache_salt=request.cache_salt, lora_name=request.lora_name, ttl_s=request.ttl_s
+            )
         except TriptychError as error:
             await abort(context, error)
         return inference_pb2.PinPrefixResponse(
@@ -341,9 +333,37 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         text = await self._metrics.text()
         return inference_pb2.GetMetricsResponse(text=text, content_type=CONTENT_TYPE_LATEST)
 
-    LoadLora = unserved("LoRA adapters")
-    UnloadLora = unserved("LoRA adapters")
-    ListLoras = unserved("LoRA adapters")
+    async def LoadLora(
+        self, request: inference_pb2.LoadLoraRequest, context: Context
+    ) -> inference_pb2.LoraInfo:
+        """Loads a LoRA adapter."""
+        await self._served(context)
+        try:
+            self._check_model("")
+            check_fields(request)
+            adapter = await self._loras.load(request.name, request.source, in_place=request.load_inplace)
+        except TriptychError as error:
+            await abort(context, error)
+        return lora_to_proto(adapter, self._loras.replicas_of(adapter))
+
+    async def UnloadLora(
+        self, request: inference_pb2.UnloadLoraRequest, context: Context
+    ) -> inference_pb2.UnloadLoraResponse:
+        """Frees the name of a LoRA adapter."""
+        try:
+            self._engine.adapters.unload(request.name)
+        except TriptychError as error:
+            await abort(context, error)
+        return inference_pb2.UnloadLoraResponse()
+
+    async def ListLoras(
+        self, request: inference_pb2.ListLorasRequest, context: Context
+    ) -> inference_pb2.ListLorasResponse:
+        """Lists the LoRA adapters that requests can name."""
+        loras = [
+            lora_to_proto(adapter, replica_ids) for adapter, replica_ids in self._engine.adapters.listed()
+        ]
+        return inference_pb2.ListLorasResponse(loras=loras)
 
     async def _served(self, context: Context) -> ServedFiles:
         served = self._deployment.served

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from protos.errors import Aborted, InvalidArgument, TriptychError
 from protos.triptych.v1 import common_pb2
+from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
@@ -87,13 +88,17 @@ class PinService:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._probes = itertools.count()
 
-    async def pin(self, prompt: tuple[int, ...], *, cache_salt: str, ttl_s: float) -> Pinned:
+    async def pin(
+        self, prompt: tuple[int, ...], *, cache_salt: str, lora_name: str = "", ttl_s: float
+    ) -> Pinned:
         """Pins the whole chunks of `prompt` for `ttl_s` seconds on the replica that has cached most of them.
 
         Raises:
             Overloaded: the pins of the replica would be too many or hold more than their share of memory.
+            NotFound: there is no adapter of that name.
             TriptychError: computing the prefix failed.
         """
+        adapter = self._deployment.engine.adapters.resolve(lora_name)
         pin_id = secrets.token_hex(8)
         # Check before hashing the prompt.
         self._prefixes.check(
@@ -104,11 +109,11 @@ class PinService:
                 cache_salt=cache_salt,
             )
         )
-        probe = self._probe(pin_id, prompt, cache_salt)
+        probe = self._probe(pin_id, prompt, cache_salt, adapter)
         if pinnable := self._prefixes.pinnable_tokens(probe):
             # Compute only what will be pinned, and end there: the cache keeps windows at the ends of prompts
             # longest.
-            probe = self._probe(pin_id, prompt[:pinnable], cache_salt)
+            probe = self._probe(pin_id, prompt[:pinnable], cache_salt, adapter)
         best = self._prefixes.find(probe)
         if best is not None and best[1] >= pinnable:
             pinned = self.hold(pin_id, best[0], probe)
@@ -119,6 +124,7 @@ class PinService:
                 prompt_token_ids=tuple(probe.token_ids),
                 sampling=_GREEDY,
                 cache_salt=cache_salt,
+                lora_name=lora_name,
             )
             self._deployment.engine.submit(submission, sink)
             try:
@@ -130,12 +136,15 @@ class PinService:
         self._timers[pin_id] = asyncio.get_running_loop().call_later(ttl_s, self.unpin, pin_id)
         return pinned
 
-    def _probe(self, pin_id: str, prefix: tuple[int, ...], cache_salt: str) -> Request:
+    def _probe(
+        self, pin_id: str, prefix: tuple[int, ...], cache_salt: str, adapter: Adapter | None
+    ) -> Request:
         # One token more than the prefix: a hit always leaves at least the last token to compute.
         token_ids = [*prefix, prefix[0]]
         return Request(
             request_id=f"pin-{pin_id}", token_ids=token_ids, num_prompt_tokens=len(token_ids), sampling=_GREEDY,
             arrival=-1 - next(self._probes), arrival_s=0.0, sink=_Discard(), stop=_ONE_TOKEN, cache_salt=cache_salt,
+            adapter=adapter,
         )  # fmt: skip
 
     @property

@@ -1,13 +1,14 @@
 """Reads clients' requests, and writes their events and results as messages."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from protos.errors import InvalidArgument, NotFound
+from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import check_generate, check_pool
 from protos.wire import FULL_MESSAGE_BYTES
+from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.pooling.tasks import TOKEN_TASKS
 from scheduler_svc.requests.admission import EventLogSpec, Resumed, Submission
@@ -20,11 +21,8 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
 
     Raises:
         InvalidArgument: naming the field, its bounds and what was sent.
-        NotFound: if the request names an adapter.
     """
     check_generate(request)
-    if request.lora_name:
-        raise NotFound(f"no adapter is called {request.lora_name!r}", param="lora_name")
     params = common_pb2.SamplingParams()
     params.CopyFrom(request.sampling)
     # Nothing bounds the size of fields that this schema does not have; a large one would exceed a plan's
@@ -45,6 +43,7 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
+        lora_name=request.lora_name,
         age_s=request.age_ms / 1000 if request.HasField("age_ms") else None,
         silent_s=request.silent_ms / 1000,
         log=_log_spec(request.log) if request.HasField("log") else None,
@@ -159,4 +158,15 @@ def pooled_to_proto(event: Event, submission: PoolSubmission) -> inference_pb2.P
         values=event.pooled,
         shape=[rows, count // rows] if submission.pooling.task in TOKEN_TASKS else [count],
         num_prompt_tokens=event.num_prompt_tokens,
+    )
+
+
+def lora_to_proto(adapter: Adapter, replica_ids: Sequence[str]) -> inference_pb2.LoraInfo:
+    """Returns the message of an adapter, given the replicas that have it."""
+    return inference_pb2.LoraInfo(
+        name=adapter.name,
+        source=adapter.source,
+        rank=adapter.rank,
+        digest=adapter.digest,
+        replica_ids=replica_ids,
     )

@@ -31,13 +31,13 @@ def _num_bytes(event: KvEvent) -> int:
     """Returns an upper estimate of an event's size on the wire, bytes."""
     if isinstance(event, Cleared):
         return 2
-    return 100 + 34 * len(event.keys) + (5 * len(event.token_ids) if isinstance(event, Stored) else 0)
+    return 400 + 34 * len(event.keys) + (5 * len(event.token_ids) if isinstance(event, Stored) else 0)
 
 
 def _pieces(event: KvEvent, hash_block_size: int) -> Iterator[KvEvent]:
     """Splits an event into pieces with a bounded number of keys; each piece continues the one before."""
     match event:
-        case Stored(group_id, keys, parent, token_ids) if len(keys) > _KEYS_PER_MESSAGE:
+        case Stored(group_id, keys, parent, token_ids, lora_name) if len(keys) > _KEYS_PER_MESSAGE:
             for start in range(0, len(keys), _KEYS_PER_MESSAGE):
                 end = start + _KEYS_PER_MESSAGE
                 before = keys[start - 1] if start and parent is not None else parent
@@ -46,6 +46,7 @@ def _pieces(event: KvEvent, hash_block_size: int) -> Iterator[KvEvent]:
                     keys[start:end],
                     before,
                     token_ids[start * hash_block_size : end * hash_block_size],
+                    lora_name,
                 )
         case Removed(group_id, keys) if len(keys) > _KEYS_PER_MESSAGE:
             for start in range(0, len(keys), _KEYS_PER_MESSAGE):
@@ -56,13 +57,14 @@ def _pieces(event: KvEvent, hash_block_size: int) -> Iterator[KvEvent]:
 
 def _kv_event_to_proto(event: KvEvent, hash_block_size: int) -> inference_pb2.KvEvent:
     match event:
-        case Stored(group_id, keys, parent, token_ids):
+        case Stored(group_id, keys, parent, token_ids, lora_name):
             stored = inference_pb2.KvStored(
                 group_id=group_id,
                 hashes=keys,
                 parent_hash=parent or b"",
                 token_ids=token_ids,
                 tokens_per_hash=hash_block_size,
+                lora_name=lora_name,
             )
             return inference_pb2.KvEvent(stored=stored)
         case Removed(group_id, keys):

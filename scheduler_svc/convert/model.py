@@ -33,6 +33,17 @@ class ModelDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class LoraLimits:
+    """How many LoRA adapters a worker holds."""
+
+    max_loras: int
+    """Adapter slots on the device."""
+    max_rank: int
+    max_cpu_loras: int
+    """Adapters in the host's memory, those on the device included."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDescription:
     """A worker's answer to Describe."""
 
@@ -56,6 +67,8 @@ class WorkerDescription:
     """Most log-probabilities per token."""
     sampling_fields: frozenset[str]
     """Names of the sampling parameters that the worker honours."""
+    lora: LoraLimits | None
+    """How many LoRA adapters the worker holds; None if it runs none."""
     copies_blocks: bool
     """Whether the worker can copy blocks: first its expectation, and once it is configured its answer."""
     pipeline_stages: int = 1
@@ -96,8 +109,16 @@ def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescri
         plans_ahead=message.plans_ahead,
         max_logprobs=message.max_logprobs,
         sampling_fields=frozenset(message.sampling_fields),
+        lora=_lora_from_proto(message),
         copies_blocks=copies_blocks_from_proto(message.block_copies),
     )
+
+
+def _lora_from_proto(message: worker_pb2.DescribeResponse) -> LoraLimits | None:
+    if not message.HasField("lora"):
+        return None
+    lora = message.lora
+    return LoraLimits(lora.max_loras, lora.max_rank, max(lora.max_loras, lora.max_cpu_loras))
 
 
 def copies_blocks_from_proto(value: "worker_pb2.BlockCopies.ValueType") -> bool:

@@ -17,12 +17,12 @@ from protos.errors import (
     Unsupported,
 )
 from protos.logs import get_logger
-from scheduler_svc.dispatch.grammar_queue import GrammarQueue
-from scheduler_svc.dispatch.load import GroupMemory, Load, ReplicaLoad, ReplicaMemory
+from scheduler_svc.dispatch.adapter_control import AdapterControl
+from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, memory_of
 from scheduler_svc.dispatch.pinned_prefixes import PinnedPrefixes
 from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
-from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, WaitingQueue
+from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, Queues
 from scheduler_svc.dispatch.totals import Totals, totals_of
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
@@ -40,6 +40,7 @@ class Engine:
         self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: OrderPolicy,
         placement: PlacementPolicy | None = None, max_pinned_share: float = 0.5,
         max_worker_losses: int = 2, max_step_failures: int = 4,
+        expected_adapters: Collection[str] = (),
     ) -> None:  # fmt: skip
         """Starts without replicas.
 
@@ -53,6 +54,7 @@ class Engine:
                 together.
             max_worker_losses: workers that may be lost in a row while they run the same request.
             max_step_failures: steps that may fail in a row with the same request in them.
+            expected_adapters: names of LoRA adapters that are going to be loaded.
         """
         self._clock = clock
         self._arrivals = itertools.count()
@@ -64,12 +66,17 @@ class Engine:
         self._blocked: Request | None = None
         # Whether skipped requests may find room now.
         self._retry_skipped = False
-        self.waiting = WaitingQueue(order)
+        self._queues = Queues(order)
+        self.waiting = self._queues.waiting
         """Requests that wait for a slot."""
-        self.grammars = GrammarQueue()
+        self.grammars = self._queues.grammars
         """Requests that wait for their grammar."""
+        self.adapters = AdapterControl(
+            self._queues, expected_adapters, fail=self._fail, released=self.released, dispatch=self.dispatch
+        )
+        """The LoRA adapters of the deployment."""
         self.pinned = PinnedPrefixes(max_pinned_share)
-        self._placer = Placer(placement or PrefixAndLoad(), self.grammars, self.pinned)
+        self._placer = Placer(placement or PrefixAndLoad(), self.grammars, self._queues.adapters, self.pinned)
         self.replicas = self._placer.replicas
         """Ready replicas by id."""
         self.prefixes = PrefixControl(self.replicas, self.pinned, check=self._check, dispatch=self.dispatch)
@@ -89,7 +96,7 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests without a slot."""
         deferred = sum(replica.scheduler.num_deferred for replica in self.replicas.values())
-        return len(self.waiting) + len(self.grammars) + deferred
+        return len(self._queues) + deferred
 
     def load(self) -> Load:
         """Returns the current load of the ready replicas and the queues."""
@@ -106,14 +113,10 @@ class Engine:
 
     def memory(self) -> dict[str, ReplicaMemory]:
         """Returns the KV memory of the ready replicas by id."""
-        return {name: self._memory_of(name, replica.scheduler) for name, replica in self.replicas.items()}
-
-    def _memory_of(self, replica_id: str, scheduler: ReplicaScheduler) -> ReplicaMemory:
-        pools = [group.pool for group in scheduler.kv.groups]
-        groups = tuple(
-            GroupMemory(pool.num_blocks - pool.num_free, pool.num_free, pool.num_cached) for pool in pools
-        )
-        return ReplicaMemory(scheduler.kv.usage, self.pinned.count(replica_id), groups)
+        return {
+            name: memory_of(replica.scheduler.kv, self.pinned.count(name))
+            for name, replica in self.replicas.items()
+        }
 
     # ---- requests ----
 
@@ -123,6 +126,7 @@ class Engine:
         Raises:
             Unavailable: no replica has been ready yet.
             InvalidArgument: the id is in use, or a token id, parameter or length cannot be served.
+            NotFound: there is no adapter of that name.
             Overloaded: the queue is full.
         """
         model = self._served_model()
@@ -132,20 +136,21 @@ class Engine:
             raise InvalidArgument(
                 f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
             )
+        adapter = self.adapters.resolve(submission.lora_name)
         stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))
         self._capacity.check(
             submission,
             num_waiting=self.num_waiting,
-            waiting_tokens=self.waiting.num_tokens + self.grammars.num_tokens,
+            waiting_tokens=self._queues.num_tokens,
         )
-        requests = make_requests(submission, stop, sink, self._arrivals, self._clock())
+        requests = make_requests(submission, stop, sink, self._arrivals, self._clock(), adapter)
         for event in submission.ended(stop):
             sink.push(event)
         self._live.add(requests)
         for request in requests:
             request.rank = self.waiting.rank(request)
-            self.grammars.add_user(request)
-            self.requeue(request)
+            self._queues.add_user(request)
+            self._queues.add(request)
         self.dispatch()
 
     def submit_pooling(self, submission: object, sink: Sink) -> None:
@@ -197,7 +202,7 @@ class Engine:
 
     def _stop(self, request: Request, event: Event) -> None:
         """Ends a live request in any state with its last event."""
-        if self.waiting.remove(request) or self.grammars.remove(request):
+        if self._queues.remove(request):
             self.released()  # requests behind it may run now
             self._end(request, event)
             return
@@ -223,7 +228,7 @@ class Engine:
         Returns how many ended.
         """
         self._suspended = True
-        requests = [*self.waiting, *self.grammars]
+        requests = list(self._queues)
         for request in requests:
             self._fail(request, error)
         return len(requests)
@@ -234,7 +239,7 @@ class Engine:
 
     def _fail(self, request: Request, error: TriptychError) -> None:
         """Ends a request that has no slot."""
-        _ = self.waiting.remove(request) or self.grammars.remove(request)
+        self._queues.remove(request)
         self._end(request, Event(request.request_id, error=error))
 
     def _end(self, request: Request, event: Event) -> None:
@@ -254,7 +259,10 @@ class Engine:
         if self._retry_skipped:
             self._retry_skipped = False
             self._placer.clear_claims()
+            self._queues.adapters.may_load = True
             self.waiting.bring_back()
+        if self._queues.adapters.may_load:
+            self._queues.load_adapters()
         while self.waiting and (head := self.waiting.peek(self._clock())) is not None:
             if self._blocked is head:
                 return
@@ -268,25 +276,21 @@ class Engine:
                 continue
             if settled:
                 self.waiting.remove(head)
-                self.waiting.bring_back(self._placer.group_of(head))
-            elif self._placer.skip(head):
+                # An adapter that has found a slot serves requests of other groups, too.
+                self.waiting.bring_back(None if head.adapter else self._placer.group_of(head))
+                continue
+            self._queues.adapters.spread(head)
+            if self._placer.skip(head):
                 self.waiting.skip(head, self._placer.group_of(head))
             else:
                 self._blocked = head
                 return
 
-    def _wait(self, *requests: Request) -> None:
-        """Adds requests to the waiting queue."""
-        for request in requests:
-            request.state = RequestState.WAITING
-            self.waiting.add(request)
-
     # ---- calls from replicas, see ReplicaOwner ----
 
     def requeue(self, request: Request) -> None:
-        """Enqueues a live request: for its grammar if no replica has compiled it, otherwise for a slot."""
-        if not self.grammars.hold(request):
-            self._wait(request)
+        """Enqueues a live request: for its grammar, its adapter or a slot."""
+        self._queues.add(request)
 
     def without_grammar(self, request: Request) -> None:
         """Requeues a request after its replica has evicted its grammar."""
@@ -296,7 +300,7 @@ class Engine:
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
-        self.grammars.remove_user(request)
+        self._queues.remove_user(request)
         self._live.remove(request)
 
     def is_hopeless(self, request: Request) -> bool:
@@ -328,6 +332,7 @@ class Engine:
         self.prefixes.attached(replica_id)
         self._replicas_changed()
         self.grammars.attach(replica_id, replica.ask, replica.withdraw)
+        self._queues.adapters.attach(replica_id, replica.scheduler, replica.lora, self.adapters.registry)
         self.dispatch()
         replica.wake()
 
@@ -342,6 +347,7 @@ class Engine:
             return Detached()
         self.pinned.replica_lost(replica_id)
         self._wait_for_recompilation(self.grammars.detach(replica_id))
+        self.adapters.detached(replica_id)
         abandoned = replica.scheduler.abandon(loss)
         for request in abandoned.requests:
             self.requeue(request)
@@ -381,7 +387,7 @@ class Engine:
         Returns how many failed.
         """
         room = self._capacity.max_request_tokens
-        oversized = [request for request in [*self.waiting, *self.grammars] if request.end > room]
+        oversized = [request for request in self._queues if request.end > room]
         for request in oversized if self.replicas else ():
             message = (
                 f"the request needs {request.end} tokens of KV memory and the remaining workers hold {room}; "
@@ -394,7 +400,7 @@ class Engine:
 
     def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
         """Records that a replica has a grammar; requests that waited for it may run there."""
-        self._wait(*self.grammars.compiled(replica_id, grammar))
+        self._queues.wait(*self.grammars.compiled(replica_id, grammar))
         self._fail_stranded(grammar)
         self.released()
         self.dispatch()
@@ -412,7 +418,7 @@ class Engine:
 
     def _fail_stranded(self, grammar: Grammar) -> None:
         """Fails requests that are too large for every replica that has the grammar or compiles it."""
-        for request in [*self.waiting, *self.grammars]:
+        for request in list(self._queues):
             if request.sampling.grammar == grammar and not self._placer.has_prospects(request):
                 message = (
                     "no worker that is large enough for the request could compile its grammar; retry later"

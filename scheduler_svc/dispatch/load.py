@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from scheduler_svc.kv.cache import KvCache
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
@@ -60,3 +62,12 @@ class ReplicaMemory:
     """Pinned prefixes."""
     groups: tuple[GroupMemory, ...]
     """Figures by group id."""
+
+
+def memory_of(kv: KvCache, num_pinned: int) -> ReplicaMemory:
+    """Returns the figures of a replica's KV memory, given the number of its pinned prefixes."""
+    pools = [group.pool for group in kv.groups]
+    groups = tuple(
+        GroupMemory(pool.num_blocks - pool.num_free, pool.num_free, pool.num_cached) for pool in pools
+    )
+    return ReplicaMemory(kv.usage, num_pinned, groups)

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from scheduler_svc.dispatch.adapter_queue import AdapterHost, AdapterQueue
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
 from scheduler_svc.dispatch.pinned_prefixes import PinnedPrefixes
 from scheduler_svc.policy.placement import PlacementPolicy
-from scheduler_svc.replica.scheduler import AdmitResult, ReplicaScheduler
+from scheduler_svc.replica.scheduler import ReplicaScheduler
+from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request
 from scheduler_svc.requests.sampling import Grammar
 
@@ -27,28 +29,34 @@ class AttachedReplica:
     """Cancels compiling a grammar; the driver then sends no answer."""
     failing: Callable[[], bool] = lambda: False
     """Whether the worker's last step failed; it then looks empty, because its requests leave at once."""
+    lora: AdapterHost | None = None
+    """What holds LoRA adapters beside the device; None if the replica runs none."""
 
 
 class Placer:
     """Chooses the replica for a request. The engine owns the queue and its order.
 
-    A request runs on a replica that is large enough and has its grammar. A request that finds no room is
-    skipped: requests behind it may use other replicas. They may not use the replicas that it waits for, or it
-    would never find room there.
+    A request runs on a replica that is large enough and has its grammar and its adapter. One that finds no
+    room is skipped: requests behind it may use other replicas. They may not use the replicas that it waits
+    for, or it would never find room there.
     """
 
-    def __init__(self, policy: PlacementPolicy, grammars: GrammarQueue, pinned: PinnedPrefixes) -> None:
+    def __init__(
+        self, policy: PlacementPolicy, grammars: GrammarQueue, adapters: AdapterQueue, pinned: PinnedPrefixes
+    ) -> None:
         """Starts without replicas.
 
         Args:
             policy: ranks the replicas that have room.
             grammars: which replicas have which grammars.
+            adapters: which replicas have which LoRA adapters.
             pinned: pins that may be dropped when a request fits nowhere otherwise.
         """
         self.replicas: dict[str, AttachedReplica] = {}
         """Ready replicas by id."""
         self._policy = policy
         self._grammars = grammars
+        self._adapters = adapters
         self._pinned = pinned
         # Replicas that skipped requests wait for, each with the rank of the first such request.
         self._claimed: dict[str, tuple[float, int]] = {}
@@ -68,9 +76,20 @@ class Placer:
     def skip(self, request: Request) -> bool:
         """Lets other requests pass one that found no room, if it blocks a replica that it cannot use.
 
+        A request that lacks nothing but an adapter slot blocks no replica. It claims a slot on the replica
+        with the fewest running requests.
+
         Returns:
             False if no other request would gain: the request stays at the head of the queue.
         """
+        free = [
+            replica.scheduler for _, replica in self._candidates(request) if replica.scheduler.has_free_slot
+        ]
+        adapter, rank = request.adapter, request.rank
+        if free and adapter and not any(scheduler.adapters.has_room(adapter, rank) for scheduler in free):
+            least = min(free, key=lambda scheduler: scheduler.num_running)
+            least.adapters.claim(adapter.adapter_id, rank)
+            return True
         if not any(
             replica.scheduler.has_free_slot
             and not self._suits(name, request)
@@ -84,23 +103,23 @@ class Placer:
         return True
 
     def has_prospects(self, request: Request) -> bool:
-        """Returns whether some replica is large enough for the request and has its grammar or compiles it."""
-        return any(
-            replica.scheduler.fits(request) and self._grammars.is_expected(request, name)
-            for name, replica in self.replicas.items()
-        )
+        """Returns whether some replica is large enough for the request and has what it needs, or will."""
+        return any(self._may_suit(name, request) for name in self.replicas)
 
     def is_untried(self, request: Request) -> bool:
         """Returns whether some replica that can run the request has not failed it."""
-        return any(
-            name not in request.failed_on
-            and replica.scheduler.fits(request)
-            and self._grammars.is_expected(request, name)
-            for name, replica in self.replicas.items()
+        return any(name not in request.failed_on and self._may_suit(name, request) for name in self.replicas)
+
+    def _may_suit(self, replica_id: str, request: Request) -> bool:
+        """Returns whether the replica can run the request once it has its grammar and its adapter."""
+        return (
+            self.replicas[replica_id].scheduler.fits(request)
+            and self._grammars.is_expected(request, replica_id)
+            and self._adapters.is_expected(request, replica_id)
         )
 
-    def group_of(self, request: Request) -> tuple[Grammar | None, str, frozenset[str]]:
-        """Returns the key of a skipped request's group: grammar, tenant and the replicas that it may use.
+    def group_of(self, request: Request) -> tuple[Grammar | None, int, str, frozenset[str]]:
+        """Returns the key of a skipped request's group: grammar, adapter, tenant and the replicas to use.
 
         If the oldest request of a group finds no room, no other request of the group does. Keys stay valid
         until the set of replicas changes.
@@ -110,16 +129,20 @@ class Placer:
             for name, replica in self.replicas.items()
             if replica.scheduler.fits(request) and not self._avoids(name, request)
         )
-        return request.sampling.grammar, request.tenant, usable
+        adapter_id = 0 if request.adapter is None else request.adapter.adapter_id
+        return request.sampling.grammar, adapter_id, request.tenant, usable
 
     def clear_claims(self) -> None:
         """Forgets which replicas skipped requests wait for, before those requests are retried."""
         self._claimed.clear()
+        for replica in self.replicas.values():
+            replica.scheduler.adapters.clear_claims()
 
     def _suits(self, replica_id: str, request: Request) -> bool:
         """Returns whether the request could run on the replica if it were empty."""
         fits = self.replicas[replica_id].scheduler.fits(request)
-        return fits and self._grammars.may_run(request, replica_id) and not self._avoids(replica_id, request)
+        has_all = self._grammars.may_run(request, replica_id) and self._adapters.may_run(request, replica_id)
+        return fits and has_all and not self._avoids(replica_id, request)
 
     def _avoids(self, replica_id: str, request: Request) -> bool:
         """Returns whether the replica has failed the request, which can run on another one."""
@@ -153,7 +176,10 @@ class Placer:
             )
         for name, replica in free:
             request.replica_id = name
-            if replica.scheduler.admit(request) is not AdmitResult.NO_ROOM:
+            result = replica.scheduler.admit(request)
+            if result is AdmitResult.ADMITTED:
+                self._adapters.used(request, name)
+            if result is not AdmitResult.NO_ROOM:
                 replica.wake()
                 return True
         return False

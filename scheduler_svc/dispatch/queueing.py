@@ -1,15 +1,18 @@
-"""All live requests of an engine, the waiting queue, and the limits on it."""
+"""All live requests of an engine, the queues of those that no replica has, and the limits on them."""
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Collection, Hashable, Iterable, Iterator
 
 from protos.errors import InvalidArgument, Overloaded
 from protos.limits import MAX_SEQUENCES
+from scheduler_svc.dispatch.adapter_queue import AdapterQueue
+from scheduler_svc.dispatch.grammar_queue import GrammarQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
-from scheduler_svc.requests.request import Request, SequenceGroup
+from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
 
 SEQUENCES_PER_SLOT = 16
 """Most sequences of one request for each slot of the deployment: a client occupies all slots that many times
@@ -181,6 +184,68 @@ class WaitingQueue:
         self._members.clear()
         self._num_tokens = 0
         return self._order.drain()
+
+
+class Queues:
+    """Every request that no replica has: it waits for a grammar, then for an adapter, then for a slot."""
+
+    def __init__(self, order: OrderPolicy) -> None:
+        """Starts empty; `order` belongs to the waiting queue alone."""
+        self.waiting = WaitingQueue(order)
+        """Requests that wait for a slot."""
+        self.grammars = GrammarQueue()
+        """Requests that wait for their grammar."""
+        self.adapters = AdapterQueue()
+        """Requests that wait for their LoRA adapter."""
+
+    def __len__(self) -> int:
+        return len(self.waiting) + len(self.grammars) + len(self.adapters)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yields every request once; the queues must not change meanwhile."""
+        return itertools.chain(self.waiting, self.grammars, self.adapters)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the requests have to prefill."""
+        return self.waiting.num_tokens + self.grammars.num_tokens + self.adapters.num_tokens
+
+    def add_user(self, request: Request) -> None:
+        """Counts a new live request as a user of its grammar and its adapter."""
+        self.grammars.add_user(request)
+        self.adapters.add_user(request)
+
+    def remove_user(self, request: Request) -> None:
+        """Ends the use of them by a request that ended."""
+        self.grammars.remove_user(request)
+        self.adapters.remove_user(request)
+
+    def add(self, request: Request) -> None:
+        """Adds a live request to the queue where it belongs."""
+        if not self.grammars.hold(request):
+            self.wait(request)
+
+    def wait(self, *requests: Request) -> None:
+        """Adds requests that have their grammars."""
+        for request in requests:
+            if not self.adapters.hold(request):
+                request.state = RequestState.WAITING
+                self.waiting.add(request)
+
+    def remove(self, request: Request) -> bool:
+        """Removes a request; returns False if it is in no queue."""
+        return any(queue.remove(request) for queue in (self.waiting, self.grammars, self.adapters))
+
+    def load_adapters(self) -> None:
+        """Has the adapters loaded that requests wait for.
+
+        Those may take the places of others, whose requests then wait for them again.
+        """
+        self.adapters.load_wanted()
+        if orphans := self.adapters.take_orphans():
+            for request in [one for one in self.waiting if one.adapter and one.adapter.adapter_id in orphans]:
+                self.waiting.remove(request)
+                self.wait(request)
 
 
 class Capacity:

@@ -19,6 +19,9 @@ class Stored:
     """Key before the first; None in snapshots, where keys are unrelated."""
     token_ids: tuple[int, ...]
     """Tokens under the keys; empty in snapshots."""
+    lora_name: str = ""
+    """Name of the LoRA adapter that computed them; empty for the base model, in snapshots, and for windows
+    that were kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,12 @@ class KvEventLog:
         """Number of the last batch."""
 
     def stored(
-        self, group_id: int, keys: tuple[BlockKey, ...], parent: BlockKey, token_ids: tuple[int, ...]
-    ) -> None:
+        self, group_id: int, keys: tuple[BlockKey, ...], parent: BlockKey, token_ids: tuple[int, ...],
+        lora_name: str = "",
+    ) -> None:  # fmt: skip
         """Records stored prefixes. Call it only while the log is :attr:`active`."""
         self._end_removals()
-        self._open.append(Stored(group_id, keys, parent, token_ids))
+        self._open.append(Stored(group_id, keys, parent, token_ids, lora_name))
 
     def removed(self, group_id: int, key: BlockKey) -> None:
         """Records an evicted prefix."""

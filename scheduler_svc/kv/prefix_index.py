@@ -182,16 +182,21 @@ class PrefixIndex:
     def _log_stored(self, group_id: int, sequence: SequenceKv, chain: HashChain, indices: list[int]) -> None:
         """Logs one event per run of adjacent hash blocks."""
         size = self._layout.hash_block_size
+        lora_name = "" if sequence.adapter is None else sequence.adapter.name
         for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):
             members = [index for _, index in run]
             first, end = members[0], members[-1] + 1
             tokens = tuple(sequence.token_ids[first * size : end * size])
-            self._events.stored(group_id, tuple(chain.keys[first:end]), chain.parent(first), tokens)
+            self._events.stored(
+                group_id, tuple(chain.keys[first:end]), chain.parent(first), tokens, lora_name
+            )
 
     def _chain(self, sequence: SequenceKv) -> HashChain:
         chain, size = sequence.hash_chain, self._layout.hash_block_size
         # A request of a lost replica may bring a chain with another hash block size.
         if chain is None or chain.hash_block_size != size:
-            chain = HashChain(seed_key(model=self._model, salt=sequence.cache_salt), size)
+            adapter = sequence.adapter
+            digest = "" if adapter is None else adapter.digest
+            chain = HashChain(seed_key(model=self._model, lora=digest, salt=sequence.cache_salt), size)
             sequence.hash_chain = chain
         return chain

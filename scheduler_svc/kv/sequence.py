@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.kv.block_pool import BlockKey
 from scheduler_svc.kv.groups import Table
 
@@ -87,6 +88,9 @@ class SequenceKv:
     token and appends one."""
     cache_salt: str = ""
     """Sequences with different salts never share KV."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that the KV is computed with. Sequences share KV only if their adapters have the same
+    weights."""
     reuse_prefix: bool = True
     """Whether cached prefixes may replace computation. Log-probabilities of a prompt need all of it
     computed."""

@@ -24,6 +24,7 @@ from scheduler_svc.dispatch.queueing import LiveRequests
 from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
+from scheduler_svc.pooling.no_adapters import NoAdapters
 from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.pooling.tasks import PooledModel
@@ -90,6 +91,7 @@ class PoolEngine:
         """Set once a replica has been ready."""
         self._suspended = False
         self.prefixes = NoPrefixes()
+        self.adapters = NoAdapters()
 
     # ---- load ----
 

@@ -13,6 +13,7 @@ from protos.wire import SCHEMA_REVISION, open_channel
 from scheduler_svc.ranks.configuring import Configured, Configuring, ConnectedRank, lost
 from scheduler_svc.ranks.rank import RankAddress, ReplicaLost
 from scheduler_svc.replica.suspects import Loss
+from scheduler_svc.workers.adapter_loader import AdapterLoader
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import StepScheduler, WorkerLink
 from scheduler_svc.workers.failed_steps import FailedSteps, FailedTooOften
@@ -110,9 +111,11 @@ class ReplicaDriver:
                 failed_steps=self._failed_steps,
                 log=self._log,
             )
+            loader = AdapterLoader([rank.stub for rank in self._ranks], self._log)
             link = WorkerLink(
-                loop.wake, compiler.compile, compiler.withdraw, lambda: self._failed_steps.failing
-            )
+                loop.wake, compiler.compile, compiler.withdraw, loader.load, loader.unload,
+                lambda: self._failed_steps.failing,
+            )  # fmt: skip
             loss = Loss.FAULT
             try:
                 await self._serve(loop, link)
@@ -134,6 +137,7 @@ class ReplicaDriver:
             finally:
                 self._ending = True
                 compiler.close()
+                loader.close()
                 self._deployment.detach(self._replica_id, loss)
 
     async def _serve(self, loop: StepLoop, link: WorkerLink) -> None:

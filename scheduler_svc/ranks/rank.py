@@ -11,7 +11,15 @@ _MODEL_FACTS = (
     "source", "architecture", "dtype", "vocab_size", "max_model_len", "eos_token_ids", "pool_tasks", "pooled_size",
 )  # fmt: skip
 # What the static shapes depend on.
-_WORKER_FACTS = ("device", "groups", "limits", "default_max_num_seqs", "default_chunk", "default_block_size")
+_WORKER_FACTS = (
+    "device",
+    "groups",
+    "limits",
+    "default_max_num_seqs",
+    "default_chunk",
+    "default_block_size",
+    "lora",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
-from protos.steps import Decode, Prefill, SlotOutput, StepResult
+from protos.steps import AdapterPlacement, Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
@@ -103,6 +103,17 @@ class Outputs:
             changed_request = self._slots.at(slot)
             if changed_request is not None:
                 self._slots.preempt(changed_request, "fault")
+        for placement in step.plan.place:
+            self._empty_adapter_slot(placement)
+
+    def _empty_adapter_slot(self, placement: AdapterPlacement) -> None:
+        """Restarts the users of an adapter slot with unknown content, unless a later plan has filled it."""
+        adapters = self._slots.adapters
+        if adapters.slot_of(placement.adapter_id) != placement.adapter_slot:
+            return
+        for request in self._slots.users_of(placement.adapter_slot):
+            self._slots.preempt(request, "fault")
+        adapters.forget(placement.adapter_id)
 
     def _fail_slot(self, slot: int, error: TriptychError) -> None:
         """Ends a request that the worker could not run; one with a lost grammar waits for its grammar."""

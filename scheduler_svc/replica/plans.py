@@ -6,7 +6,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protos.errors import Internal
-from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan, StepResult, slots_of
+from protos.steps import (
+    AdapterPlacement,
+    Admission,
+    BlockCopy,
+    Decode,
+    Growth,
+    Prefill,
+    StepPlan,
+    StepResult,
+    slots_of,
+)
 from protos.wire import MAX_MESSAGE_BYTES
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.requests.request import Request, Sink
@@ -33,6 +43,11 @@ class PlanBuilder:
         self._released: list[int] = []
         self._grown: list[Growth] = []
         self._step = 0
+
+    @property
+    def next_step(self) -> int:
+        """The number of the next plan."""
+        return self._step + 1
 
     @property
     def admits(self) -> bool:
@@ -74,7 +89,7 @@ class PlanBuilder:
 
     def build(
         self, work: Prefill | Decode | None, copies: Sequence[PendingCopy], suspect: Request | None = None,
-        *, continues: bool = False,
+        *, place: Sequence[AdapterPlacement] = (), continues: bool = False,
     ) -> tuple[StepPlan, bool]:  # fmt: skip
         """Returns the plan and starts the next one.
 
@@ -83,6 +98,7 @@ class PlanBuilder:
             copies: the block copies that come before it.
             suspect: the suspect that the work is for. A suspect is admitted together with its first work, and
                 no other request in the same plan.
+            place: the adapters that the plan's admissions need on the device.
             continues: see :attr:`StepPlan.continues`.
 
         Returns:
@@ -94,6 +110,7 @@ class PlanBuilder:
             work,
             release=tuple(self._released),
             copies=tuple([_block_copy(copy) for copy in copies]) if copies else (),
+            place=place,
             admit=self._take_admissions(suspect) if self._admitted else (),
             grow=tuple(self._grown),
             continues=continues,
@@ -139,6 +156,7 @@ def _admission(request: Request) -> Admission:
             for group_id, table in enumerate(request.kv.tables)
         },
         sequence=request.sequence,
+        adapter_slot=request.adapter_slot,
     )
 
 

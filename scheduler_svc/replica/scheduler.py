@@ -5,12 +5,12 @@ takes in its result. The worker applies plans in order, so blocks may change own
 released, even while a step runs.
 """
 
-import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
+from scheduler_svc.adapters.device_slots import AdapterSlots
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
@@ -18,21 +18,12 @@ from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
 from scheduler_svc.replica.outputs import Outputs
 from scheduler_svc.replica.plans import BatchRows, InFlight, PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
-from scheduler_svc.replica.slots import RequestOwner, Slots
+from scheduler_svc.replica.slots import AdmitResult, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.shapes.buckets import bucket_for
 from scheduler_svc.shapes.geometry import Geometry
-
-
-class AdmitResult(enum.Enum):
-    """Result of an attempt to admit a request."""
-
-    ADMITTED = enum.auto()
-    DEFERRED = enum.auto()
-    """The request waits here for a prefix that another one computes."""
-    NO_ROOM = enum.auto()
 
 
 class ReplicaOwner(RequestOwner, Protocol):
@@ -56,6 +47,7 @@ class ReplicaScheduler:
         self, geometry: Geometry, kv: KvCache, owner: ReplicaOwner, interleave: Interleave, *,
         clock: Callable[[], float], preemption: PreemptionPolicy | None = None,
         observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1, plans_ahead: bool = False,
+        adapter_slots: int = 0,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
@@ -69,11 +61,14 @@ class ReplicaScheduler:
             observe_batch: receives the number of rows of each decode step.
             max_lease: decode steps that one plan may allow.
             plans_ahead: whether the worker takes a plan before the last result of the one before.
+            adapter_slots: LoRA adapters that lie on the device at once.
         """
         self.geometry = geometry
         """The static shapes."""
         self.kv = kv
         """The replica's KV memory."""
+        self.adapters = AdapterSlots(adapter_slots)
+        """The adapter slots of the device."""
         self.stats = SchedulerStats()
         """Counters."""
         self.preemption = preemption or LatestOfLeastUrgent()
@@ -93,8 +88,8 @@ class ReplicaScheduler:
         self._shared = SharedPrefills(kv.prefixes, kv.copies, self.stats)
         self._decoding = MicroBatches(geometry.stages, kv, self.stats, owner.charge, observe_batch)
         self._slots = Slots(
-            geometry.stage_batch * geometry.stages, kv, self._decoding, self._plan, self._in_flight, self._shared, owner,
-            self.stats, clock,
+            geometry.stage_batch * geometry.stages, kv, self.adapters, self._decoding, self._plan, self._in_flight,
+            self._shared, owner, self.stats, clock,
         )  # fmt: skip
         self._outputs = Outputs(
             self._slots, self._decoding, self._shared, self._in_flight, kv, owner, self.stats, clock
@@ -159,7 +154,8 @@ class ReplicaScheduler:
 
     def admit(self, request: Request) -> AdmitResult:
         """Gives a waiting request a slot and blocks, or defers it until a shared prefix is computed."""
-        if self._slots.full or not self._plan.has_room(request):
+        adapter_fits = self.adapters.has_room(request.adapter, request.rank)
+        if self._slots.full or not adapter_fits or not self._plan.has_room(request):
             return AdmitResult.NO_ROOM
         if request.can_fork and (result := self._admit_sibling(request)) is not None:
             return result
@@ -198,7 +194,7 @@ class ReplicaScheduler:
         if not self._plan.has_room(request) or not self.fits(request):
             return False
         lesser = [one for one in self._slots.requests if self.preemption.outranks(request, one)]
-        victim = self.preemption.victim(lesser)
+        victim = self.preemption.victim(self._slots.in_the_way(request, lesser))
         if victim is None or not self.kv.could_admit(request.kv, [one.kv for one in lesser]):
             return False
         self._slots.preempt(victim, "priority")
@@ -357,7 +353,9 @@ class ReplicaScheduler:
         """Returns the plan with this work and everything that comes before it."""
         copies = self._copies.take()
         suspect = requests[0] if len(requests) == 1 and requests[0].suspect else None
-        plan, refused = self._plan.build(work, copies, suspect, continues=continues)
+        place = self.adapters.take_placements(self._plan.next_step)
+        self.stats.adapter_placements += len(place)
+        plan, refused = self._plan.build(work, copies, suspect, place=place, continues=continues)
         if refused:
             self._owner.released()  # the next plan has room again
         self._in_flight.send(InFlight(plan, requests, copies, self._clock(), suspect is not None, batch))
@@ -444,7 +442,8 @@ class ReplicaScheduler:
             elif step.num_results > 1 and result.error is None:
                 self._interleave.decoded()
         self._outputs.apply(step, result)
-        if self.idle:
-            self._owner.released()  # no other release will follow, and pins may have to go
+        if self.adapters.answered(step.plan) or self.idle:
+            # No other release will follow, and pins may have to go. Or an adapter may leave its host now.
+            self._owner.released()
         if self._kv_events.active:
             self._kv_events.flush()

@@ -1,17 +1,28 @@
 """The requests that hold a slot on a replica: how they get it, decode, and give it up."""
 
+import enum
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 from protos.errors import Internal
+from scheduler_svc.adapters.device_slots import AdapterSlots
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.decode_batch import MicroBatches
 from scheduler_svc.replica.plans import PlanBuilder, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Event, Request, RequestState
+
+
+class AdmitResult(enum.Enum):
+    """Result of an attempt to admit a request."""
+
+    ADMITTED = enum.auto()
+    DEFERRED = enum.auto()
+    """The request waits on the replica for a prefix that another one computes."""
+    NO_ROOM = enum.auto()
 
 
 class RequestOwner(Protocol):
@@ -37,14 +48,15 @@ class Slots:
     """Slots and the requests in them. Each request prefills, is on trial, or is in the decode batch."""
 
     def __init__(
-        self, max_num_seqs: int, kv: KvCache, decoding: MicroBatches, plan: PlanBuilder, in_flight: StepsInFlight,
-        shared: SharedPrefills, owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
+        self, max_num_seqs: int, kv: KvCache, adapters: AdapterSlots, decoding: MicroBatches, plan: PlanBuilder,
+        in_flight: StepsInFlight, shared: SharedPrefills, owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
         Args:
             max_num_seqs: number of slots.
             kv: has the requests' blocks.
+            adapters: has their LoRA adapters.
             decoding: takes the requests that decode.
             plan: learns of requests that get or release a slot.
             in_flight: ignores results for released slots.
@@ -54,6 +66,8 @@ class Slots:
             clock: monotonic seconds.
         """
         self._kv = kv
+        self.adapters = adapters
+        """The adapter slots of the device."""
         self._decoding = decoding
         self._plan = plan
         self._in_flight = in_flight
@@ -93,12 +107,30 @@ class Slots:
         """Returns the request in a slot."""
         return self._slots[slot]
 
+    def users_of(self, adapter_slot: int) -> list[Request]:
+        """Returns the requests whose adapter lies in an adapter slot."""
+        return [request for request in self.requests if request.adapter_slot == adapter_slot]
+
+    def in_the_way(self, request: Request, lesser: Collection[Request]) -> Collection[Request]:
+        """Returns the requests, of some `lesser` ones, that could make way for a waiting request.
+
+        If it lacks an adapter slot, these are the users of the slot with the fewest, all of them lesser.
+        """
+        if self.adapters.has_room(request.adapter, request.rank):
+            return lesser
+        if self.adapters.holds(request.adapter):
+            return ()  # a request that ranks before this one waits for the slot
+        users = [self.users_of(slot) for slot in range(len(self.adapters))]
+        return min((each for each in users if all(one in lesser for one in each)), key=len, default=())
+
     # ---- getting a slot ----
 
     def assign_slot(self, request: Request) -> None:
         """Gives a slot to a request that has its blocks, to prefill its known tokens or else to decode."""
         slot = request.slot = self._free_slots.pop()
         self._slots[slot] = request
+        if request.adapter is not None:
+            request.adapter_slot = self.adapters.acquire(request.adapter.adapter_id)
         request.prefills_forced = False
         self._priorities[request.priority] += 1
         delivery = request.delivery
@@ -231,6 +263,9 @@ class Slots:
         self._slots[slot] = None
         self._free_slots.append(slot)
         request.slot = None
+        if request.adapter is not None:
+            self.adapters.release(request.adapter.adapter_id)
+            request.adapter_slot = None
         self._kv.release(request.kv)
 
     def clear(self) -> list[Request]:

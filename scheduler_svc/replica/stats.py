@@ -69,6 +69,12 @@ class SchedulerStats:
     """Requests that waited for a prefix that another request computed."""
     forks: int = 0
     """Sequences that continued from the prompt that another sequence of their request computed."""
+    adapter_placements: int = 0
+    """LoRA adapters copied to the device."""
+    adapter_loads: int = 0
+    """LoRA adapters loaded into the memory of the replica's hosts."""
+    adapter_evictions: int = 0
+    """LoRA adapters whose memory there was freed for others."""
     stall_s: float = 0.0
     """Total seconds for which prefill chunks kept decoding requests waiting between two decode steps."""
     longest_stall_s: float = 0.0

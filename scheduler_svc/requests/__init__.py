@@ -4,5 +4,5 @@
 holds a request's state, and the sequences that share a prompt. `sampling` is what the scheduler reads of the
 sampling parameters, which otherwise pass unopened; its stop rule says when and why sequences end.
 
-Every room above imports this one; it imports `kv` only.
+Every room above imports this one; it imports `kv` and `adapters` only.
 """

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
 from protos.validation import check_ids, check_token_ids, requested_features
+from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.requests.request import (
     DECODING_CLEARS,
     Delivery,
@@ -60,6 +61,8 @@ class Submission:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+    lora_name: str = ""
+    """Name of a LoRA adapter; empty for the base model."""
     age_s: float | None = None
     """Seconds since an earlier scheduler accepted the request; None if none has."""
     silent_s: float = 0.0
@@ -208,7 +211,8 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
 
 
 def make_requests(
-    submission: Submission, stop: StopRule, sink: Sink, arrivals: Iterator[int], now_s: float
+    submission: Submission, stop: StopRule, sink: Sink, arrivals: Iterator[int], now_s: float,
+    adapter: Adapter | None = None,
 ) -> list[Request]:  # fmt: skip
     """Makes a request of each sequence that must run; they form a group if the client asked for several.
 
@@ -218,6 +222,7 @@ def make_requests(
         sink: receives the events.
         arrivals: numbers the requests.
         now_s: clock reading, seconds.
+        adapter: the LoRA adapter that the submission names.
     """
     prompt = submission.prompt_token_ids
     group = SequenceGroup(submission.request_id, sink) if submission.n > 1 else None
@@ -247,6 +252,7 @@ def make_requests(
                 priority=submission.priority,
                 tenant=submission.tenant,
                 cache_salt=submission.cache_salt,
+                adapter=adapter,
                 sequence=sequence,
                 group=group,
                 worker_losses=losses.get(sequence, 0),

@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2
+from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 
@@ -27,6 +28,8 @@ class RequestState(enum.Enum):
     WAITING = enum.auto()
     WAITING_FOR_FSM = enum.auto()
     """Waits until a replica has compiled its grammar."""
+    WAITING_FOR_ADAPTER = enum.auto()
+    """Waits until a replica has its LoRA adapter in the host's memory."""
     DEFERRED = enum.auto()
     """Waits for another request to compute the prefix that both share."""
     PREFILLING = enum.auto()
@@ -196,6 +199,10 @@ class Request:
     """The tenant to charge for the tokens served."""
     cache_salt: InitVar[str] = ""
     """Requests with different salts never share KV."""
+    adapter: Adapter | None = None
+    """The LoRA adapter that the request runs with to its end; None for the base model."""
+    adapter_slot: int | None = None
+    """The adapter's slot on the device, while the request has a slot."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for pooling models, which generate nothing."""
     sequence: int = 0
@@ -228,7 +235,7 @@ class Request:
         self.end = self.num_prompt_tokens + self.stop.max_tokens
         self.stop_ids = self.stop.stop_ids
         reuse_prefix = not self.sampling.reports_prompt
-        self.kv = SequenceKv(self.token_ids, cache_salt, reuse_prefix)
+        self.kv = SequenceKv(self.token_ids, cache_salt, self.adapter, reuse_prefix)
 
     @property
     def num_to_prefill(self) -> int:

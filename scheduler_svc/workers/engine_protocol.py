@@ -11,7 +11,9 @@ from typing import Protocol
 from protos.errors import TriptychError
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
+from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
 from scheduler_svc.convert.model import WorkerDescription
+from scheduler_svc.dispatch.adapter_control import Outcome
 from scheduler_svc.dispatch.load import Load, ReplicaMemory
 from scheduler_svc.dispatch.prefix_control import KvChange
 from scheduler_svc.dispatch.totals import Totals
@@ -72,12 +74,39 @@ class Prefixes(Protocol):
         """
 
 
+class Adapters(Protocol):
+    """LoRA adapters; see :class:`scheduler_svc.dispatch.adapter_control.AdapterControl`."""
+
+    @property
+    def max_loras(self) -> int:
+        """Adapter slots of the replica that has most; 0 if no replica runs adapters."""
+
+    def resolve(self, name: str) -> Adapter | None:
+        """Returns the adapter that a request names; None for the base model, whose name is empty."""
+
+    def load(self, name: str, source: str, *, in_place: bool, done: Outcome) -> None:
+        """Starts loading a new adapter."""
+
+    def refuse(self, name: str, error: TriptychError) -> None:
+        """Remembers why an adapter of the settings cannot be served."""
+
+    def unload(self, name: str) -> None:
+        """Frees a name."""
+
+    def listed(self) -> list[tuple[Adapter, list[str]]]:
+        """Returns the adapters that requests can name, each with the replicas that have it."""
+
+
 class EngineProtocol(Protocol):
     """All requests and all replicas of a deployment."""
 
     @property
     def prefixes(self) -> Prefixes:
         """Operations on cached prefixes."""
+
+    @property
+    def adapters(self) -> Adapters:
+        """The LoRA adapters."""
 
     def submit(self, submission: Submission, sink: Sink) -> None:
         """Enqueues a generating request; its events go to `sink`."""
@@ -135,6 +164,10 @@ class WorkerLink:
     """Compiles a grammar, then calls the function with None or with the reason why it cannot be compiled."""
     withdraw_grammar: Callable[[Grammar], None]
     """Cancels compiling a grammar; its function is then not called."""
+    load_adapter: Callable[[Adapter, Callable[[LoadedAdapter | TriptychError], None]], None]
+    """Loads a LoRA adapter on every rank, then calls the function with what the ranks say about it."""
+    unload_adapter: Callable[[int], None]
+    """Frees a LoRA adapter, given its id, on every rank, before any later load."""
     failing: Callable[[], bool]
     """Whether the worker's last step failed."""
 

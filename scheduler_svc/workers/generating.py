@@ -7,8 +7,11 @@ from functools import partial
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2
+from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.modules import name_and_path
 from scheduler_svc.convert.configuration import configure_to_proto
 from scheduler_svc.convert.model import WorkerDescription
+from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
@@ -47,6 +50,7 @@ def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic)
         max_pinned_share=settings.max_pinned_share,
         max_worker_losses=settings.max_worker_losses,
         max_step_failures=settings.max_step_failures,
+        expected_adapters=[name_and_path(module)[0] for module in settings.lora_modules],
     )
 
 
@@ -160,15 +164,29 @@ class GeneratingReplicas:
             observe_batch=self._histogram.observe,
             max_lease=min(self._settings.lease_steps, description.max_lease_steps),
             plans_ahead=description.plans_ahead,
+            adapter_slots=description.lora.max_loras if description.lora else 0,
         )
+        self.engine.adapters.registry.served_name = served_name
 
         def ask(grammar: Grammar) -> None:
             link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
 
+        lora = self._adapter_host(replica_id, description, link)
         self.engine.attach(
-            replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing)
+            replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing, lora)
         )
         return scheduler
+
+    def _adapter_host(
+        self, replica_id: str, description: WorkerDescription, link: WorkerLink
+    ) -> AdapterHost | None:
+        if description.lora is None:
+            return None
+
+        def load(adapter: Adapter) -> None:
+            link.load_adapter(adapter, partial(self.engine.adapters.answered, replica_id, adapter))
+
+        return AdapterHost(description.lora.max_cpu_loras, load, link.unload_adapter)
 
     def _make_cache(
         self, geometry: Geometry, description: WorkerDescription, num_blocks: tuple[int, ...]

@@ -73,7 +73,9 @@ class GenerateRequest(_message.Message):
     cache_salt: _builtins.str
     """Requests share cached prefixes only if their salts are equal."""
     lora_name: _builtins.str
-    """Name of a LoRA adapter. Empty: the base model."""
+    """Name of a LoRA adapter; an unknown one is NOT_FOUND. The request keeps the adapter that has the name now, even
+    if another one gets it. Empty: the base model.
+    """
     model: _builtins.str
     """The model that the client expects; another served model is NOT_FOUND. Empty: any."""
     age_ms: _builtins.int
@@ -833,6 +835,7 @@ class KvStored(_message.Message):
     tokens_per_hash: _builtins.int
     """The smaller of chunk and block size."""
     lora_name: _builtins.str
+    """The LoRA adapter that computed them; empty for the base model, in snapshots, and for kept windows."""
     @_builtins.property
     def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Chained SHA-256 hashes, oldest first, one per `tokens_per_hash` tokens. docs/kv-events.md says what is
@@ -913,6 +916,7 @@ class PinPrefixRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _builtins.int
     cache_salt: _builtins.str
     lora_name: _builtins.str
+    """As in GenerateRequest."""
     ttl_s: _builtins.float
     """How long to keep the prefix, seconds. At most 30 days."""
     @_builtins.property
@@ -1077,18 +1081,23 @@ class LoadLoraRequest(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    LOAD_INPLACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
+    """The name that requests will use: printable, and not the base model's."""
     source: _builtins.str
     """A folder or hub id that the workers can read."""
+    load_inplace: _builtins.bool
+    """Whether the adapter may replace one of the same name, whose requests run on undisturbed."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         source: _builtins.str = ...,
+        load_inplace: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load_inplace", b"load_inplace", "name", b"name", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1170,19 +1179,29 @@ class LoraInfo(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    REPLICA_IDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     source: _builtins.str
     rank: _builtins.int
+    digest: _builtins.str
+    """Hash of the configuration and the weights, hexadecimal; part of the adapter's prefix hashes."""
+    @_builtins.property
+    def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The replicas that have the adapter in their host's memory; others load it when they need it."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         source: _builtins.str = ...,
         rank: _builtins.int = ...,
+        digest: _builtins.str = ...,
+        replica_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "rank", b"rank", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "rank", b"rank", "replica_ids", b"replica_ids", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -229,20 +229,25 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadLora(self, request, context):
-        """LoRA adapters are not served yet: UNIMPLEMENTED.
+        """Loads a LoRA adapter on every ready replica that has room and gives it a name. One refusal takes it off all of
+        them. INVALID_ARGUMENT if a worker refuses the files or the name is taken; NOT_FOUND if the workers find no
+        such folder; UNAVAILABLE without a ready worker. It is lost with the scheduler; see --lora-modules.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadLora(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Frees an adapter's name at once. Its requests run on to their end; then it leaves the workers. NOT_FOUND for an
+        unknown name.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListLoras(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the adapters that requests can name.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

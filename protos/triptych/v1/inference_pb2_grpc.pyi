@@ -70,9 +70,16 @@ class InferenceStub:
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetMetricsRequest, _inference_pb2.GetMetricsResponse]
     """Returns the scheduler's metrics in Prometheus' text format."""
     LoadLora: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LoadLoraRequest, _inference_pb2.LoraInfo]
-    """LoRA adapters are not served yet: UNIMPLEMENTED."""
+    """Loads a LoRA adapter on every ready replica that has room and gives it a name. One refusal takes it off all of
+    them. INVALID_ARGUMENT if a worker refuses the files or the name is taken; NOT_FOUND if the workers find no
+    such folder; UNAVAILABLE without a ready worker. It is lost with the scheduler; see --lora-modules.
+    """
     UnloadLora: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UnloadLoraRequest, _inference_pb2.UnloadLoraResponse]
+    """Frees an adapter's name at once. Its requests run on to their end; then it leaves the workers. NOT_FOUND for an
+    unknown name.
+    """
     ListLoras: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListLorasRequest, _inference_pb2.ListLorasResponse]
+    """Lists the adapters that requests can name."""
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -113,9 +120,16 @@ class InferenceAsyncStub(InferenceStub):
     GetMetrics: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetMetricsRequest, _inference_pb2.GetMetricsResponse]  # type: ignore[assignment]
     """Returns the scheduler's metrics in Prometheus' text format."""
     LoadLora: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadLoraRequest, _inference_pb2.LoraInfo]  # type: ignore[assignment]
-    """LoRA adapters are not served yet: UNIMPLEMENTED."""
+    """Loads a LoRA adapter on every ready replica that has room and gives it a name. One refusal takes it off all of
+    them. INVALID_ARGUMENT if a worker refuses the files or the name is taken; NOT_FOUND if the workers find no
+    such folder; UNAVAILABLE without a ready worker. It is lost with the scheduler; see --lora-modules.
+    """
     UnloadLora: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnloadLoraRequest, _inference_pb2.UnloadLoraResponse]  # type: ignore[assignment]
+    """Frees an adapter's name at once. Its requests run on to their end; then it leaves the workers. NOT_FOUND for an
+    unknown name.
+    """
     ListLoras: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListLorasRequest, _inference_pb2.ListLorasResponse]  # type: ignore[assignment]
+    """Lists the adapters that requests can name."""
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -243,20 +257,27 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.LoadLoraRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.LoraInfo, _abc.Awaitable[_inference_pb2.LoraInfo]]:
-        """LoRA adapters are not served yet: UNIMPLEMENTED."""
+        """Loads a LoRA adapter on every ready replica that has room and gives it a name. One refusal takes it off all of
+        them. INVALID_ARGUMENT if a worker refuses the files or the name is taken; NOT_FOUND if the workers find no
+        such folder; UNAVAILABLE without a ready worker. It is lost with the scheduler; see --lora-modules.
+        """
 
     @_abc_1.abstractmethod
     def UnloadLora(
         self,
         request: _inference_pb2.UnloadLoraRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_inference_pb2.UnloadLoraResponse, _abc.Awaitable[_inference_pb2.UnloadLoraResponse]]: ...
+    ) -> _typing.Union[_inference_pb2.UnloadLoraResponse, _abc.Awaitable[_inference_pb2.UnloadLoraResponse]]:
+        """Frees an adapter's name at once. Its requests run on to their end; then it leaves the workers. NOT_FOUND for an
+        unknown name.
+        """
 
     @_abc_1.abstractmethod
     def ListLoras(
         self,
         request: _inference_pb2.ListLorasRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_inference_pb2.ListLorasResponse, _abc.Awaitable[_inference_pb2.ListLorasResponse]]: ...
+    ) -> _typing.Union[_inference_pb2.ListLorasResponse, _abc.Awaitable[_inference_pb2.ListLorasResponse]]:
+        """Lists the adapters that requests can name."""
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

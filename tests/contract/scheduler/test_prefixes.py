@@ -150,7 +150,7 @@ async def test_pins_beyond_their_share_of_memory_are_refused() -> None:
         (pin_request(ttl_s=float("nan")), InvalidArgument, "ttl_s must be above 0"),
         (pin_request(ttl_s=1e9), InvalidArgument, "at most"),
         (pin_request([500] * 8), InvalidArgument, "token id 500"),
-        (pin_request(lora="x"), NotFound, "no adapter is called 'x'"),
+        (pin_request(lora="x"), NotFound, "the model 'x' is not served here; use 'simulated'"),
     ],
 )
 async def test_an_invalid_pin_is_refused(

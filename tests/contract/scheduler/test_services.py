@@ -17,7 +17,6 @@ from protos.errors import (
     SchemaMismatch,
     TriptychError,
     Unavailable,
-    Unimplemented,
     Unsupported,
     from_proto,
 )
@@ -163,7 +162,7 @@ async def test_the_end_of_a_call_and_an_abort_both_free_the_request(
         ),
         (generate_request([96] * 64), ContextExceeded, "64 tokens"),
         (generate_request(request_id="x" * 129), InvalidArgument, "longer than 128 bytes"),
-        (inference_pb2.GenerateRequest(prompt_token_ids=[5], lora_name="l"), NotFound, "no adapter"),
+        (inference_pb2.GenerateRequest(prompt_token_ids=[5], lora_name="l"), NotFound, "is not served here"),
         (
             inference_pb2.GenerateRequest(prompt_token_ids=[5], model="other"),
             NotFound,
@@ -241,16 +240,6 @@ async def test_health_and_reflection_are_served() -> None:
             for service in response.list_services_response.service
         ]
     assert {"triptych.v1.Inference", "triptych.v1.WorkerRegistry", "grpc.health.v1.Health"} <= set(names)
-
-
-@pytest.mark.parametrize("method", ["LoadLora", "UnloadLora", "ListLoras"])
-async def test_methods_of_later_releases_are_unimplemented(method: str) -> None:
-    """Methods of later releases end with UNIMPLEMENTED and a sentence."""
-    async with run_scheduler() as scheduler:
-        name = f"{method}Request"
-        error = await failure(getattr(scheduler.inference, method)(getattr(inference_pb2, name)()))
-    assert isinstance(error, Unimplemented)
-    assert "not served by this release" in error.message
 
 
 async def test_a_full_queue_is_overloaded_with_a_time_to_retry() -> None:

@@ -194,7 +194,7 @@ async def test_a_worker_with_other_chunks_or_blocks_is_refused(other: dict[str, 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"schema_revision": 7}, SchemaMismatch),
+        ({"schema_revision": 6}, SchemaMismatch),
         ({"world_size": 2}, ConfigurationRefused),
         ({"port": 0}, InvalidArgument),
         ({"port": 70000}, InvalidArgument),

@@ -161,6 +161,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     stages: Sequence[int] = (1,)
     """The pipeline stages to choose from."""
+    adapter_slots: Sequence[int] = (0,)
+    """The numbers of adapter slots to choose from."""
 
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
@@ -174,16 +176,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         generated: bool, ratio: int, lease: int, jump: int, streams: int,
         losses: int, ahead: bool, lag: int, dispatches: bool, data: st.DataObject,
     ) -> None:  # fmt: skip
-        # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
         stages = data.draw(st.sampled_from(self.stages), label="stages")
-        geometry = make_geometry(
-            max_model_len=40, chunk=chunk, block_size=block, max_num_seqs=4, stages=stages
-        )
+        # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
+        geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, stages=stages)
         geometry.check(DeviceLimits(40, 1, 4, 8), groups)
         self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease,
                                  num_streams=streams, max_worker_losses=losses, plans_ahead=ahead, lag=lag,
-                                 dispatches=dispatches)  # fmt: skip
+                                 dispatches=dispatches, adapter_slots=data.draw(st.sampled_from(self.adapter_slots)))  # fmt: skip
         self.jump = self.rig.device.jump = jump
         self.losses = losses
         # Requests that kill the device or fail its steps: what it may not do for them, and from how many
@@ -211,18 +211,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.count += 1
         name = f"r{self.count}"
-        wanted = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
+        salt, lora_name, weights = self.isolated_by(salt)
+        wanted = [expected_tokens(prompt, max_tokens, sequence, weights) for sequence in range(n)]
         # A token that the first sequence will generate.
         stop = self.stops[name] = None if stop_at is None else wanted[0][min(stop_at, max_tokens - 1)]
-        self.wanted[name] = [
-            tokens[: tokens.index(stop) + 1] if stop in tokens else tokens for tokens in wanted
-        ]
+        self.wanted[name] = [each[: each.index(stop) + 1] if stop in each else each for each in wanted]
         self.rig.submit(
             make_submission(
-                prompt, request_id=name, max_tokens=max_tokens, cache_salt=salt, priority=priority, n=n,
-                stop_token_ids=() if stop is None else (stop,),
+                prompt, request_id=name, max_tokens=max_tokens, priority=priority, n=n,
+                stop_token_ids=() if stop is None else (stop,), cache_salt=salt, lora_name=lora_name,
             )
         )  # fmt: skip
+
+    def isolated_by(self, salt: str) -> tuple[str, str, str]:
+        """Returns the salt of a request, and the name and the weights of its adapter."""
+        return salt, "", ""
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
@@ -237,8 +240,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def draw_and_abort(self, data: st.DataObject) -> None:
         """Aborts a whole request or one of its sequences."""
         name = data.draw(st.sampled_from(sorted(self.wanted)))
-        sequences = range(len(self.wanted[name]))
-        one = data.draw(st.sampled_from([None, *sequences]))
+        one = data.draw(st.sampled_from([None, *(sequences := range(len(self.wanted[name])))]))
         ended = self.ended(name)
         if self.rig.engine.abort(name, one):
             now = [one] if one is not None else [each for each in sequences if each not in ended]
@@ -358,8 +360,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def a_fault_counts_once(self) -> None:
         if not hasattr(self, "rig"):
             return
-        live = self.rig.engine._live._by_id.values()
-        assert all(request.step_failures <= self.rig.faults for request in live)
+        assert all(one.step_failures <= self.rig.faults for one in self.rig.engine._live._by_id.values())
         if not self.suspected:
             self.rig.faults = 0
 
@@ -401,8 +402,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_that_nothing_is_left(self) -> None:
         """Checks that no request is known and that no counter or calendar entry of one remains."""
         scheduler, engine = self.rig.scheduler, self.rig.engine
-        assert scheduler.prefill_backlog == 0
-        assert scheduler.num_running == scheduler.num_deferred == 0
+        assert scheduler.prefill_backlog == scheduler.num_running == scheduler.num_deferred == 0
         assert not scheduler._slots.trials
         assert not scheduler._shared._computing
         assert not scheduler._decoding

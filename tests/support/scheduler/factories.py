@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from protos.errors import Internal
+from protos.errors import Internal, TriptychError
 from protos.kv_groups import GroupKind
 from protos.limits import SAMPLING
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
+from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.block_pool import BlockPool
@@ -98,13 +100,14 @@ def with_grammar(sampling: Sampling, grammar: Grammar) -> Sampling:
 def make_request(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str | None = None, sampling: Sampling | None = None,
     priority: int = 0, tenant: str = "", arrival_s: float = 0.0, cache_salt: str = "",
+    adapter: Adapter | None = None,
 ) -> Request:  # fmt: skip
     arrival = next(_ARRIVALS)
     sampling = sampling or make_sampling()
     return Request(
         request_id=request_id or f"r{arrival}", token_ids=list(prompt), num_prompt_tokens=len(prompt),
         sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), stop=StopRule.of(sampling, frozenset({EOS}), sampling.max_tokens),
-        priority=priority, tenant=tenant, cache_salt=cache_salt,
+        priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=adapter,
     )  # fmt: skip
 
 
@@ -117,7 +120,7 @@ def make_submission(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "r", max_tokens: int | None = 8, priority: int = 0,
     cache_salt: str = "", resumed: Sequence[int] = (), tenant: str = "", n: int = 1, sampling: Sampling | None = None,
     resumed_sequences: Sequence[Resumed] = (), age_s: float | None = None, silent_s: float = 0.0,
-    log: EventLogSpec | None = None, **fields: Any,
+    log: EventLogSpec | None = None, lora_name: str = "", **fields: Any,
 ) -> Submission:  # fmt: skip
     """Returns a valid request; ``fields`` are those of its sampling parameters."""
     if resumed:
@@ -126,15 +129,17 @@ def make_submission(
     return Submission(
         request_id=request_id, prompt_token_ids=tuple(prompt), priority=priority, tenant=tenant, sampling=sampling,
         cache_salt=cache_salt, n=n, resumed=tuple(resumed_sequences), age_s=age_s,
-        silent_s=silent_s, log=log,
+        silent_s=silent_s, log=log, lora_name=lora_name,
     )  # fmt: skip
 
 
-def expected_tokens(prompt: Sequence[int], max_tokens: int, sequence: int = 0) -> list[int]:
-    """Returns what the simulated model generates, alone and undisturbed."""
+def expected_tokens(
+    prompt: Sequence[int], max_tokens: int, sequence: int = 0, weights: str = ""
+) -> list[int]:
+    """Returns what the simulated model generates with an adapter's weights, alone and undisturbed."""
     context = list(prompt)
     for _ in range(max_tokens):
-        context.append(next_token(context, sequence))
+        context.append(next_token(context, sequence, weights))
     return context[len(prompt) :]
 
 
@@ -182,6 +187,15 @@ class Rig:
     """The sequences that killed a device, in order."""
     meanwhile: Callable[[], None] = lambda: None
     """Called while each step runs."""
+    adapter_slots: int = 0
+    max_cpu_loras: int = 0
+    sources: dict[str, str | TriptychError] = field(default_factory=dict)
+    """Adapters by source: their weights, or why they cannot be loaded. A source that is absent is its own
+    weights."""
+    loads: deque[Adapter] = field(default_factory=deque)
+    """Adapters that the replica is asked to load and has not answered."""
+    loads_at_once: bool = True
+    """Whether the replica answers these before every step."""
 
     def __post_init__(self) -> None:
         self.streams = [StreamSink(self.sinks) for _ in range(self.num_streams)]
@@ -195,13 +209,42 @@ class Rig:
         self._fault_ends = 0
         # `kills` and `fails` may be set later.
         kills, fails = (lambda one: self.kills(one)), (lambda one: self.fails(one))  # noqa: PLW0108
-        self.device = SimulatedDevice(self.geometry, self.groups, kills=kills, fails=fails)
+        self.hosted: dict[int, str] = {}
+        self.loads.clear()
+        self.device = SimulatedDevice(
+            self.geometry, self.groups, kills=kills, fails=fails,
+            num_adapter_slots=self.adapter_slots, hosted=self.hosted,
+        )  # fmt: skip
         make_scheduler = PipelineScheduler if self.geometry.stages > 1 else ReplicaScheduler
         self.scheduler = make_scheduler(
             self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
-            max_lease=self.max_lease, plans_ahead=self.plans_ahead,
+            max_lease=self.max_lease, plans_ahead=self.plans_ahead, adapter_slots=self.adapter_slots,
         )  # fmt: skip
-        self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None))
+        host = AdapterHost(self.max_cpu_loras, self.loads.append, self.hosted.__delitem__)
+        lora = host if self.adapter_slots else None
+        self.engine.attach("replica-0", AttachedReplica(self.scheduler, lambda: None, lora=lora))
+
+    def answer_loads(self) -> None:
+        """Loads the adapters that the replica was asked for."""
+        while self.loads:
+            adapter = self.loads.popleft()
+            weights = self.sources.get(adapter.source, adapter.source)
+            if isinstance(weights, str):
+                assert len(self.hosted) < self.max_cpu_loras, "the scheduler makes room first"
+                assert adapter.adapter_id not in self.hosted
+                self.hosted[adapter.adapter_id] = weights
+                self.engine.adapters.answered("replica-0", adapter, LoadedAdapter(8, weights))
+            else:
+                self.engine.adapters.answered("replica-0", adapter, weights)
+
+    def load_adapter(
+        self, name: str, source: str | None = None, *, in_place: bool = False
+    ) -> Adapter | TriptychError:
+        """Loads a new adapter; its source is its name by default."""
+        outcomes: list[Adapter | TriptychError] = []
+        self.engine.adapters.load(name, source or name, in_place=in_place, done=outcomes.append)
+        self.answer_loads()
+        return outcomes[0]
 
     def replace_replica(self, num_blocks: int | None = None, loss: Loss = Loss.DIED) -> int:
         """Replaces the replica by an empty one; returns how many requests were requeued."""
@@ -228,6 +271,8 @@ class Rig:
 
     def step(self) -> StepPlan | None:
         self.engine.dispatch()
+        if self.loads_at_once:
+            self.answer_loads()
         plan = self.scheduler.step()
         if plan is None:
             return None
@@ -292,12 +337,13 @@ def make_rig(
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, plans_ahead: bool = False, lag: int = 0,
-    dispatches: bool = True, copies_blocks: bool = True,
+    dispatches: bool = True, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated, copies_blocks)
     rig = Rig(
         groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease,
         num_streams=num_streams, plans_ahead=plans_ahead, lag=lag, dispatches=dispatches,
+        adapter_slots=adapter_slots, max_cpu_loras=max_cpu_loras or adapter_slots,
     )  # fmt: skip
     rig.engine = Engine(
         max_waiting=max_waiting,

@@ -52,6 +52,18 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     block_copies: worker_pb2.BlockCopies.ValueType = worker_pb2.BLOCK_COPIES_TENSORS
     block_copies_when_ready: worker_pb2.BlockCopies.ValueType = worker_pb2.BLOCK_COPIES_UNSPECIFIED
     """The answer of Configure, if it differs."""
+    max_loras: int = 0
+    """Adapter slots; 0: it runs no adapters."""
+    max_cpu_loras: int = 0
+    sources: dict[str, str | TriptychError] = field(default_factory=dict)
+    """Adapters by source: their weights, or why they cannot be loaded. A source that is absent is its own
+    weights."""
+    adapters: dict[int, str] = field(default_factory=dict)
+    """The adapters on the host by id, with their weights."""
+    loads: list[str] = field(default_factory=list)
+    """The sources of the adapters that the scheduler had loaded here, in order."""
+    may_load: asyncio.Event = field(default_factory=asyncio.Event)
+    """Calls of LoadAdapter are answered while this is set."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Steps run while this is set."""
     configured: worker_pb2.ConfigureRequest | None = None
@@ -64,6 +76,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def __post_init__(self) -> None:
         self.gate.set()
+        self.may_load.set()
 
     @property
     def group(self) -> common_pb2.KvGroup:
@@ -83,6 +96,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             block_size_multiple=4, max_batch=8, max_chunk=16, default_block_size=self.default_block_size,
             default_chunk=self.default_chunk, default_max_num_seqs=4, sampling_fields=["temperature", "seed", "top_p"], max_logprobs=5,
             max_lease_steps=32, block_copies=self.block_copies,
+            lora=worker_pb2.LoraLimits(max_loras=self.max_loras, max_rank=16, max_cpu_loras=self.max_cpu_loras) if self.max_loras else None,
         )  # fmt: skip
 
     async def Configure(
@@ -117,6 +131,26 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.CompileGrammarResponse:
         raise AssertionError("this worker does not offer structured_output")
 
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, context: Context
+    ) -> worker_pb2.LoadAdapterResponse:
+        assert self.max_loras
+        assert request.adapter_id not in self.adapters
+        self.loads.append(request.source)
+        await self.may_load.wait()
+        weights = self.sources.get(request.source, request.source)
+        if isinstance(weights, TriptychError):
+            await abort(context, weights)
+        assert len(self.adapters) < self.max_cpu_loras, "the scheduler makes room first"
+        self.adapters[request.adapter_id] = weights
+        return worker_pb2.LoadAdapterResponse(rank=8, digest=weights, memory_bytes=1)
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, context: Context
+    ) -> worker_pb2.UnloadAdapterResponse:
+        del self.adapters[request.adapter_id]
+        return worker_pb2.UnloadAdapterResponse()
+
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.StepPlan], context: Context
     ) -> AsyncIterator[worker_pb2.StepResult]:
@@ -128,7 +162,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self.configured.block_size, tuple(self.configured.decode_buckets),
         )  # fmt: skip
         groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
-        self.device = SimulatedDevice(geometry, groups, kills=self.kills)
+        self.device = SimulatedDevice(
+            geometry, groups, kills=self.kills, num_adapter_slots=self.max_loras, hosted=self.adapters
+        )
         plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read_ahead(request_iterator, plans))
         try:
@@ -163,6 +199,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             return
         finally:
             reading.cancel()
+            # The next scheduler knows nothing of them.
+            self.adapters.clear()
 
     async def _read_ahead(
         self, messages: AsyncIterator[worker_pb2.StepPlan], plans: asyncio.Queue[StepPlan | None]

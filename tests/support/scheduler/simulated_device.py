@@ -1,12 +1,23 @@
 """A device that computes deterministic tokens and checks every plan, and what may kill or fail it."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from protos.kv_groups import GroupKind
-from protos.steps import Admission, Decode, Pool, Prefill, SlotOutput, StepPlan, StepResult, slots_of
+from protos.steps import (
+    AdapterPlacement,
+    Admission,
+    BlockCopy,
+    Decode,
+    Pool,
+    Prefill,
+    SlotOutput,
+    StepPlan,
+    StepResult,
+    slots_of,
+)
 from scheduler_svc.kv.block_pool import NULL_BLOCK_ID
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 
@@ -46,16 +57,16 @@ def nothing_fails(_moment: Moment) -> bool:
     return False
 
 
-def next_token(context: Sequence[int], sequence: int = 0, vocab_size: int = 97) -> int:
-    """A deterministic "model": the next token is a function of the context and the sequence index."""
-    digest = hashlib.blake2b(repr((sequence, *context)).encode(), digest_size=4).digest()
+def next_token(context: Sequence[int], sequence: int = 0, weights: str = "", vocab_size: int = 97) -> int:
+    """A deterministic "model": the next token depends on the context, the sequence and the adapter."""
+    digest = hashlib.blake2b(f"{(sequence, *context)}{weights}".encode(), digest_size=4).digest()
     return 3 + int.from_bytes(digest, "little") % (vocab_size - 3)
 
 
-def _contexts(tokens: Sequence[int], contexts: list[int]) -> None:
-    """Extends ``contexts`` to the tokens; a context identifies all tokens up to a position."""
+def _contexts(tokens: Sequence[int], contexts: list[int], weights: str) -> None:
+    """Extends ``contexts`` to the tokens; a context identifies the adapter and all tokens so far."""
     for position in range(len(contexts), len(tokens)):
-        contexts.append(hash((contexts[-1] if contexts else None, tokens[position])))
+        contexts.append(hash((contexts[-1] if contexts else weights or None, tokens[position])))
 
 
 @dataclass
@@ -64,6 +75,8 @@ class _Slot:
     tokens: list[int]
     computed: int
     tables: list[list[int]]
+    weights: str
+    """Of its adapter; empty for the base model."""
     contexts: list[int] = field(default_factory=list)
 
 
@@ -93,6 +106,11 @@ class SimulatedDevice:
     """The next plans that fail; they free their slots before."""
     lost: set[int] = field(default_factory=set)
     """Slots whose admission was in a plan that failed before it."""
+    num_adapter_slots: int = 0
+    hosted: Mapping[int, str] = field(default_factory=dict)
+    """The adapters on the host by id, with their weights."""
+    adapters: dict[int, str] = field(default_factory=dict)
+    """By adapter slot: the weights of the adapter in it."""
     behind: set[int] = field(default_factory=set)
     """Slots whose chunk failed; the next chunk of the prompt, if it was sent already, fails, too."""
 
@@ -115,11 +133,9 @@ class SimulatedDevice:
             self.broken = max(0, self.broken - 1)
             raise StepFailedError("the device")
         for copy in plan.copies:
-            self.copied += 1
-            assert copy.source_block != NULL_BLOCK_ID != copy.target_block
-            self.memory[copy.group_id, copy.target_block] = list(
-                self.memory[copy.group_id, copy.source_block]
-            )
+            self._copy(copy)
+        for placement in plan.place:
+            self._place(placement)
         for admission in plan.admit:
             self._survive("admit", admission, admission.num_computed_tokens)
             self._admit(admission)
@@ -128,20 +144,8 @@ class SimulatedDevice:
             for block in growth.block_ids:
                 self.memory.pop((growth.group_id, block), None)
         match plan.work:
-            case Prefill(slot, start, num_tokens, sample):
-                state = self.slots[slot]
-                if slot in self.behind:
-                    raise StepFailedError(state.admission.request_id)
-                assert start == state.computed
-                assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
-                assert 1 <= num_tokens <= self.geometry.chunk
-                self.shapes.add(("prefill", self.geometry.chunk))
-                self._survive("chunk", state.admission, start + num_tokens)
-                self.prefilled += num_tokens
-                self._compute(state, start + num_tokens)
-                assert sample == (state.computed == len(state.tokens))
-                self.passes += 1
-                return self._result(plan.step, (slot,) if sample else ())
+            case Prefill() as chunk:
+                return self._run_chunk(plan.step, chunk)
             case Decode(slots, positions, bucket):
                 assert len(set(slots)) == len(slots) <= bucket
                 assert bucket in self.geometry.buckets
@@ -158,6 +162,21 @@ class SimulatedDevice:
             case Pool():
                 raise AssertionError("this device generates")
 
+    def _run_chunk(self, step: int, chunk: Prefill) -> StepResult:
+        start, num_tokens, state = chunk.start, chunk.num_tokens, self.slots[chunk.slot]
+        if chunk.slot in self.behind:
+            raise StepFailedError(state.admission.request_id)
+        assert start == state.computed
+        assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
+        assert 1 <= num_tokens <= self.geometry.chunk
+        self.shapes.add(("prefill", self.geometry.chunk))
+        self._survive("chunk", state.admission, start + num_tokens)
+        self.prefilled += num_tokens
+        self._compute(state, start + num_tokens)
+        assert chunk.sample == (state.computed == len(state.tokens))
+        self.passes += 1
+        return self._result(step, (chunk.slot,) if chunk.sample else ())
+
     def _survive(self, kind: Kind, admission: Admission, end: int) -> None:
         moment = Moment(kind, admission.request_id, end)
         if self.kills(moment):
@@ -165,12 +184,26 @@ class SimulatedDevice:
         if self.fails(moment):
             raise StepFailedError(admission.request_id)
 
+    def _copy(self, copy: BlockCopy) -> None:
+        self.copied += 1
+        assert copy.source_block != NULL_BLOCK_ID != copy.target_block
+        self.memory[copy.group_id, copy.target_block] = list(self.memory[copy.group_id, copy.source_block])
+
+    def _place(self, placement: AdapterPlacement) -> None:
+        slot = placement.adapter_slot
+        assert 0 <= slot < self.num_adapter_slots
+        assert placement.adapter_id in self.hosted, "only an adapter on the host can be placed"
+        users = [state for state in self.slots.values() if state.admission.adapter_slot == slot]
+        assert not users, f"adapter slot {slot} is in use"
+        self.adapters[slot] = self.hosted[placement.adapter_id]
+
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
         assert 0 <= admission.slot < self.geometry.max_num_seqs
         assert admission.num_computed_tokens < len(admission.token_ids)
         tables = [list(admission.blocks[group_id]) for group_id in sorted(admission.blocks)]
-        state = _Slot(admission, list(admission.token_ids), admission.num_computed_tokens, tables)
+        weights = "" if admission.adapter_slot is None else self.adapters[admission.adapter_slot]
+        state = _Slot(admission, list(admission.token_ids), admission.num_computed_tokens, tables, weights)
         self.slots[admission.slot] = state
         written = -(-admission.num_computed_tokens // self.geometry.block_size)
         for group, table in enumerate(tables):
@@ -179,7 +212,7 @@ class SimulatedDevice:
 
     def _compute(self, state: _Slot, end: int) -> None:
         """Runs one graph for one row: reads what is visible, writes positions up to ``end``."""
-        _contexts(state.tokens, state.contexts)
+        _contexts(state.tokens, state.contexts, state.weights)
         start = state.computed
         for group_id, group in enumerate(self.groups):
             if group.kind is GroupKind.IN_PLACE_WINDOW:
@@ -237,6 +270,6 @@ class SimulatedDevice:
         return StepResult(step, outputs=tuple(outputs))
 
     def _sample(self, state: _Slot) -> int:
-        token = next_token(state.tokens, state.admission.sequence)
+        token = next_token(state.tokens, state.admission.sequence, state.weights)
         state.tokens.append(token)
         return token

@@ -1,0 +1,64 @@
+"""LoRA adapters as settings and clients name them."""
+
+import json
+import re
+from typing import Final
+
+from protos.errors import InvalidArgument
+from protos.limits import MAX_NAME_BYTES
+
+_MODULE: Final = re.compile(r"[^\s,]+")
+_SEPARATORS: Final = " \t\n,"
+
+
+def split_modules(text: str) -> tuple[str, ...]:
+    """Splits a setting: ``name=path`` or JSON objects, with commas or spaces between them.
+
+    Returns:
+        Each adapter as ``name=path``.
+
+    Raises:
+        ValueError: a part is neither.
+    """
+    modules, position = [], 0
+    while position < len(text):
+        if text[position] in _SEPARATORS:
+            position += 1
+        elif text[position] == "{":
+            module, position = json.JSONDecoder().raw_decode(text, position)
+            name, path = module.get("name"), module.get("path")
+            if not (isinstance(name, str) and isinstance(path, str)):
+                raise ValueError('expected JSON objects with "name" and "path"')
+            modules.append(f"{name}={path}")
+        else:
+            part = _MODULE.match(text, position)
+            assert part is not None
+            modules.append(part[0])
+            position = part.end()
+    return tuple(modules)
+
+
+def name_and_path(module: str) -> tuple[str, str]:
+    """Returns the parts of ``name=path``.
+
+    Raises:
+        ValueError: a part is missing.
+    """
+    name, _, path = module.partition("=")
+    if not (name and path):
+        raise ValueError(f"expected name=path, for example sql=/adapters/sql, not {module!r}")
+    return name, path
+
+
+def check_name(name: str) -> None:
+    """Checks the name of a new adapter.
+
+    Raises:
+        InvalidArgument: it is empty, too long or not printable.
+    """
+    if not name or name != name.strip() or not name.isprintable():
+        raise InvalidArgument(
+            "an adapter's name must be printable text without spaces around it", param="lora_name"
+        )
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument(f"an adapter's name has at most {MAX_NAME_BYTES} bytes", param="lora_name")

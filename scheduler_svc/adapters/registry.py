@@ -1,0 +1,107 @@
+"""The LoRA adapters that requests can name."""
+
+import itertools
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from protos.errors import InvalidArgument, NotFound, TriptychError, Unavailable
+from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+
+# Adapters that an error lists by name.
+_MAX_LISTED = 8
+
+
+class AdapterRegistry:
+    """Adapters by name. A name is free, expected, refused, being loaded, or an adapter's."""
+
+    def __init__(self, expected: Collection[str] = ()) -> None:
+        """Starts without adapters; those with `expected` names are going to be loaded."""
+        # No worker can have an adapter of an earlier scheduler under the same id.
+        self._ids = itertools.count(time.time_ns() // 1000)
+        self._adapters: dict[str, Adapter] = {}
+        self._expected = set(expected)
+        self._refused: dict[str, str] = {}
+        self._loading: set[str] = set()
+        self.served_name = ""
+        """The name of the base model, once it is known."""
+
+    def __iter__(self) -> Iterator[Adapter]:
+        """Yields the adapters in the order in which they were added."""
+        return iter(self._adapters.values())
+
+    def resolve(self, name: str) -> Adapter:
+        """Returns the adapter with that name.
+
+        Raises:
+            Unavailable: it is going to be loaded.
+            NotFound: no adapter has the name, or it was refused.
+        """
+        if (adapter := self._adapters.get(name)) is not None:
+            return adapter
+        if name in self._expected:
+            raise Unavailable(f"the adapter {name!r} is not loaded yet; retry", retry_after_ms=1000)
+        if (reason := self._refused.get(name)) is not None:
+            raise NotFound(f"the adapter {name!r} was refused: {reason}", param="model")
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> NotFound:
+        names = [repr(each) for each in itertools.islice(self._adapters, _MAX_LISTED)]
+        more = ", ..." if len(self._adapters) > _MAX_LISTED else ""
+        adapters = f" or one of its adapters ({', '.join(names)}{more})" if names else ""
+        return NotFound(
+            f"the model {name!r} is not served here; use {self.served_name!r}{adapters}", param="model"
+        )
+
+    def begin(self, name: str, source: str, *, in_place: bool) -> Adapter:
+        """Reserves a name and returns the adapter that is to be loaded.
+
+        Args:
+            name: the adapter's name.
+            source: where the workers find it.
+            in_place: whether it may take the name of another adapter.
+
+        Raises:
+            InvalidArgument: the name is taken.
+        """
+        if name == self.served_name:
+            raise InvalidArgument(
+                f"{name!r} is the name of the base model; choose another name", param="lora_name"
+            )
+        if name in self._loading:
+            raise InvalidArgument(f"an adapter {name!r} is being loaded; wait for it", param="lora_name")
+        if name in self._adapters and not in_place:
+            raise InvalidArgument(
+                f"the adapter {name!r} is loaded; unload it first, or set load_inplace", param="lora_name"
+            )
+        self._loading.add(name)
+        return Adapter(next(self._ids), name, source)
+
+    def loaded(self, adapter: Adapter, facts: LoadedAdapter) -> tuple[Adapter, Adapter | None]:
+        """Gives an adapter its name; returns it with its facts, and the adapter that had the name before."""
+        name, complete = adapter.name, replace(adapter, rank=facts.rank, digest=facts.digest)
+        earlier = self._adapters.get(name)
+        self._adapters[name] = complete
+        self._loading.discard(name)
+        self._expected.discard(name)
+        self._refused.pop(name, None)
+        return complete, earlier
+
+    def failed(self, adapter: Adapter) -> None:
+        """Frees the name of an adapter that was not loaded."""
+        self._loading.discard(adapter.name)
+
+    def refuse(self, name: str, error: TriptychError) -> None:
+        """Remembers why an expected adapter cannot be served."""
+        self._expected.discard(name)
+        self._refused[name] = error.message
+
+    def remove(self, name: str) -> Adapter:
+        """Frees a name and returns its adapter.
+
+        Raises:
+            NotFound: no adapter has the name.
+        """
+        if name not in self._adapters:
+            raise NotFound(f"no adapter is called {name!r}", param="lora_name")
+        return self._adapters.pop(name)

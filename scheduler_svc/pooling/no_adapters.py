@@ -1,0 +1,46 @@
+"""LoRA operations of a pooling deployment, which runs no adapters."""
+
+from protos.errors import NotFound, TriptychError, Unsupported
+from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.dispatch.adapter_control import Outcome
+
+
+class NoAdapters:
+    """Counterpart of :class:`scheduler_svc.dispatch.adapter_control.AdapterControl` without adapters."""
+
+    max_loras = 0
+
+    def resolve(self, name: str) -> Adapter | None:
+        """Refuses every adapter.
+
+        Raises:
+            NotFound: the name is not empty.
+        """
+        if name:
+            raise NotFound(f"no adapter is called {name!r}: this is a pooling model", param="model")
+        return None
+
+    def load(self, name: str, source: str, *, in_place: bool, done: Outcome) -> None:
+        """Refuses to load.
+
+        Raises:
+            Unsupported: always.
+        """
+        del name, source, in_place, done
+        raise Unsupported("pooling models take no LoRA adapters; serve a model that generates text")
+
+    def refuse(self, name: str, error: TriptychError) -> None:
+        """Does nothing: no request names an adapter here."""
+        del name, error
+
+    def unload(self, name: str) -> None:
+        """Refuses every name.
+
+        Raises:
+            NotFound: always.
+        """
+        raise NotFound(f"no adapter is called {name!r}", param="lora_name")
+
+    def listed(self) -> list[tuple[Adapter, list[str]]]:
+        """Returns no adapters."""
+        return []

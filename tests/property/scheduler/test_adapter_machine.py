@@ -1,0 +1,123 @@
+"""Random operations with LoRA adapters: requests of several adapters on few slots and few places on the host.
+
+The simulated device computes with what lies in its adapter slots, so a wrong adapter shows in the tokens. It
+refuses a placement into a slot in use, and one of an adapter that is not on the host.
+"""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import invariant, precondition, rule
+
+from protos.errors import Overloaded
+from scheduler_svc.adapters.adapter import Adapter
+from tests.property.scheduler.test_machines import SchedulerMachine
+from tests.support.property_settings import machine
+
+pytestmark = pytest.mark.property
+
+NAMES = ("a", "b", "c", "d")
+
+
+class AdapterMachine(SchedulerMachine):
+    """Requests of the base and of four adapters, which are replaced and unloaded meanwhile."""
+
+    adapter_slots = (1, 2, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The weights that each name stands for.
+        self.weights: dict[str, str] = {}
+        self.versions = 0
+
+    def isolated_by(self, salt: str) -> tuple[str, str, str]:
+        return "", salt, self.weights.get(salt, "")
+
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 20),
+        salt=st.sampled_from(["", *NAMES]), priority=st.integers(0, 1), n=st.sampled_from([1, 1, 1, 2, 3]),
+        stop_at=st.sampled_from([None, None, 0, 5]),
+    )  # fmt: skip
+    def submit(
+        self, prompt: list[int], max_tokens: int, salt: str, priority: int, n: int, stop_at: int | None
+    ) -> None:
+        if salt and salt not in self.weights:
+            self.load(salt, same=False)
+        if not salt or salt in self.weights:
+            super().submit(prompt, max_tokens, salt, priority, n, stop_at)
+
+    @rule(name=st.sampled_from(NAMES), same=st.booleans())
+    def load(self, name: str, same: bool) -> None:
+        """Loads an adapter, or replaces it by one with the same or other weights."""
+        self.versions += 1
+        weights = self.weights[name] if same and name in self.weights else f"{name}{self.versions}"
+        try:
+            self.rig.answer_loads()
+            loaded = self.rig.load_adapter(name, weights, in_place=True)
+        except Overloaded:
+            return  # requests use every adapter on the host
+        assert isinstance(loaded, Adapter)
+        self.weights[name] = weights
+
+    @precondition(lambda self: self.weights)
+    @rule(data=st.data())
+    def unload(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.weights)))
+        self.rig.engine.adapters.unload(name)
+        del self.weights[name]
+
+    @rule(extra=st.integers(0, 2))
+    def replace_host(self, extra: int) -> None:
+        """The replica is replaced by one whose host holds more, or fewer, adapters."""
+        self.rig.max_cpu_loras = self.rig.adapter_slots + extra
+        self.crash(False)
+
+    @rule(at_once=st.booleans())
+    def loads_take_time(self, at_once: bool) -> None:
+        self.rig.loads_at_once = at_once
+        if at_once:
+            self.rig.answer_loads()
+
+    @invariant()
+    def adapter_slots_are_sound(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        scheduler = self.rig.scheduler
+        scheduler.adapters.check_integrity()
+        for request in scheduler._slots.requests:
+            adapter_id = request.adapter and request.adapter.adapter_id
+            assert request.adapter_slot == (adapter_id and scheduler.adapters.slot_of(adapter_id))
+        for adapter_id in scheduler.adapters._slots:
+            users = [
+                one
+                for one in scheduler._slots.requests
+                if one.adapter and one.adapter.adapter_id == adapter_id
+            ]
+            assert scheduler.adapters.users_of(adapter_id) == len(users)
+
+    def teardown(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.loads_at_once = True
+            self.rig.answer_loads()
+        super().teardown()
+
+    def check_that_nothing_is_left(self) -> None:
+        super().check_that_nothing_is_left()
+        for name in list(self.weights):
+            self.rig.engine.adapters.unload(name)
+        self.rig.engine.dispatch()
+        assert not self.rig.hosted, "unloaded adapters leave the host"
+        queue = self.rig.engine._queues.adapters
+        assert not queue._users
+        assert not queue._retired
+
+
+class AdapterPipelineMachine(AdapterMachine):
+    """The same on a pipeline."""
+
+    stages = (2, 3)
+
+
+TestAdapters = AdapterMachine.TestCase
+TestAdapters.settings = machine(max_examples=100, stateful_step_count=50)
+TestAdapterPipeline = AdapterPipelineMachine.TestCase
+TestAdapterPipeline.settings = machine(max_examples=60, stateful_step_count=50)

@@ -1,0 +1,284 @@
+"""LoRA adapters of requests: placed, shared, evicted, waited for, and kept over preemptions and losses."""
+
+import pytest
+
+from protos.errors import InvalidArgument, NotFound, TriptychError, Unavailable, Unsupported
+from protos.steps import AdapterPlacement, StepPlan
+from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.requests.request import RequestState
+from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
+from tests.support.scheduler.simulated_device import reaches
+
+PROMPT = (5, 6, 7, 8, 9, 10)
+
+
+def adapter_rig(*names: str, slots: int = 2, hosts: int = 4, **options: object) -> Rig:
+    """Returns a rig with adapters that are called like their weights."""
+    rig = make_rig(adapter_slots=slots, max_cpu_loras=hosts, **options)  # type: ignore[arg-type]
+    for name in names:
+        assert isinstance(rig.load_adapter(name), Adapter)
+    return rig
+
+
+def submit(rig: Rig, name: str, lora_name: str = "", *, max_tokens: int = 8, **options: object) -> None:
+    rig.submit(
+        make_submission(PROMPT, request_id=name, lora_name=lora_name, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+    )
+
+
+def check(rig: Rig, name: str, weights: str = "", max_tokens: int = 8, sequences: int = 1) -> None:
+    """Checks that a request got the tokens of its adapter."""
+    for sequence in range(sequences):
+        wanted = expected_tokens(PROMPT, max_tokens, sequence, weights)
+        assert rig.sinks[name].tokens_of(sequence) == wanted, name
+
+
+def step(rig: Rig, count: int = 1) -> list[str]:
+    """Runs steps; returns the requests that have ended, after each of them."""
+    ended = []
+    for _ in range(count):
+        rig.step()
+        ended += [name for name, sink in rig.sinks.items() if sink.events and sink.events[-1].finish_reason]
+    return ended
+
+
+def placements(plans: list[StepPlan]) -> list[AdapterPlacement]:
+    return [placement for plan in plans for placement in plan.place]
+
+
+def test_one_batch_mixes_the_base_and_several_adapters() -> None:
+    """Each request gets the tokens of its own adapter; they decode in one batch, and each is placed once."""
+    rig = adapter_rig("a", "b", "c", slots=3)
+    for name in ("", "a", "b", "c"):
+        submit(rig, f"r{name}", name)
+    plans = rig.run()
+    for name in ("", "a", "b", "c"):
+        check(rig, f"r{name}", name)
+    assert len(placements(plans)) == 3
+    assert ("decode", 4) in rig.device.shapes
+    assert not placements(rig.run())
+
+
+def test_adapters_share_no_prefixes() -> None:
+    """Equal prompts hit the cache under the same adapter only; the base keeps its own."""
+    rig = adapter_rig("a", "b")
+    for number, name in enumerate(["", "a", "b", "a", ""]):
+        submit(rig, f"r{number}", name)
+        rig.run()
+        check(rig, f"r{number}", name)
+    cached = [next(e for e in rig.sinks[f"r{n}"].events if e.first).num_cached_tokens for n in range(5)]
+    assert cached == [0, 0, 0, 4, 4]
+
+
+def test_equal_weights_share_prefixes_after_a_reload() -> None:
+    """The digest decides: a reload of the same files hits, other files under the same name do not."""
+    rig = adapter_rig("a")
+    submit(rig, "first", "a")
+    rig.run()
+    assert isinstance(rig.load_adapter("a", in_place=True), Adapter)
+    submit(rig, "same", "a")
+    rig.run()
+    assert isinstance(rig.load_adapter("a", "other", in_place=True), Adapter)
+    submit(rig, "other", "a")
+    rig.run()
+    check(rig, "same", "a")
+    check(rig, "other", "other")
+    cached = [
+        next(e for e in rig.sinks[name].events if e.first).num_cached_tokens for name in ("same", "other")
+    ]
+    assert cached == [4, 0]
+    assert len(rig.hosted) == 1, "replaced adapters leave the host"
+
+
+def test_a_request_waits_for_a_slot_and_blocks_no_other() -> None:
+    """With one adapter slot in use, the base passes the request that waits, which then runs."""
+    rig = adapter_rig("a", "b", slots=1)
+    submit(rig, "a", "a", max_tokens=20)
+    rig.step()
+    submit(rig, "b", "b")
+    submit(rig, "base")
+    rig.step()
+    states = {name: rig.engine.find(name).state for name in ("b", "base")}  # type: ignore[union-attr]
+    assert states["b"] is RequestState.WAITING
+    assert states["base"] is not RequestState.WAITING
+    rig.run()
+    check(rig, "a", "a", 20)
+    check(rig, "b", "b")
+    check(rig, "base")
+
+
+def test_newer_requests_do_not_keep_an_adapter_on_the_device() -> None:
+    """Once an older request waits for the only slot, newer ones of the adapter in it wait behind that."""
+    rig = adapter_rig("a", "b", slots=1)
+    submit(rig, "a0", "a", max_tokens=6)
+    ends = step(rig)
+    submit(rig, "b", "b", max_tokens=4)
+    for number in range(1, 6):  # each would overlap with the one before, so that the slot is never free
+        submit(rig, f"a{number}", "a", max_tokens=6)
+        ends += step(rig, 3)
+    ends += step(rig, 100)
+    assert list(dict.fromkeys(ends))[:2] == ["a0", "b"]
+    for number in range(6):
+        check(rig, f"a{number}", "a", 6)
+    check(rig, "b", "b", 4)
+
+
+def test_more_adapters_than_the_host_holds_take_turns() -> None:
+    """Adapters that no request uses leave the host and come back when a request needs them."""
+    names = ("a", "b", "c", "d", "e")
+    rig = adapter_rig(*names, slots=1, hosts=2)
+    assert len(rig.hosted) == 2
+    for number, name in enumerate(names * 2):
+        submit(rig, f"r{number}", name)
+    rig.run()
+    for number, name in enumerate(names * 2):
+        check(rig, f"r{number}", name)
+    assert rig.scheduler.stats.adapter_evictions >= 3
+
+
+def test_a_request_waits_for_its_load_and_blocks_no_other() -> None:
+    """While the worker loads an adapter, other requests run."""
+    rig = adapter_rig("a", "b", slots=1, hosts=1)
+    rig.loads_at_once = False
+    submit(rig, "a", "a")
+    submit(rig, "base")
+    rig.run()
+    check(rig, "base")
+    assert rig.engine.find("a").state is RequestState.WAITING_FOR_ADAPTER  # type: ignore[union-attr]
+    rig.answer_loads()
+    rig.run()
+    check(rig, "a", "a")
+
+
+def test_a_busy_host_makes_room_for_an_older_request() -> None:
+    """With one place on the host, newer requests of the adapter in it wait behind the one that needs it."""
+    rig = adapter_rig("b", "a", slots=1, hosts=1)
+    submit(rig, "a0", "a", max_tokens=6)
+    ends = step(rig)
+    submit(rig, "b", "b", max_tokens=4)
+    for number in range(1, 6):
+        submit(rig, f"a{number}", "a", max_tokens=6)
+        ends += step(rig, 3)
+    ends += step(rig, 100)
+    assert list(dict.fromkeys(ends))[:2] == ["a0", "b"]
+    for number in range(6):
+        check(rig, f"a{number}", "a", 6)
+
+
+def test_adapters_survive_preemption_and_lost_workers() -> None:
+    """A request keeps its adapter when blocks run out, its replica is lost, and a step fails."""
+    rig = adapter_rig("a", "b", num_blocks=14, geometry=make_geometry(max_model_len=32))
+    for number, name in enumerate(["a", "b", "", "a"]):
+        submit(rig, f"r{number}", name, max_tokens=16)
+    step(rig, 24)
+    assert rig.scheduler.stats.preemptions["memory"]
+    rig.replace_replica()
+    for _ in range(4):
+        rig.step()
+    rig.device.broken = 1
+    rig.run()
+    for number, name in enumerate(["a", "b", "", "a"]):
+        check(rig, f"r{number}", name, 16)
+
+
+def test_a_failed_placement_is_repeated() -> None:
+    """After a failed step it is unknown what lies in the slot, so its requests are admitted again."""
+    rig = adapter_rig("a", slots=1)
+    rig.fails = reaches("admit", "r0")
+    submit(rig, "r0", "a")
+    rig.step()
+    rig.fails = lambda _: False
+    plans = rig.run()
+    assert len(placements(plans)) == 1
+    check(rig, "r0", "a")
+
+
+def test_sequences_of_a_request_share_its_adapter() -> None:
+    """Forks run with the adapter of their prompt."""
+    rig = adapter_rig("a", "b", slots=1)
+    submit(rig, "r", "a", n=3)
+    submit(rig, "s", "b", n=2)
+    rig.run()
+    check(rig, "r", "a", sequences=3)
+    check(rig, "s", "b", sequences=2)
+
+
+def test_an_urgent_request_preempts_the_users_of_a_slot() -> None:
+    """If all slots are in use, the users of the slot with the fewest make way, if they are less urgent."""
+    rig = adapter_rig("a", "b", slots=1)
+    submit(rig, "low", "a", max_tokens=20, priority=1)
+    submit(rig, "base", max_tokens=20, priority=1)
+    rig.step()
+    rig.step()
+    submit(rig, "high", "b", priority=0)
+    rig.step()
+    assert rig.engine.find("low").state is RequestState.WAITING  # type: ignore[union-attr]
+    assert rig.engine.find("base").slot is not None  # type: ignore[union-attr]
+    rig.run()
+    check(rig, "low", "a", 20)
+    check(rig, "high", "b")
+
+
+def test_an_unloaded_adapter_serves_its_requests_to_their_end() -> None:
+    """The name is free at once; the adapter leaves the host after its last request."""
+    rig = adapter_rig("a", slots=1)
+    submit(rig, "running", "a", max_tokens=10)
+    rig.step()
+    submit(rig, "waiting", "a")
+    rig.engine.adapters.unload("a")
+    with pytest.raises(NotFound, match="'a' is not served here"):
+        submit(rig, "late", "a")
+    assert rig.hosted
+    rig.run()
+    check(rig, "running", "a", 10)
+    check(rig, "waiting", "a")
+    assert not rig.hosted
+    with pytest.raises(NotFound, match="no adapter is called 'a'"):
+        rig.engine.adapters.unload("a")
+
+
+def test_a_bad_adapter_is_refused_and_disturbs_no_other() -> None:
+    """The worker's reason is the answer, the name stays free, and nothing stays on the host."""
+    rig = adapter_rig("good", slots=1)
+    rig.sources["bad"] = InvalidArgument("rank 64 is more than --max-lora-rank 16")
+    refusal = rig.load_adapter("bad")
+    assert isinstance(refusal, InvalidArgument)
+    assert "rank 64" in refusal.message
+    with pytest.raises(NotFound):
+        submit(rig, "r", "bad")
+    rig.sources["bad"] = "better"
+    assert isinstance(rig.load_adapter("bad"), Adapter)
+    submit(rig, "good", "good")
+    submit(rig, "bad", "bad")
+    rig.run()
+    check(rig, "good", "good")
+    check(rig, "bad", "better")
+
+
+@pytest.mark.parametrize("changed", [NotFound("no such folder"), "other weights"])
+def test_an_adapter_that_cannot_be_loaded_again_fails_its_requests(changed: str | TriptychError) -> None:
+    """Its files are gone, or have changed, when it comes back to the host; others run on."""
+    rig = adapter_rig("a", "b", slots=1, hosts=1)
+    rig.sources["a"] = changed
+    submit(rig, "a", "a")
+    submit(rig, "b", "b")
+    rig.run()
+    error = rig.sinks["a"].events[-1].error
+    assert isinstance(error, Unavailable)
+    assert "'a'" in error.message
+    check(rig, "b", "b")
+    rig.sources["a"] = "a"
+    submit(rig, "again", "a")
+    rig.run()
+    check(rig, "again", "a")
+
+
+def test_names_are_checked() -> None:
+    """A name is an adapter's alone, and replicas without adapters load none."""
+    rig = adapter_rig("a")
+    rig.engine.adapters.registry.served_name = "base"
+    for name in ("a", "base"):
+        with pytest.raises(InvalidArgument, match=name):
+            rig.load_adapter(name)
+    with pytest.raises(Unsupported, match="--enable-lora"):
+        make_rig().load_adapter("a")
