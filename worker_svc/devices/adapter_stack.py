@@ -5,7 +5,7 @@ side, and so do the B matrices. A step's graph computes with all of them at once
 adapters. A mask with a row for each token keeps the columns of the token's own adapter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +72,45 @@ class AdapterStack:
         shape, first_out = self._shape, 0
         for part, (size, matrices) in enumerate(zip(shape.out_sizes, weights, strict=True)):
             first = part * shape.columns + slot * shape.rank
-            a = torch.zeros((shape.rank, shape.in_size), dtype=shape.dtype)
-            b = torch.zeros((size, shape.rank), dtype=shape.dtype)
-            if matrices is not None:
-                rank = matrices[0].shape[0]
-                a[:rank], b[:, :rank] = matrices
+            a, b = self._padded(size, matrices)
             self._a[first : first + shape.rank].copy_(a)
             self._b[first_out : first_out + size, first : first + shape.rank].copy_(b)
             first_out += size
+
+    def _padded(
+        self, size: int, matrices: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a part's A [stack's rank, in] and B [size, stack's rank], filled up with zeros."""
+        shape = self._shape
+        a = torch.zeros((shape.rank, shape.in_size), dtype=shape.dtype)
+        b = torch.zeros((size, shape.rank), dtype=shape.dtype)
+        if matrices is not None:
+            rank = matrices[0].shape[0]
+            a[:rank], b[:, :rank] = matrices
+        return a, b
+
+    def join(self, weight: torch.nn.Parameter) -> None:
+        """Takes the layer's own weights [out, in] along, if that makes steps with adapters faster.
+
+        Called at most once, for a layer whose product is a plain one with these weights.
+        """
+
+    def apply(
+        self,
+        product: Callable[[], torch.Tensor],
+        x: torch.Tensor,
+        bias: torch.Tensor | None,  # noqa: ARG002 - for stacks that have joined the weights
+        selection: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the layer's outputs with those of the rows' adapters, [tokens, out].
+
+        Args:
+            product: computes the layer's own outputs, the bias included.
+            x: the layer's inputs, [tokens, in].
+            bias: the layer's, [out].
+            selection: from `Device.select_adapters`.
+        """
+        return self.add(product(), x, selection)
 
     def add(self, out: torch.Tensor, x: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
         """Returns the layer's outputs with those of the rows' adapters; may overwrite `out`.

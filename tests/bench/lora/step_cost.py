@@ -1,10 +1,10 @@
 """What LoRA adapters cost a decode step, and what they cost a deployment that runs none.
 
 ``python -m tests.bench.lora.step_cost [--quick] [--device cpu|cuda] [--batches 1,8,32]`` runs SmolLM2 in
-bfloat16 in this process; on a GPU, a model of Llama 3.2 1B's shape with made-up weights. The adapters have rank
-16 and adapt every linear layer. One worker has no adapters. Another one has them enabled, with four adapter
-slots, and decodes the same batch with no adapter, with one for all rows, and with four adapters and the base
-model in turn. The modes alternate within the run, and a figure is a median.
+bfloat16 in this process; on a GPU, a model of Llama 3.2 1B's shape with made-up weights. The adapters have
+rank 16 and adapt every linear layer. One worker has no adapters. Another one has them enabled, with four
+adapter slots, and decodes the same batch with no adapter, with one for all rows, and with four adapters and
+the base model in turn. The modes alternate within the run, and a figure is a median.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from worker_svc.devices.attention import AttentionParams
-from worker_svc.devices.cuda import triton_attention, triton_kernels
+from worker_svc.devices.cuda import triton_adapters, triton_attention, triton_kernels
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PROCESSORS = 132
@@ -86,6 +86,12 @@ def main() -> None:
             constants = {"HEAD_SIZE": 64, "D": 64, "SPLITS": launch.splits, "PARTS": launch.splits}
             types = dict.fromkeys(("partial", "maxima", "sums"), "*fp32") | {"output": "*bf16"}
             kernels["combine"] = compiled(triton_kernels.combine_kernel, types, constants)
+    types = dict.fromkeys(("base", "inner", "b", "bias", "out"), "*bf16") | {
+        "slots": "*i32",
+        "blocks": "*i32",
+    }
+    constants = {"COLUMNS": 64, "RANK": 16, "HAS_BIAS": True, "ROWS": 16, "N": 64, "K": 64}
+    kernels["adapters"] = compiled(triton_adapters.expand_kernel, types, constants)
     types = dict.fromkeys(("key", "value", "cache"), "*bf16") | {"slots": "*i64"}
     constants = {"HEAD_SIZE": 64, "KV_HEADS": 8, "BLOCK_SIZE": 128, "ELEMENTS": 512}
     kernels["write"] = compiled(triton_kernels.write_kernel, types, constants)

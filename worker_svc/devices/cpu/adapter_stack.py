@@ -40,10 +40,7 @@ class PackedStack(AdapterStack):
         together = torch.zeros((self._columns, shape.in_size), dtype=shape.dtype)
         first = 0
         for part, (size, matrices) in enumerate(zip(shape.out_sizes, weights, strict=True)):
-            b = torch.zeros((size, shape.rank), dtype=shape.dtype)
-            if matrices is not None:
-                rank = matrices[0].shape[0]
-                together[part * shape.rank : part * shape.rank + rank], b[:, :rank] = matrices
+            together[part * shape.rank : (part + 1) * shape.rank], b = self._padded(size, matrices)
             packed = kernels.pack(b)
             self._b[slot, first : first + len(packed)] = packed
             first += len(packed)

@@ -10,6 +10,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
 from worker_svc.devices import gathered, in_place, latent
+from worker_svc.devices.adapter_stack import AdapterStack, StackShape
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.shapes.geometry import KvGroup
@@ -137,6 +138,16 @@ class CudaDevice(Device):
         if layer.latent:
             return latent.cache_shape(group, num_blocks, block_size)
         return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
+
+    def adapter_stack(self, shape: StackShape) -> AdapterStack:
+        """See the base class."""
+        from worker_svc.devices.cuda.adapter_stack import TritonStack
+
+        return TritonStack(shape, self.torch_device)
+
+    def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:  # noqa: ARG002
+        """See the base class. The kernel takes the slots themselves."""
+        return slots
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:  # noqa: ARG002 - the interface's
         """See the base class.

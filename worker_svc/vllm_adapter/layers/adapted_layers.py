@@ -11,6 +11,7 @@ from vllm.model_executor.layers.linear import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    UnquantizedLinearMethod,
 )
 
 from protos.errors import InvalidArgument
@@ -74,9 +75,11 @@ class _AdaptedMethod:
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out: torch.Tensor = self._base.apply(layer, x, bias)
         rows = self._selection.rows
-        return out if rows is None else self._stack.add(out, x, rows)
+        if rows is None:
+            out: torch.Tensor = self._base.apply(layer, x, bias)
+            return out
+        return self._stack.apply(lambda: self._base.apply(layer, x, bias), x, bias, rows)
 
 
 class AdaptedLayers:
@@ -162,6 +165,8 @@ class AdaptedLayers:
         for path, shape in self.shapes():
             module = self._layers[path].module
             self._stacks[path] = stack = self._device.adapter_stack(shape)
+            if type(module.quant_method) is UnquantizedLinearMethod:
+                stack.join(module.weight)
             module.quant_method = _AdaptedMethod(module.quant_method, stack, self._selection)
             self._shape = shape
 
