@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import tiny_models
 from tests.support.ranks.questions import PROMPTS, answers
 from tests.support.ranks.replica import replica
 from tests.support.reference import Reference
+from tests.support.zoo import families
 
 FLOAT32 = ("--dtype", "float32")
 EXPERTS = ("--enable-expert-parallel",)
@@ -25,11 +25,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
         ("qwen2-moe", 1, EXPERTS),
         ("glm4-moe", 1, EXPERTS),
         ("ernie-moe", 1, EXPERTS),
+        ("gpt-oss", 1, ()),
+        ("deepseek-v2", 1, EXPERTS),
     ],
 )
 def test_ranks_answer_like_one(family: str, pipeline: int, flags: tuple[str, ...], tmp_path: Path) -> None:
     """Greedy answers are those of transformers, and seeded ones those of a replica of one rank."""
-    model = tiny_models.write(family, tmp_path / "model")
+    model = families.write(family, tmp_path / "model")
     with replica(model, tmp_path, tensor=2, pipeline=pipeline, flags=(*FLOAT32, *flags)) as running:
         divided = answers(running)
     reference = Reference(model, torch.float32)

@@ -21,7 +21,7 @@ from tests.support.paths import ROOT
 from tests.support.reference import Reference
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load
-from worker_svc.devices import Device, DeviceOptions, open_device
+from worker_svc.devices import Device, DeviceName, DeviceOptions, open_device
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.settings import Backend
@@ -43,7 +43,7 @@ class Job:
     folder: str
     prompts: list[list[int]]
     """One per slot: as many as the largest bucket has real rows."""
-    device: str = "cpu"
+    device: DeviceName = "cpu"
     backend: Backend = "auto"
     window_kind: str = "paged_window"
     block_size: int = 128
@@ -51,6 +51,7 @@ class Job:
     triton: bool = False
     dtype: Dtype = "float32"
     language_model_only: bool = False
+    level: int | None = None
     adapters: list[str | None] = dataclasses.field(default_factory=list)
     """Folder of each prompt's LoRA adapter; `None` for the base model. Empty: none has one."""
 
@@ -75,6 +76,7 @@ def run(job: Job) -> list[Answer]:
         ),
         max_model_len=job.max_model_len, max_num_seqs=max(BUCKETS), block_size=job.block_size,
         decode_buckets=BUCKETS, device=device, window_kind=GroupKind(job.window_kind), backend=job.backend,
+        level=job.level,
     )  # fmt: skip
     for cache in harness.runner.cache.by_layer().values():
         memory = device.memory.resolve(cache) if isinstance(device, RblnDevice) else cache
@@ -138,11 +140,7 @@ def run_apart(jobs: Sequence[Job]) -> list[list[Answer]]:
 
 
 def _open(job: Job) -> Device:
-    assert job.device in ("cpu", "rbln")
-    return open_device(
-        "rbln" if job.device == "rbln" else "cpu",
-        DeviceOptions("rbln-check", rbln_use_custom_kernel=job.triton),
-    )
+    return open_device(job.device, DeviceOptions("rbln-check", rbln_use_custom_kernel=job.triton))
 
 
 def _answer(outputs: Sequence[SlotOutput]) -> Answer:

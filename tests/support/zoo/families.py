@@ -261,6 +261,15 @@ def _qwen2_5_vl() -> Any:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
 
 
+def _qwen2_vl() -> Any:
+    from transformers import Qwen2VLConfig
+
+    text = {key: value for key, value in COMMON.items() if key != "head_dim"}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "rope_parameters": _ROPE_OF_IMAGES}
+    vision = {"depth": 1, "embed_dim": 64, "hidden_size": 64, "num_heads": 2}
+    return Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
+
+
 def _qwen3_vl() -> Any:
     from transformers import Qwen3VLConfig
 
@@ -276,6 +285,7 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
     "gemma3-vision": _gemma3_vision,
     "llama4-vision": _llama4_vision,
     "mistral3": _mistral3,
+    "qwen2-vl": _qwen2_vl,
     "qwen2.5-vl": _qwen2_5_vl,
     "qwen3-vl": _qwen3_vl,
 }
@@ -300,11 +310,12 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 NOT_ON_NPU = {
     "bloom": "no kernels for ALiBi",
     "falcon-rw": "no kernels for ALiBi",
-    "granite": "operator aten::mul_ is not lowered",
-    "granite-moe": "operator aten::mul_ is not lowered",
     "llama4": "only device cpu serves models with the routing of CustomRoutingRouter",
+    "llama4-vision": "only device cpu serves models with the routing of CustomRoutingRouter",
 }
 """The families that device rbln refuses, and what the refusal names."""
+NOT_ON_GPU = {family: reason for family, reason in NOT_ON_NPU.items() if family.startswith("llama4")}
+"""The same for device cuda, which has the same expert layers."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "MambaForCausalLM": ({"model_type": "mamba"}, "has layers with a state of their own"),

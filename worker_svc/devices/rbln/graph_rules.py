@@ -82,6 +82,7 @@ ALLOWED_ATEN: Final = frozenset(
         "minimum",
         "mm",
         "mul",
+        "mul_",
         "native_layer_norm",
         "ne",
         "neg",

@@ -1,0 +1,51 @@
+"""The table in docs/models.md is that of the code: its small models, its refusals and its tests."""
+
+import pytest
+from transformers.models.auto import modeling_auto
+
+from tests.support.paths import ROOT
+from tests.support.zoo import families
+from tests.support.zoo.table import REFUSALS, ROWS, Row
+from worker_svc.vllm_adapter.architectures import TEXT_MODELS
+
+SMALL = families.FAMILIES | families.MULTIMODAL
+
+
+def test_every_small_model_is_in_one_row() -> None:
+    """No row lacks a model that tests run, and no model that they run lacks a row."""
+    assert sorted(family for row in ROWS for family in row.families) == sorted(SMALL)
+    assert set(families.NOT_ON_NPU) <= set(SMALL)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.architecture)
+@pytest.mark.filterwarnings("ignore")  # importing transformers
+def test_a_row_tells_the_truth(row: Row) -> None:
+    """The small models have the row's architecture, its test files exist, and text models are multimodal."""
+    for family in row.families:
+        config = SMALL[family]()
+        names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if hasattr(config, "vision_config"):
+            names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        assert names[config.model_type] == row.architecture
+    for path in row.shown_by:
+        assert (ROOT / path).is_file()
+    multimodal = bool(set(row.families) & set(families.MULTIMODAL))
+    assert multimodal == (row.architecture in TEXT_MODELS)
+
+
+def test_features_are_shown_by_their_tests() -> None:
+    """A row's ranks, LoRA and quantized weights have a test file that names its small model."""
+    files = {"ranks": "ranks", "LoRA": "lora", "4 and 8 bits": "test_quantized", "8 bits": "test_quantized"}
+    for row in ROWS:
+        for feature in row.features:
+            shown = [(ROOT / path).read_text() for path in row.shown_by if files[feature] in path]
+            assert any(f'"{family}"' in text for family in row.families for text in shown), (row, feature)
+
+
+def test_all_text_models_and_refusals_are_in_the_page() -> None:
+    """The page names each of them; the refusals' test file exists."""
+    text = (ROOT / "docs" / "models.md").read_text()
+    for name in (*TEXT_MODELS, *families.REFUSED):
+        assert f"`{name}`" in text
+    assert (ROOT / REFUSALS).is_file()
+    assert {row.architecture for row in ROWS} >= set(TEXT_MODELS)

@@ -1,0 +1,81 @@
+"""docs/models.md, from the table of the tests' small models."""
+
+from tests.support.docs.pages import NOTICE, page, table
+from tests.support.zoo import families
+from tests.support.zoo.table import REFUSALS, ROWS
+from worker_svc.vllm_adapter.architectures import TEXT_MODELS
+
+_BEFORE = """# Models
+
+The worker builds a model from vLLM's class for its architecture (`architectures` in its config.json) and runs it on
+its own kernels. A small random model of every architecture below gives transformers' greedy tokens in float32, and its
+log-probabilities within 0.001: prompts in chunks, decode steps in every bucket with other requests' memory in the
+padding, eagerly and in graphs. Other architectures that vLLM knows may work as well; nothing here tests them.
+
+## What is served
+
+Every row runs on CPUs. `tests/e2e/zoo/test_gpu.py` compares the rows on a GPU; it needs one, and it has not run yet. The
+column NPU is true for graphs that pass the rules of `rbln-check`; no real NPU has run them. Most of these tests are
+slow ones: `make test-slow` runs them.
+"""
+
+_NOTES = """## Notes
+
+- **Latent attention (DeepSeek).** On CPUs and GPUs the paged cache holds one latent vector and one rotated key a token,
+  instead of keys and values of all heads, and a plain PyTorch kernel reads it. Prefix sharing works as with other
+  models. NPU kernels take keys and values, so that an NPU expands them and needs more KV memory. Quantized weights are
+  refused with latent attention, and so is sparse attention (DeepSeek-V3.2).
+- **gpt-oss.** Checkpoints in bfloat16 are served, for example `unsloth/gpt-oss-20b-BF16`. MXFP4 is refused by name.
+- **Llama 4** attends within chunks of 8,192 tokens in most layers. A context of one chunk is served, where this is full
+  attention; `--max-model-len` above it is refused.
+- **Phi-3 with long contexts** uses the long rotary factors if `--max-model-len` lets it, as vLLM does: the model's own
+  limit decides, not the length of one request.
+- **ALiBi** on GPUs runs in plain PyTorch, not in the Triton kernels.
+
+## Multimodal checkpoints
+
+`--language-model-only`, or `VLLM_RBLN_DISABLE_MM=1`, serves the text model inside a multimodal checkpoint. The other
+weights are neither read nor held in memory. Without it such a checkpoint is refused in one line that names the flag.
+Chat messages with an image are refused with status 400, which names the part's type.
+"""
+
+_REFUSED = """## What is refused
+
+Each of these is refused in one line, before anything is built. So is every architecture whose layers keep a state other
+than keys and values, every encoder-decoder model, and every multimodal model that is not in the table above.
+"""
+
+
+def models() -> str:
+    """Returns the page."""
+    served = table(
+        ("architecture", "models", "what is special", "GPU", "NPU", "tested with", "shown by"),
+        [
+            (
+                f"`{row.architecture}`",
+                row.models,
+                row.special,
+                row.gpu,
+                row.npu,
+                ", ".join(row.features),
+                "<br>".join(f"`{path}`" for path in row.shown_by),
+            )
+            for row in ROWS
+        ],
+    )
+    refused = table(
+        ("architecture", "the line says"),
+        [(f"`{name}`", reason) for name, (_, reason) in families.REFUSED.items()],
+    )
+    texts = table(
+        ("architecture", "served as"), [(f"`{name}`", f"`{text}`") for name, text in TEXT_MODELS.items()]
+    )
+    return page(
+        [NOTICE, "", _BEFORE],
+        served,
+        [_NOTES],
+        texts,
+        [_REFUSED],
+        refused,
+        [f"`{REFUSALS}` shows the refusals."],
+    )
