@@ -7,7 +7,7 @@ slots or plans. On every device the shapes are static: prefill is one row of `ch
 
 import abc
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from torch.nn import functional
 from protos.kv_groups import GroupKind
 from worker_svc.devices.adapter_stack import AdapterStack, StackShape, mask_of
 from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsPlan, StepInput
-from worker_svc.devices.quantized import PlainQuantizedLinear, QuantizedWeights
+from worker_svc.devices.quantized import QuantizedProducts
 from worker_svc.shapes.geometry import KvGroup
 
 
@@ -126,6 +126,9 @@ class Device(abc.ABC):
     """Whether the device works through its kernels in order while the host goes on, so that the host may
     launch a step before it reads the results of the one before. Such a device overrides `start_reading`."""
 
+    quantized: ClassVar[QuantizedProducts] = QuantizedProducts()
+    """Products with quantized weights."""
+
     def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - optional
         """Sets the folder of compiled code, and drops what `compile` has compiled so far.
 
@@ -184,41 +187,6 @@ class Device(abc.ABC):
 
     def place_weights(self, model: torch.nn.Module) -> None:  # noqa: B027 - most models are built in place
         """Moves a model's loaded weights to where the device's graphs read them."""
-
-    def check_quantization(self, bits: Collection[int], groups: Collection[int | None]) -> None:  # noqa: B027 - see `check_attention`
-        """Checks that the device serves weights that are quantized so.
-
-        Args:
-            bits: those of a code, of all layers.
-            groups: inputs that share a scale, of all layers; `None` if all of an output channel do.
-
-        Raises:
-            ConfigurationRefused: says in one line what it does not serve.
-        """
-
-    def quantized_bytes(self, outputs: int, inputs: int, groups: int, bits: int) -> int:  # noqa: ARG002 - for other devices
-        """Returns the memory of the result of `quantized_linear` for weights of these sizes."""
-        return outputs * (inputs + groups * 2)
-
-    def quantized_linear(
-        self,
-        weights: QuantizedWeights,
-        dtype: torch.dtype,
-        *,
-        wide: bool = False,  # noqa: ARG002 - for other devices
-    ) -> torch.nn.Module:
-        """Brings a layer's quantized weights into the form that the device multiplies by.
-
-        Args:
-            weights: where the device computes; need not be kept.
-            dtype: of activations.
-            wide: whether the results are logits, which may be float32.
-
-        Returns:
-            A module whose forward takes activations [..., inputs] and a bias or `None`, and returns
-            [..., outputs].
-        """
-        return PlainQuantizedLinear(weights, dtype)
 
     def check_attention(self, params: AttentionParams) -> None:  # noqa: B027 - a device may serve all layers
         """Checks that the device's kernels serve such a layer; called once for each layer with a cache.

@@ -1,9 +1,14 @@
-"""Products with quantized weights in plain PyTorch: for NPUs, and where a device has no kernel of its own."""
+"""Products with quantized weights: the interface to a device's kernels, and their form in plain PyTorch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.nn import functional
+
+SCALE_BYTES: Final = 2
+"""Bytes of a scale in half precision."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,41 @@ class QuantizedWeights:
     """[outputs, groups]; groups of consecutive inputs, all of one size."""
     bits: int
     """Bits of a code, 4 or 8."""
+
+
+class QuantizedProducts:
+    """A device's products with quantized weights; by itself those in plain PyTorch, correct on any device."""
+
+    def check(self, bits: Collection[int], groups: Collection[int | None]) -> None:
+        """Checks that the device serves weights that are quantized so, before any are loaded.
+
+        Args:
+            bits: those of a code, of all layers.
+            groups: inputs that share a scale, of all layers; `None` if all of an output channel do.
+
+        Raises:
+            ConfigurationRefused: says in one line what it does not serve.
+        """
+
+    def num_bytes(self, outputs: int, inputs: int, groups: int, bits: int, dtype: torch.dtype) -> int:
+        """Returns the memory of the result of `layer` for weights of these sizes."""
+        del bits
+        return outputs * (inputs + groups * dtype.itemsize)
+
+    def layer(self, weights: QuantizedWeights, dtype: torch.dtype, *, wide: bool) -> torch.nn.Module:
+        """Brings a layer's weights into the form that the device multiplies by.
+
+        Args:
+            weights: where the device computes; need not be kept.
+            dtype: of activations.
+            wide: whether the results are logits, which may be float32.
+
+        Returns:
+            A module whose forward takes activations [..., inputs] and a bias or `None`, and returns
+            [..., outputs].
+        """
+        del wide
+        return PlainQuantizedLinear(weights, dtype)
 
 
 class PlainQuantizedLinear(torch.nn.Module):

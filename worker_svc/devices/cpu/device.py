@@ -23,8 +23,8 @@ from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.adapter_stack import PackedStack
 from worker_svc.devices.cpu.adapter_stack import serves as serves_adapters
 from worker_svc.devices.cpu.kernels import ops
-from worker_svc.devices.cpu.kernels.program import PANEL, AttentionPlan, Kernels, Program, serves
-from worker_svc.devices.quantized import QuantizedWeights
+from worker_svc.devices.cpu.kernels.program import AttentionPlan, Kernels, Program, serves
+from worker_svc.devices.cpu.quantized import CpuProducts
 from worker_svc.shapes.geometry import KvGroup
 
 # vLLM registers its compiled kernels in this namespace.
@@ -59,6 +59,7 @@ class CpuDevice(Device):
     window_kind: ClassVar[GroupKind] = GroupKind.PAGED_WINDOW
     # Level 2 is no faster here: little work is left between the compiled kernels.
     default_level: ClassVar[int] = 1
+    quantized: ClassVar[CpuProducts] = CpuProducts()
 
     def check_available(self) -> None:
         """See the base class.
@@ -181,20 +182,6 @@ class CpuDevice(Device):
         """See the base class. Our own kernels take the slots themselves."""
         return slots if serves_adapters(shape) else super().select_adapters(slots, shape)
 
-    def quantized_bytes(self, outputs: int, inputs: int, groups: int, bits: int) -> int:
-        """See the base class."""
-        if ops.kernels() is None:
-            return super().quantized_bytes(outputs, inputs, groups, bits)
-        return -(-outputs // PANEL) * PANEL * (inputs * bits // 8 + groups * 2)
-
-    def quantized_linear(
-        self, weights: QuantizedWeights, dtype: torch.dtype, *, wide: bool = False
-    ) -> torch.nn.Module:
-        """See the base class."""
-        if dtype != torch.bfloat16 or ops.kernels() is None:
-            return super().quantized_linear(weights, dtype, wide=wide)
-        return _QuantizedLinear(weights, wide=wide)
-
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:
         """See the base class."""
         return ops.lower(op, args, result)
@@ -213,27 +200,6 @@ class CpuDevice(Device):
             else:
                 fused += run
         return fused
-
-
-class _QuantizedLinear(torch.nn.Module):
-    """A product with quantized weights in our own kernel."""
-
-    def __init__(self, weights: QuantizedWeights, *, wide: bool) -> None:
-        """Packs the weights; `wide` products are float32."""
-        super().__init__()
-        kernels = ops.kernels()
-        assert kernels is not None
-        self._bits, self._columns, self._wide = weights.bits, weights.codes.shape[0], wide
-        packed, self._factor = kernels.pack_codes(weights.codes.contiguous(), weights.scales, weights.bits)
-        self._packed = torch.nn.Parameter(packed, requires_grad=False)
-
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Maps [..., inputs] to [..., outputs]."""
-        rows = x.reshape(-1, x.shape[-1])
-        product: torch.Tensor = torch.ops.triptych_cpu.quantized_linear(
-            rows, self._packed, self._factor, self._bits, bias, self._columns, self._wide
-        )
-        return product.view(*x.shape[:-1], self._columns)
 
 
 def _kernels_for(

@@ -40,6 +40,7 @@ from worker_svc.devices.rbln.ops import registry
 from worker_svc.devices.rbln.ops.argmax import emit_argmax
 from worker_svc.devices.rbln.ops.experts import emit_experts
 from worker_svc.devices.rbln.ops.signatures import CUSTOM, TRITON, Namespace
+from worker_svc.devices.rbln.quantized import NpuProducts
 from worker_svc.devices.rbln.vendor import Vendor
 from worker_svc.shapes.geometry import NULL_BLOCK, KvGroup
 
@@ -93,6 +94,7 @@ class RblnDevice(Device):
     default_level: ClassVar[int] = 1
     highest_level: ClassVar[int] = 1
     weights_are_constants: ClassVar[bool] = True
+    quantized: ClassVar[NpuProducts] = NpuProducts()
     compiler_packages: ClassVar[tuple[str, ...]] = ("rebel-compiler", "torch-rbln")
 
     def __init__(self, options: DeviceOptions | None = None) -> None:

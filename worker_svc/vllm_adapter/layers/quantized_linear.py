@@ -61,7 +61,7 @@ class QuantizedLayers(QuantizationConfig):
         self.quantization = quantization
         self.device = device
         schemes = [scheme for _, scheme in quantization.schemes]
-        device.check_quantization({scheme.bits for scheme in schemes}, {scheme.group for scheme in schemes})
+        device.quantized.check({scheme.bits for scheme in schemes}, {scheme.group for scheme in schemes})
         self._scheme_of = modules
         for name in modules or ():
             if name.rpartition(".")[2] in ("embed_tokens", "word_embeddings"):
@@ -192,8 +192,8 @@ class QuantizedLinearMethod(LinearMethodBase):
             )
         untyped: Any = layer
         untyped.params_dtype = params_dtype
-        untyped.quantized_bytes = self._device.quantized_bytes(
-            outputs, inputs, scheme.groups(inputs), scheme.bits
+        untyped.quantized_bytes = self._device.quantized.num_bytes(
+            outputs, inputs, scheme.groups(inputs), scheme.bits, params_dtype
         )
         weight = PackedvLLMParameter(
             data=torch.empty(outputs, inputs * scheme.bits // _WORD_BITS, dtype=torch.int32),
@@ -221,7 +221,7 @@ class QuantizedLinearMethod(LinearMethodBase):
             self._scheme.bits,
         )
         del parameters.weight_packed, parameters.weight_scale
-        layer.quantized = self._device.quantized_linear(weights, parameters.params_dtype, wide=self._wide)
+        layer.quantized = self._device.quantized.layer(weights, parameters.params_dtype, wide=self._wide)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None

@@ -89,7 +89,7 @@ def test_scales_of_any_size(kernels: Kernels, largest: float) -> None:
 def test_the_device_chooses_a_product(dtype: torch.dtype, wide: bool) -> None:
     """Activations of any type and shape are served; logits of our own kernel are float32."""
     weights = _weights(70, 64, 32, 4)
-    layer = CpuDevice().quantized_linear(weights, dtype, wide=wide)
+    layer = CpuDevice().quantized.layer(weights, dtype, wide=wide)
     x, bias = torch.randn(2, 3, 64).to(dtype), torch.randn(70).to(dtype)
     out = layer(x, bias)
     is_own = not isinstance(layer, PlainQuantizedLinear)
@@ -98,5 +98,5 @@ def test_the_device_chooses_a_product(dtype: torch.dtype, wide: bool) -> None:
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     stored = sum(parameter.nbytes for parameter in layer.parameters())
-    own = CpuDevice().quantized_bytes(70, 64, 2, 4)
-    assert stored == (own if is_own else 70 * 64 + 70 * 2 * dtype.itemsize)
+    assert stored == CpuDevice().quantized.num_bytes(70, 64, 2, 4, dtype)
+    assert stored == (96 * (32 + 4) if is_own else 70 * 64 + 70 * 2 * dtype.itemsize)
