@@ -15,7 +15,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from worker_svc.devices.attention import AttentionParams
-from worker_svc.devices.cuda import triton_adapters, triton_attention, triton_kernels
+from worker_svc.devices.cuda import (
+    triton_adapters,
+    triton_attention,
+    triton_kernels,
+    triton_quantized,
+    triton_quantized_kernels,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PROCESSORS = 132
@@ -65,6 +71,29 @@ def attention(
     return compiled(triton_kernels.attend_kernel, types, constants, **options), launch
 
 
+def quantized() -> dict[str, Any]:
+    """Compiles the kernels of quantized weights, with groups of 64 and per channel."""
+    made = {}
+    for bits, group in ((4, 64), (8, 0)):
+        types = dict.fromkeys(("x", "scales", "out"), "*bf16") | {"words": "*i32"}
+        common: dict[str, Any] = {"BITS": bits, "GROUP": group, "BIAS": False, "bias": None}
+        outputs, wide, warps = triton_quantized.few_rows_launch(1, 256)
+        constants = common | {"ROWS": 1, "N": outputs, "W": wide}
+        made[f"few rows, {bits} bits"] = compiled(
+            triton_quantized_kernels.few_rows_kernel, types, constants, num_warps=warps
+        )
+        outputs, warps, stages = triton_quantized.many_rows_launch(32, 2048)
+        constants = common | {"M": 32, "N": outputs}
+        made[f"many rows, {bits} bits"] = compiled(
+            triton_quantized_kernels.many_rows_kernel, types, constants, num_warps=warps, num_stages=stages
+        )
+        constants = {"BITS": bits, "GROUP": group, "N": 16, "W": 64}
+        made[f"dequantize, {bits} bits"] = compiled(
+            triton_quantized_kernels.dequantize_kernel, types, constants
+        )
+    return made
+
+
 def main() -> None:
     """Compiles all kernels and prints their shared memory."""
     llama = AttentionParams(32, 8, 64, 0.125, 0, 0.0, writes=True)
@@ -95,6 +124,7 @@ def main() -> None:
     types = dict.fromkeys(("key", "value", "cache"), "*bf16") | {"slots": "*i64"}
     constants = {"HEAD_SIZE": 64, "KV_HEADS": 8, "BLOCK_SIZE": 128, "ELEMENTS": 512}
     kernels["write"] = compiled(triton_kernels.write_kernel, types, constants)
+    kernels |= quantized()
     print(json.dumps({name: kernel.metadata.shared for name, kernel in kernels.items()}))
 
 

@@ -13,6 +13,7 @@ from worker_svc.devices import gathered, in_place, latent
 from worker_svc.devices.adapter_stack import AdapterStack, StackShape
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
+from worker_svc.devices.cuda.quantized import TritonProducts
 from worker_svc.shapes.geometry import KvGroup
 
 # Some kernels compile or tune themselves on their first call, which a capture cannot contain.
@@ -32,6 +33,7 @@ class CudaDevice(Device):
     default_level: ClassVar[int] = 2
     captures: ClassVar[bool] = True
     runs_ahead: ClassVar[bool] = True
+    quantized: ClassVar[TritonProducts] = TritonProducts()
 
     def __init__(self, local_rank: int = 0) -> None:
         """Allocates nothing yet; the GPU is the one at `local_rank`, modulo their number."""

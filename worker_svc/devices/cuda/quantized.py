@@ -1,0 +1,82 @@
+"""Products with quantized weights on GPUs: our Triton kernels as an operator, so that graphs record them."""
+
+from typing import Any
+
+import torch
+
+from worker_svc.devices.quantized import (
+    SCALE_BYTES,
+    PlainQuantizedLinear,
+    QuantizedProducts,
+    QuantizedWeights,
+)
+
+# Inputs of a tile of the kernels' words, by bits.
+_TILE_INPUTS = {4: 128, 8: 64}
+# The fewest inputs of a group that the kernels take.
+_SMALLEST_GROUP = 16
+
+
+class TritonProducts(QuantizedProducts):
+    """Packs weights for our kernels."""
+
+    def num_bytes(self, outputs: int, inputs: int, groups: int, bits: int, dtype: torch.dtype) -> int:
+        """See the base class."""
+        if not _serves(inputs, groups, dtype):
+            return super().num_bytes(outputs, inputs, groups, bits, dtype)
+        padded = -(-inputs // _TILE_INPUTS[bits]) * _TILE_INPUTS[bits]
+        return outputs * (padded * bits // 8 + groups * SCALE_BYTES)
+
+    def layer(self, weights: QuantizedWeights, dtype: torch.dtype, *, wide: bool) -> torch.nn.Module:
+        """See the base class."""
+        del wide
+        if not _serves(weights.codes.shape[1], weights.scales.shape[1], dtype):
+            return PlainQuantizedLinear(weights, dtype)
+        return _TritonQuantizedLinear(weights, dtype)
+
+
+def _serves(inputs: int, groups: int, dtype: torch.dtype) -> bool:
+    whole = groups == 1 or inputs // groups % _SMALLEST_GROUP == 0
+    return dtype in (torch.bfloat16, torch.float16) and whole
+
+
+class _TritonQuantizedLinear(torch.nn.Module):
+    """A product in our kernels."""
+
+    def __init__(self, weights: QuantizedWeights, dtype: torch.dtype) -> None:
+        """Packs the weights; scales get the type of activations."""
+        super().__init__()
+        # Imported here, because Triton is missing or slow to import on machines without a GPU.
+        from worker_svc.devices.cuda import triton_quantized
+
+        self._bits = weights.bits
+        self._words = torch.nn.Parameter(triton_quantized.pack(weights), requires_grad=False)
+        self._scales = torch.nn.Parameter(weights.scales.to(dtype).contiguous(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Maps [..., inputs] to [..., outputs]."""
+        rows = x.reshape(-1, x.shape[-1])
+        product: torch.Tensor = torch.ops.triptych_cuda.quantized_linear(
+            rows, self._words, self._scales, self._bits, bias
+        )
+        return product.view(*x.shape[:-1], product.shape[-1])
+
+
+def _run(
+    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bits: int, bias: torch.Tensor | None
+) -> torch.Tensor:
+    from worker_svc.devices.cuda import triton_quantized
+
+    return triton_quantized.multiply(x, words, scales, bits, bias)
+
+
+def _shape(x: torch.Tensor, words: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], words.shape[0]))
+
+
+torch.library.define(
+    "triptych_cuda::quantized_linear",
+    "(Tensor x, Tensor words, Tensor scales, int bits, Tensor? bias) -> Tensor",
+)
+torch.library.impl("triptych_cuda::quantized_linear", "CUDA", _run)
+torch.library.register_fake("triptych_cuda::quantized_linear", _shape)
