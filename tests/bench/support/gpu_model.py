@@ -23,7 +23,7 @@ SERVED_NAME: Final = "bench"
 """The model's name in requests."""
 VOCAB_SIZE: Final = 128_256
 _PORT: Final = 18_000
-_CONFIG: Final = {
+CONFIG: Final = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 2048,
     "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
     "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
@@ -34,9 +34,10 @@ _CONFIG: Final = {
     "tie_word_embeddings": True, "dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
     "bos_token_id": 128000, "eos_token_id": 128001,
 }  # fmt: skip
+"""The model's config.json."""
 
 
-def model_folder(parent: Path, config: Mapping[str, Any] = _CONFIG) -> Path:
+def model_folder(parent: Path, config: Mapping[str, Any] = CONFIG) -> Path:
     """Makes a folder with the configuration and, for the gateway, a tokenizer with a word per token id."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.bench.decode_step import Floor, weight_bytes
-from tests.bench.gpu_load import Costs
+from tests.bench.gpu.load import Costs
 from tests.bench.support.http_load import Arrivals
 from tests.bench.support.step_parts import HEAD, StepParts
 from tests.bench.vs_vllm import QUICK_WORKLOADS, ratios, table

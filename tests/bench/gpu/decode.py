@@ -1,6 +1,6 @@
 """Compares decode steps of a 1B model on a GPU with the time that memory needs.
 
-``python -m tests.bench.gpu_decode [--quick] [--no-services] [--gateways N]`` needs a CUDA GPU. The model has
+``python -m tests.bench.gpu.decode [--quick] [--no-services] [--gateways N]`` needs a CUDA GPU. The model has
 the shape of Llama 3.2 1B and made-up weights. For each batch (1, 8, 32, 128) and context (200 and 2,000
 tokens) the bench measures the median time of a decode step, from the plan to the tokens on the host. The
 floor is the time to read the weights and the batch's keys and values at this GPU's measured bandwidth.

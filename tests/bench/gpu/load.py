@@ -1,6 +1,6 @@
 """Compares a served load on a GPU with the time that its chunks and steps take in one process.
 
-``python -m tests.bench.gpu_load [--quick] [--gateways N]`` needs a CUDA GPU. The model has the shape of Llama
+``python -m tests.bench.gpu.load [--quick] [--gateways N]`` needs a CUDA GPU. The model has the shape of Llama
 3.2 1B and made-up weights. At 16, 64 and 128 requests at a time, a closed loop of streamed completions has
 prompts of 512 tokens and answers of 128. Its clients are processes of their own, so that they are not what is
 measured.

@@ -1,0 +1,176 @@
+"""Compares models with quantized weights with the same model in bfloat16: decode steps and perplexity.
+
+``python -m tests.bench.quantized [--quick] [--model smollm2|gemma3-270m]`` makes both kinds of quantized
+folders as `triptych quantize` does, runs all three models in this process on all cores, and times decode
+steps of 1, 8 and 32 rows, the models in turn, step by step. Perplexity is that of
+`tests/bench/support/quantized_text.txt`.
+
+With ``--device cuda`` the model has the shape of Llama 3.2 1B, with made-up weights and codes: groups of 64
+or a scale per channel, and the output head in 8 bits.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from tokenizers import Tokenizer
+
+from protos.errors import ConfigurationRefused
+from tests.bench.support.report import report
+from tests.support.sampling_params import sampling_params
+from tests.support.worker.harness import Harness
+from worker_svc.devices import Device, open_device
+from worker_svc.model_files.demo_models import FetchError, fetch
+from worker_svc.model_files.quantize import HEAD, quantization_config, quantization_group, quantize_folder
+from worker_svc.quantization.scheme import Scheme
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.model import VllmModel
+
+PLAIN: Final = "bf16"
+SCHEMES: Final = {"w8a16": Scheme(8, None), "w4a16": Scheme(4, 64)}
+BUCKETS: Final = (1, 8, 32)
+TEXT: Final = Path(__file__).parent / "support" / "quantized_text.txt"
+_CHUNK: Final = 128
+_MAX_LEN: Final = 2048
+_WARM_UP_STEPS: Final = 3
+_GPU_CONTEXT: Final = 200
+
+
+def _folders(source: Path, scratch: Path) -> dict[str, Path]:
+    folders = {PLAIN: source}
+    for name, scheme in SCHEMES.items():
+        folders[name] = scratch / name
+        quantize_folder(source, folders[name], scheme, clip=True, head=True)
+    return folders
+
+
+def _harness(folder: Path, device: Device) -> Harness:
+    model = VllmModel(folder, device, dtype="bfloat16", seed=0)
+    model.load_weights()
+    print(f"{folder.name}: {model.size.weight_bytes / 1e6:.0f} MB of weights", file=sys.stderr)
+    return Harness(
+        model, max_model_len=_MAX_LEN, max_num_seqs=max(BUCKETS), chunk=_CHUNK, decode_buckets=BUCKETS, device=device
+    )  # fmt: skip
+
+
+def _prompt(seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(100, 40_000, (_CHUNK,), generator=generator).tolist()
+    return ids
+
+
+def _steps(harnesses: Mapping[str, Harness], bucket: int, count: int) -> dict[str, float]:
+    """Returns each model's median milliseconds per decode step; the models run in turn."""
+    taken: dict[str, list[float]] = {name: [] for name in harnesses}
+    for harness in harnesses.values():
+        for slot in range(bucket):
+            harness.prefill(slot, _prompt(slot))
+    for step in range(_WARM_UP_STEPS + count):
+        for name, harness in harnesses.items():
+            started = time.perf_counter()
+            harness.decode(range(bucket), bucket)
+            if step >= _WARM_UP_STEPS:
+                taken[name].append(time.perf_counter() - started)
+    for harness in harnesses.values():
+        harness.release(range(bucket))
+    return {name: 1000 * statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def perplexity(harness: Harness, token_ids: list[int]) -> float:
+    """Returns the perplexity of a text, from the log-probabilities of its tokens after the first."""
+    output = harness.prefill(0, token_ids, sampling_params(temperature=0.0, prompt_logprobs=0))
+    harness.release((0,))
+    logprobs = [entry.logprob for entry in output.prompt_logprobs]
+    assert len(logprobs) == len(token_ids) - 1
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
+def _on_cpu(arguments: argparse.Namespace) -> None:
+    device = open_device("cpu")
+    source = fetch(arguments.model)
+    startup.prepare(device.name)
+    text = Tokenizer.from_file(str(source / "tokenizer.json")).encode(TEXT.read_text()).ids[: _MAX_LEN - 1]
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = _folders(source, Path(scratch))
+        harnesses = {name: _harness(folder, device) for name, folder in folders.items()}
+    perplexities = {name: perplexity(harness, text) for name, harness in harnesses.items()}
+    steps = {bucket: _steps(harnesses, bucket, 10 if arguments.quick else 60) for bucket in BUCKETS}
+    print(f"{arguments.model}, {device.product_name()}; medians, ms; perplexity of {len(text)} tokens")
+    print(f"{'':<8}" + "".join(f"{f'decode {bucket}':>12}" for bucket in BUCKETS) + f"{'perplexity':>12}")
+    for name in harnesses:
+        print(
+            f"{name:<8}"
+            + "".join(f"{steps[bucket][name]:>12.2f}" for bucket in BUCKETS)
+            + f"{perplexities[name]:>12.3f}"
+        )
+    ratios = {
+        f"{PLAIN}_over_{name}_decode_{bucket}": steps[bucket][PLAIN] / steps[bucket][name]
+        for bucket in BUCKETS
+        for name in SCHEMES
+    } | {f"perplexity_{name}_over_{PLAIN}": perplexities[name] / perplexities[PLAIN] for name in SCHEMES}
+    figures = {
+        "model": arguments.model,
+        "device": device.product_name(),
+        "steps_ms": steps,
+        "perplexity": perplexities,
+    }
+    report("quantized", figures, ratios)
+
+
+def _on_gpu(arguments: argparse.Namespace) -> None:
+    from tests.bench.gpu.decode import in_process
+    from tests.bench.support.gpu_model import CONFIG, model_folder
+
+    configs: dict[str, dict[str, Any]] = {PLAIN: dict(CONFIG)}
+    for name, scheme in SCHEMES.items():
+        groups = {"0": quantization_group(scheme, ["Linear"]), "1": quantization_group(HEAD, ["lm_head"])}
+        configs[name] = CONFIG | {
+            "tie_word_embeddings": False, "quantization_config": quantization_config(groups, [])
+        }  # fmt: skip
+    steps: dict[str, dict[str, float]] = {}
+    for name, config in configs.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = model_folder(Path(scratch), config)
+            steps[name] = in_process(folder, BUCKETS, (_GPU_CONTEXT,), 40 if arguments.quick else 200)
+        torch.cuda.empty_cache()
+    print(f"Llama 3.2 1B's shape, {torch.cuda.get_device_name()}; medians, ms")
+    ratios: dict[str, float] = {}
+    for bucket in BUCKETS:
+        at = f"b{bucket}_c{_GPU_CONTEXT}"
+        print(f"decode {bucket}: " + ", ".join(f"{name} {times[at]:.3f}" for name, times in steps.items()))
+        ratios |= {
+            f"{PLAIN}_over_{name}_decode_{bucket}": steps[PLAIN][at] / steps[name][at] for name in SCHEMES
+        }
+    report("quantized", {"gpu": torch.cuda.get_device_name(), "steps_ms": steps}, ratios)
+
+
+def main() -> int:
+    """Prints a table and the line of JSON.
+
+    Returns:
+        0, or 2 after a one-line error if the model or the device is not available.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = parser.parse_args()
+    try:
+        (_on_gpu if arguments.device == "cuda" else _on_cpu)(arguments)
+    except (ConfigurationRefused, FetchError) as error:
+        print(f"quantized: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
