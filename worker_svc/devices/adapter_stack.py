@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+MOST_PARTS = 4
+"""The most parts of a layer that kernels serve."""
 NO_ADAPTER = -1
 """Stands for an adapter slot in rows that run the base model."""
 

@@ -115,11 +115,9 @@ def main() -> None:
             constants = {"HEAD_SIZE": 64, "D": 64, "SPLITS": launch.splits, "PARTS": launch.splits}
             types = dict.fromkeys(("partial", "maxima", "sums"), "*fp32") | {"output": "*bf16"}
             kernels["combine"] = compiled(triton_kernels.combine_kernel, types, constants)
-    types = dict.fromkeys(("base", "inner", "b", "bias", "out"), "*bf16") | {
-        "slots": "*i32",
-        "blocks": "*i32",
-    }
-    constants = {"COLUMNS": 64, "RANK": 16, "HAS_BIAS": True, "ROWS": 16, "N": 64, "K": 64}
+    types = dict.fromkeys(("base", "inner", "b", "bias", "out"), "*bf16") | {"slots": "*i32"}
+    constants = {"END0": 2048, "END1": 2560, "END2": 3072, "END3": 3072}
+    constants |= {"COLUMNS": 64, "RANK": 16, "HAS_BIAS": True, "ROWS": 16, "N": 64, "K": 64}
     kernels["adapters"] = compiled(triton_adapters.expand_kernel, types, constants)
     types = dict.fromkeys(("key", "value", "cache"), "*bf16") | {"slots": "*i64"}
     constants = {"HEAD_SIZE": 64, "KV_HEADS": 8, "BLOCK_SIZE": 128, "ELEMENTS": 512}

@@ -6,7 +6,7 @@ import torch
 
 from worker_svc.devices.adapter_stack import AdapterStack, LayerWeights, StackShape
 from worker_svc.devices.cpu.kernels import ops
-from worker_svc.devices.cpu.kernels.program import MAX_ADAPTER_PARTS, PANEL
+from worker_svc.devices.cpu.kernels.program import PANEL
 
 _own: Any = torch.ops.triptych_cpu
 
@@ -16,7 +16,6 @@ def serves(shape: StackShape) -> bool:
     return (
         shape.dtype == shape.activations == torch.bfloat16
         and shape.in_size % 2 == shape.rank % 2 == 0
-        and len(shape.out_sizes) <= MAX_ADAPTER_PARTS
         and ops.kernels() is not None
     )
 

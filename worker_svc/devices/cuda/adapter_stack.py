@@ -1,11 +1,13 @@
 """LoRA adapters of one layer on a GPU: the A matrices join the layer's weights, a kernel does the rest."""
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from worker_svc.devices.adapter_stack import AdapterStack, LayerWeights, StackShape
+from worker_svc.devices.adapter_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
 
 # Outputs and rows of a program; the fewest rows that tensor cores take.
 _BLOCK, _ROWS = 64, 16
@@ -22,7 +24,6 @@ class TritonStack(AdapterStack):
         b = torch.zeros((sum(shape.out_sizes), shape.columns), dtype=shape.dtype, device=device)
         super().__init__(shape, a, b)
         self._joined: torch.Tensor | None = None
-        self._blocks = torch.tensor(_blocks(shape.out_sizes), dtype=torch.int32, device=device)
 
     def join(self, weight: torch.nn.Parameter) -> None:
         """Moves the layer's weights [out, in] in front of the A matrices, so that one product does both."""
@@ -54,33 +55,24 @@ class TritonStack(AdapterStack):
                 [sum(self._shape.out_sizes), self._a.shape[0]], dim=-1
             )
         result: torch.Tensor = torch.ops.triptych_cuda.lora_expand(
-            base, inner, self._b, selection, bias, self._blocks, self._shape.rank
+            base, inner, self._b, selection, bias, self._shape.out_sizes, self._shape.rank
         )
         return result
 
 
-def _blocks(sizes: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Returns blocks of outputs, each within one part: the part, the first output, and the end."""
-    blocks, begin = [], 0
-    for part, size in enumerate(sizes):
-        blocks += [
-            (part, first, min(first + _BLOCK, begin + size)) for first in range(begin, begin + size, _BLOCK)
-        ]
-        begin += size
-    return blocks
-
-
 def _expand(
     base: torch.Tensor, inner: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None,
-    blocks: torch.Tensor, rank: int,
+    sizes: Sequence[int], rank: int,
 ) -> torch.Tensor:  # fmt: skip
     from worker_svc.devices.cuda.triton_adapters import expand_kernel
 
     rows, columns = base.shape[0], b.shape[1]
     out = _empty_like_base(base)
     tile = min(_MOST_COLUMNS, max(16, 1 << (columns - 1).bit_length()))
-    expand_kernel[len(blocks), -(-rows // _ROWS)](
-        base, inner, b, slots, bias, blocks, out, rows, base.stride(0), inner.stride(0), out.stride(0),
+    ends = [*itertools.accumulate(sizes)]
+    ends += ends[-1:] * (MOST_PARTS - len(ends))
+    expand_kernel[sum(-(-size // _BLOCK) for size in sizes), -(-rows // _ROWS)](
+        base, inner, b, slots, bias, out, rows, base.stride(0), inner.stride(0), out.stride(0), *ends,
         COLUMNS=columns, RANK=rank, HAS_BIAS=bias is not None, ROWS=_ROWS, N=_BLOCK, K=tile,
     )  # fmt: skip
     return out
@@ -92,7 +84,7 @@ def _empty_like_base(base: torch.Tensor, *_: Any) -> torch.Tensor:
 
 torch.library.define(
     "triptych_cuda::lora_expand",
-    "(Tensor base, Tensor inner, Tensor b, Tensor slots, Tensor? bias, Tensor blocks, int rank) -> Tensor",
+    "(Tensor base, Tensor inner, Tensor b, Tensor slots, Tensor? bias, int[] sizes, int rank) -> Tensor",
 )
 for _key in ("CUDA", "CPU"):  # Triton's interpreter runs on the host
     torch.library.impl("triptych_cuda::lora_expand", _key, _expand)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import (
 )
 
 from protos.errors import InvalidArgument
-from worker_svc.devices.adapter_stack import AdapterStack, StackShape
+from worker_svc.devices.adapter_stack import MOST_PARTS, AdapterStack, StackShape
 from worker_svc.devices.base import Device
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
 from worker_svc.lora.store import LayerMatrices
@@ -270,6 +270,8 @@ def _layer_of(module: Any, name: str) -> _Layer | None:
     elif kind is ReplicatedLinear:
         parts = (_part(0, module.output_size),)
     else:
+        return None
+    if len(parts) > MOST_PARTS:
         return None
     return _Layer(module, slice(0, module.input_size), module.input_size, parts)
 

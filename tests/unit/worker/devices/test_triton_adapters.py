@@ -58,13 +58,8 @@ def test_the_kernel_equals_plain_operators(
 
     got = stack.apply(product, x, added, device.select_adapters(slots, shape))
     expected = plain.apply(product, x, added, Device.select_adapters(device, slots, shape))
-    torch.testing.assert_close(
-        got,
-        expected,
-        rtol=1e-5 if dtype == torch.float32 else 2e-2,
-        atol=1e-4 if dtype == torch.float32 else 0.2,
-    )
+    rtol, atol = (1e-5, 1e-4) if dtype == torch.float32 else (2e-2, 0.2)
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
     base = slots < 0
-    torch.testing.assert_close(
-        got[base], product()[base], rtol=1e-6, atol=1e-6 if dtype == torch.float32 else 2e-2
-    )
+    # A product of other sizes may sum in another order.
+    torch.testing.assert_close(got[base], product()[base], rtol=rtol, atol=atol)

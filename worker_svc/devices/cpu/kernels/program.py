@@ -23,8 +23,6 @@ PANEL: Final = 32
 """Columns of a panel, the unit of packed weights and of cached keys."""
 MAX_HEAD_SIZE: Final = 256
 """The largest head that the attention kernel serves."""
-MAX_ADAPTER_PARTS: Final = 4
-"""The most parts of a layer whose LoRA adapters the kernels serve."""
 # The most query heads that may share a key head.
 _MAX_GROUP: Final = 48
 # Bytes of a cache line.
@@ -252,7 +250,7 @@ class Kernels:
             shrunk: bfloat16 [rows, parts * rank], from `shrink`.
             packed: by adapter slot, the panels of all parts, [slots, panels, rank / 2, 32, 2].
             slots: int32 [rows]; rows with -1 are left as they are.
-            sizes: columns of each part, at most `MAX_ADAPTER_PARTS`.
+            sizes: columns of each part, at most `adapter_stack.MOST_PARTS`.
         """
         rank = shrunk.shape[1] // len(sizes)
         numbers = (*out.shape, rank, len(sizes), packed.shape[1], *itertools.accumulate(sizes))
