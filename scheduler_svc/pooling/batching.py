@@ -13,25 +13,33 @@ from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.requests.request import Request
 
+# The largest share of a batch's rows that may be padding: where a step takes about as long with few rows as
+# with many, and where each row has its price.
+_PADDING, _COSTLY_PADDING = 1 / 2, 1 / 8
 
-def choose_batch(waiting: int, batches: Sequence[int]) -> int:
+
+def choose_batch(waiting: int, batches: Sequence[int], *, padding_costs: bool = False) -> int:
     """Returns the batch size that `waiting` requests fill best.
 
-    This is the smallest batch that all of them fit into. If more than half of its rows would be padding, the
+    This is the smallest batch that all of them fit into. If too many of its rows would be padding, the
     largest batch that they fill is better. If no batch is small enough or large enough, the nearest one is
     used.
 
     Args:
         waiting: number of requests, at least 1.
         batches: sizes to choose from, ascending; at least one.
+        padding_costs: whether a row of padding takes as long as another one. It still is better than a step
+            of less than half as many rows.
     """
     smaller = [batch for batch in batches if batch <= waiting]
     larger = [batch for batch in batches if batch > waiting]
-    if smaller and smaller[-1] == waiting:
-        return waiting
-    if larger and (not smaller or 2 * waiting >= larger[0]):
+    if not larger or (smaller and smaller[-1] == waiting):
+        return smaller[-1]
+    if not smaller:
         return larger[0]
-    return smaller[-1]
+    is_costly = padding_costs and 2 * smaller[-1] >= larger[0]
+    room = larger[0] * (_COSTLY_PADDING if is_costly else _PADDING)
+    return larger[0] if larger[0] - waiting <= room else smaller[-1]
 
 
 class PoolQueue:
@@ -41,13 +49,21 @@ class PoolQueue:
     requests that join its batch. Every operation costs O(log waiting).
     """
 
-    def __init__(self, shapes: Sequence[PoolShape], make_order: Callable[[], OrderPolicy]) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[PoolShape],
+        make_order: Callable[[], OrderPolicy],
+        *,
+        padding_costs: bool = False,
+    ) -> None:
         """Starts empty.
 
         Args:
             shapes: at least one.
             make_order: makes the order policy of one queue.
+            padding_costs: see `choose_batch`.
         """
+        self._padding_costs = padding_costs
         self.shapes = tuple(sorted(shapes))
         self._batches: dict[int, list[int]] = {}
         for shape in self.shapes:
@@ -102,7 +118,9 @@ class PoolQueue:
         assert prompt_len is not None
         queue = self._by_len[prompt_len]
         count = 1 if request.suspect else len(queue)
-        shape = PoolShape(prompt_len, choose_batch(count, self._batches[prompt_len]))
+        shape = PoolShape(
+            prompt_len, choose_batch(count, self._batches[prompt_len], padding_costs=self._padding_costs)
+        )
         size = 1 if request.suspect else shape.batch
         batch: list[Request] = []
         while request is not None:

@@ -123,11 +123,19 @@ class PoolEngine:
         """The shapes of the deployment; empty before the first :meth:`serve`."""
         return self._queue.shapes if self._queue is not None else ()
 
-    def serve(self, model: PooledModel, shapes: tuple[PoolShape, ...]) -> None:
-        """Accepts requests from now on; the first call fixes the shapes."""
+    def serve(
+        self, model: PooledModel, shapes: tuple[PoolShape, ...], *, padding_costs: bool = False
+    ) -> None:
+        """Accepts requests from now on; the first call fixes the shapes and how batches are chosen.
+
+        Args:
+            model: the served model.
+            shapes: its static shapes.
+            padding_costs: see `choose_batch`.
+        """
         self.model = model
         if self._queue is None:
-            self._queue = PoolQueue(shapes, self._make_order)
+            self._queue = PoolQueue(shapes, self._make_order, padding_costs=padding_costs)
 
     def submit(self, submission: object, sink: Sink) -> None:
         """Refuses a generating request; see :class:`scheduler_svc.workers.engine_protocol.EngineProtocol`.

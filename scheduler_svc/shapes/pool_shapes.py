@@ -10,28 +10,34 @@ from protos.steps import PoolShape
 _FACTOR = 4
 _SHORTEST_PROMPT = 64
 _TOKENS_PER_BATCH = 1024
+# Where graphs are cheap, padding is what costs: these lengths replace those up to the last of them, and their
+# batches grow by 2. A CPU gains nothing from larger batches.
+_CHEAP_LENGTHS = (16, 24, 32, 48, 64, 96, 128, 256)
+_CHEAP_TOKENS_PER_BATCH = 512
 
 
-def default_shapes(max_context: int, max_batch: int, max_tokens: int | None = None) -> tuple[PoolShape, ...]:
+def default_shapes(
+    max_context: int, max_batch: int, max_tokens: int | None = None, *, cheap_graphs: bool = False
+) -> tuple[PoolShape, ...]:
     """Returns shapes for every prompt that a model can read, for example 1x64, 4x64, 16x64, 1x256, 4x256.
 
-    No shape has more than `max_tokens`.
+    For the arguments see `shapes_of`.
     """
-    most = _TOKENS_PER_BATCH
-    if max_tokens is not None:
-        max_context, most = min(max_context, max_tokens), min(most, max_tokens)
-    lengths = []
+    longest = max_context if max_tokens is None else min(max_context, max_tokens)
+    lengths = [length for length in _CHEAP_LENGTHS if cheap_graphs and length < longest]
     length = _SHORTEST_PROMPT
-    while length < max_context:
-        lengths.append(length)
+    while length < longest:
+        if not lengths or length > lengths[-1]:
+            lengths.append(length)
         length *= _FACTOR
-    lengths.append(max_context)
     shapes = []
-    for prompt_len in lengths:
+    for prompt_len in [*lengths, longest]:
+        is_cheap = cheap_graphs and prompt_len <= _CHEAP_LENGTHS[-1]
+        factor, most = (2, _CHEAP_TOKENS_PER_BATCH) if is_cheap else (_FACTOR, _TOKENS_PER_BATCH)
         batch = 1
-        while batch == 1 or (batch <= max_batch and batch * prompt_len <= most):
+        while batch == 1 or (batch <= max_batch and batch * prompt_len <= min(most, max_tokens or most)):
             shapes.append(PoolShape(prompt_len, batch))
-            batch *= _FACTOR
+            batch *= factor
     return tuple(shapes)
 
 
@@ -42,6 +48,7 @@ def shapes_of(
     max_context: int,
     max_batch: int,
     max_tokens: int | None = None,
+    cheap_graphs: bool = False,
 ) -> tuple[PoolShape, ...]:
     """Returns the shapes that the settings name, ascending, or the default shapes if they name none.
 
@@ -51,6 +58,7 @@ def shapes_of(
         max_context: the longest prompt that the model can read, tokens.
         max_batch: the largest batch that the device can run, rows.
         max_tokens: most tokens of a batch whose results fit into a message; `None` if any do.
+        cheap_graphs: whether the default shapes may be many.
 
     Raises:
         ConfigurationRefused: the model or the device cannot run one of the shapes.
@@ -72,7 +80,7 @@ def shapes_of(
                 f"pool_batch_sizes, pool_prompt_lens: results of {shape} tokens are too large for a message; a shape"
                 f" may have {max_tokens} tokens"
             )
-    return shapes or default_shapes(max_context, max_batch, max_tokens)
+    return shapes or default_shapes(max_context, max_batch, max_tokens, cheap_graphs=cheap_graphs)
 
 
 def format_shapes(shapes: Sequence[PoolShape]) -> str:

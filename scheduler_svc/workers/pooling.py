@@ -58,8 +58,9 @@ class PoolingReplicas:
         limits, model = description.limits, description.model
         room = _RESULT_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
         chosen = shapes_of(
-            batches, lengths, max_context=limits.max_context, max_batch=limits.max_batch, max_tokens=room
-        )
+            batches, lengths, max_context=limits.max_context, max_batch=limits.max_batch, max_tokens=room,
+            cheap_graphs=description.cheap_graphs,
+        )  # fmt: skip
         del model.message.pooling.shapes[:]
         model.message.pooling.shapes.extend(map(shape_to_proto, chosen))
         return ReplicaSetup(
@@ -81,7 +82,8 @@ class PoolingReplicas:
         del num_blocks, served_name  # no KV memory, no histogram
         model = description.model
         pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size, model.message.pooling)
-        self.engine.serve(pooled, shapes)
+        # Graphs are cheap where a step's time grows with its tokens, on CPUs.
+        self.engine.serve(pooled, shapes, padding_costs=description.cheap_graphs)
         scheduler = self.engine.make_scheduler(replica_id, pooled)
         self.engine.attach(replica_id, PoolReplica(scheduler, link.wake, link.failing))
         return scheduler

@@ -111,6 +111,8 @@ class Device(abc.ABC):
     """Whether compiled code contains the weights."""
     compiler_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
+    has_cheap_graphs: ClassVar[bool] = False
+    """Whether a graph of recorded kernels costs little time and memory."""
     has_own_compiler: ClassVar[bool] = False
     """Whether `compile` runs a compiler that keeps its own cache in the folder of `use_code_folder`."""
     block_dim: int = 0

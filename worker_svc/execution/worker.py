@@ -24,7 +24,7 @@ from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints, StepConstraints
 from worker_svc.grammars.relayed import FollowingConstraints, LeadingConstraints
 from worker_svc.graphs.compilation import Compilation, graph_options
-from worker_svc.graphs.graph_runner import GraphOptions
+from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.lora.store import AdapterStore
@@ -148,6 +148,7 @@ class Worker:
         else:
             self._digest.set_result(dummy_digest(settings.seed, self.device.name))
         options = graph_options(settings, self.device)
+        self.has_cheap_graphs = self.device.has_cheap_graphs and options.level < INDUCTOR_LEVEL
         from worker_svc.vllm_adapter import startup
         from worker_svc.vllm_adapter.model import VllmModel
 

@@ -1,5 +1,6 @@
 """Scores, classes and results of tokens of small random models equal those of transformers."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -121,6 +122,51 @@ def test_results_equal_those_of_transformers(kind: tiny_classifiers.Kind, tmp_pa
         ):
             assert found.shape == wanted.shape
             assert (found - wanted).abs().max() < 1e-4
+
+
+def test_a_model_that_generates_becomes_a_reranker(tmp_path: Path) -> None:
+    """As its folder asks, the score is the softmax of "yes" against "no" behind the prompt."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 256, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 12, "max_position_embeddings": 64,
+    }  # fmt: skip
+    qwen = Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)).eval()
+    qwen.save_pretrained(tmp_path)
+    words = {"no": 7, "yes": 9, **{f"w{index}": index for index in range(256) if index not in (7, 9)}}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, "w0"))).save_pretrained(tmp_path)
+    asked = {
+        "architectures": ["Qwen3ForSequenceClassification"], "classifier_from_token": ["no", "yes"],
+        "method": "from_2_way_softmax",
+    }  # fmt: skip
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | asked))
+    model = loaded(tmp_path)
+    assert model.description.pooling == PoolingDescription(
+        "LAST", 1, "classify", "sigmoid", labels=("LABEL_0",)
+    )
+    for found, logits in zip(results(runner_of(model)), reference(qwen, None), strict=True):
+        assert found.item() == pytest.approx(logits[-1, [7, 9]].softmax(-1)[1].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "dimensions"),
+    [({"is_matryoshka": True}, ()), ({"matryoshka_dimensions": [16, 8]}, (8, 16)), ({}, None)],
+)
+def test_matryoshka_models_are_recognized(
+    config: dict[str, Any], dimensions: tuple[int, ...] | None, tmp_path: Path
+) -> None:
+    """By what their config.json says."""
+    tiny_embedders.write("causal", tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | config))
+    description = VllmModel(tmp_path, open_device("cpu"), dtype="float32", seed=0).description
+    assert description.pooling is not None
+    assert description.pooling.dimensions == dimensions
 
 
 def test_an_embedding_model_gives_vectors_of_tokens(tmp_path: Path) -> None:

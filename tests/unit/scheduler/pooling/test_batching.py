@@ -36,6 +36,22 @@ def test_the_best_filled_batch_is_chosen(waiting: int, batches: list[int], chose
     assert choose_batch(waiting, batches) == chosen
 
 
+@pytest.mark.parametrize(
+    ("waiting", "batches", "chosen"),
+    [
+        (7, [1, 2, 4, 8], 8),  # an eighth is padding
+        (6, [1, 2, 4, 8], 4),
+        (3, [1, 2, 4], 2),
+        (12, [4, 8, 16], 8),
+        (6, [1, 8], 8),  # six steps of one row would take longer
+        (3, [1, 8], 1),
+    ],
+)
+def test_costly_padding_is_avoided(waiting: int, batches: list[int], chosen: int) -> None:
+    """Where rows of padding cost as much as others, several full batches are better."""
+    assert choose_batch(waiting, batches, padding_costs=True) == chosen
+
+
 def test_a_batch_has_one_prompt_length() -> None:
     """A longer request between shorter ones waits for its own batch."""
     queue = queue_of(shape(4, 4), shape(1, 8))

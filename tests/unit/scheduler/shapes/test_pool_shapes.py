@@ -24,6 +24,15 @@ def test_shapes_from_settings_are_sorted_and_unique() -> None:
     assert found == (shape(4, 16), shape(1, 64))
 
 
+def test_cheap_graphs_make_more_default_shapes() -> None:
+    """Short prompts have more lengths and batches; long ones the same as otherwise."""
+    shapes = default_shapes(2048, 4096, cheap_graphs=True)
+    assert [one.batch for one in shapes if one.prompt_len == 24] == [1, 2, 4, 8, 16]
+    assert sorted({one.prompt_len for one in shapes})[4:] == [64, 96, 128, 256, 1024, 2048]
+    few = default_shapes(40, 2, cheap_graphs=True)
+    assert format_shapes(few) == "1x16, 2x16, 1x24, 2x24, 1x32, 2x32, 1x40, 2x40 (rows x tokens)"
+
+
 def test_results_of_tokens_bound_the_shapes() -> None:
     """The default shapes hold at most so many tokens; a larger one of the settings is refused."""
     assert format_shapes(default_shapes(512, 8, max_tokens=100)) == "1x64, 1x100 (rows x tokens)"

@@ -1,0 +1,241 @@
+"""Compares embeddings of Triptych with those of ``vllm serve``: MiniLM on the same CPU, in turn.
+
+``python -m tests.bench.pooling.vs_vllm_embeddings [--quick] [--dtype TYPE]`` starts vLLM with its default
+thread binding, vLLM on all cores, and ``triptych up``, all with ``--dtype TYPE``. A client sends requests of
+1, 8 and 32 texts, one after the other. The contenders take turns request by request and get the same texts,
+because the machine's speed drifts; those without a request are idle. Texts are random words of 3 to 40 tokens
+and never sent twice to one server. All embeddings are compared, too.
+
+vLLM runs in a separate environment (``.cache/vllm-peer/``); the first run makes it, which takes minutes.
+Otherwise the bench takes about five minutes on two cores, mostly for vLLM's starts. ``--quick`` leaves out
+vLLM's default binding and sends a quarter of the texts.
+
+Figures are texts per second, from the median time of a request, and the processor time of a text, which
+depends less on other work of the machine. Ratios are ours divided by the better of vLLM's two settings.
+"""
+
+import argparse
+import contextlib
+import random
+import shutil
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from protos.errors import ConfigurationRefused
+from tests.bench.support import vllm_env
+from tests.bench.support.contenders import Contender, ContenderFailed, Server, running
+from tests.bench.support.report import report
+from worker_svc.model_files.demo_models import FetchError, fetch
+
+OURS: Final = "triptych"
+MODEL: Final = "minilm"
+SIZES: Final = (1, 8, 32)
+REQUESTS: Final = 64
+_WARM_UP: Final = 4
+_WORDS: Final = [
+    "the",
+    "a",
+    "river",
+    "people",
+    "city",
+    "of",
+    "and",
+    "in",
+    "stone",
+    "green",
+    "runs",
+    "was",
+    "old",
+    "seven",
+    "light",
+    "while",
+    "book",
+    "music",
+    "they",
+    "by",
+]
+_SHORTEST, _LONGEST = 1, 38
+# How far two embeddings of length 1 may be apart, by dtype.
+_TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 3e-2}
+
+
+def contenders(folder: Path, vllm: Path, dtype: str, *, quick: bool) -> list[Contender]:
+    """Returns vLLM with its default thread binding, vLLM on all cores, and Triptych."""
+    served = ("--served-model-name", MODEL, "--dtype", dtype)
+
+    def theirs(port: int, _: Path) -> list[str]:
+        # vLLM asks for nearly all of the machine's memory, or refuses to start if other programs use it.
+        return [
+            str(vllm), "serve", str(folder), *served, "--host", "127.0.0.1", "--port", str(port),
+            "--gpu-memory-utilization", "0.3",
+        ]  # fmt: skip
+
+    def ours(port: int, run_dir: Path) -> list[str]:
+        return [
+            sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), *served, "--device", "cpu",
+            "--port", str(port), "--scheduler-port", "0", "--run-dir", str(run_dir / "run"),
+        ]  # fmt: skip
+
+    all_cores = Contender("vllm, all cores", theirs, environment={"VLLM_CPU_OMP_THREADS_BIND": "0-1"})
+    # Ours is first: until vLLM serves, its standby process has long imported what it needs.
+    return [Contender(OURS, ours, is_ours=True), all_cores, *([] if quick else [Contender("vllm", theirs)])]
+
+
+def texts(seed: int, count: int) -> list[str]:
+    """Returns random texts."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(_WORDS, k=draw.randint(_SHORTEST, _LONGEST))) for _ in range(count)]
+
+
+def embed(server: Server, inputs: list[str]) -> tuple[float, list[list[float]]]:
+    """Returns the seconds that a request took, and its embeddings."""
+    started = time.perf_counter()
+    response = httpx.post(
+        f"http://127.0.0.1:{server.port}/v1/embeddings", json={"model": MODEL, "input": inputs}, timeout=120
+    )
+    seconds = time.perf_counter() - started
+    if response.status_code != httpx.codes.OK:
+        raise ContenderFailed(f"a request failed: {response.text[:200]}")
+    data: list[dict[str, Any]] = response.json()["data"]
+    return seconds, [entry["embedding"] for entry in data]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one contender needs for requests of one size."""
+
+    texts_per_s: float
+    """From the median time of a request."""
+    cpu_ms: float
+    """Processor time of all its processes for one text, milliseconds."""
+
+
+def measure(servers: Mapping[str, Server], size: int, requests: int) -> tuple[dict[str, Rates], float]:
+    """Returns the rates of each contender, and the largest difference between their embeddings.
+
+    Args:
+        servers: healthy servers by contender.
+        size: texts of a request.
+        requests: how many to send to each.
+    """
+    seconds: dict[str, list[float]] = defaultdict(list)
+    before: dict[str, float] = {}
+    furthest = 0.0
+    for number in range(-_WARM_UP, requests):
+        if number == 0:
+            before = {name: _cpu_seconds(server) for name, server in servers.items()}
+        inputs = texts(1000 * size + number, size)
+        answers = {}
+        for name, server in servers.items():
+            taken, answers[name] = embed(server, inputs)
+            if number >= 0:
+                seconds[name].append(taken)
+        furthest = max(furthest, _largest_difference(answers))
+    return {
+        name: Rates(
+            size / statistics.median(seconds[name]),
+            1000 * (_cpu_seconds(server) - before[name]) / (size * requests),
+        )
+        for name, server in servers.items()
+    }, furthest
+
+
+def _cpu_seconds(server: Server) -> float:
+    """Returns the processor time that a server's processes have taken so far."""
+    family = (server.process, *server.process.children(recursive=True))
+    return sum(sum(process.cpu_times()[:2]) for process in family)
+
+
+def ratios(figures: Mapping[str, Mapping[int, Rates]]) -> dict[str, float]:
+    """Returns our figures divided by the best of the others', by name."""
+    others = [measured for name, measured in figures.items() if name != OURS]
+    found: dict[str, float] = {}
+    for size, ours in figures[OURS].items():
+        found[f"texts_per_s_{size}"] = ours.texts_per_s / max(other[size].texts_per_s for other in others)
+        found[f"cpu_time_{size}"] = ours.cpu_ms / min(other[size].cpu_ms for other in others)
+    return found
+
+
+def main() -> int:
+    """Prints a table and the line of JSON.
+
+    Returns:
+        0; 1 if a contender fails or embeddings differ, 2 if vLLM's environment or the model is missing. One
+        line says why.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one setting of vLLM, fewer texts")
+    parser.add_argument("--dtype", choices=tuple(_TOLERANCE), default="float32", help="of all contenders")
+    arguments = parser.parse_args()
+    try:
+        _bench(arguments.dtype, quick=arguments.quick)
+    except (ConfigurationRefused, FetchError) as error:
+        print(f"vs_vllm_embeddings: {error}", file=sys.stderr)
+        return 2
+    except ContenderFailed as error:
+        print(f"vs_vllm_embeddings: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _bench(dtype: str, *, quick: bool) -> None:
+    vllm, folder = vllm_env.commands() / "vllm", fetch(MODEL)
+    scratch = vllm_env.FOLDER / "embedding-runs"
+    shutil.rmtree(scratch, ignore_errors=True)
+    figures: dict[str, dict[int, Rates]] = defaultdict(dict)
+    furthest = 0.0
+    with contextlib.ExitStack() as stack:
+        servers = {}
+        for contender in contenders(folder, vllm, dtype, quick=quick):
+            print(f"starting {contender.name}", file=sys.stderr, flush=True)
+            place = scratch / contender.name.replace(", ", "-").replace(" ", "-")
+            servers[contender.name] = stack.enter_context(running(contender, place, place / "caches"))
+        for size in SIZES:
+            measured, difference = measure(servers, size, REQUESTS // 4 if quick else REQUESTS)
+            furthest = max(furthest, difference)
+            for name, rate in measured.items():
+                figures[name][size] = rate
+    if furthest > _TOLERANCE[dtype]:
+        raise ContenderFailed(f"embeddings differ by {furthest:.4f}, more than {_TOLERANCE[dtype]}")
+    print(f"{MODEL}, {dtype}: texts per second, and CPU ms of a text")
+    print(f"{'texts a request':<20}" + "".join(f"{size:>18}" for size in SIZES))
+    for name, rates in figures.items():
+        print(
+            f"{name:<20}"
+            + "".join(f"{rate.texts_per_s:>10.1f}{rate.cpu_ms:>8.2f}" for rate in rates.values())
+        )
+    rounded = {
+        name: {
+            str(size): {"texts_per_s": round(rate.texts_per_s, 1), "cpu_ms": round(rate.cpu_ms, 2)}
+            for size, rate in rates.items()
+        }
+        for name, rates in figures.items()
+    }
+    facts = {"model": MODEL, "dtype": dtype, "largest_difference": furthest}
+    report("vs_vllm_embeddings", {**facts, "contenders": rounded}, ratios(figures))
+
+
+def _largest_difference(embeddings: Mapping[str, list[list[float]]]) -> float:
+    """Returns the largest difference of a value between our embeddings and another contender's."""
+    ours = embeddings[OURS]
+    return max(
+        abs(one - other)
+        for name, theirs in embeddings.items()
+        if name != OURS
+        for first, second in zip(ours, theirs, strict=True)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
