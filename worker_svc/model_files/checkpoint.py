@@ -15,6 +15,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 _LONGEST_HEADER = 100_000_000
 # Floating-point types that --dtype converts, with their bytes.
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+# How the names of numbers in MXFP4 end; see `quantization.mxfp4`.
+_MXFP4 = "_blocks"
 
 
 @dataclass(frozen=True)
@@ -154,9 +156,14 @@ class Checkpoint:
         return cls(tuple(shards.values()))
 
     def num_bytes(self, itemsize: int | None = None) -> int:
-        """Returns the bytes of all weights, as stored or with `itemsize` bytes per floating-point element."""
-        return sum(
-            tensor.num_elements * itemsize if itemsize and tensor.kind in _FLOATS else tensor.num_bytes
-            for shard in self.shards
-            for tensor in shard.tensors.values()
-        )
+        """Returns the bytes of all weights, as stored or with `itemsize` bytes per floating-point element.
+
+        Experts in MXFP4 count as what they become: two elements a byte, in bfloat16 without an `itemsize`.
+        """
+
+        def bytes_of(name: str, tensor: Tensor) -> int:
+            if name.endswith(_MXFP4) and tensor.kind == "U8":
+                return 2 * tensor.num_elements * (itemsize or _FLOATS["BF16"])
+            return tensor.num_elements * itemsize if itemsize and tensor.kind in _FLOATS else tensor.num_bytes
+
+        return sum(bytes_of(*each) for shard in self.shards for each in shard.tensors.items())

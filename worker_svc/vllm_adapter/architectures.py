@@ -70,11 +70,11 @@ def served_as(config: Mapping[str, Any], *, language_model_only: bool) -> list[s
         raise ConfigurationRefused(
             f"{shown} has cross-attention, which is not served; choose a decoder-only model"
         )
-    quantization = config.get("quantization_config") or text.get("quantization_config") or {}
-    if quantization.get("quant_method") == "mxfp4":
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "mxfp4" and names != ["GptOssForCausalLM"]:
         raise ConfigurationRefused(
-            f"{shown} has weights in MXFP4, which is not served;"
-            " use a checkpoint in bfloat16, for example unsloth/gpt-oss-20b-BF16"
+            f"{shown} has weights in MXFP4, which is served for GptOssForCausalLM alone;"
+            " choose a checkpoint in bfloat16"
         )
     for name in names:
         if name in TEXT_MODELS and not language_model_only:

@@ -13,6 +13,7 @@ from worker_svc.devices.base import Device
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantization.checkpoint_config import CheckpointQuantization
 from worker_svc.quantization.checkpoint_config import read as read_quantization
+from worker_svc.quantization.mxfp4 import is_mxfp4
 from worker_svc.quantization.scheme import Scheme
 from worker_svc.quantization.stored_tensors import quantized_module
 from worker_svc.ranks.layout import RankLayout
@@ -69,7 +70,7 @@ def configure(
             enable_expert_parallel=layout.experts,
             # Without a name, vLLM would look for as many devices as there are ranks.
             distributed_executor_backend="mp",
-            hf_overrides=_OVERRIDES[is_text_model, quantization is not None],
+            hf_overrides=_OVERRIDES[is_text_model, quantization is not None or is_mxfp4(folder)],
         ).create_engine_config()
 
     config = configured(dtype)

@@ -11,6 +11,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantization.checkpoint_config import CheckpointQuantization
+from worker_svc.quantization.mxfp4 import Mxfp4Experts
 from worker_svc.quantization.stored_tensors import to_common_form
 from worker_svc.vllm_adapter.architectures import text_weight
 from worker_svc.vllm_adapter.configuration import is_text_model
@@ -45,6 +46,7 @@ class ShardLoader(DefaultModelLoader):
                 " choose another model"
             )
         rename = text_weight if is_text_model(model_config) else str
+        experts = Mxfp4Experts(model_config.dtype)
         shards = Checkpoint.open(Path(model_config.model)).shards
         for done, shard in enumerate(shards):
             self._progress(done, len(shards), shard.path.name)
@@ -54,7 +56,7 @@ class ShardLoader(DefaultModelLoader):
                         if rename(name) is None:
                             continue
                         tensor = file.get_tensor(name)
-                        common: tuple[str, torch.Tensor] | None = name, tensor
+                        common = experts.take(name, tensor)
                         if self._quantization is not None:
                             common = to_common_form(self._quantization, name, tensor)
                         if common is not None and (renamed := rename(common[0])):

@@ -34,7 +34,7 @@ def test_an_architecture_is_refused_by_name(architecture: str, tmp_path: Path) -
     """The line names the architecture and says why it is not served."""
     config, reason = families.REFUSED[architecture]
     line = refusal(tmp_path, {"architectures": [architecture], **config})
-    assert architecture in line
+    assert architecture.split(maxsplit=1)[0] in line
     assert reason in line
 
 

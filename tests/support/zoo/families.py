@@ -341,9 +341,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "has cross-attention",
     ),
     "LlavaForConditionalGeneration": ({"model_type": "llava"}, "is multimodal and not served"),
+    "LlamaForCausalLM in MXFP4": (
+        {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}},
+        "has weights in MXFP4",
+    ),
     "MPTForCausalLM": ({"model_type": "mpt"}, "vLLM has dropped it after 0.28.0"),
 }
-"""Architectures that every device refuses: what config.json has besides the name, and what the line says."""
+"""Architectures that every device refuses: what config.json has, and what the line says."""
 
 
 def write(family: str, folder: Path) -> Path:

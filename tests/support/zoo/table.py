@@ -10,6 +10,7 @@ _OLDER: Final = "tests/e2e/worker/test_families.py"
 _PARITY: Final = "tests/e2e/zoo/test_parity.py"
 _MULTIMODAL: Final = "tests/e2e/zoo/test_multimodal.py"
 _PREFIXES: Final = "tests/e2e/zoo/test_prefixes.py"
+_MXFP4: Final = "tests/e2e/zoo/test_mxfp4.py"
 _ALIBI: Final = "tests/e2e/zoo/test_alibi.py"
 _LATENT: Final = "tests/unit/worker/devices/test_latent.py"
 _SPLIT: Final = "tests/e2e/ranks/test_split_families.py"
@@ -66,7 +67,7 @@ ROWS: Final = (
     Row("Glm4MoeForCausalLM", "GLM-4.5", ("glm4-moe",), "experts in groups, chosen by sigmoids with a bias; shared experts", (_OLDER, _SPLIT), ("ranks",)),
     Row("Ernie4_5_MoeForCausalLM", "ERNIE 4.5", ("ernie-moe",), "experts chosen with a bias; shared experts", (_OLDER, _SPLIT), ("ranks",)),
     Row("GraniteMoeForCausalLM", "Granite 3 MoE", ("granite-moe",), "experts, Granite's multipliers", (_PARITY,)),
-    Row("GptOssForCausalLM", "gpt-oss", ("gpt-oss",), "attention sinks, windows in every second layer, experts with biases and clamped activations", (_PARITY, _PREFIXES, _SPLIT), ("ranks",)),
+    Row("GptOssForCausalLM", "gpt-oss", ("gpt-oss",), "attention sinks, windows in every second layer, experts with biases and clamped activations", (_PARITY, _PREFIXES, _SPLIT, _MXFP4), ("ranks",)),
     Row("Llama4ForCausalLM", "Llama 4, text only", ("llama4",), "sigmoid routing, layers without positions; contexts up to one attention chunk", (_PARITY,)),
     Row("DeepseekV2ForCausalLM", "DeepSeek-V2, V2-Lite", ("deepseek-v2", "deepseek-v2-lite"), "latent attention (MLA), experts in groups, shared experts", (_PARITY, _PREFIXES, _LATENT, _SPLIT), ("ranks",)),
     Row("DeepseekV3ForCausalLM", "DeepSeek-V3, R1", ("deepseek-v3",), "latent attention (MLA), experts in groups, chosen by sigmoids with a bias", (_PARITY, _LATENT)),
