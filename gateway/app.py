@@ -15,7 +15,7 @@ from gateway import version
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
 from gateway.metrics import Metrics
-from gateway.routes import chat, completions, models, ops, tokenize
+from gateway.routes import chat, completions, loras, models, ops, tokenize
 from gateway.routes.context import Context
 from gateway.routes.pooling import classification, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
@@ -86,7 +86,7 @@ def create_app(
     app.state.context = Context(
         settings, client, watcher, metrics, text_worker, new_id=new_id, clock=clock, wall_clock=wall_clock
     )
-    for family in (chat, completions, embeddings, scoring, classification, models, tokenize, ops):
+    for family in (chat, completions, embeddings, scoring, classification, models, loras, tokenize, ops):
         app.include_router(family.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

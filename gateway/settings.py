@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS
@@ -28,6 +28,7 @@ class Settings(ServiceSettings):
             "max_body_bytes",
             "max_prompts",
             "max_inputs",
+            "admin_api_key",
             "model_poll_s",
             "keep_alive_s",
             "max_parked_requests",
@@ -85,6 +86,14 @@ class Settings(ServiceSettings):
     max_inputs: Annotated[int, Field(ge=1, le=65536, description="Most texts in one embeddings request.")] = (
         2048
     )
+    admin_api_key: Annotated[
+        SecretStr | None,
+        Field(
+            min_length=1,
+            description="Key that lets clients load and unload LoRA adapters, as bearer token. Without it, these"
+            " routes answer 403. Prefer the variable: other users of the machine see flags.",
+        ),
+    ] = None
     resume_timeout_s: Annotated[
         float,
         Field(ge=0, le=3600, description="How long running requests wait for a lost scheduler, seconds."),

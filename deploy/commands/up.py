@@ -122,6 +122,7 @@ class Launcher:
                             *service_flags.gateway_flags(settings, ports.http, own_port, scheduler_socket),
                         ),
                         run_dir,
+                        service_flags.secrets_of(settings),
                     )
                     for name, own_port in zip(gateway_names(settings), ports.metrics, strict=True)
                 ],

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
@@ -147,7 +147,17 @@ def _given_flags(
     """
     given = [name for name in service.model_fields if name in settings.model_fields_set]
     values = {name: getattr(settings, name) for name in given} | launcher_values
-    return [_flag(name, value) for name, value in values.items() if value is not None]
+    shown = {name: value for name, value in values.items() if not isinstance(value, SecretStr)}
+    return [_flag(name, value) for name, value in shown.items() if value is not None]
+
+
+def secrets_of(settings: ServiceSettings) -> dict[str, str]:
+    """Returns the variables of the secret settings: other users of the machine would see flags."""
+    return {
+        f"TRIPTYCH_{name.upper()}": value.get_secret_value()
+        for name in settings.model_fields_set
+        if isinstance(value := getattr(settings, name), SecretStr)
+    }
 
 
 def _flag(name: str, value: object) -> str:

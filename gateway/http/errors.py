@@ -5,7 +5,9 @@
     TriptychError (protos.errors)
     ├── InvalidArgument
     │   ├── PayloadTooLarge    the body is longer than this gateway accepts
-    │   └── RequestTooSlow     the body did not arrive in time
+    │   ├── RequestTooSlow     the body did not arrive in time
+    │   ├── Unauthorized       a key is missing or wrong
+    │   └── Forbidden          a setting does not allow the request
     ├── NotFound
     │   ├── UnknownModel       the request names a model that is not served
     │   └── UnknownRoute       no such path
@@ -50,6 +52,18 @@ class RequestTooSlow(InvalidArgument):
     http_status = 408
 
 
+class Unauthorized(InvalidArgument):
+    """A key is missing or wrong."""
+
+    http_status = 401
+
+
+class Forbidden(InvalidArgument):
+    """A setting does not allow the request."""
+
+    http_status = 403
+
+
 class UnknownModel(NotFound):
     """The request names a model that is not served."""
 
@@ -82,6 +96,8 @@ TABLE: Final[dict[type[TriptychError], Row]] = {
     ContextExceeded: Row("invalid_request_error", "context_length_exceeded"),
     PayloadTooLarge: Row("invalid_request_error", "payload_too_large"),
     RequestTooSlow: Row("invalid_request_error", "request_timeout"),
+    Unauthorized: Row("invalid_request_error", "invalid_api_key"),
+    Forbidden: Row("invalid_request_error", "forbidden"),
     NotFound: Row("invalid_request_error", "not_found"),
     UnknownModel: Row("invalid_request_error", "model_not_found"),
     WrongMethod: Row("invalid_request_error", "method_not_allowed"),
@@ -125,6 +141,8 @@ def error_response(error: TriptychError, headers: dict[str, str] | None = None) 
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000) or DEFAULT_RETRY_AFTER_S)
     else:
         headers["x-should-retry"] = "false"
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
     if isinstance(error, PayloadTooLarge | RequestTooSlow):
         # The rest of the body stays unread, so the connection cannot be reused.
         headers["connection"] = "close"

@@ -86,7 +86,7 @@ async def respond(
     if beginning.is_over:
         return Response(DONE, media_type=EVENT_STREAM)
     generation = await _begin(request, form, body, served, prompts, echoes, beginning)
-    answer_id, created, model = beginning.answer_id, beginning.created, served.model.served_name
+    answer_id, created, model = beginning.answer_id, beginning.created, body.model or served.model.served_name
     reporter = Reporter(
         served.text.detokenizers.token_bytes,
         as_ids=body.return_tokens_as_token_ids,

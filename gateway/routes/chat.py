@@ -15,7 +15,7 @@ from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.generation import Delta
 from gateway.answers.responses import ChatChunks
 from gateway.routes.answer import AnswerFormat, CollectedExtras, respond
-from gateway.routes.context import context_of, read_body, served_model
+from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.routes.request_builder import encode_chat, truncated
 from gateway.schemas.answers import ChatCompletion
@@ -38,8 +38,7 @@ async def chat_completions(request: Request) -> Response:
     """
     body = await read_body(request, ChatCompletionRequest)
     context = context_of(request)
-    served = await served_model(request, body.model)
-    served.check_generates()
+    served = await generating_model(request, body.model)
     prompt = await encode_chat(
         served,
         context.text_worker,

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from gateway.answers.generation import Delta
 from gateway.answers.responses import CompletionChunks
 from gateway.routes.answer import AnswerFormat, CollectedExtras, respond
-from gateway.routes.context import context_of, read_body, served_model
+from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.routes.request_builder import encode_prompts, truncated
 from gateway.schemas.answers import Completion
@@ -36,8 +36,7 @@ async def completions(request: Request) -> Response:
     """
     body = await read_body(request, CompletionRequest)
     context = context_of(request)
-    served = await served_model(request, body.model)
-    served.check_generates()
+    served = await generating_model(request, body.model)
     _check_counts(body, context.settings.max_prompts)
     prompts = await encode_prompts(
         served,

@@ -14,6 +14,7 @@ from gateway.scheduler_link.served_model import ServedModel, ServedModelWatcher
 from gateway.schemas.base import RequestModel, parse
 from gateway.settings import Settings
 from gateway.text.tokenization import TextWorker
+from protos.triptych.v1.inference_pb2 import LoraInfo
 
 M = TypeVar("M", bound=RequestModel)
 
@@ -66,3 +67,49 @@ async def served_model(request: Request, name: str | None) -> ServedModel:
         waiting = context.client.parking.hold(watcher.found(), "no model is ready yet")
         await while_client_waits(request.receive, waiting)
     return watcher.served(name)
+
+
+async def generating_model(request: Request, name: str | None) -> ServedModel:
+    """Returns the served model for a request that generates; ``name`` may be that of a LoRA adapter.
+
+    The scheduler refuses a request that names an unknown one.
+
+    Raises:
+        Unsupported: if the model does not generate.
+        UnknownModel: if no adapter can have that name.
+        TriptychError: as :func:`served_model`.
+    """
+    served = await served_model(request, None)
+    if served.model.pool_tasks:
+        served = context_of(request).watcher.served(name)
+    served.check_generates()
+    served.adapter_of(name)
+    return served
+
+
+async def find_lora(request: Request, name: str) -> LoraInfo:
+    """Returns the LoRA adapter with that name.
+
+    Raises:
+        UnknownModel: if there is none.
+        TriptychError: if the scheduler cannot be asked.
+    """
+    context = context_of(request)
+    served = context.watcher.served()
+    for lora in await context.client.list_loras():
+        if lora.name == name:
+            return lora
+    raise served.unknown(name)
+
+
+async def known_model(request: Request, name: str | None) -> ServedModel:
+    """Returns the served model; ``name`` may be that of a LoRA adapter, which shares its tokenizer.
+
+    Raises:
+        UnknownModel: if there is no such model or adapter.
+        TriptychError: if no model is known yet, or the scheduler cannot be asked.
+    """
+    served = context_of(request).watcher.served()
+    if name is not None and name != served.model.served_name:
+        await find_lora(request, name)
+    return served

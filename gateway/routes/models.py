@@ -5,14 +5,21 @@ from typing import Any, Final
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.routes.context import context_of
+from gateway.routes.context import context_of, find_lora
 from gateway.routes.openapi import documented
 from gateway.schemas.answers import ModelCard, ModelList
+from protos.errors import Unavailable
 from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1.inference_pb2 import LoraInfo
 
 router = APIRouter(tags=["Models"])
 
 _EMBEDDINGS: Final = {pb.POOL_TASK_EMBED, pb.POOL_TASK_TOKEN_EMBED}
+
+
+def lora_card(lora: LoraInfo, base: pb.ModelInfo) -> dict[str, Any]:
+    """Returns the JSON of a LoRA adapter."""
+    return {**_card(base), "id": lora.name, "root": lora.source, "parent": base.served_name}
 
 
 def _card(model: pb.ModelInfo) -> dict[str, Any]:
@@ -36,16 +43,25 @@ def _card(model: pb.ModelInfo) -> dict[str, Any]:
 
 @router.get("/v1/models", summary="List models", response_model=None, responses=documented(ModelList))
 async def list_models(request: Request) -> dict[str, Any]:
-    """Lists the served model.
+    """Lists the served model and its LoRA adapters.
 
-    Answers 503 until a replica has been ready once.
+    Answers 503 until a replica has been ready once. While the scheduler is away, the adapters are missing.
     """
-    return {"object": "list", "data": [_card(context_of(request).watcher.served().model)]}
+    context = context_of(request)
+    base = context.watcher.served().model
+    try:
+        loras = await context.client.list_loras()
+    except Unavailable:
+        loras = ()
+    return {"object": "list", "data": [_card(base), *(lora_card(lora, base) for lora in loras)]}
 
 
 @router.get(
     "/v1/models/{model:path}", summary="Get a model", response_model=None, responses=documented(ModelCard)
 )
 async def get_model(request: Request, model: str) -> dict[str, Any]:
-    """Returns the served model if `model` is its name. Names may contain slashes."""
-    return _card(context_of(request).watcher.served(model).model)
+    """Returns the served model, or its LoRA adapter, with that name. Names may contain slashes."""
+    base = context_of(request).watcher.served().model
+    if model == base.served_name:
+        return _card(base)
+    return lora_card(await find_lora(request, model), base)

@@ -272,6 +272,7 @@ def generate_requests(
             tenant=tenant,
             cache_salt=body.cache_salt or "",
             model=served.model.served_name,
+            lora_name=served.adapter_of(body.model),
         )
         for index, prompt in enumerate(prompts)
     ]

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.routes.context import context_of, read_body
+from gateway.routes.context import context_of, known_model, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.routes.request_builder import encode_chat
 from gateway.schemas.answers import Detokenized, Tokenized
@@ -28,7 +28,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     """
     body = await read_body(request, TokenizeRequest)
     context = context_of(request)
-    served = context.watcher.served(body.model)
+    served = await known_model(request, body.model)
     if body.messages is not None:
         ids = await encode_chat(
             served,
@@ -65,5 +65,5 @@ async def detokenize(request: Request) -> dict[str, str]:
     """Returns the text of token ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest)
     context = context_of(request)
-    text = context.watcher.served(body.model).text
+    text = (await known_model(request, body.model)).text
     return {"prompt": await context.text_worker.run(len(body.tokens), lambda: text.decode(body.tokens))}

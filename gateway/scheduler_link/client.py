@@ -42,6 +42,9 @@ _TOKENIZER_TIMEOUT_FACTOR: Final = 12
 # So is the log of a long answer with log-probabilities.
 _REPLAY_TIMEOUT_FACTOR: Final = 6
 
+# Workers read an adapter from a disk or a hub; the scheduler bounds how long.
+_LOAD_TIMEOUT_S: Final = 600.0
+
 
 class InferenceClient:
     """Client of ``triptych.v1.Inference`` for one event loop."""
@@ -191,6 +194,31 @@ class InferenceClient:
             TriptychError: ``Unavailable`` if no replica has been ready yet, or the scheduler is away.
         """
         return await _typed(self._stub.GetModel(inference.GetModelRequest(), timeout=self._call_timeout_s))
+
+    async def list_loras(self) -> Sequence[inference.LoraInfo]:
+        """Returns the LoRA adapters that requests can name; raises as :meth:`get_model` does."""
+        call = self._stub.ListLoras(inference.ListLorasRequest(), timeout=self._call_timeout_s)
+        return (await _typed(call)).loras
+
+    async def load_lora(self, request: inference.LoadLoraRequest) -> inference.LoraInfo:
+        """Loads a LoRA adapter; takes as long as the workers read it.
+
+        Raises:
+            InvalidArgument: if a worker refuses it.
+            NotFound: if the workers do not find it.
+            TriptychError: as :meth:`get_model`.
+        """
+        return await _typed(self._stub.LoadLora(request, timeout=_LOAD_TIMEOUT_S))
+
+    async def unload_lora(self, name: str) -> None:
+        """Frees the name of a LoRA adapter.
+
+        Raises:
+            NotFound: if no adapter has it.
+            TriptychError: as :meth:`get_model`.
+        """
+        request = inference.UnloadLoraRequest(name=name)
+        await _typed(self._stub.UnloadLora(request, timeout=self._call_timeout_s))
 
     async def get_load(self) -> inference.Load:
         """Returns the deployment's load; raises as :meth:`get_model` does."""

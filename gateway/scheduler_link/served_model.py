@@ -11,6 +11,7 @@ from gateway.http.errors import UnknownModel, internal
 from gateway.scheduler_link.client import InferenceClient
 from gateway.text.tokenization import TextCodec
 from protos.errors import TriptychError, Unavailable, Unsupported
+from protos.limits import MAX_NAME_BYTES
 from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -31,6 +32,28 @@ class ServedModel:
     model: pb.ModelInfo
     text: TextCodec
     """The model's tokenizer and chat template."""
+
+    def unknown(self, name: str) -> UnknownModel:
+        """Returns the error of a request for another model."""
+        served = self.model.served_name
+        return UnknownModel(f"the model '{name}' is not served here; use '{served}'", param="model")
+
+    def adapter_of(self, name: str | None) -> str:
+        """Returns the name of the LoRA adapter that a request means; empty for the model itself.
+
+        The scheduler knows which adapters there are.
+
+        Args:
+            name: the model that the request names; ``None``: any.
+
+        Raises:
+            UnknownModel: if no adapter can have that name.
+        """
+        if name is None or name == self.model.served_name:
+            return ""
+        if not name or len(name.encode()) > MAX_NAME_BYTES:
+            raise self.unknown(name)
+        return name
 
     def check_generates(self) -> None:
         """Checks that the model generates text.
@@ -128,9 +151,8 @@ class ServedModelWatcher:
         if self._served is None:
             # Each `raise` adds to an exception's traceback; this one is raised many times.
             raise self._error.with_traceback(None)
-        name = self._served.model.served_name
-        if model is not None and model != name:
-            raise UnknownModel(f"the model '{model}' is not served here; use '{name}'", param="model")
+        if model is not None and model != self._served.model.served_name:
+            raise self._served.unknown(model)
         return self._served
 
     @property

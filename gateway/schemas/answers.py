@@ -289,14 +289,14 @@ class PoolingList(AnswerModel):
 
 
 class ModelCard(AnswerModel):
-    """A served model."""
+    """A served model, or one of its LoRA adapters."""
 
     id: str
     object: Literal["model"]
     created: Annotated[int, Field(description="When the model first became ready, seconds since the epoch.")]
     owned_by: str
-    root: Annotated[str, Field(description="Where the model was loaded from.")]
-    parent: None
+    root: Annotated[str, Field(description="Where the model or the adapter was loaded from.")]
+    parent: Annotated[str | None, Field(description="An adapter's base model.")]
     max_model_len: Annotated[int, Field(description="Tokens of a prompt and its answer together.")]
     pool_tasks: Annotated[
         list[str] | None, Field(description="Only for pooling models: what they serve, for example embed.")
@@ -304,8 +304,16 @@ class ModelCard(AnswerModel):
     embedding_size: Annotated[int | None, Field(description="Only for embedding models.")] = None
 
 
+class ModelDeleted(AnswerModel):
+    """A LoRA adapter that no request can name any more."""
+
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
+
+
 class ModelList(AnswerModel):
-    """The served models."""
+    """The served model and its LoRA adapters."""
 
     object: Literal["list"]
     data: list[ModelCard]

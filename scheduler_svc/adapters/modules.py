@@ -58,7 +58,7 @@ def check_name(name: str) -> None:
     """
     if not name or name != name.strip() or not name.isprintable():
         raise InvalidArgument(
-            "an adapter's name must be printable text without spaces around it", param="lora_name"
+            "an adapter's name must be printable text without spaces around it", param="name"
         )
     if len(name.encode()) > MAX_NAME_BYTES:
-        raise InvalidArgument(f"an adapter's name has at most {MAX_NAME_BYTES} bytes", param="lora_name")
+        raise InvalidArgument(f"an adapter's name has at most {MAX_NAME_BYTES} bytes", param="name")

@@ -66,13 +66,13 @@ class AdapterRegistry:
         """
         if name == self.served_name:
             raise InvalidArgument(
-                f"{name!r} is the name of the base model; choose another name", param="lora_name"
+                f"{name!r} is the name of the base model; choose another name", param="name"
             )
         if name in self._loading:
-            raise InvalidArgument(f"an adapter {name!r} is being loaded; wait for it", param="lora_name")
+            raise InvalidArgument(f"an adapter {name!r} is being loaded; wait for it", param="name")
         if name in self._adapters and not in_place:
             raise InvalidArgument(
-                f"the adapter {name!r} is loaded; unload it first, or set load_inplace", param="lora_name"
+                f"the adapter {name!r} is loaded; unload it first, or set load_inplace", param="name"
             )
         self._loading.add(name)
         return Adapter(next(self._ids), name, source)
@@ -103,5 +103,5 @@ class AdapterRegistry:
             NotFound: no adapter has the name.
         """
         if name not in self._adapters:
-            raise NotFound(f"no adapter is called {name!r}", param="lora_name")
+            raise NotFound(f"no adapter is called {name!r}", param="name")
         return self._adapters.pop(name)

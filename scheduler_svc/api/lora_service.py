@@ -39,7 +39,7 @@ class LoraService:
         """
         check_name(name)
         if not source:
-            raise InvalidArgument("the adapter's path is empty; send a folder or hub id", param="lora_path")
+            raise InvalidArgument("the adapter's path is empty; send a folder or hub id", param="source")
         outcome: asyncio.Future[Adapter | TriptychError] = asyncio.get_running_loop().create_future()
 
         def done(result: Adapter | TriptychError) -> None:

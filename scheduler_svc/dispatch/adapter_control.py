@@ -197,7 +197,7 @@ def _refusal(adapter: Adapter, introduction: _Introduction) -> TriptychError | N
     if len({facts.digest for facts in introduction.facts}) > 1:
         return InvalidArgument(
             f"the workers found different files in {adapter.source!r}; give all of them the same",
-            param="lora_path",
+            param="source",
         )
     return None
 

@@ -39,7 +39,7 @@ class NoAdapters:
         Raises:
             NotFound: always.
         """
-        raise NotFound(f"no adapter is called {name!r}", param="lora_name")
+        raise NotFound(f"no adapter is called {name!r}", param="name")
 
     def listed(self) -> list[tuple[Adapter, list[str]]]:
         """Returns no adapters."""

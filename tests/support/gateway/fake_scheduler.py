@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protos import wire
-from protos.errors import SchemaMismatch, TriptychError, Unavailable, abort
+from protos.errors import InvalidArgument, NotFound, SchemaMismatch, TriptychError, Unavailable, abort
 from protos.server import Server
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -139,6 +139,10 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     """Pause between steps."""
     pause_after: int | None = None
     """Stop stepping a sequence after this many tokens until :meth:`resume`; ``None``: never."""
+    loras: dict[str, str] = field(default_factory=dict)
+    """The adapters that requests can name, with their sources."""
+    refuse_lora: TriptychError | None = None
+    """The answer to loads."""
     refuse: Callable[[GENERATE], TriptychError | None] = lambda _: None
     """The error for a new request; ``None`` as the result: run it."""
     ready: bool = True
@@ -186,6 +190,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         self.acknowledge = True
         self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
         self.refuse = lambda _: None
+        self.loras.clear()
+        self.refuse_lora = None
         self.metrics = SCHEDULER_METRICS
         self.refuse_pool = lambda _: None
         self.pool_gate.set()
@@ -321,9 +327,36 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             self.aborted.extend(dict.fromkeys(name for name, _ in running))
             await self._notify()
 
+    async def LoadLora(self, request: inference.LoadLoraRequest, context: wire.Context) -> inference.LoraInfo:
+        if self.refuse_lora is not None:
+            await abort(context, self.refuse_lora)
+        if request.name in self.loras and not request.load_inplace:
+            await abort(context, InvalidArgument(f"the adapter '{request.name}' is loaded", param="name"))
+        self.loras[request.name] = request.source
+        return inference.LoraInfo(name=request.name, source=request.source, rank=8)
+
+    async def UnloadLora(
+        self, request: inference.UnloadLoraRequest, context: wire.Context
+    ) -> inference.UnloadLoraResponse:
+        if self.loras.pop(request.name, None) is None:
+            await abort(context, NotFound(f"no adapter is called '{request.name}'", param="name"))
+        return inference.UnloadLoraResponse()
+
+    async def ListLoras(
+        self, request: inference.ListLorasRequest, context: wire.Context
+    ) -> inference.ListLorasResponse:
+        loras = [inference.LoraInfo(name=name, source=source) for name, source in self.loras.items()]
+        return inference.ListLorasResponse(loras=loras)
+
     def _answer_at_once(self, request: GENERATE) -> list[inference.GenerateEvent]:
         """Returns the event that refuses a request or takes it."""
-        if (error := self.refuse(request)) is not None:
+        if request.lora_name and request.lora_name not in self.loras:
+            error: TriptychError | None = NotFound(
+                f"the model '{request.lora_name}' is not served here; use '{self.model}'", param="model"
+            )
+        else:
+            error = self.refuse(request)
+        if error is not None:
             return [inference.GenerateEvent(request_id=request.request_id, error=error.to_proto())]
         if not self.acknowledge:
             return []

@@ -1,0 +1,32 @@
+"""Bodies of the requests that load and unload LoRA adapters."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from gateway.schemas.base import RequestModel
+from protos.limits import MAX_NAME_BYTES
+
+
+class LoadLoraRequest(RequestModel):
+    """A LoRA adapter to load."""
+
+    lora_name: Annotated[
+        str, Field(min_length=1, max_length=MAX_NAME_BYTES, description="The name that requests will use.")
+    ]
+    lora_path: Annotated[
+        str, Field(min_length=1, max_length=4096, description="A folder or hub id that the workers can read.")
+    ]
+    load_inplace: Annotated[
+        bool,
+        Field(
+            description="Whether it may replace an adapter of the same name, whose running requests go on"
+            " undisturbed."
+        ),
+    ] = False
+
+
+class UnloadLoraRequest(RequestModel):
+    """A LoRA adapter to unload."""
+
+    lora_name: Annotated[str, Field(description="Its name.")]
