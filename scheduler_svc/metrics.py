@@ -6,6 +6,7 @@ see (latencies, tokens, finish reasons); that is not repeated here.
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -63,6 +64,9 @@ _COUNTERS: Final = (
     _Family("triptych:block_copies", "KV blocks copied."),
     _Family("triptych:windows_kept", "Sliding windows copied for later requests."),
     _Family("triptych:kv_blocks_evicted", "Cached KV blocks evicted for other content."),
+    _Family("triptych:lora_loads", "LoRA adapters loaded into the memory of the hosts."),
+    _Family("triptych:lora_evictions", "LoRA adapters freed there for others."),
+    _Family("triptych:lora_placements", "LoRA adapters copied to the device."),
     _Family("triptych:pool_batches", "Batches of a pooling model by shape (rows x tokens).", ("shape",)),
     _Family("triptych:pool_rows", "Rows of pooling batches that held a request.", ("shape",)),
     _Family("triptych:pool_padding_rows", "Rows of pooling batches that held padding.", ("shape",)),
@@ -130,6 +134,7 @@ class SchedulerMetrics(Collector):
         totals = self._totals()
         yield from _requests(served.name, load)
         yield from self._memory(served.name)
+        yield from self._loras()
         yield from _by_replica(served.name, totals)
         yield from self._steps(served.name, totals.values())
 
@@ -169,6 +174,25 @@ class SchedulerMetrics(Collector):
                 blocks.add_metric((*labels, "free"), group.num_free)
                 prefixes.add_metric(labels, group.num_cached)
         yield from (usage, blocks, prefixes, pins)
+
+    def _loras(self) -> Iterator[Metric]:
+        """Yields the adapters with requests, as vLLM does: the labels say which, the value is the time."""
+        engine = self._deployment.engine
+        if not engine.adapters.max_loras:
+            return
+        running: set[str] = set()
+        waiting: set[str] = set()
+        for request in engine.live():
+            if request.adapter is not None:
+                (waiting if request.slot is None else running).add(request.adapter.name)
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "LoRA adapters with running and with waiting requests; the value is the time, seconds since 1970.",
+            labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+        )
+        labels = (str(engine.adapters.max_loras), ",".join(sorted(waiting)), ",".join(sorted(running)))
+        info.add_metric(labels, time.time())
+        yield info
 
     def _steps(self, model: str, totals: Iterable[Totals]) -> Iterator[Metric]:
         """Yields distributions over the steps of all replicas."""

@@ -56,6 +56,9 @@ def totals_of(scheduler: ReplicaScheduler) -> Totals:
         ("triptych:block_copies",): kv.stats.copies,
         ("triptych:windows_kept",): kv.stats.kept_windows,
         ("triptych:kv_blocks_evicted",): kv.num_evicted,
+        ("triptych:lora_loads",): stats.adapter_loads,
+        ("triptych:lora_evictions",): stats.adapter_evictions,
+        ("triptych:lora_placements",): stats.adapter_placements,
     }
     for reason in PREEMPTION_REASONS:
         counts["triptych:preemptions", reason] = stats.preemptions[reason]

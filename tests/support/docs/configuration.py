@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import annotated_types
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -41,7 +41,7 @@ SERVICES: tuple[tuple[str, type[ServiceSettings], str], ...] = (
 
 HEAD = ("setting", "value", "default", "what it does")
 
-NAMES = {int: "integer", float: "number", str: "text", bool: "switch", Path: "path"}
+NAMES = {int: "integer", float: "number", str: "text", bool: "switch", Path: "path", SecretStr: "secret text"}
 
 
 def configuration() -> str:

@@ -191,8 +191,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
         self.refuse = lambda _: None
         self.loras.clear()
-        self.refuse_lora = None
-        self.metrics = SCHEDULER_METRICS
+        self.refuse_lora, self.metrics = None, SCHEDULER_METRICS
         self.refuse_pool = lambda _: None
         self.pool_gate.set()
         self.requests.clear()

@@ -111,6 +111,27 @@ def test_load_and_memory_are_gauges() -> None:
     assert scrape.value("triptych:replicas", state="ready") == 1
 
 
+def test_adapters_are_named_as_vllm_names_them() -> None:
+    """One gauge lists the adapters with running and with waiting requests; counters have loads and copies."""
+    rig = make_rig(adapter_slots=1, max_cpu_loras=1)
+    bench = MeasuredRig(rig)
+    for name in ("a", "b"):
+        rig.load_adapter(name)
+    for name in ("b", "a"):
+        rig.submit(make_submission(request_id=name, lora_name=name, max_tokens=4))
+        rig.step()
+    info = {"max_lora": "1", "running_lora_adapters": "b", "waiting_lora_adapters": "a"}
+    assert "vllm:lora_requests_info" not in MeasuredRig(make_rig()).scrape().names
+    running = bench.scrape()
+    assert running.total("vllm:lora_requests_info") > 0
+    assert [dict(labels) for name, labels in running.samples if name == "vllm:lora_requests_info"] == [info]
+    rig.run()
+    scrape, engine = bench.scrape(), {"engine": "replica-0"}
+    assert scrape.value("triptych:lora_placements_total", **engine) == 2
+    assert scrape.value("triptych:lora_loads_total", **engine) == 3
+    assert scrape.value("triptych:lora_evictions_total", **engine) == 2
+
+
 def test_preemptions_have_a_reason() -> None:
     """The preemptions by reason add up to the total."""
     rig = make_rig(num_blocks=9)

@@ -73,12 +73,14 @@ ARGUMENTS = {
     "tenant_weights": ["--tenant-weights=paid=4,trial=0.5"],
     "tool_call_parser": ["--tool-call-parser=hermes"],
     "batchsize_log_interval_s": ["--batchsize-log-interval-s=-1"],
+    "lora_modules": ["--lora-modules", "sql=/adapters/sql", "chat=/adapters/chat"],
+    "max_cpu_loras": ["--max-cpu-loras=9"],
 }
 PASSED_ON = [
     pytest.param(service, flags, name, id=f"{service.__module__.partition('.')[0]}-{name}")
     for service, flags in SERVICES
     for name in service.model_fields
-    if name not in {"host", "port", "metrics_port", *LaunchSettings.fixed}
+    if name not in {"host", "port", "metrics_port", "admin_api_key", *LaunchSettings.fixed}
 ]
 
 
@@ -92,6 +94,14 @@ def test_a_service_reads_the_value_that_up_was_given(
     value = getattr(given, name)
     assert value != service.model_fields[name].get_default(call_default_factory=True)
     assert getattr(load(service, flags(*arguments)), name) == value
+
+
+def test_secrets_travel_as_variables() -> None:
+    """Other users of the machine see flags: the admin key is in none of them."""
+    settings = load(LaunchSettings, ["--admin-api-key", "hush"])
+    assert service_flags.secrets_of(settings) == {"TRIPTYCH_ADMIN_API_KEY": "hush"}
+    assert "hush" not in " ".join(gateway("--admin-api-key", "hush"))
+    assert "hush" not in repr(settings)
 
 
 def sample(service: type[ServiceSettings], name: str) -> str:
