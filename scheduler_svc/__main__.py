@@ -48,9 +48,9 @@ async def serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stop.set)
-    # Health follows the replicas: SERVING means that a request can run now.
+    # Health follows the replicas and the settings' adapters: SERVING means that a request can run now.
     changes: asyncio.Queue[bool] = asyncio.Queue()
-    deployment.on_serving(changes.put_nowait)
+    inference.loras.on_ready(changes.put_nowait)
     port = await server.start(settings.host, settings.port, settings.socket)
     await server.set_serving(True, REGISTRY)
     log.info("listening", host=settings.host, port=port)

@@ -64,7 +64,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Serves `deployment`."""
         self._deployment = deployment
         self._pins = PinService(deployment)
-        self._loras = LoraService(deployment, settings.lora_modules)
+        self.loras = LoraService(deployment, settings.lora_modules)
+        """Loads LoRA adapters."""
         self._unread = UnreadLimits(
             per_reader=settings.max_unread_tokens_per_stream,
             total=settings.max_unread_stream_tokens,
@@ -341,10 +342,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             self._check_model("")
             check_fields(request)
-            adapter = await self._loras.load(request.name, request.source, in_place=request.load_inplace)
+            adapter = await self.loras.load(request.name, request.source, in_place=request.load_inplace)
         except TriptychError as error:
             await abort(context, error)
-        return lora_to_proto(adapter, self._loras.replicas_of(adapter))
+        return lora_to_proto(adapter, self.loras.replicas_of(adapter))
 
     async def UnloadLora(
         self, request: inference_pb2.UnloadLoraRequest, context: Context

@@ -1,7 +1,7 @@
 """LoRA adapters of the settings and of clients: loaded, and awaited."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
@@ -26,6 +26,10 @@ class LoraService:
         self._deployment = deployment
         self._modules = dict(name_and_path(module) for module in modules)
         self._task: asyncio.Task[None] | None = None
+        self._serving = False
+        # Adapters of the settings that have not been tried yet.
+        self._untried = set(self._modules)
+        self._ready_listeners: list[Callable[[bool], None]] = []
         self._log = get_logger()
         deployment.on_serving(self._on_serving)
 
@@ -57,15 +61,36 @@ class LoraService:
         listed = self._deployment.engine.adapters.listed()
         return next((replicas for one, replicas in listed if one.adapter_id == adapter.adapter_id), [])
 
+    def on_ready(self, listener: Callable[[bool], None]) -> None:
+        """Calls `listener` with whether requests can run, the adapters of the settings included.
+
+        An adapter that is refused, or that has to be tried again, keeps nothing else from being served.
+        """
+        self._ready_listeners.append(listener)
+
+    def _tell(self) -> None:
+        for listener in self._ready_listeners:
+            listener(self._serving and not self._untried)
+
     def _on_serving(self, serving: bool) -> None:
+        self._serving = serving
+        self._tell()
         if serving and self._modules and self._task is None:
             self._task = asyncio.create_task(self._load_modules(), name="lora-modules")
 
     async def _load_modules(self) -> None:
-        """Loads the adapters of the settings, one after the other; those that are refused are logged."""
-        for name, source in self._modules.items():
-            while (error := await self._try(name, source)) is not None:
-                self._log.warning("adapter_delayed", name=name, source=source, reason=error.message)
+        """Loads the adapters of the settings, one after the other, and logs refusals."""
+        delayed = dict(self._modules)
+        while delayed:
+            for name, source in list(delayed.items()):
+                error = await self._try(name, source)
+                if error is None:
+                    del delayed[name]
+                else:
+                    self._log.warning("adapter_delayed", name=name, source=source, reason=error.message)
+                self._untried.discard(name)
+                self._tell()
+            if delayed:
                 await asyncio.sleep(_RETRY_S)
 
     async def _try(self, name: str, source: str) -> TriptychError | None:

@@ -125,10 +125,11 @@ class Replica:
         *,
         n: int = 1,
         started: threading.Event | None = None,
+        lora: str = "",
     ) -> list[list[int]]:
         """Returns the tokens of each sequence; sets `started` after the first few."""
         parameters = common_pb2.SamplingParams(max_tokens=count, ignore_eos=True, **sampling)
-        return [answer.tokens for answer in self.ask(prompt, parameters, n=n, started=started)]
+        return [answer.tokens for answer in self.ask(prompt, parameters, n=n, started=started, lora=lora)]
 
     def ask(
         self,
@@ -138,6 +139,7 @@ class Replica:
         n: int = 1,
         leave_after: int | None = None,
         started: threading.Event | None = None,
+        lora: str = "",
     ) -> list[Answer]:
         """Returns the answer of each sequence.
 
@@ -147,8 +149,11 @@ class Replica:
             n: sequences.
             leave_after: hang up once the first sequence has so many tokens.
             started: set once the first sequence has a token.
+            lora: name of a LoRA adapter.
         """
-        request = inference_pb2.GenerateRequest(prompt_token_ids=prompt, n=n, sampling=parameters)
+        request = inference_pb2.GenerateRequest(
+            prompt_token_ids=prompt, n=n, sampling=parameters, lora_name=lora
+        )
         answers = [Answer() for _ in range(n)]
         call = self._stub.Generate(request, timeout=170)
         for event in call:
@@ -169,6 +174,14 @@ class Replica:
         text = self._stub.GetMetrics(inference_pb2.GetMetricsRequest(), timeout=20).text.decode()
         lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
         return sum(float(value) for key, _, value in lines if key.partition("{")[0] == name)
+
+    def load_lora(self, name: str, source: Path) -> inference_pb2.LoraInfo:
+        """Loads a LoRA adapter on all ranks."""
+        return self._stub.LoadLora(inference_pb2.LoadLoraRequest(name=name, source=str(source)), timeout=60)
+
+    def unload_lora(self, name: str) -> None:
+        """Unloads a LoRA adapter."""
+        self._stub.UnloadLora(inference_pb2.UnloadLoraRequest(name=name), timeout=60)
 
     def forget_prefixes(self) -> None:
         """Empties the prefix cache."""

@@ -1,0 +1,103 @@
+"""LoRA adapters through a real scheduler and workers: one rank and several, a lost worker, unload, reload."""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.support import tiny_models
+from tests.support.ranks.questions import GREEDY, PROMPTS
+from tests.support.ranks.replica import Replica, replica
+from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.timeout(400),
+    pytest.mark.filterwarnings("ignore"),  # importing transformers and PEFT
+]
+
+SPECS: Mapping[str, AdapterSpec] = {
+    "one": AdapterSpec(1),
+    "two": AdapterSpec(2, rank=4, targets=("q_proj", "v_proj")),
+    "three": AdapterSpec(
+        3, rank=16, targets=("o_proj", "gate_proj", "down_proj"), options={"use_rslora": True}
+    ),
+}
+FLAGS = ("--dtype", "float32", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2")
+MIX = ("one", "", "two", "three")
+COUNT = 24
+
+
+class Adapted:
+    """A model, its adapters and PEFT's answers."""
+
+    def __init__(self, base: Path) -> None:
+        self.model = tiny_models.write("llama", base / "model")
+        self.adapters = {name: write_adapter(self.model, base / name, spec) for name, spec in SPECS.items()}
+        self.reference = PeftReference(self.model, self.adapters)
+
+    def check_mix(self, running: Replica) -> None:
+        """Asks for every prompt with another adapter at the same time: more adapters than slots."""
+        with ThreadPoolExecutor(len(MIX)) as pool:
+            answers = pool.map(
+                lambda prompt, lora: running.generate(prompt, COUNT, GREEDY, lora=lora), PROMPTS, MIX
+            )
+            tokens = [sequence for (sequence,) in answers]
+        found = [
+            self.reference.mismatch(lora or None, prompt, sequence)
+            for lora, prompt, sequence in zip(MIX, PROMPTS, tokens, strict=True)
+        ]
+        assert [each for each in found if each] == []
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    return Adapted(tmp_path_factory.mktemp("adapted"))
+
+
+def _modules(adapted: Adapted) -> tuple[str, ...]:
+    return ("--lora-modules", *(f"{name}={path}" for name, path in adapted.adapters.items()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)])
+def test_every_layout_equals_peft(adapted: Adapted, tmp_path: Path, tensor: int, pipeline: int) -> None:
+    """Three adapters take turns in two slots, on host and device; prefixes of one serve no other."""
+    with replica(
+        adapted.model, tmp_path, tensor=tensor, pipeline=pipeline, flags=FLAGS, scheduler_flags=_modules(adapted)
+    ) as running:  # fmt: skip
+        for _ in range(2):
+            adapted.check_mix(running)
+        # The same prompt under every adapter: what the cache has of one is not the others'.
+        for lora in MIX:
+            (tokens,) = running.generate(PROMPTS[1], COUNT, GREEDY, lora=lora)
+            assert not adapted.reference.mismatch(lora or None, PROMPTS[1], tokens)
+
+
+@pytest.mark.slow
+def test_a_lost_worker_and_unloading(adapted: Adapted, tmp_path: Path) -> None:
+    """A request goes on with its adapter on the next worker; a name may later stand for another adapter."""
+    with replica(adapted.model, tmp_path, flags=FLAGS, scheduler_flags=_modules(adapted)) as running:
+        with ThreadPoolExecutor(1) as pool:
+            started = threading.Event()
+            answer = pool.submit(running.generate, PROMPTS[1], 200, GREEDY, started=started, lora="two")
+            assert started.wait(60)
+            running.ranks[0].kill()
+            running.ranks[0].wait(20)
+            running.start_rank(0)
+            (tokens,) = answer.result(170)
+        assert not adapted.reference.mismatch("two", PROMPTS[1], tokens)
+        running.unload_lora("two")
+        with pytest.raises(grpc.RpcError) as refused:
+            running.generate(PROMPTS[0], 4, GREEDY, lora="two")
+        assert refused.value.code() == grpc.StatusCode.NOT_FOUND
+        with pytest.raises(grpc.RpcError) as refused:
+            running.load_lora("two", tmp_path)
+        assert "no adapter_config.json" in (refused.value.details() or "")
+        info = running.load_lora("two", adapted.adapters["three"])
+        assert info.rank == SPECS["three"].rank
+        (tokens,) = running.generate(PROMPTS[1], COUNT, GREEDY, lora="two")
+        assert not adapted.reference.mismatch("three", PROMPTS[1], tokens)
