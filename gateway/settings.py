@@ -83,9 +83,9 @@ class Settings(ServiceSettings):
     max_prompts: Annotated[
         int, Field(ge=1, le=4096, description="Most prompts in one completions request.")
     ] = 128
-    max_inputs: Annotated[int, Field(ge=1, le=65536, description="Most texts in one embeddings request.")] = (
-        2048
-    )
+    max_inputs: Annotated[
+        int, Field(ge=1, le=65536, description="Most texts in one request to a pooling model.")
+    ] = 2048
     admin_api_key: Annotated[
         SecretStr | None,
         Field(

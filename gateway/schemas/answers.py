@@ -185,7 +185,7 @@ class Embedding(AnswerModel):
 
 
 class EmbeddingUsage(AnswerModel):
-    """Token counts of an embeddings request."""
+    """Token counts of a request to a pooling model."""
 
     prompt_tokens: int
     total_tokens: int

@@ -95,12 +95,10 @@ def texts(seed: int, count: int) -> list[str]:
     return [" ".join(draw.choices(_WORDS, k=draw.randint(_SHORTEST, _LONGEST))) for _ in range(count)]
 
 
-def embed(server: Server, inputs: list[str]) -> tuple[float, list[list[float]]]:
+def embed(client: httpx.Client, inputs: list[str]) -> tuple[float, list[list[float]]]:
     """Returns the seconds that a request took, and its embeddings."""
     started = time.perf_counter()
-    response = httpx.post(
-        f"http://127.0.0.1:{server.port}/v1/embeddings", json={"model": MODEL, "input": inputs}, timeout=120
-    )
+    response = client.post("/v1/embeddings", json={"model": MODEL, "input": inputs})
     seconds = time.perf_counter() - started
     if response.status_code != httpx.codes.OK:
         raise ContenderFailed(f"a request failed: {response.text[:200]}")
@@ -128,14 +126,15 @@ def measure(servers: Mapping[str, Server], size: int, requests: int) -> tuple[di
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     before: dict[str, float] = {}
+    clients = {name: _client(server) for name, server in servers.items()}
     furthest = 0.0
     for number in range(-_WARM_UP, requests):
         if number == 0:
             before = {name: _cpu_seconds(server) for name, server in servers.items()}
         inputs = texts(1000 * size + number, size)
         answers = {}
-        for name, server in servers.items():
-            taken, answers[name] = embed(server, inputs)
+        for name, client in clients.items():
+            taken, answers[name] = embed(client, inputs)
             if number >= 0:
                 seconds[name].append(taken)
         furthest = max(furthest, _largest_difference(answers))
@@ -146,6 +145,10 @@ def measure(servers: Mapping[str, Server], size: int, requests: int) -> tuple[di
         )
         for name, server in servers.items()
     }, furthest
+
+
+def _client(server: Server) -> httpx.Client:
+    return httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=120, trust_env=False)
 
 
 def _cpu_seconds(server: Server) -> float:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from protos.settings import load
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.settings import Settings
 from tests.support.pooling import tiny_classifiers, tiny_embedders
 from tests.support.pooling.pool_process import Job, Result, flat, run_jobs, words_of
@@ -32,7 +33,6 @@ COMPILERS = {
     "fakes-runtime": ((), {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}),
     "check": (CHECK, {}),
 }
-MODELS = (*KINDS, *CLASSIFIERS, "minilm")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +64,11 @@ def expected(models: dict[str, Path]) -> dict[str, Result]:
 @pytest.mark.parametrize(
     ("compiler", "names"),
     [
-        pytest.param("fakes", MODELS, marks=pytest.mark.slow),
-        pytest.param("fakes-runtime", MODELS, marks=pytest.mark.slow),
-        pytest.param("check", ("roberta", "modernbert", "qwen3", "bert-tokens"), marks=pytest.mark.slow),
+        pytest.param("fakes", ("mean", "bert-pairs", "modernbert", "minilm"), marks=pytest.mark.slow),
+        pytest.param("fakes-runtime", ("causal", "bert-tokens"), marks=pytest.mark.slow),
+        pytest.param(
+            "check", ("bert", "roberta", "modernbert", "qwen3", "bert-tokens"), marks=pytest.mark.slow
+        ),
         ("check", ("mean", "causal", "bert-pairs")),
     ],
 )
@@ -105,22 +107,23 @@ def test_rbln_check_also_runs_the_models_own_code(
 
 @pytest.mark.slow
 async def test_a_worker_takes_code_that_was_compiled_without_an_npu(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], expected: dict[str, Result], tmp_path: Path
 ) -> None:
     """`triptych compile` makes the shapes that the scheduler asks for, and the worker compiles nothing."""
     sizes = ("--pool-batch-sizes", "1,4", "--pool-prompt-lens", "16,32")
     code = tmp_path / "code"
-    assert compile_blindly(models["mean"], code, "--compile-strict", *sizes)[0] == 2
-    count, output = compile_blindly(models["mean"], code, "--compile-strict", *sizes)
+    assert compile_blindly(models["bert-pairs"], code, "--compile-strict", *sizes)[0] == 2
+    count, output = compile_blindly(models["bert-pairs"], code, "--compile-strict", *sizes)
     assert (count, "compiled_nothing" in output) == (0, True)
     with (tmp_path / "log").open("w") as log:
         async with run_scheduler(load(Settings, [*sizes])) as scheduler:
             flags = ("--require-precompiled", "--compile-strict", "--compile-cache-dir", str(code))
-            with running_worker(models["mean"], scheduler.port, *flags, log=log):
+            with running_worker(models["bert-pairs"], scheduler.port, *flags, log=log):
                 assert await scheduler.serving.get()
-                answer = await scheduler.inference.Pool(pool_request([5, 6, 7]))
-    assert len(answer.values) == 20
-    assert sum(value * value for value in answer.values) == pytest.approx(1, abs=1e-5)
+                request = pool_request([5, 6, 7])
+                request.task, request.second_text_at = common_pb2.POOL_TASK_SCORE, 1
+                answer = await scheduler.inference.Pool(request)
+    assert answer.values[0] == pytest.approx(expected["bert-pairs"].results[0][0][0], abs=1e-4)
     printed = (tmp_path / "log").read_text()
     assert "compiled_nothing" in printed
     assert "compiled_despite_entry" not in printed

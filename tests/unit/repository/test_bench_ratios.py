@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from tests.bench.decode_step import Floor, weight_bytes
 from tests.bench.gpu.load import Costs
+from tests.bench.pooling import vs_vllm_embeddings
 from tests.bench.support.http_load import Arrivals
 from tests.bench.support.step_parts import HEAD, StepParts
 from tests.bench.vs_vllm import QUICK_WORKLOADS, ratios, table
@@ -24,6 +25,17 @@ MEASURED = {
 def test_a_ratio_divides_by_the_better_contender() -> None:
     """A ratio divides by the better contender of its figure; a missing figure has no ratio."""
     assert ratios(MEASURED) == {"tok_s_c8": 1.5, "ttft_c8": 0.5, "start_cold": 0.1}
+
+
+def test_embeddings_are_compared_with_the_better_setting_of_vllm() -> None:
+    """The faster one for texts per second, the cheaper one for processor time."""
+    rates = vs_vllm_embeddings.Rates
+    measured = {
+        "vllm": {8: rates(100.0, 30.0)},
+        "vllm, all cores": {8: rates(80.0, 20.0)},
+        "triptych": {8: rates(150.0, 10.0)},
+    }
+    assert vs_vllm_embeddings.ratios(measured) == {"texts_per_s_8": 1.5, "cpu_time_8": 0.5}
 
 
 def test_the_table_has_a_line_for_each_contender() -> None:
