@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused, InvalidArgument
-from tests.support import tiny_models
+from tests.support import quantized_models, tiny_models
 from tests.support.pooling import tiny_embedders
 from tests.support.worker import parity_process
 from tests.support.worker.harness import Harness, load
@@ -15,7 +15,9 @@ from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write
 from worker_svc.devices import open_device
 from worker_svc.execution.memory_budget import working_bytes
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
+from worker_svc.quantization.scheme import Scheme
 from worker_svc.settings import Backend
+from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel
 
 pytestmark = [
@@ -26,6 +28,7 @@ pytestmark = [
 
 LIMITS = LoraLimits(max_loras=2, max_rank=8, max_cpu_loras=2)
 HIDDEN = 64
+W4 = Scheme(4, 64)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,22 @@ def test_our_kernels_run_bfloat16(tmp_path: Path, backend: Backend) -> None:
         with reference.using(other):
             far = _distance(reference.logprobs(prompt, answer.tokens), answer.top)
         assert near < 0.2 < far
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.001), ("bfloat16", 0.2)])
+def test_quantized_models_take_adapters(tmp_path: Path, dtype: Dtype, tolerance: float) -> None:
+    """Adapters of a quantized model add to its products what they add to the dequantized model's."""
+    base = tiny_models.write("llama", tmp_path / "model")
+    folder = quantized_models.write(base, tmp_path / "w4", "compressed-tensors", W4)
+    plain = quantized_models.write(base, tmp_path / "float", "float", W4)
+    adapter = write_adapter(plain, tmp_path / "all", AdapterSpec(5))
+    reference = PeftReference(plain, {"all": adapter})
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21], [8, 9], [100, 3]]
+    adapters = [str(adapter), None, str(adapter), str(adapter), None]
+    job = Job(str(folder), prompts, dtype=dtype, adapters=adapters)
+    for prompt, path, answer in zip(prompts, adapters, parity_process.run(job), strict=True):
+        with reference.using(None if path is None else "all"):
+            assert _distance(reference.logprobs(prompt, answer.tokens), answer.top) < tolerance
 
 
 def _distance(expected: torch.Tensor, top: list[dict[str, float]]) -> float:
