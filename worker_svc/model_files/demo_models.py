@@ -22,6 +22,8 @@ from pathlib import Path
 
 # Part of the folder's stamp: raise it when the conversion of the same packages changes.
 _RECIPE = 1
+# The same for GGUF files of one's own.
+_GGUF_RECIPE = 2
 _STAMP = ".triptych-recipe"
 # Third-party modules that gguf_convert imports.
 _CONVERTER_PACKAGES = ("gguf", "safetensors", "tokenizers", "torch")
@@ -114,7 +116,7 @@ def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
     cache = (cache_dir or default_cache_dir()).absolute() / "gguf"
     try:
         status = gguf.stat()
-        stamp = f"{_RECIPE} {gguf} {status.st_size} {status.st_mtime_ns}\n"
+        stamp = f"{_GGUF_RECIPE} {gguf} {status.st_size} {status.st_mtime_ns}\n"
         name = f"{gguf.stem}-{hashlib.sha256(str(gguf).encode()).hexdigest()[:12]}"
         return _once(cache, name, stamp, lambda _, folder: _convert(gguf, folder))
     except OSError as error:

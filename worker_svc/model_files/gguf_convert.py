@@ -1,4 +1,7 @@
-"""Converts a GGUF file of the Llama or Gemma 3 family to a Hugging Face folder, dequantized to bfloat16.
+"""Converts a GGUF file of the Llama or Gemma 3 family to a Hugging Face folder.
+
+A file whose projections are all Q4_0 or all Q8_0 keeps their codes and scales: the folder is a checkpoint of
+compressed-tensors with groups of 32. Everything else is dequantized to bfloat16.
 
 A script with the arguments FILE and FOLDER. It runs in its own process, which returns its memory (the weights
 in float32) when it ends. It supports what the demo models need and refuses the rest: other families,
@@ -53,6 +56,10 @@ _NORMS = {
 _SPLITS = ("gpt-2", "smollm")
 # By Hugging Face's name of a special token, GGUF's.
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+# Types whose blocks of 32 weights are codes and a scale, with their bits. Other types have zero points or codes
+# of other sizes.
+_BITS = {gguf.GGMLQuantizationType.Q4_0: 4, gguf.GGMLQuantizationType.Q8_0: 8}
+_BLOCK = 32
 # ggml's token types.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -70,15 +77,18 @@ def convert(source: Path, folder: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     family = fields["general.architecture"]
     _check(family, fields)
-    weights = dict(_weights(reader, family, fields))
+    bits = _bits_of_projections(reader)
+    weights = dict(_weights(reader, family, fields, bits))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # save_file makes it private, but a cache may be shared
     config = _llama_config(fields) if family == "llama" else _gemma_config(fields)
     config |= {
         "dtype": "bfloat16",
-        "tie_word_embeddings": "lm_head.weight" not in weights,
+        "tie_word_embeddings": not any(name.startswith("lm_head.") for name in weights),
         "vocab_size": weights["model.embed_tokens.weight"].shape[0],
     }
+    if bits:
+        config["quantization_config"] = _quantization_config(bits, "lm_head.weight_packed" in weights)
     special = {
         f"{short}_token_id": int(fields[f"tokenizer.ggml.{name}_token_id"])
         for short, name in _SPECIAL.items()
@@ -125,19 +135,68 @@ def _check(family: str, fields: dict[str, Any]) -> None:
         raise ValueError(f"tokenizers of the type {kind} ({split}) are not supported; {instead}")
 
 
+def _bits_of_projections(reader: gguf.GGUFReader) -> int | None:
+    """Returns the bits of the projections' codes if all are of one type that is kept, else `None`."""
+    kinds = {tensor.tensor_type for tensor in reader.tensors if _is_projection(tensor.name)}
+    return _BITS.get(kinds.pop()) if len(kinds) == 1 else None
+
+
+def _is_projection(name: str) -> bool:
+    return re.fullmatch(r"blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down))\.weight", name) is not None
+
+
 def _weights(
-    reader: gguf.GGUFReader, family: str, fields: dict[str, Any]
+    reader: gguf.GGUFReader, family: str, fields: dict[str, Any], bits: int | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields all tensors; with `bits`, projections and an output head of their type keep their codes."""
     for tensor in reader.tensors:
         name = _hugging_face_name(tensor.name, family)
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+        heads = 0
         if family == "llama" and ".q_proj." in name:
-            values = _unpermute(values, int(fields["llama.attention.head_count"]))
+            heads = int(fields["llama.attention.head_count"])
         elif family == "llama" and ".k_proj." in name:
-            values = _unpermute(values, int(fields["llama.attention.head_count_kv"]))
-        elif family == "gemma3" and name.endswith("norm.weight"):
+            heads = int(fields["llama.attention.head_count_kv"])
+        is_head = name == "lm_head.weight" and _BITS.get(tensor.tensor_type) == bits
+        if bits and (is_head or _is_projection(tensor.name)):
+            codes, scales = (_unpermute(each, heads) for each in _blocks(tensor.data, bits))
+            module = name.removesuffix(".weight")
+            yield f"{module}.weight_packed", _packed(codes, bits)
+            yield f"{module}.weight_scale", scales.contiguous()
+            yield f"{module}.weight_shape", torch.tensor(codes.shape)
+            continue
+        values = _unpermute(torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()), heads)
+        if family == "gemma3" and name.endswith("norm.weight"):
             values = values - 1  # GGUF stores the factor; Gemma's layers add 1 themselves
         yield name, values.to(torch.bfloat16)
+
+
+def _blocks(data: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits rows of blocks into codes, uint8 [rows, columns], and scales, float16 [rows, groups].
+
+    Codes have no sign: half of their range stands for 0. A block is its scale and then its codes. In Q4_0, byte i has the codes of weights i and i + 16.
+    """
+    rows = torch.from_numpy(data.copy())
+    blocks = rows.view(rows.shape[0], -1, 2 + _BLOCK * bits // 8)
+    stored = blocks[..., 2:]
+    codes = stored ^ 0x80 if bits == 8 else torch.cat((stored & 0xF, stored >> 4), dim=-1)
+    return codes.flatten(1), blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Packs codes into int32 words as compressed-tensors does, the first one in the lowest bits."""
+    if bits == 4:
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    return codes.contiguous().view(torch.int32)
+
+
+def _quantization_config(bits: int, has_head: bool) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": _BLOCK}
+    targets = ["Linear", "lm_head"] if has_head else ["Linear"]
+    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": [] if has_head else ["lm_head"],
+    }  # fmt: skip
 
 
 def _hugging_face_name(name: str, family: str) -> str:
@@ -151,7 +210,12 @@ def _hugging_face_name(name: str, family: str) -> str:
 
 
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undoes llama.cpp's interleaving of the two halves of each head, which serves its rotary embedding."""
+    """Undoes llama.cpp's interleaving of the two halves of each head, which serves its rotary embedding.
+
+    It only moves rows. With 0 heads nothing moves.
+    """
+    if not heads:
+        return weight
     rows, columns = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 

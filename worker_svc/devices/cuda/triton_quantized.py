@@ -21,6 +21,10 @@ FEW_ROWS: Final = 4
 """The most rows that are multiplied without tensor cores."""
 MANY_ROWS: Final = 64
 """The most rows that are multiplied by codes."""
+# The limits between ways to launch are those of Llama 3.2 1B's layers on an H200.
+_FEWEST_DOT_ROWS: Final = 16
+_MANY_OUTPUTS: Final = 8192
+_LONG_ROW: Final = 1024
 
 
 def pack(weights: QuantizedWeights) -> torch.Tensor:
@@ -64,7 +68,7 @@ def multiply(
         return functional.linear(x, weights, bias)
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     constants["BIAS"] = bias is not None
-    if rows <= FEW_ROWS and rows & (rows - 1) == 0:
+    if _is_few(rows, outputs):
         tile, wide, warps = few_rows_launch(rows, num_words)
         kernels.few_rows_kernel[(triton.cdiv(outputs, tile),)](
             x, words, scales, bias, out, *sizes, x.stride(0), **constants, ROWS=rows, N=tile, W=wide, num_warps=warps
@@ -78,15 +82,22 @@ def multiply(
     return out
 
 
+def _is_few(rows: int, outputs: int) -> bool:
+    """Whether to multiply without tensor cores: with many outputs, unpacking them all takes longer."""
+    return rows <= FEW_ROWS and rows & (rows - 1) == 0 and outputs < _MANY_OUTPUTS
+
+
 @functools.cache
 def few_rows_launch(rows: int, num_words: int) -> tuple[int, int, int]:
     """Returns the outputs of a program, the words that it reads at a time, and its warps."""
-    wide = min(128, triton.next_power_of_2(num_words))
-    return 4, wide, 4 if rows == 1 else 8
+    if rows == 1 and num_words >= _LONG_ROW:
+        return 1, 256, 8
+    return 4, min(128, triton.next_power_of_2(num_words)), 4 if rows == 1 else 8
 
 
 @functools.cache
 def many_rows_launch(rows: int, outputs: int) -> tuple[int, int, int]:
     """Returns the outputs of a program, its warps, and how many loop iterations ahead loads start."""
-    del rows
-    return (64 if outputs >= 2**14 else 16), 4, 4
+    if rows <= _FEWEST_DOT_ROWS and outputs >= _MANY_OUTPUTS:
+        return 32, 2, 3
+    return (32 if rows <= _FEWEST_DOT_ROWS else 64), 4, 3

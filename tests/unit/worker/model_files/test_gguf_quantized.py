@@ -1,0 +1,129 @@
+"""GGUF files in Q4_0 and Q8_0 keep their codes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
+
+from worker_svc.model_files import demo_models
+from worker_svc.model_files.gguf_convert import convert
+from worker_svc.quantization import codes
+from worker_svc.quantization.checkpoint_config import read
+from worker_svc.quantization.scheme import Scheme
+
+Q = gguf.GGMLQuantizationType
+HIDDEN, INNER, VOCAB, HEADS, KV_HEADS = 64, 96, 16, 4, 2
+
+
+def _shapes(*, head: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": (VOCAB, HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+    }
+    if head:
+        shapes["output.weight"] = (VOCAB, HIDDEN)
+    kv = HIDDEN // HEADS * KV_HEADS
+    layer = {
+        "attn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN), "ffn_norm": (HIDDEN,), "ffn_gate": (INNER, HIDDEN),
+        "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),
+    }  # fmt: skip
+    return shapes | {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
+
+
+def _write(path: Path, kinds: dict[str, Any], *, head: bool) -> dict[str, torch.Tensor]:
+    """Writes a Llama of one layer; returns its tensors, dequantized.
+
+    Args:
+        path: the new file.
+        kinds: types of tensors by name; float32 for the others.
+        head: whether it has an output head of its own.
+    """
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["ab", *(chr(97 + token) for token in range(VOCAB - 1))])
+    writer.add_token_types([1] * VOCAB)
+    writer.add_token_merges(["a b"])
+    values = {}
+    generator = np.random.default_rng(0)
+    for name, shape in _shapes(head=head).items():
+        data, kind = generator.standard_normal(shape).astype(np.float32), kinds.get(name)
+        if kind is None:
+            writer.add_tensor(name, data)
+            values[name] = torch.from_numpy(data)
+        else:
+            blocks = quantize(data, kind)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+            values[name] = torch.from_numpy(dequantize(blocks, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+def _projections() -> list[str]:
+    return [name for name in _shapes(head=False) if name.startswith("blk.") and "norm" not in name]
+
+
+def _unpermuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Row 2 i of a head is row i of its first half, row 2 i + 1 of its second."""
+    each = weight.shape[0] // heads
+    order = [head * each + 2 * i + half for head in range(heads) for half in (0, 1) for i in range(each // 2)]
+    return weight[order]
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize(("kind", "bits"), [(Q.Q4_0, 4), (Q.Q8_0, 8)])
+def test_codes_are_kept(tmp_path: Path, kind: Any, bits: int, *, head: bool) -> None:
+    """Projections and a head of their type equal the file's weights bit for bit; the rest is bfloat16."""
+    names = [*_projections(), *(["output.weight"] if head else [])]
+    values = _write(tmp_path / "m.gguf", dict.fromkeys(names, kind), head=head)
+    convert(tmp_path / "m.gguf", tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }  # fmt: skip
+    heads = {"attn_q": HEADS, "attn_k": KV_HEADS}
+    for name in names:
+        own = name.split(".")[-2]
+        module = "lm_head" if own == "output" else f"model.layers.0.{renamed[own]}"
+        expected = _unpermuted(values[name], heads[own]) if own in heads else values[name]
+        packed, scales = found.pop(f"{module}.weight_packed"), found.pop(f"{module}.weight_scale")
+        assert scales.dtype == torch.float16
+        assert torch.equal(codes.dequantize(codes.unpack(packed, bits), scales, bits), expected)
+        assert found.pop(f"{module}.weight_shape").tolist() == list(expected.shape)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    quantization = read(tmp_path)
+    assert quantization is not None
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") == Scheme(4 if bits == 4 else 8, 32)
+    assert (quantization.scheme_of("lm_head") is not None) == head
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is not head
+
+
+def test_mixed_types_are_dequantized(tmp_path: Path) -> None:
+    """Projections of several types become bfloat16."""
+    names = _projections()
+    kinds = dict.fromkeys(names, Q.Q4_0) | {names[0]: Q.Q8_0}
+    values = _write(tmp_path / "m.gguf", kinds, head=False)
+    folder = demo_models.convert(tmp_path / "m.gguf", tmp_path / "cache")
+    found = load_file(folder / "model.safetensors")
+    assert read(folder) is None
+    assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], values["blk.0.ffn_up.weight"].bfloat16())
