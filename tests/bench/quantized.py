@@ -3,19 +3,21 @@
 ``python -m tests.bench.quantized [--quick] [--model smollm2|gemma3-270m]`` makes both kinds of quantized
 folders as `triptych quantize` does, runs all three models in this process on all cores, and times decode
 steps of 1, 8 and 32 rows, the models in turn, step by step. Perplexity is that of
-`tests/bench/support/quantized_text.txt`.
+`tests/bench/support/quantized_text.txt`. Then it times the products of all projections (W4A16, groups of 64)
+in our kernel and, in turn, in that of vLLM's CPU wheel.
 
 With ``--device cuda`` the model has the shape of Llama 3.2 1B, with made-up weights and codes: groups of 64
 or a scale per channel, and the output head in 8 bits.
 """
 
 import argparse
+import functools
 import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,8 +29,11 @@ from tests.bench.support.report import report
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
+from worker_svc.devices.quantized import QuantizedWeights
 from worker_svc.model_files.demo_models import FetchError, fetch
 from worker_svc.model_files.quantize import HEAD, quantization_config, quantization_group, quantize_folder
+from worker_svc.quantization import codes
+from worker_svc.quantization.rounding import quantize
 from worker_svc.quantization.scheme import Scheme
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
@@ -41,6 +46,9 @@ _CHUNK: Final = 128
 _MAX_LEN: Final = 2048
 _WARM_UP_STEPS: Final = 3
 _GPU_CONTEXT: Final = 200
+# Outputs and inputs of SmolLM2's projections, for all of its layers.
+_LAYER_SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
+_LAYERS: Final = 30
 
 
 def _folders(source: Path, scratch: Path) -> dict[str, Path]:
@@ -92,6 +100,57 @@ def perplexity(harness: Harness, token_ids: list[int]) -> float:
     return math.exp(-sum(logprobs) / len(logprobs))
 
 
+def _peer_layer(weights: QuantizedWeights) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the product of vLLM's own W4A16 path for CPUs."""
+    from vllm.model_executor.kernels.linear import MPLinearLayerConfig
+    from vllm.model_executor.kernels.linear.mixed_precision.cpu import CPUWNA16LinearKernel
+    from vllm.model_executor.parameter import GroupQuantScaleParameter, PackedvLLMParameter
+    from vllm.scalar_type import scalar_types
+
+    outputs, inputs = weights.codes.shape
+    config = MPLinearLayerConfig(
+        full_weight_shape=(inputs, outputs), partition_weight_shape=(inputs, outputs),
+        weight_type=scalar_types.uint4b8, act_type=torch.bfloat16,
+        group_size=inputs // weights.scales.shape[1], zero_points=False,
+    )  # fmt: skip
+    layer: Any = torch.nn.Module()
+    layer.bias = None
+    words = codes.pack(weights.codes, weights.bits)
+    layer.weight_packed = PackedvLLMParameter(
+        data=words, input_dim=1, output_dim=0, packed_dim=1, packed_factor=8, weight_loader=print
+    )
+    layer.weight_scale = GroupQuantScaleParameter(
+        data=weights.scales.bfloat16(), input_dim=1, output_dim=0, weight_loader=print
+    )
+    kernel = CPUWNA16LinearKernel(config, w_q_param_name="weight_packed", w_s_param_name="weight_scale")
+    kernel.process_weights_after_loading(layer)
+    return lambda x: kernel.apply_weights(layer, x)
+
+
+def _products(device: Device, repetitions: int) -> dict[str, dict[str, float]]:
+    """Returns median milliseconds of the products of SmolLM2's projections, by rows, ours and vLLM's."""
+    made: dict[str, list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]] = {"ours": [], "vllm": []}
+    for _ in range(_LAYERS):
+        for outputs, inputs in _LAYER_SHAPES:
+            found, scales = quantize(torch.randn(outputs, inputs).bfloat16(), SCHEMES["w4a16"], clip=False)
+            weights = QuantizedWeights(found, scales, 4)
+            ours = device.quantized.layer(weights, torch.bfloat16, wide=False)
+            made["ours"].append((inputs, functools.partial(ours, bias=None)))
+            made["vllm"].append((inputs, _peer_layer(weights)))
+    products: dict[str, dict[str, float]] = {}
+    for rows in BUCKETS:
+        xs = {inputs: torch.randn(rows, inputs).bfloat16() for _, inputs in _LAYER_SHAPES}
+        taken: dict[str, list[float]] = {name: [] for name in made}
+        for _ in range(repetitions):
+            for name, layers in made.items():
+                started = time.perf_counter()
+                for inputs, multiply in layers:
+                    multiply(xs[inputs])
+                taken[name].append(time.perf_counter() - started)
+        products[str(rows)] = {name: 1000 * statistics.median(each) for name, each in taken.items()}
+    return products
+
+
 def _on_cpu(arguments: argparse.Namespace) -> None:
     device = open_device("cpu")
     source = fetch(arguments.model)
@@ -102,6 +161,7 @@ def _on_cpu(arguments: argparse.Namespace) -> None:
         harnesses = {name: _harness(folder, device) for name, folder in folders.items()}
     perplexities = {name: perplexity(harness, text) for name, harness in harnesses.items()}
     steps = {bucket: _steps(harnesses, bucket, 10 if arguments.quick else 60) for bucket in BUCKETS}
+    products = _products(device, 8 if arguments.quick else 30)
     print(f"{arguments.model}, {device.product_name()}; medians, ms; perplexity of {len(text)} tokens")
     print(f"{'':<8}" + "".join(f"{f'decode {bucket}':>12}" for bucket in BUCKETS) + f"{'perplexity':>12}")
     for name in harnesses:
@@ -115,8 +175,12 @@ def _on_cpu(arguments: argparse.Namespace) -> None:
         for bucket in BUCKETS
         for name in SCHEMES
     } | {f"perplexity_{name}_over_{PLAIN}": perplexities[name] / perplexities[PLAIN] for name in SCHEMES}
+    for rows, times in products.items():
+        ratios[f"vllm_over_ours_products_{rows}"] = times["vllm"] / times["ours"]
+        print(f"products of {rows} rows: ours {times['ours']:.2f} ms, vLLM's {times['vllm']:.2f} ms")
     figures = {
         "model": arguments.model,
+        "products_ms": products,
         "device": device.product_name(),
         "steps_ms": steps,
         "perplexity": perplexities,

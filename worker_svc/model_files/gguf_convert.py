@@ -56,8 +56,8 @@ _NORMS = {
 _SPLITS = ("gpt-2", "smollm")
 # By Hugging Face's name of a special token, GGUF's.
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-# Types whose blocks of 32 weights are codes and a scale, with their bits. Other types have zero points or codes
-# of other sizes.
+# Types whose blocks of 32 weights are codes and a scale, with their bits. Other types have zero points or
+# codes of other sizes.
 _BITS = {gguf.GGMLQuantizationType.Q4_0: 4, gguf.GGMLQuantizationType.Q8_0: 8}
 _BLOCK = 32
 # ggml's token types.
@@ -173,7 +173,8 @@ def _weights(
 def _blocks(data: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits rows of blocks into codes, uint8 [rows, columns], and scales, float16 [rows, groups].
 
-    Codes have no sign: half of their range stands for 0. A block is its scale and then its codes. In Q4_0, byte i has the codes of weights i and i + 16.
+    Codes have no sign: half of their range stands for 0. A block is its scale and then its codes. In Q4_0,
+    byte i has the codes of weights i and i + 16.
     """
     rows = torch.from_numpy(data.copy())
     blocks = rows.view(rows.shape[0], -1, 2 + _BLOCK * bits // 8)

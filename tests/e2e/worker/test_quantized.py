@@ -168,3 +168,17 @@ def test_what_is_not_served_is_refused(base: Path, source: Path) -> None:
         match="qkv_proj has 64 inputs, but w4a16 in groups of 128 needs a multiple of 128; choose",
     ):
         load(wide, "float32")
+
+
+def test_groups_that_ranks_would_split_are_refused() -> None:
+    """A rank's part of a layer must hold whole groups."""
+    from worker_svc.devices import open_device
+    from worker_svc.vllm_adapter.layers.quantized_linear import QuantizedLinearMethod
+
+    method = QuantizedLinearMethod(open_device("cpu"), Scheme(4, 64), "model.layers.0.o_proj", wide=False)
+    with pytest.raises(ConfigurationRefused) as refused:
+        method.create_weights(torch.nn.Module(), 288, [576], 576, 576, torch.bfloat16)
+    assert refused.value.message == (
+        "model.layers.0.o_proj has 288 inputs on each of 2 ranks, but w4a16 in groups of 64 needs a multiple of"
+        " 64; lower --tensor-parallel-size"
+    )
