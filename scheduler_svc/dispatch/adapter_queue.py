@@ -146,7 +146,10 @@ class AdapterQueue:
     def used(self, request: Request, replica_id: str) -> None:
         """Notes that a request was admitted to a replica."""
         if request.adapter is not None:
-            self._hosts[replica_id].memory.used(request.adapter.adapter_id)
+            adapter_id = request.adapter.adapter_id
+            self._hosts[replica_id].memory.used(adapter_id)
+            for host in self._hosts.values():
+                host.memory.unreserve(adapter_id)
 
     # ---- loading ----
 
@@ -221,6 +224,7 @@ class AdapterQueue:
         host.drop(adapter_id)
         if adapter_id in self._users and not self._is_on_a_host(adapter_id):
             self._orphans.add(adapter_id)
+            self.may_load = True
 
     def _is_on_a_host(self, adapter_id: int) -> bool:
         return any(adapter_id in host.memory for host in self._hosts.values())
@@ -235,7 +239,7 @@ class AdapterQueue:
         host = self._hosts.get(replica_id)
         if host is None:
             return []
-        host.memory.loaded(adapter_id, reserve=adapter_id in self._users)
+        host.memory.loaded(adapter_id, reserve=adapter_id in self._waiting)
         host.scheduler.stats.adapter_loads += 1
         self.may_load = True
         return self._release(adapter_id)

@@ -384,9 +384,16 @@ class Engine:
     def fail_oversized(self) -> int:
         """Fails waiting requests that fit no replica: a larger one was lost and has not come back.
 
+        Those of LoRA adapters fail if no replica that remains can run them.
+
         Returns how many failed.
         """
-        room = self._capacity.max_request_tokens
+        room, stranded = self._capacity.max_request_tokens, []
+        if self.replicas:
+            stranded = [one for one in self._queues if one.adapter and not self._placer.has_prospects(one)]
+        for request in stranded:
+            message = "no remaining worker runs the request's LoRA adapter; send it again when one is back"
+            self._fail(request, Unavailable(message, retry_after_ms=5000))
         oversized = [request for request in self._queues if request.end > room]
         for request in oversized if self.replicas else ():
             message = (
@@ -394,7 +401,7 @@ class Engine:
                 "send it again when more workers are back"
             )
             self._fail(request, Unavailable(message, retry_after_ms=5000))
-        return len(oversized) if self.replicas else 0
+        return len(oversized) + len(stranded) if self.replicas else 0
 
     # ---- grammars ----
 

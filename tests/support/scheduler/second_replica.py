@@ -1,10 +1,13 @@
 """A second replica of a rig's engine."""
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protos.errors import Internal
 from protos.steps import StepResult
+from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
@@ -22,6 +25,17 @@ class Second:
     device: SimulatedDevice
     failed: int = 0
     """Steps that failed."""
+    hosted: dict[int, str] = field(default_factory=dict)
+    """The adapters on its host by id, with their weights."""
+    loads: deque[Adapter] = field(default_factory=deque)
+    """Adapters that it is asked to load and has not answered."""
+
+    def answer_loads(self, rig: Rig, name: str = "replica-1") -> None:
+        """Loads the adapters that the replica was asked for; their sources are their weights."""
+        while self.loads:
+            adapter = self.loads.popleft()
+            self.hosted[adapter.adapter_id] = adapter.source
+            rig.engine.adapters.answered(name, adapter, LoadedAdapter(8, adapter.source))
 
     def step(self) -> bool:
         plan = self.scheduler.step()
@@ -38,13 +52,19 @@ class Second:
 
 def add_replica(
     rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", geometry: Geometry | None = None,
-    failing: Callable[[], bool] = lambda: False,
+    failing: Callable[[], bool] = lambda: False, adapter_slots: int = 0, max_cpu_loras: int = 0,
 ) -> Second:  # fmt: skip
+    hosted: dict[int, str] = {}
+    loads: deque[Adapter] = deque()
+    lora = AdapterHost(max_cpu_loras, loads.append, hosted.__delitem__) if adapter_slots else None
     geometry = geometry or rig.geometry
     kv = KvCache(geometry, (FULL,), [num_blocks], model="m")
-    scheduler = ReplicaScheduler(geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
-    rig.engine.attach(name, AttachedReplica(scheduler, lambda: None, failing=failing))
-    return Second(scheduler, SimulatedDevice(geometry))
+    scheduler = ReplicaScheduler(
+        geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now, adapter_slots=adapter_slots
+    )
+    rig.engine.attach(name, AttachedReplica(scheduler, lambda: None, failing=failing, lora=lora))
+    device = SimulatedDevice(geometry, num_adapter_slots=adapter_slots, hosted=hosted)
+    return Second(scheduler, device, hosted=hosted, loads=loads)
 
 
 def run(rig: Rig, second: Second) -> None:

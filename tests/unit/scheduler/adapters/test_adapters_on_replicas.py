@@ -1,0 +1,76 @@
+"""LoRA adapters and several replicas: where their requests run, and which replica loads what."""
+
+from protos.errors import Unavailable
+from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.replica.suspects import Loss
+from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
+from tests.support.scheduler.second_replica import Second, add_replica, run
+
+PROMPT = (5, 6, 7)
+
+
+def two_replicas(*names: str, slots: int = 2, hosts: int = 4) -> tuple[Rig, Second]:
+    """Returns two replicas with two request slots each; the first has the adapters, the second none."""
+    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)), adapter_slots=slots, max_cpu_loras=hosts)
+    for name in names:
+        assert isinstance(rig.load_adapter(name), Adapter)
+    second = add_replica(rig, adapter_slots=slots, max_cpu_loras=hosts)
+    return rig, second
+
+
+def submit(rig: Rig, name: str, lora_name: str) -> None:
+    rig.submit(make_submission(PROMPT, request_id=name, lora_name=lora_name))
+
+
+def test_a_new_replica_loads_registered_adapters() -> None:
+    """As many as its host holds; their requests may run there once they are loaded."""
+    rig, second = two_replicas("a", "b", "c", slots=1, hosts=2)
+    assert [adapter.name for adapter in second.loads] == ["a", "b"]
+    second.answer_loads(rig)
+    rig.engine.detach("replica-0", Loss.LEFT)
+    submit(rig, "r", "b")
+    while second.step():
+        pass
+    assert rig.sinks["r"].tokens == expected_tokens(PROMPT, 8, weights="b")
+
+
+def test_requests_of_an_adapter_gather_where_it_lies() -> None:
+    """A replica that would have to place the adapter is chosen only if the other one is much busier."""
+    rig, second = two_replicas("a", "b")
+    second.answer_loads(rig)
+    submit(rig, "a0", "a")
+    first = rig.engine.find("a0").replica_id  # type: ignore[union-attr]
+    submit(rig, "b0", "b")
+    submit(rig, "a1", "a")
+    assert rig.engine.find("b0").replica_id != first  # type: ignore[union-attr]
+    assert rig.engine.find("a1").replica_id == first  # type: ignore[union-attr]
+    run(rig, second)
+
+
+def test_another_replica_loads_the_adapter_of_a_busy_one() -> None:
+    """Requests that find no slot where their adapter is have it loaded where there are slots."""
+    rig, second = two_replicas("a", "b", "c", slots=1, hosts=2)
+    second.answer_loads(rig)  # it has a and b; the first has b and c
+    for number in range(3):
+        submit(rig, f"c{number}", "c")
+    assert [adapter.name for adapter in second.loads] == ["c"]
+    assert not second.scheduler.num_running
+    second.answer_loads(rig)
+    assert second.scheduler.num_running == 1
+    run(rig, second)
+    for number in range(3):
+        assert rig.sinks[f"c{number}"].tokens == expected_tokens(PROMPT, 8, weights="c")
+
+
+def test_requests_fail_when_no_replica_with_adapters_comes_back() -> None:
+    """A replica without adapters remains: after the wait, the request fails and says why."""
+    rig = make_rig(adapter_slots=1, max_cpu_loras=1)
+    rig.load_adapter("a")
+    add_replica(rig)
+    submit(rig, "a", "a")
+    rig.engine.detach("replica-0", Loss.DIED)
+    assert not rig.sinks["a"].events or rig.sinks["a"].events[-1].error is None
+    assert rig.engine.fail_oversized() == 1
+    error = rig.sinks["a"].events[-1].error
+    assert isinstance(error, Unavailable)
+    assert "LoRA adapter" in error.message
