@@ -6,12 +6,14 @@ refuses a placement into a slot in use, and one of an adapter that is not on the
 
 import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 from hypothesis.stateful import invariant, precondition, rule
 
 from protos.errors import Overloaded
 from scheduler_svc.adapters.adapter import Adapter
 from tests.property.scheduler.test_machines import SchedulerMachine
-from tests.support.property_settings import machine
+from tests.support.property_settings import machine, scaled
+from tests.support.scheduler.factories import make_geometry, make_rig, make_submission
 
 pytestmark = pytest.mark.property
 
@@ -115,6 +117,34 @@ class AdapterPipelineMachine(AdapterMachine):
     """The same on a pipeline."""
 
     stages = (2, 3)
+
+
+@scaled(40)
+@given(
+    slots=st.integers(1, 2), extra=st.integers(0, 1), seats=st.integers(2, 4), tenants=st.booleans(),
+    stream=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 10)), min_size=200, max_size=200),
+)  # fmt: skip
+def test_no_request_starves(
+    slots: int, extra: int, seats: int, tenants: bool, stream: list[tuple[str, int]]
+) -> None:
+    """However many requests of adapters on the device follow, one of another adapter runs and ends soon."""
+    geometry = make_geometry(max_num_seqs=seats, buckets=(1, 2, 4))
+    rig = make_rig(geometry, adapter_slots=slots, max_cpu_loras=slots + extra)
+    for name in "vab":
+        rig.load_adapter(name)
+    for number, (name, max_tokens) in enumerate(stream):
+        rig.submit(
+            make_submission(
+                [5, 6, number % 90 + 3], request_id=f"r{number}", lora_name=name, max_tokens=max_tokens,
+                tenant=name if tenants else "",
+            )
+        )  # fmt: skip
+        if number == seats:
+            rig.submit(make_submission(request_id="v", lora_name="v", max_tokens=4, tenant="v" * tenants))
+        rig.step()
+        if number > seats and (events := rig.sinks["v"].events) and events[-1].finish_reason:
+            return
+    raise AssertionError("the request of the other adapter did not end")
 
 
 TestAdapters = AdapterMachine.TestCase
