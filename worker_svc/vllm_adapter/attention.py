@@ -108,9 +108,13 @@ class TriptychAttention(AttentionImpl):
         self.sinks = sinks
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002
-        """Converts sinks to float32, which kernels take."""
+        """Converts sinks to float32, which kernels take.
+
+        They stay the model's parameter, so that they move with its weights.
+        """
         if self.sinks is not None:
-            self.sinks = self.sinks.detach().float()
+            self.sinks.requires_grad = False
+            self.sinks.data = self.sinks.data.float()
 
     def forward(
         self,

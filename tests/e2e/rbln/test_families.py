@@ -9,10 +9,11 @@ from typing import Literal
 
 import pytest
 
-from tests.support import tiny_models
 from tests.support.paths import ROOT
 from tests.support.rbln.fake_environment import environment
 from tests.support.rbln.graph_process import Job, Result
+from tests.support.tiny_models import FAMILIES as OLDER
+from tests.support.zoo import families
 
 pytestmark = [
     pytest.mark.e2e,
@@ -24,6 +25,7 @@ pytestmark = [
 # Longer than a chunk and than a window, and shorter than both.
 PROMPTS = [list(range(3, 203)), [5, 6, 7]]
 NUM_TOKENS = 6
+FAMILIES = (*OLDER, "mistral", "gpt-oss", "deepseek-v2")
 
 
 def run_all(folder: Path, backend: Literal["rbln", "rbln-check"]) -> dict[str, Result]:
@@ -33,7 +35,7 @@ def run_all(folder: Path, backend: Literal["rbln", "rbln-check"]) -> dict[str, R
             str(folder / family), PROMPTS, NUM_TOKENS, triton=family == "gemma3", block_size=1024, max_model_len=1024,
             backend=backend,
         )
-        for family in tiny_models.FAMILIES
+        for family in FAMILIES
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.rbln.graph_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
@@ -41,19 +43,19 @@ def run_all(folder: Path, backend: Literal["rbln", "rbln-check"]) -> dict[str, R
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = [Result(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
-    return dict(zip(tiny_models.FAMILIES, results, strict=True))
+    return dict(zip(FAMILIES, results, strict=True))
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Result], dict[str, Result]]:
     """By family, the results with the vendor's fakes, and those with rbln-check."""
     folder = tmp_path_factory.mktemp("families")
-    for family in tiny_models.FAMILIES:
-        tiny_models.write(family, folder / family)
+    for family in FAMILIES:
+        families.write(family, folder / family)
     return run_all(folder, "rbln"), run_all(folder, "rbln-check")
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_runs_on_device_tensors(
     results: tuple[dict[str, Result], dict[str, Result]], family: str
 ) -> None:

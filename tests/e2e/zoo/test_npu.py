@@ -1,0 +1,67 @@
+"""The column NPU of docs/models.md: what equals transformers there, and what is refused by name."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import tiny_models
+from tests.support.reference import Reference
+from tests.support.worker import parity_process
+from tests.support.worker.parity_process import Job, differences
+from tests.support.zoo import families
+from worker_svc.settings import Backend
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
+]
+
+BACKENDS: tuple[Backend, ...] = ("eager", "compiled")
+# Another file tests the older families.
+ON_NPU = [
+    family
+    for family in (*families.FAMILIES, *families.MULTIMODAL)
+    if family not in {*families.NOT_ON_NPU, *tiny_models.FAMILIES}
+]
+# Below and above the windows of 64 tokens and the chunks of 128.
+LENGTHS = (3, 63, 64, 130, 200)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def test_the_npu_equals_the_reference(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """An NPU's operators give the reference's outputs, eagerly and in graphs; windows slide in place."""
+    folders = {family: families.write(family, tmp_path / family) for family in ON_NPU}
+    jobs = {
+        (family, backend): Job(
+            str(folder), prompts, device="rbln", backend=backend, window_kind="in_place_window", block_size=1024,
+            max_model_len=1536, language_model_only=family in families.MULTIMODAL,
+        )
+        for family, folder in folders.items()
+        for backend in BACKENDS
+    }  # fmt: skip
+    answers = dict(zip(jobs, parity_process.run_apart(list(jobs.values())), strict=True))
+    wrong = {
+        job: found
+        for job, answer in answers.items()
+        if (found := differences(Reference(folders[job[0]], torch.float32), prompts, answer))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize("family", families.NOT_ON_NPU)
+def test_an_npu_refuses_by_name(tmp_path: Path, prompts: list[list[int]], family: str) -> None:
+    """The line names what an NPU does not run."""
+    job = Job(
+        str(families.write(family, tmp_path)), prompts, device="rbln", backend="compiled", block_size=1024,
+        max_model_len=1536, language_model_only=family in families.MULTIMODAL,
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match=f"ConfigurationRefused: .*{families.NOT_ON_NPU[family]}"):
+        parity_process.run_apart([job])
