@@ -1,5 +1,6 @@
 """The column NPU of docs/models.md: what equals transformers there, and what is refused by name."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ ON_NPU = [
     for family in (*families.FAMILIES, *families.MULTIMODAL)
     if family not in {*families.NOT_ON_NPU, *tiny_models.FAMILIES}
 ]
+# Processes that share the families.
+PARTS = 4
 # Below and above the windows of 64 tokens and the chunks of 128.
 LENGTHS = (3, 63, 64, 130, 200)
 
@@ -36,9 +39,10 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
 
 
-def test_the_npu_equals_the_reference(tmp_path: Path, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("part", [ON_NPU[first::PARTS] for first in range(PARTS)], ids=" ".join)
+def test_the_npu_equals_the_reference(tmp_path: Path, prompts: list[list[int]], part: Sequence[str]) -> None:
     """An NPU's operators give the reference's outputs, eagerly and in graphs; windows slide in place."""
-    folders = {family: families.write(family, tmp_path / family) for family in ON_NPU}
+    folders = {family: families.write(family, tmp_path / family) for family in part}
     jobs = {
         (family, backend): Job(
             str(folder), prompts, device="rbln", backend=backend, window_kind="in_place_window", block_size=1024,
