@@ -18,7 +18,7 @@ from tests.support.zoo import families
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(420),
     pytest.mark.filterwarnings("ignore"),  # importing transformers
 ]
 
@@ -39,7 +39,7 @@ def run_all(folder: Path, backend: Literal["rbln", "rbln-check"]) -> dict[str, R
     ]  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.rbln.graph_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
-        check=False, capture_output=True, text=True, cwd=ROOT, timeout=140, env=environment(),
+        check=False, capture_output=True, text=True, cwd=ROOT, timeout=200, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = [Result(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
