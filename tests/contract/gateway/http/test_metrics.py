@@ -83,7 +83,7 @@ async def test_the_documentation_lists_all_metrics() -> None:
     }  # fmt: skip
     async with (
         run_scheduler() as scheduler,
-        joined(scheduler, FakeWorker()),
+        joined(scheduler, FakeWorker(max_loras=2, max_cpu_loras=2)),
         running_gateway(scheduler.server.port, wait=False) as gateway,
         httpx.AsyncClient(base_url=gateway.base_url, timeout=5) as http,
     ):
