@@ -132,8 +132,8 @@ def run_apart(jobs: Sequence[Job]) -> list[list[Answer]]:
     """Calls `run` for each job in a separate process with one thread."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.worker.parity_process", json.dumps([dataclasses.asdict(job) for job in jobs])],
-        check=False, capture_output=True, text=True, cwd=ROOT, timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False, capture_output=True, text=True, cwd=ROOT, timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [[Answer(**answer) for answer in answers] for answers in json.loads(done.stdout.splitlines()[-1])]
