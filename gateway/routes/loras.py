@@ -32,7 +32,8 @@ def check_admin(request: Request) -> None:
     if key is None:
         raise Forbidden("adapters cannot be changed over HTTP here; start the gateway with --admin-api-key")
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    matches = hmac.compare_digest(given.strip().encode(), key.get_secret_value().encode())
+    # Headers are decoded as latin-1, whatever their bytes are.
+    matches = hmac.compare_digest(given.strip().encode("latin-1"), key.get_secret_value().encode())
     if scheme.lower() != "bearer" or not matches:
         raise Unauthorized("the admin key is missing or wrong; send 'Authorization: Bearer' with the key")
 

@@ -137,6 +137,11 @@ class Engine:
                 f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
             )
         adapter = self.adapters.resolve(submission.lora_name)
+        if adapter is not None and self.replicas and not self.adapters.max_loras:
+            raise Unavailable(
+                f"no worker that is ready runs LoRA adapters, and the request needs {adapter.name!r}; retry",
+                retry_after_ms=5000,
+            )
         stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))
         self._capacity.check(
             submission,

@@ -62,7 +62,7 @@ class AdapterLoader:
         request = worker_pb2.LoadAdapterRequest(
             adapter_id=adapter.adapter_id, name=adapter.name, source=adapter.source
         )
-        answers = await asyncio.gather(*(_load_on(stub, request) for stub in self._stubs))
+        answers = await asyncio.gather(*(self._load_on(stub, request) for stub in self._stubs))
         refusals = [answer for answer in answers if isinstance(answer, TriptychError)]
         facts = {answer for answer in answers if isinstance(answer, LoadedAdapter)}
         if refusals:
@@ -71,9 +71,24 @@ class AdapterLoader:
             result = Internal(f"the ranks of the replica found different files in {adapter.source!r}")
         else:
             (result,) = facts
-        if isinstance(result, TriptychError) and facts:
+        if isinstance(result, TriptychError):
+            # Also where a call failed: the worker may still be reading.
             await self._unload(adapter.adapter_id)
         answered(result)
+
+    async def _load_on(
+        self, stub: "worker_pb2_grpc.WorkerAsyncStub", request: worker_pb2.LoadAdapterRequest
+    ) -> LoadedAdapter | TriptychError:
+        try:
+            answer = await stub.LoadAdapter(request, timeout=LOAD_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return Unavailable(f"the worker did not load the adapter within {LOAD_TIMEOUT_S:g} s; retry")
+            return from_rpc_error(error)
+        except Exception:  # noqa: BLE001 - any bug; the engine waits for an answer
+            self._log.exception("adapter_call_failed")
+            return Internal("calling the worker failed; see the scheduler's log")
+        return LoadedAdapter(answer.rank, answer.digest)
 
     async def _unload(self, adapter_id: int) -> None:
         request = worker_pb2.UnloadAdapterRequest(adapter_id=adapter_id)
@@ -81,15 +96,3 @@ class AdapterLoader:
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, BaseException):
                 self._log.warning("adapter_not_unloaded", adapter_id=adapter_id, reason=str(answer))
-
-
-async def _load_on(
-    stub: "worker_pb2_grpc.WorkerAsyncStub", request: worker_pb2.LoadAdapterRequest
-) -> LoadedAdapter | TriptychError:
-    try:
-        answer = await stub.LoadAdapter(request, timeout=LOAD_TIMEOUT_S)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return Unavailable(f"the worker did not load the adapter within {LOAD_TIMEOUT_S:g} s; retry")
-        return from_rpc_error(error)
-    return LoadedAdapter(answer.rank, answer.digest)

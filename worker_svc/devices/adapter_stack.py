@@ -2,7 +2,7 @@
 
 A layer adds `B (A x)` of each row's adapter to its product. The A matrices of all adapter slots lie side by
 side, and so do the B matrices. A step's graph computes with all of them at once, so it serves any mix of
-adapters. A mask with a row for each token keeps the columns of the token's own adapter.
+adapters. In plain operators, a mask with a row for each token keeps the columns of the token's own adapter.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,7 +124,9 @@ class AdapterStack:
         """
         parts = len(self._shape.out_sizes)
         inner = functional.linear(x.to(self._shape.dtype), self._a)
-        chosen = (inner.view(-1, parts, self._shape.columns) * selection.unsqueeze(1)).view(inner.shape)
+        by_part = inner.view(-1, parts, self._shape.columns)
+        # Another row's adapter may overflow, and 0 times infinity is NaN.
+        chosen = by_part.masked_fill(selection.unsqueeze(1) == 0, 0).view(inner.shape)
         return out + functional.linear(chosen, self._b).to(out.dtype)
 
 

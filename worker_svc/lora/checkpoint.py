@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,10 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
+_DTYPES = ("F16", "BF16", "F32")
+_MOST_CONFIG_BYTES = 1 << 20
+# PEFT's patterns are expressions. Matching some expressions takes for ever, so only names are served.
+_LITERAL = re.compile(r"\^?(?:\w|\\?\.|-){1,256}\$?")
 _MATRIX = re.compile(r"(?P<path>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 
 # Settings of PEFT that change what an adapter computes and that are not served, with the values that turn
@@ -87,21 +91,18 @@ def read_adapter(folder: Path, *, name: str, max_rank: int) -> AdapterCheckpoint
     """
     config = _read_config(folder, name)
     _check_config(config, name)
-    tensors, digest = _read_tensors(folder, name)
+    tensors, digest = _read_tensors(folder, name, max_rank)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         path, which = _place_of(key, name)
-        pairs.setdefault(path, {})[which] = tensor
+        if which in pairs.setdefault(path, {}):
+            raise InvalidArgument(f"adapter {name} has two matrices {which} of {path}", param="source")
+        pairs[path][which] = tensor
+    _check_targets(config, pairs, name)
     matrices = {path: _scaled(config, path, pair, name) for path, pair in sorted(pairs.items())}
     if not matrices:
         raise InvalidArgument(f"adapter {name} has no weights in {WEIGHTS}", param="source")
     rank = max(a.shape[0] for a, _ in matrices.values())
-    if rank > max_rank:
-        raise InvalidArgument(
-            f"adapter {name} has rank {rank}, above --max-lora-rank {max_rank};"
-            " restart the workers with a higher one",
-            param="source",
-        )
     text = json.dumps(config, sort_keys=True).encode()
     return AdapterCheckpoint(name, rank, matrices, hashlib.sha256(text + digest).hexdigest())
 
@@ -112,6 +113,8 @@ def _read_config(folder: Path, name: str) -> dict[str, Any]:
         raise NotFound(
             f"adapter {name}: {folder} has no {CONFIG}; pass a folder that PEFT has saved", param="source"
         )
+    if path.stat().st_size > _MOST_CONFIG_BYTES:
+        raise InvalidArgument(f"adapter {name}: {CONFIG} is larger than 1 MiB", param="source")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -142,22 +145,48 @@ def _check_config(config: Mapping[str, Any], name: str) -> None:
         )
     for field in ("r", "lora_alpha"):
         value = config.get(field)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1 << 20:
+        if not _is_size(value):
             raise InvalidArgument(
                 f"adapter {name}: {field} in {CONFIG} is {value!r}, not a positive number", param="source"
             )
     for field in ("rank_pattern", "alpha_pattern"):
         value = config.get(field) or {}
-        if not isinstance(value, dict) or not all(isinstance(each, int | float) for each in value.values()):
+        if not isinstance(value, dict) or not all(map(_is_size, value.values())):
             raise InvalidArgument(
-                f"adapter {name}: {field} in {CONFIG} is not an object of numbers", param="source"
+                f"adapter {name}: {field} in {CONFIG} is not an object of positive numbers", param="source"
+            )
+        for pattern in value:
+            if not _LITERAL.fullmatch(pattern):
+                raise InvalidArgument(
+                    f"adapter {name}: {field} in {CONFIG} has {pattern!r};"
+                    " only names of layers are served, no other expressions",
+                    param="source",
+                )
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 20
+
+
+def _check_targets(config: Mapping[str, Any], paths: Collection[str], name: str) -> None:
+    """Raises InvalidArgument if a layer that the adapter targets has no weights."""
+    targets = config.get("target_modules")
+    for target in targets if isinstance(targets, list) else ():
+        if not any(path == target or path.endswith(f".{target}") for path in paths):
+            raise InvalidArgument(
+                f"adapter {name} is incomplete: it targets {target}, but {WEIGHTS} has no weights of it",
+                param="source",
             )
 
 
-def _read_tensors(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], bytes]:
-    """Returns the tensors by their keys, and a hash of the file."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+def _read_tensors(folder: Path, name: str, max_rank: int) -> tuple[dict[str, torch.Tensor], bytes]:
+    """Returns the tensors by their keys, and a hash of the file. Reads no tensor before all are checked.
+
+    Raises:
+        NotFound: if the file is missing.
+        InvalidArgument: if it is damaged, or has other tensors than an adapter of that rank.
+    """
+    from safetensors import SafetensorError, safe_open
 
     path = folder / WEIGHTS
     if not path.is_file():
@@ -169,10 +198,31 @@ def _read_tensors(folder: Path, name: str) -> tuple[dict[str, torch.Tensor], byt
             )
         raise NotFound(f"adapter {name}: {folder} has no {WEIGHTS}", param="source")
     try:
-        data = path.read_bytes()
-        return load(data), hashlib.sha256(data).digest()
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is not a dictionary
+                described = file.get_slice(key)
+                _check_described(key, described.get_shape(), described.get_dtype(), name, max_rank)
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        with path.open("rb") as stream:
+            return tensors, hashlib.file_digest(stream, "sha256").digest()
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise InvalidArgument(f"adapter {name}: {WEIGHTS} cannot be read: {error}", param="source") from error
+
+
+def _check_described(key: str, shape: Sequence[int], dtype: str, name: str, max_rank: int) -> None:
+    """Checks a tensor by what the file's header says about it."""
+    _, which = _place_of(key, name)
+    if dtype not in _DTYPES:
+        raise InvalidArgument(f"adapter {name}: {key} has the type {dtype}, not a float's", param="source")
+    if len(shape) != 2:
+        raise InvalidArgument(f"adapter {name}: {key} is {tuple(shape)}, not a matrix", param="source")
+    rank = shape[0] if which == "A" else shape[1]
+    if rank > max_rank:
+        raise InvalidArgument(
+            f"adapter {name} has rank {rank}, above --max-lora-rank {max_rank};"
+            " restart the workers with a higher one",
+            param="source",
+        )
 
 
 def _place_of(key: str, name: str) -> tuple[str, str]:
@@ -201,15 +251,12 @@ def _scaled(
     if set(pair) != {"A", "B"}:
         raise InvalidArgument(f"adapter {name} has only one of the two matrices of {path}", param="source")
     a, b = pair["A"], pair["B"]
-    if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+    if a.shape[0] != b.shape[1]:
         raise InvalidArgument(
             f"adapter {name}: the matrices of {path} do not fit together:"
             f" A is {tuple(a.shape)}, B is {tuple(b.shape)}",
             param="source",
         )
-    a, b = a.float(), b.float()
-    if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
-        raise InvalidArgument(f"adapter {name}: the matrices of {path} are not finite", param="source")
     rank = _of_pattern(config, "rank_pattern", path, config["r"])
     if rank != a.shape[0]:
         raise InvalidArgument(
@@ -217,17 +264,15 @@ def _scaled(
             param="source",
         )
     alpha = _of_pattern(config, "alpha_pattern", path, config["lora_alpha"])
-    return a, b * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    a, b = a.float(), b.float() * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
+        raise InvalidArgument(f"adapter {name}: the matrices of {path} are not finite", param="source")
+    return a, b
 
 
 def _of_pattern(config: Mapping[str, Any], field: str, path: str, default: float) -> float:
     """Returns the value of the first pattern that matches the end of a path, as PEFT looks it up."""
     for pattern, value in (config.get(field) or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", path):
-                return float(value)
-        except re.error:
-            raise InvalidArgument(
-                f"{field} in {CONFIG} has {pattern!r}, which is no regular expression", param="source"
-            ) from None
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return float(value)
     return float(default)

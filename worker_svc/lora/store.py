@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from protos.errors import Internal, InvalidArgument, NotFound, Overloaded
-from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits, read_adapter
+from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
+from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, AdapterCheckpoint, LoraLimits, read_adapter
 
 LayerMatrices = Sequence[tuple[torch.Tensor, torch.Tensor] | None]
 """The matrices A [rank, in] and B [out, rank] of each part of a layer on this rank. `None` stands for a part
@@ -60,6 +60,8 @@ class AdapterStore:
         self._model = model
         self._lock = threading.Lock()
         self._on_host: dict[int, HostAdapter] = {}
+        # Adapters that are being read, each with the call that reads it; unloading one ends its claim.
+        self._reading: dict[int, object] = {}
         self._placed: dict[int, int] = {}
 
     def load(self, adapter_id: int, name: str, source: str) -> HostAdapter:
@@ -74,21 +76,37 @@ class AdapterStore:
             NotFound: if there is no such adapter.
             InvalidArgument: if it does not fit the model or the settings.
             Overloaded: if the host holds as many adapters as `--max-cpu-loras` allows.
+            Unavailable: if it was unloaded meanwhile.
         """
         known = self._on_host.get(adapter_id)
         if known is not None and (known.name, known.source) == (name, source):
             return known
-        self._check_room(adapter_id)
-        checkpoint = read_adapter(_folder(source, name), name=name, max_rank=self.limits.max_rank)
-        layers = self._model.fit(checkpoint)
+        call = object()
+        with self._lock:
+            self._check_room(adapter_id)
+            self._reading[adapter_id] = call
+        checkpoint, layers = self._read(name, source)
         num_bytes = sum(
             matrix.nbytes for parts in layers.values() for pair in parts if pair for matrix in pair
         )
         loaded = HostAdapter(name, source, checkpoint.rank, checkpoint.digest, layers, num_bytes)
         with self._lock:
+            if self._reading.get(adapter_id) is not call:
+                raise Unavailable(f"adapter {name} was unloaded while it was read")
+            del self._reading[adapter_id]
             self._check_room(adapter_id)
             self._on_host[adapter_id] = loaded
         return loaded
+
+    def _read(self, name: str, source: str) -> tuple[AdapterCheckpoint, Mapping[str, LayerMatrices]]:
+        try:
+            checkpoint = read_adapter(_folder(source, name), name=name, max_rank=self.limits.max_rank)
+            return checkpoint, self._model.fit(checkpoint)
+        except TriptychError:
+            raise
+        except (OSError, ArithmeticError, RecursionError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise InvalidArgument(f"adapter {name} cannot be read: {reason[0]}", param="source") from error
 
     def _check_room(self, adapter_id: int) -> None:
         if adapter_id not in self._on_host and len(self._on_host) >= self.limits.max_cpu_loras:
@@ -100,11 +118,13 @@ class AdapterStore:
     def unload(self, adapter_id: int) -> None:
         """Forgets an adapter on the host. Does nothing for an unknown id."""
         with self._lock:
+            self._reading.pop(adapter_id, None)
             self._on_host.pop(adapter_id, None)
 
     def forget(self) -> None:
         """Forgets all adapters on the host: a scheduler configures the worker, and ids are its own."""
         with self._lock:
+            self._reading.clear()
             self._on_host.clear()
 
     def forget_placements(self) -> None:
@@ -158,7 +178,7 @@ def _folder(source: str, name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["adapter_*"]))
+        return Path(snapshot_download(source, allow_patterns=[CONFIG, WEIGHTS]))
     except HFValidationError as error:
         raise InvalidArgument(
             f"adapter {name}: {source} is neither a folder nor a Hugging Face id", param="source"

@@ -148,7 +148,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Context
     ) -> worker_pb2.UnloadAdapterResponse:
-        del self.adapters[request.adapter_id]
+        self.adapters.pop(request.adapter_id, None)
         return worker_pb2.UnloadAdapterResponse()
 
     async def Execute(

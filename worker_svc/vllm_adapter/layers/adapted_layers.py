@@ -206,6 +206,11 @@ class AdaptedLayers:
             _check_sizes(checkpoint.name, path, layer, part, a, b)
             parts = found.setdefault(layer_path, [None] * len(layer.parts))
             dtype = self._dtype
+            if not bool(a.to(dtype).isfinite().all() and b.to(dtype).isfinite().all()):
+                raise InvalidArgument(
+                    f"adapter {checkpoint.name}: the matrices of {path} exceed {dtype}; see --lora-dtype",
+                    param="source",
+                )
             mine = a[:, layer.inputs].to(dtype).contiguous()
             start = 0
             for index, each in enumerate(layer.parts):
@@ -216,7 +221,8 @@ class AdaptedLayers:
                     whole = b
                 else:
                     continue
-                parts[index] = (mine, whole[each.rows].to(dtype).contiguous())
+                # A copy: a view would keep the whole matrix.
+                parts[index] = (mine, whole[each.rows].to(dtype, copy=True).contiguous())
         return dict(found)
 
     def _place(self, path: str, name: str) -> tuple[str, int | None] | None:
@@ -225,13 +231,13 @@ class AdaptedLayers:
         Raises:
             InvalidArgument: if no stage has such a layer, or it takes no adapters.
         """
-        place = self._places.get(path)
+        place, mapped = self._places.get(path), None
         if place is None and self._mapper is not None:
             mapped = self._mapper.map_name(f"{path}.weight")
             place = self._places.get((mapped or "").removesuffix(".weight"))
         if place is not None:
             return place
-        if path.startswith(tuple(self._elsewhere)):
+        if path.startswith(tuple(self._elsewhere)) or (mapped or "").startswith(tuple(self._elsewhere)):
             return None
         last = path.rpartition(".")[2]
         if last in ("embed_tokens", "wte", "lm_head", "embed_out"):

@@ -113,6 +113,20 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         assert torch.equal(stack.add(out[each].clone(), x[each], slots[each])[0], together[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_that_overflows_harms_its_own_rows_alone(dtype: torch.dtype) -> None:
+    """Rows of other adapters and of the base stay finite."""
+    shape = _shape(8, (6,), 2, 2, dtype)
+    stack = CPU.adapter_stack(shape)
+    stack.write(0, [(torch.full((2, 8), 3e38).to(dtype), torch.full((6, 2), 3e38).to(dtype))])
+    stack.write(1, _weights(shape, 2, {0}))
+    slots = torch.tensor([0, 1, NO_ADAPTER, 0, 1], dtype=torch.int32)
+    got = stack.add(
+        torch.zeros(5, 6, dtype=dtype), torch.ones(5, 8, dtype=dtype), CPU.select_adapters(slots, shape)
+    )
+    assert got.isfinite().all(dim=1).tolist() == [False, True, True, False, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_types(dtype: torch.dtype) -> None:
     """Adapters in another type than the activations keep the activations' type."""

@@ -42,7 +42,7 @@ def _write(folder: Path, tensors: dict[str, torch.Tensor] | None = None, **chang
         ({"use_rslora": True}, 8 / math.sqrt(4)),
         ({"alpha_pattern": {"layers.0.self_attn.q_proj": 3}}, 3 / 4),
         ({"alpha_pattern": {"k_proj": 3}}, 2.0),
-        ({"r": 9, "rank_pattern": {r".*\.q_proj": 4}}, 2.0),
+        ({"r": 9, "rank_pattern": {r"^model.layers.0.self_attn\.q_proj": 4}}, 2.0),
     ],
 )
 def test_the_scaling_is_part_of_b(tmp_path: Path, changes: dict[str, Any], scaling: float) -> None:
@@ -133,9 +133,20 @@ def test_damaged_folders(
         ({"lora_alpha": "8"}, "lora_alpha in adapter_config.json is '8'"),
         (
             {"rank_pattern": {"q_proj": "x"}},
-            "rank_pattern in adapter_config.json is not an object of numbers",
+            "rank_pattern in adapter_config.json is not an object of positive numbers",
         ),
-        ({"alpha_pattern": {"(": 3}}, r"'\(', which is no regular expression"),
+        ({"alpha_pattern": {"(": 3}}, r"has '\('; only names of layers are served"),
+        (
+            {"alpha_pattern": {"q_proj": float("nan")}},
+            "alpha_pattern in adapter_config.json is not an object of",
+        ),
+        (
+            {"rank_pattern": {"q_proj": 0}},
+            "rank_pattern in adapter_config.json is not an object of positive numbers",
+        ),
+        ({"lora_alpha": float("inf")}, "lora_alpha in adapter_config.json is inf"),
+        ({"rank_pattern": {r"(\w+\w*)+!": 3}}, "only names of layers are served"),
+        ({"target_modules": ["q_proj", "v_proj"]}, "is incomplete: it targets v_proj"),
         ({"r": 3}, f"{PATH} has rank 4 in adapter_model.safetensors, but 3 in adapter_config.json"),
     ],
 )
@@ -152,9 +163,13 @@ def test_unserved_configurations(tmp_path: Path, changes: dict[str, Any], text: 
         (_tensors() | {"base_model.model.lm_head.weight": torch.ones(4, 6)}, "a tensor that is not served: base_model.model.lm_head.weight"),
         (_tensors() | {f"base_model.model.{PATH}.lora_magnitude_vector": torch.ones(4)}, "lora_magnitude_vector"),
         (dict(list(_tensors().items())[:1]), f"only one of the two matrices of {PATH}"),
-        ({}, "has no weights"),
+        ({}, "is incomplete: it targets q_proj"),
+        (_tensors() | _tensors(suffix=".default.weight"), f"has two matrices . of {PATH}"),
+        ({key: tensor.to(torch.int8) for key, tensor in _tensors().items()}, "has the type I8, not a float's"),
+        ({key: tensor[0] for key, tensor in _tensors().items()}, "not a matrix"),
         (_tensors() | {f"base_model.model.{PATH}.lora_B.weight": torch.ones(10, 5)}, "do not fit together"),
         (_tensors() | {f"base_model.model.{PATH}.lora_B.weight": torch.full((10, 4), torch.nan)}, "are not finite"),
+        (_tensors() | {f"base_model.model.{PATH}.lora_B.weight": torch.full((10, 4), 3e38)}, "are not finite"),
         (_tensors(rank=9), "has rank 9, above --max-lora-rank 8"),
     ],
 )  # fmt: skip

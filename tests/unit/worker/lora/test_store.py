@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from protos.errors import Internal, NotFound, Overloaded
+from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, Unavailable
 from tests.unit.worker.lora.test_checkpoint import PATH, _tensors, _write
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
 from worker_svc.lora.store import AdapterStore, LayerMatrices
@@ -57,6 +57,33 @@ def test_the_host_holds_so_many(store: AdapterStore, tmp_path: Path) -> None:
     store.load(3, "c", source)
     store.forget()
     store.load(4, "d", source)
+
+
+@pytest.mark.parametrize("how", ["unload", "forget"])
+def test_an_adapter_that_is_unloaded_while_it_is_read(tmp_path: Path, how: str) -> None:
+    """It takes no place on the host, whenever its reading ends."""
+
+    class Interrupted(RecordingModel):
+        def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerMatrices]:
+            if how == "unload":
+                kept.unload(1)
+            else:
+                kept.forget()
+            return super().fit(checkpoint)
+
+    kept: AdapterStore = AdapterStore(LoraLimits(max_loras=1, max_rank=8, max_cpu_loras=1), Interrupted())
+    source = str(_write(tmp_path))
+    with pytest.raises(Unavailable, match="adapter a was unloaded while it was read"):
+        kept.load(1, "a", source)
+    kept._model = RecordingModel()
+    kept.load(2, "b", source)
+
+
+@pytest.mark.parametrize("source", ["~nosuchuser/x", "/" + 3000 * "x/"])
+def test_odd_sources(store: AdapterStore, source: str) -> None:
+    """A path that the system refuses is the client's mistake."""
+    with pytest.raises((InvalidArgument, NotFound), match="adapter a"):
+        store.load(1, "a", source)
 
 
 def test_placing(store: AdapterStore, tmp_path: Path) -> None:
