@@ -317,6 +317,9 @@ NOT_ON_NPU = {
 NOT_ON_GPU = {family: reason for family, reason in NOT_ON_NPU.items() if family.startswith("llama4")}
 """The same for device cuda, which has the same expert layers."""
 
+NO_GRAPHS_ON_GPU = ("deepseek-v2", "deepseek-v2-lite", "deepseek-v3")
+"""Families whose graphs did not equal the model's own forward on a GPU, so that they are not used there."""
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "MambaForCausalLM": ({"model_type": "mamba"}, "has layers with a state of their own"),
     "Mamba2ForCausalLM": ({"model_type": "mamba2"}, "has layers with a state of their own"),

@@ -42,6 +42,8 @@ class Row:
     @property
     def gpu(self) -> str:
         """What a GPU makes of it."""
+        if set(self.families) & set(families.NO_GRAPHS_ON_GPU):
+            return "without graphs, not shown"
         return self._on(families.NOT_ON_GPU)
 
     @property
