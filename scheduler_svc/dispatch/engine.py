@@ -138,10 +138,7 @@ class Engine:
             )
         adapter = self.adapters.resolve(submission.lora_name)
         if adapter is not None and self.replicas and not self.adapters.max_loras:
-            raise Unavailable(
-                f"no worker that is ready runs LoRA adapters, and the request needs {adapter.name!r}; retry",
-                retry_after_ms=5000,
-            )
+            raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
         stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))
         self._capacity.check(
             submission,
@@ -393,10 +390,9 @@ class Engine:
 
         Returns how many failed.
         """
-        room, stranded = self._capacity.max_request_tokens, []
-        if self.replicas:
-            stranded = [one for one in self._queues if one.adapter and not self._placer.has_prospects(one)]
-        for request in stranded:
+        room = self._capacity.max_request_tokens
+        stranded = [one for one in self._queues if one.adapter and not self._placer.has_prospects(one)]
+        for request in stranded if self.replicas else ():
             message = "no remaining worker runs the request's LoRA adapter; send it again when one is back"
             self._fail(request, Unavailable(message, retry_after_ms=5000))
         oversized = [request for request in self._queues if request.end > room]

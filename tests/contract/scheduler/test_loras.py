@@ -225,6 +225,18 @@ async def test_a_request_goes_where_its_adapter_is(scheduler: RunningScheduler, 
     assert broken.loads == ["a"]
 
 
+async def test_workers_without_adapters_keep_no_request_waiting() -> None:
+    """If the workers that run adapters are gone and others are ready, a request for an adapter is told so."""
+    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(), "plain"):
+        async with joined(scheduler, lora_worker(), "adapted"):
+            await load(scheduler, "a")
+        while True:
+            error = await failure(scheduler.inference.Generate(request_of("a")))
+            if "no worker that is ready runs LoRA adapters" in error.message:
+                break
+            assert isinstance(error, Unavailable)
+
+
 def _plans(worker: FakeWorker) -> list[StepPlan]:
     return [worker.plans.get_nowait() for _ in range(worker.plans.qsize())]
 
