@@ -18,7 +18,7 @@ class AdapterSpec:
     """How an adapter is made."""
 
     seed: int
-    """Of its weights."""
+    """Seeds its weights."""
     rank: int = 8
     """PEFT's `r`."""
     targets: Sequence[str] = ALL_LINEAR
