@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from gateway.schemas.pooling import EncodingFormat, InputBody
+from gateway.schemas.sampling import UINT32_MAX
 
 
 class EmbeddingRequest(InputBody):
@@ -13,7 +14,11 @@ class EmbeddingRequest(InputBody):
     encoding_format: EncodingFormat = "float"
     dimensions: Annotated[
         int | None,
-        Field(ge=1, description="Cut embeddings to so many values, if the model was trained for it."),
+        Field(
+            ge=1,
+            le=UINT32_MAX,
+            description="Cut embeddings to so many values, if the model was trained for it.",
+        ),
     ] = None
     normalize: Annotated[
         bool | None, Field(description="Scale embeddings to length 1; omitted: as the model's authors do.")

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 from gateway.quoting import quote
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.completions import as_prompts
-from gateway.schemas.sampling import ModelName, or_default
+from gateway.schemas.sampling import UINT32_MAX, ModelName, or_default
 
 COMMON_UNSERVED: Mapping[str, Unserved] = {
     "messages": Unserved((), "send the text as 'input'"),
@@ -107,7 +107,11 @@ class PoolingRequest(InputBody):
     encoding_format: EncodingFormat = "float"
     dimensions: Annotated[
         int | None,
-        Field(ge=1, description="Cut embeddings to so many values, if the model was trained for it."),
+        Field(
+            ge=1,
+            le=UINT32_MAX,
+            description="Cut embeddings to so many values, if the model was trained for it.",
+        ),
     ] = None
     use_activation: Activation = None
 

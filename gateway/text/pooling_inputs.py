@@ -3,10 +3,14 @@
 Truncation cuts texts, never the special tokens around them, as in transformers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Final, Literal
 
 from tokenizers import Encoding, Tokenizer
+
+# Any text with a token: it stands for texts while the tokenizer puts special tokens around them.
+_SAMPLE: Final = "a"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,35 +44,68 @@ class Cuts:
 
 def encode_text(tokenizer: Tokenizer, text: str, cuts: Cuts, *, add_special_tokens: bool = True) -> PoolInput:
     """Returns the tokens of a text."""
-    found = tokenizer.encode(text, add_special_tokens=False)
-    special = tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
-    _shorten(found, cuts.first, cuts)
+    found = _kept(_ids(tokenizer, text), cuts.first, cuts)
+    if not add_special_tokens:
+        return PoolInput(_kept(found, cuts.total, cuts))
     if cuts.total is not None:
-        _shorten(found, cuts.total - special, cuts)
-    done = tokenizer.post_process(found, add_special_tokens=add_special_tokens)
-    return PoolInput(done.ids)
+        found = _kept(found, cuts.total - tokenizer.num_special_tokens_to_add(is_pair=False), cuts)
+    return _framed(tokenizer.encode(_SAMPLE), (found,))
 
 
-def encode_pair(tokenizer: Tokenizer, first: str, second: str, cuts: Cuts) -> PoolInput:
+def encode_pair(tokenizer: Tokenizer, first: str | Sequence[int], second: str, cuts: Cuts) -> PoolInput:
     """Returns the tokens of a pair, joined as the tokenizer joins pairs.
 
     A pair that is too long loses tokens of its longer text, as with transformers' ``truncation=True``.
+
+    Args:
+        tokenizer: the model's.
+        first: the first text, or its tokens.
+        second: the second text.
+        cuts: how many tokens to keep.
     """
-    one, two = (tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
-    _shorten(one, cuts.first, cuts)
-    _shorten(two, cuts.second, cuts)
+    one = _kept(_ids(tokenizer, first) if isinstance(first, str) else list(first), cuts.first, cuts)
+    two = _kept(_ids(tokenizer, second), cuts.second, cuts)
     if cuts.total is not None:
         room = max(0, cuts.total - tokenizer.num_special_tokens_to_add(is_pair=True))
-        if len(one.ids) + len(two.ids) > room:
-            short, long = (one, two) if len(one.ids) <= len(two.ids) else (two, one)
-            kept = min(len(short.ids), room // 2)
-            _shorten(short, kept, cuts)
-            _shorten(long, room - kept, cuts)
-    done = tokenizer.post_process(one, two)
-    return PoolInput(done.ids, done.type_ids.index(1) if 1 in done.type_ids else 0)
+        if len(one) + len(two) > room:
+            kept = min(len(one), len(two), room // 2)
+            count = kept if len(one) <= len(two) else room - kept
+            one, two = _kept(one, count, cuts), _kept(two, room - count, cuts)
+    return _framed(tokenizer.encode(_SAMPLE, _SAMPLE), (one, two))
 
 
-def _shorten(encoding: Encoding, count: int | None, cuts: Cuts) -> None:
-    if count is not None and len(encoding.ids) > count:
-        options: Any = {"direction": cuts.side}
-        encoding.truncate(max(0, count), **options)
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the tokens of a text without special ones, for `encode_pair`."""
+    return _ids(tokenizer, text)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def _kept(ids: list[int], count: int | None, cuts: Cuts) -> list[int]:
+    if count is None or len(ids) <= count:
+        return ids
+    count = max(0, count)
+    return ids[:count] if cuts.side == "right" else ids[len(ids) - count :]
+
+
+def _framed(sample: Encoding, texts: Sequence[list[int]]) -> PoolInput:
+    """Puts texts where the tokenizer puts those of a sample, between its special tokens.
+
+    The texts themselves are never post-processed: truncated encodings keep what was cut off, and a pair is
+    made of every combination.
+    """
+    ids: list[int] = []
+    types: list[int] = []
+    done: set[int] = set()
+    for token, kind, text in zip(sample.ids, sample.type_ids, sample.sequence_ids, strict=True):
+        if text is None:
+            ids.append(token)
+            types.append(kind)
+        elif text not in done:
+            done.add(text)
+            ids += texts[text]
+            types += [kind] * len(texts[text])
+    return PoolInput(ids, types.index(1) if 1 in types else 0)

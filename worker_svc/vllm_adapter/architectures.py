@@ -45,6 +45,10 @@ def as_text_model(config: Any) -> Any:
     for name in ("dtype", "quantization_config"):
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
+    for name in ("tie_word_embeddings", "eos_token_id"):
+        # Some configurations state these beside the text's, which then has no such attribute.
+        if getattr(text, name, None) is None and getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
     # Text has one position a token, so that the parts of a rotary embedding for images are one again.
     for parameters in (getattr(text, "rope_parameters", None), getattr(text, "rope_scaling", None)):
         if parameters:

@@ -5,7 +5,7 @@ import base64
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from starlette.requests import Request
@@ -22,6 +22,9 @@ from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import check_ids
+
+# Characters that one request may have the tokenizer read, several times the longest body.
+_MOST_CHARACTERS: Final = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +67,18 @@ class PoolCall:
         total = longest if keep == -1 else keep
         return Cuts(total, first or None, second or None, self.body.truncation_side)
 
-    async def encode(self, work: Callable[[], list[PoolInput]]) -> list[PoolInput]:
-        """Runs the tokenizer on as much text as the body has."""
-        return await self.context.text_worker.run(len(await self.request.body()), work)
+    async def encode(self, size: int, work: Callable[[], list[PoolInput]]) -> list[PoolInput]:
+        """Runs the tokenizer on texts of `size` characters in all, repeated ones counted each time.
+
+        Raises:
+            InvalidArgument: if that is far more than a body can have.
+        """
+        if size > _MOST_CHARACTERS:
+            raise InvalidArgument(
+                f"the request has {size} characters once its query or prompt stands before each text;"
+                f" send fewer texts at once, {_MOST_CHARACTERS} characters at most"
+            )
+        return await self.context.text_worker.run(max(size, len(await self.request.body())), work)
 
     async def pool(
         self,
@@ -166,7 +178,8 @@ async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> li
             check_ids("input", given, served.model.vocab_size)
         return PoolInput(cuts.cut_ids(given))
 
-    return await call.encode(lambda: [one(given) for given in body.input])
+    size = sum(len(prompt) + len(given) for given in body.input)
+    return await call.encode(size, lambda: [one(given) for given in body.input])
 
 
 def usage_of(inputs: Sequence[PoolInput]) -> dict[str, int]:

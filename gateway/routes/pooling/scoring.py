@@ -12,7 +12,7 @@ from gateway.routes.openapi import body_schema, documented
 from gateway.routes.pooling.run import PoolCall, answer_json, usage_of
 from gateway.schemas.answers import RerankAnswer, ScoreList
 from gateway.schemas.pooling import RerankRequest, ScoreRequest
-from gateway.text.pooling_inputs import Cuts, PoolInput, encode_pair, encode_text
+from gateway.text.pooling_inputs import Cuts, PoolInput, encode_pair, encode_text, text_ids
 from gateway.text.tokenization import TextCodec
 from protos.errors import Unsupported
 from protos.triptych.v1 import common_pb2 as pb
@@ -92,7 +92,21 @@ async def _scores(
     _check_instruction(text, instruction)
     firsts = queries if len(queries) == len(documents) else [queries[0]] * len(documents)
     pairs = zip(firsts, documents, strict=True)
-    inputs = await call.encode(lambda: [_encode(text, *pair, instruction, cuts) for pair in pairs])
+    if text.pair_template is not None and cuts.total is not None:
+        raise Unsupported(
+            "truncate_prompt_tokens is not supported: the model's template ends with tokens that its score"
+            " depends on; send max_tokens_per_query or max_tokens_per_doc",
+            param="truncate_prompt_tokens",
+        )
+    size = sum(len(first) for first in firsts) + sum(len(document) for document in documents)
+
+    def encode() -> list[PoolInput]:
+        if text.pair_template is not None:
+            return [_rendered(text, *pair, instruction, cuts) for pair in pairs]
+        known = {query: text_ids(text.tokenizer, query) for query in set(firsts)}
+        return [encode_pair(text.tokenizer, known[query], document, cuts) for query, document in pairs]
+
+    inputs = await call.encode(size, encode)
     responses = await call.pool(inputs, pb.POOL_TASK_SCORE, param=param, use_activation=body.use_activation)
     return [response.values[0] for response in responses], inputs
 
@@ -106,10 +120,9 @@ def _check_instruction(text: TextCodec, instruction: str | None) -> None:
         )
 
 
-def _encode(text: TextCodec, query: str, document: str, instruction: str | None, cuts: Cuts) -> PoolInput:
-    """Returns what the model reads of a pair: its template's text, or the tokenizer's own form of pairs."""
-    if text.pair_template is None:
-        return encode_pair(text.tokenizer, query, document, cuts)
+def _rendered(text: TextCodec, query: str, document: str, instruction: str | None, cuts: Cuts) -> PoolInput:
+    """Returns what the model reads of a pair that its template writes."""
+    assert text.pair_template is not None
     short = [
         text.decode(
             encode_text(text.tokenizer, each, Cuts(keep, side=cuts.side), add_special_tokens=False).token_ids
@@ -121,7 +134,7 @@ def _encode(text: TextCodec, query: str, document: str, instruction: str | None,
     turns = [{"role": role, "content": each} for role, each in zip(("query", "document"), short, strict=True)]
     variables = {} if instruction is None else {"instruction": instruction}
     whole = text.pair_template.render(turns, add_generation_prompt=True, variables=variables)
-    return encode_text(text.tokenizer, whole, Cuts(cuts.total, side=cuts.side))
+    return encode_text(text.tokenizer, whole, Cuts())
 
 
 async def _cosines(
@@ -149,7 +162,8 @@ async def _cosines(
             *(encode_text(text.tokenizer, prompt + document, second) for document in documents),
         ]
 
-    inputs = await call.encode(work)
+    size = sum(len(prompt) + len(each) for each in (*queries, *documents))
+    inputs = await call.encode(size, work)
     responses = await call.pool(inputs, pb.POOL_TASK_EMBED, param=param, use_activation=True)
     vectors = [response.values for response in responses]
     firsts, seconds = vectors[: len(queries)], vectors[len(queries) :]

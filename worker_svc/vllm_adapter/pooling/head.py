@@ -63,7 +63,14 @@ def describe_pooling(
     name = f"{Path(model_config.model).name} ({model_config.architecture})"
     for layer_name, layer in layers.items():
         params = getattr(getattr(layer, "impl", None), "params", None)
-        if params is None or params.softcap or params.sinks or not params.writes:
+        if (
+            params is None
+            or params.softcap
+            or params.sinks
+            or params.slopes
+            or params.latent
+            or not params.writes
+        ):
             raise ConfigurationRefused(
                 f"{name} has layers like {layer_name}, which are not served for pooling yet;"
                 " choose another model"

@@ -124,6 +124,11 @@ async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
             "between 1 and the 64 tokens",
         ),
         (
+            {"input": "x", "dimensions": 2**40},
+            "dimensions",
+            "4294967295",
+        ),
+        (
             {"input": "x", "truncate_prompt_tokens": 0},
             "truncate_prompt_tokens",
             "between 1 and the 64 tokens",
