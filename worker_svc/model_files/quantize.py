@@ -90,6 +90,16 @@ def quantize_folder(
         raise ConfigurationRefused(f"cannot write {target}: {error.strerror or error}") from error
 
 
+def _read_config(source: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationRefused(f"cannot read config.json of {source}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigurationRefused(f"config.json of {source} is not a JSON object")
+    return config
+
+
 class _Maker:
     """Quantizes one model."""
 
@@ -102,8 +112,8 @@ class _Maker:
             ConfigurationRefused: if the model is quantized already, or has experts.
         """
         self._source, self._shards, self._scheme, self._clip = source, checkpoint.shards, scheme, clip
-        self._config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
-        if "quantization_config" in self._config:
+        self._config = _read_config(source)
+        if self._config.get("quantization_config"):
             raise ConfigurationRefused(f"{source} is quantized already; choose a model in bfloat16")
         names = {name for shard in self._shards for name in shard.tensors}
         if expert := next((name for name in sorted(names) if ".experts." in name), None):
@@ -172,6 +182,8 @@ class _Maker:
             raise ConfigurationRefused(
                 f"{name} has {inputs} inputs, which is no multiple of {scheme.group or _INPUTS}; {way}"
             )
+        if not bool(weight.isfinite().all()):
+            raise ConfigurationRefused(f"{name} is not finite; fetch the model again")
         found, scales = quantize(weight, scheme, clip=self._clip)
         module = name.removesuffix(".weight")
         self._count += 1

@@ -172,5 +172,8 @@ def _strings(names: Sequence[str] | None) -> tuple[str, ...]:
 
 def _matches(name: str, target: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
+        try:
+            return re.match(target[3:], name) is not None
+        except re.error as error:
+            raise _refuse(f"quantization_config has {target!r}, which is no expression ({error})") from error
     return name == target or name.endswith(f".{target}")

@@ -28,10 +28,11 @@ def quantize(weight: torch.Tensor, scheme: Scheme, *, clip: bool) -> tuple[torch
     grouped = weight.float().view(outputs, scheme.groups(inputs), -1)
     widest = grouped.abs().amax(dim=-1, keepdim=True).clamp_(min=_TINY) / (half - 0.5)
     least = torch.full_like(widest, float("inf"))
-    codes, scales = torch.empty_like(grouped), torch.empty_like(widest)
+    codes, scales = torch.zeros_like(grouped), torch.ones_like(widest)
+    smallest = torch.finfo(weight.dtype).tiny  # tinier scales become 0 in some types
     for share in _SHARES if clip else (1.0,):
         # Scales are stored in the weight's type, so the codes must fit the rounded scale.
-        scale = (widest * share).to(weight.dtype).float()
+        scale = (widest * share).to(weight.dtype).float().clamp_(min=smallest)
         tried = torch.round(grouped / scale).clamp_(-half, half - 1)
         error = (tried * scale - grouped).square_().sum(dim=-1, keepdim=True)
         better = error < least

@@ -69,6 +69,54 @@ def to_common_form(
     return f"{module}.{names[kind]}", tensor
 
 
+class StoredLayers:
+    """The codes and scales of a checkpoint's layers, which must belong together.
+
+    vLLM counts every parameter of such layers as loaded, so nothing else notices one that is missing.
+    """
+
+    def __init__(self, quantization: CheckpointQuantization) -> None:
+        """Starts without layers."""
+        self._quantization = quantization
+        self._codes: dict[str, tuple[int, ...]] = {}
+        self._scales: dict[str, tuple[int, ...]] = {}
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """Notes a tensor in the common form.
+
+        Raises:
+            ConfigurationRefused: if it holds scales that are not finite.
+        """
+        module, _, kind = name.rpartition(".")
+        if kind == _WEIGHT:
+            self._codes[module] = tuple(tensor.shape)
+        elif kind == _SCALE:
+            self._scales[module] = tuple(tensor.shape)
+            if not bool(tensor.isfinite().all()):
+                raise ConfigurationRefused(f"{name} is not finite; fetch the checkpoint again")
+
+    def check(self) -> None:
+        """Checks the layers, once all files are read.
+
+        Raises:
+            ConfigurationRefused: if one has codes without scales or the reverse, or their shapes differ from
+                the scheme.
+        """
+        for module in sorted(self._codes.keys() ^ self._scales.keys()):
+            missing = _SCALE if module in self._codes else _WEIGHT
+            raise ConfigurationRefused(f"{module} has no {missing}; fetch the checkpoint again")
+        for module, found in self._codes.items():
+            scheme = self._quantization.scheme_of(module)
+            assert scheme is not None  # to_common_form has refused others
+            inputs = found[-1] * _WORD // scheme.bits
+            expected = (found[0], scheme.groups(inputs))
+            if len(found) != 2 or self._scales[module] != expected:
+                raise ConfigurationRefused(
+                    f"{module} has scales {list(self._scales[module])}, but its codes need {list(expected)};"
+                    " quantization_config does not describe it"
+                )
+
+
 def _check_order(name: str, order: torch.Tensor, group: int | None) -> None:
     """Refuses an assignment of inputs to groups other than one after another."""
     inputs = torch.arange(order.numel())

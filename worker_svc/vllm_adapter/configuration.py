@@ -185,7 +185,9 @@ def refusal_on_error(what: str) -> Iterator[None]:
         yield
     except ConfigurationRefused:
         raise
-    except (ValueError, RuntimeError, OSError, KeyError, NotImplementedError, AttributeError) as error:
+    except (
+        ValueError, RuntimeError, OSError, KeyError, NotImplementedError, AttributeError, AssertionError,
+    ) as error:  # fmt: skip
         if "trust_remote_code" in str(error):
             raise ConfigurationRefused(f"{what}: {_NEEDS_CODE}") from error
         # pydantic puts the reason on the third line, after the location.

@@ -12,7 +12,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantization.checkpoint_config import CheckpointQuantization
 from worker_svc.quantization.mxfp4 import Mxfp4Experts
-from worker_svc.quantization.stored_tensors import to_common_form
+from worker_svc.quantization.stored_tensors import StoredLayers, to_common_form
 from worker_svc.vllm_adapter.architectures import text_weight
 from worker_svc.vllm_adapter.configuration import is_text_model
 
@@ -21,7 +21,10 @@ ShardProgress = Callable[[int, int, str], None]
 
 
 class ShardLoader(DefaultModelLoader):
-    """Reads a model's weights. vLLM assigns them to layers and checks that none is missing."""
+    """Reads a model's weights. vLLM assigns them to layers and checks that none is missing.
+
+    For quantized layers `StoredLayers` does.
+    """
 
     def __init__(
         self, load_config: Any, progress: ShardProgress, quantization: CheckpointQuantization | None = None
@@ -47,6 +50,7 @@ class ShardLoader(DefaultModelLoader):
             )
         rename = text_weight if is_text_model(model_config) else str
         experts = Mxfp4Experts(model_config.dtype)
+        layers = None if self._quantization is None else StoredLayers(self._quantization)
         shards = Checkpoint.open(Path(model_config.model)).shards
         for done, shard in enumerate(shards):
             self._progress(done, len(shards), shard.path.name)
@@ -56,11 +60,16 @@ class ShardLoader(DefaultModelLoader):
                         if rename(name) is None:
                             continue
                         tensor = file.get_tensor(name)
-                        common = experts.take(name, tensor)
-                        if self._quantization is not None:
+                        if self._quantization is None or layers is None:
+                            common = experts.take(name, tensor)
+                        else:
                             common = to_common_form(self._quantization, name, tensor)
+                            if common is not None:
+                                layers.note(*common)
                         if common is not None and (renamed := rename(common[0])):
                             yield renamed, common[1]
             except (SafetensorError, OSError) as error:
                 raise ConfigurationRefused(f"cannot read {shard.path}: {error}") from error
+        if layers is not None:
+            layers.check()
         self._progress(len(shards), len(shards), "done")

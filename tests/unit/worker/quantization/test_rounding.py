@@ -33,3 +33,17 @@ def test_weights_on_the_grid_stay() -> None:
     values = torch.arange(-8, 8).repeat(2).float()[None]
     codes, scales = quantize(values * 0.25, Scheme(4, None), clip=True)
     torch.testing.assert_close(dequantize(codes, scales, 4), values * 0.25, rtol=0.1, atol=0.13)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(8, None)])
+def test_groups_of_zeros_stay_zero(scheme: Scheme, dtype: torch.dtype, clip: bool) -> None:
+    """Also in types that cannot hold the smallest scale, and beside weights that are nearly zero."""
+    weight = torch.zeros(3, 64, dtype=dtype)
+    weight[1, 5] = torch.finfo(dtype).tiny
+    codes, scales = quantize(weight, scheme, clip=clip)
+    assert bool(scales.isfinite().all())
+    assert bool((scales > 0).all())
+    found = dequantize(codes, scales, scheme.bits)
+    assert float(found.abs().max()) <= 2 * torch.finfo(dtype).tiny

@@ -1,5 +1,6 @@
 """The tensors of every format become the same codes and scales, and refusals name the tensor."""
 
+import json
 from pathlib import Path
 from typing import get_args
 
@@ -12,7 +13,7 @@ from tests.support import quantized_models
 from worker_svc.quantization import codes
 from worker_svc.quantization.checkpoint_config import read
 from worker_svc.quantization.scheme import Bits, Scheme
-from worker_svc.quantization.stored_tensors import quantized_module, to_common_form
+from worker_svc.quantization.stored_tensors import StoredLayers, quantized_module, to_common_form
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -105,3 +106,42 @@ def test_orders_and_stored_zero_points_are_refused(source: Path) -> None:
         to_common_form(quantization, f"{LAYER}.weight_zero_point", torch.zeros(3))
     with pytest.raises(ConfigurationRefused, match="is quantized, but quantization_config does not name its"):
         to_common_form(quantization, "lm_head.weight_packed", torch.zeros(3))
+
+
+CODES = torch.zeros(64, 16, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        ({"weight_packed": CODES}, f"{LAYER} has no weight_scale"),
+        ({"weight_scale": torch.ones(64, 2)}, f"{LAYER} has no weight_packed"),
+        ({"weight_packed": CODES, "weight_scale": torch.ones(64, 4)}, r"has scales \[64, 4\], but its codes need \[64, 2\]"),
+        ({"weight_packed": CODES, "weight_scale": torch.ones(32, 2)}, r"has scales \[32, 2\], but its codes need \[64, 2\]"),
+        ({"weight_packed": CODES, "weight_scale": torch.full((64, 2), torch.inf)}, "weight_scale is not finite"),
+    ],
+)  # fmt: skip
+def test_codes_and_scales_belong_together(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], text: str
+) -> None:
+    """A layer that lacks one of the two, or whose shapes differ from the scheme, is refused by name."""
+    config = {
+        "quantization_config": quantized_models.quantization_config("compressed-tensors", Scheme(4, 128))
+    }
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantization = read(tmp_path)
+    assert quantization is not None
+
+    def check() -> None:
+        layers = StoredLayers(quantization)
+        for kind, tensor in tensors.items():
+            layers.note(f"{LAYER}.{kind}", tensor)
+        layers.check()
+
+    with pytest.raises(ConfigurationRefused, match=text):
+        check()
+    whole = StoredLayers(quantization)
+    whole.note(f"{LAYER}.weight_packed", CODES)
+    whole.note(f"{LAYER}.weight_scale", torch.ones(64, 2))
+    whole.check()
