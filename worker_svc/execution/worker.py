@@ -101,6 +101,8 @@ class Worker:
         self._ready: Ready | None = None
         self.adapters: AdapterStore | None = None
         """The LoRA adapters; `None` before `prepare` and without `--enable-lora`."""
+        self.has_cheap_graphs = False
+        """Whether more graphs cost little memory and time; set by `prepare`."""
         self.grammars = None
         self.groups = ()
 
