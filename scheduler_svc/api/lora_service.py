@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from protos.errors import InvalidArgument, TriptychError
+from protos.errors import InvalidArgument, TriptychError, Unsupported
 from protos.logs import get_logger
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.adapters.modules import check_name, name_and_path
@@ -80,13 +80,14 @@ class LoraService:
 
     async def _load_modules(self) -> None:
         """Loads the adapters of the settings, one after the other, and logs refusals."""
-        delayed = dict(self._modules)
+        delayed, reasons = dict(self._modules), dict[str, str]()
         while delayed:
             for name, source in list(delayed.items()):
                 error = await self._try(name, source)
                 if error is None:
                     del delayed[name]
-                else:
+                elif reasons.get(name) != error.message:
+                    reasons[name] = error.message
                     self._log.warning("adapter_delayed", name=name, source=source, reason=error.message)
                 self._untried.discard(name)
                 self._tell()
@@ -100,6 +101,8 @@ class LoraService:
         except TriptychError as error:
             if error.retryable:
                 return error
-            self._log.error("adapter_refused", name=name, source=source, reason=error.message)
             self._deployment.engine.adapters.refuse(name, error)
+            if isinstance(error, Unsupported):
+                return error  # workers that run adapters may join later
+            self._log.error("adapter_refused", name=name, source=source, reason=error.message)
         return None

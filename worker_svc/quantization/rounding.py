@@ -9,6 +9,8 @@ from worker_svc.quantization.scheme import Scheme
 # With clipping, the largest code stands for these shares of the largest weight.
 _SHARES: Final = tuple(1 - step / 40 for step in range(21))
 _TINY: Final = 1e-12
+# Rows that are rounded at a time: rounding takes several times their memory.
+_ROWS: Final = 2048
 
 
 def quantize(weight: torch.Tensor, scheme: Scheme, *, clip: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,6 +25,12 @@ def quantize(weight: torch.Tensor, scheme: Scheme, *, clip: bool) -> tuple[torch
     Returns:
         Codes, uint8 [outputs, inputs], and scales, in the weight's type [outputs, groups].
     """
+    parts = [_quantized(rows, scheme, clip=clip) for rows in weight.split(_ROWS)]
+    codes, scales = zip(*parts, strict=True)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def _quantized(weight: torch.Tensor, scheme: Scheme, *, clip: bool) -> tuple[torch.Tensor, torch.Tensor]:
     outputs, inputs = weight.shape
     half = 2 ** (scheme.bits - 1)
     grouped = weight.float().view(outputs, scheme.groups(inputs), -1)

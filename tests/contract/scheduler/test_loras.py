@@ -8,6 +8,7 @@ import pytest
 from protos.errors import InvalidArgument, NotFound, TriptychError, Unavailable, Unsupported
 from protos.steps import StepPlan
 from protos.triptych.v1 import inference_pb2
+from scheduler_svc.api import lora_service
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_pool_worker import FakePoolWorker
@@ -137,6 +138,24 @@ async def test_workers_without_adapters_say_so(scheduler: RunningScheduler, work
     assert isinstance(error, Unsupported)
     assert ("--enable-lora" in error.message) or ("pooling models" in error.message)
     assert await names(scheduler) == []
+
+
+async def test_a_later_worker_serves_the_adapters_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then, a request for one is told what the workers lack."""
+    monkeypatch.setattr(lora_service, "_RETRY_S", 0.02)
+    settings = Settings(lora_modules=("a=/a",))
+    async with run_scheduler(settings) as scheduler, joined(scheduler, FakeWorker(), "plain"):
+        async with asyncio.timeout(10):
+            while (
+                "--enable-lora"
+                not in (error := await failure(scheduler.inference.Generate(request_of("a")))).message
+            ):
+                assert isinstance(error, Unavailable)
+        assert isinstance(error, NotFound)
+        async with joined(scheduler, lora_worker(), "adapted"), asyncio.timeout(10):
+            while not await names(scheduler):
+                await asyncio.sleep(0.01)
+            assert await running(scheduler, "a") == wanted("/a")
 
 
 async def test_without_a_worker_a_load_is_unavailable() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from worker_svc.quantization import rounding
 from worker_svc.quantization.codes import dequantize
 from worker_svc.quantization.rounding import quantize
 from worker_svc.quantization.scheme import Scheme
@@ -47,3 +48,12 @@ def test_groups_of_zeros_stay_zero(scheme: Scheme, dtype: torch.dtype, clip: boo
     assert bool((scales > 0).all())
     found = dequantize(codes, scales, scheme.bits)
     assert float(found.abs().max()) <= 2 * torch.finfo(dtype).tiny
+
+
+def test_rows_are_rounded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows that are rounded at a time change nothing."""
+    torch.manual_seed(0)
+    weight = torch.randn(10, 64).bfloat16()
+    whole = quantize(weight, Scheme(4, 32), clip=True)
+    monkeypatch.setattr(rounding, "_ROWS", 3)
+    assert all(map(torch.equal, quantize(weight, Scheme(4, 32), clip=True), whole))
