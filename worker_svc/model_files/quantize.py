@@ -149,6 +149,9 @@ class _Maker:
                 and not path.name.endswith((*_WEIGHT_FILES, ".index.json"))
             ):
                 shutil.copyfile(path, folder / path.name)
+            elif (path / "config.json").is_file():
+                # Modules of Sentence Transformers, which say how the model pools.
+                shutil.copytree(path, folder / path.name)
         if len(self._shards) > 1:
             _write(folder / _INDEX, {"metadata": {"total_size": after}, "weight_map": weight_map})
         _write(folder / "config.json", self._new_config())

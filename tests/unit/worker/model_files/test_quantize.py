@@ -41,6 +41,8 @@ def _model(folder: Path, more: dict[str, torch.Tensor] | None = None, *, tied: b
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": tied}))
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
     (folder / "pytorch_model.bin").write_text("old weights")
     return folder
 
@@ -90,6 +92,7 @@ def test_a_model_is_quantized(tmp_path: Path, scheme: Scheme, *, head: bool, tie
     assert Checkpoint.open(target).num_bytes() == made.bytes_after
     assert {path.name for path in target.iterdir()} - {path.name for path in source.iterdir()} == set()
     assert not (target / "pytorch_model.bin").exists()
+    assert (target / "1_Pooling" / "config.json").read_text() == "{}"
 
 
 def test_refusals_leave_nothing(tmp_path: Path) -> None:
