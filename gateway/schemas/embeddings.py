@@ -4,22 +4,14 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from gateway.schemas.pooling import EncodingFormat, InputBody
-from gateway.schemas.sampling import UINT32_MAX
+from gateway.schemas.pooling import Dimensions, EncodingFormat, InputBody
 
 
 class EmbeddingRequest(InputBody):
     """A request for embeddings of one or more texts."""
 
     encoding_format: EncodingFormat = "float"
-    dimensions: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=UINT32_MAX,
-            description="Cut embeddings to so many values, if the model was trained for it.",
-        ),
-    ] = None
+    dimensions: Dimensions = None
     normalize: Annotated[
         bool | None, Field(description="Scale embeddings to length 1; omitted: as the model's authors do.")
     ] = None

@@ -28,6 +28,14 @@ Inputs = Annotated[
     Field(description="One input or several, as text or as token ids."),
 ]
 
+Dimensions = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        le=UINT32_MAX,
+        description="Cut embeddings to so many values, if the model was trained for it.",
+    ),
+]
 EncodingFormat = Annotated[
     Literal["float", "base64"],
     or_default("float"),
@@ -105,14 +113,7 @@ class PoolingRequest(InputBody):
         Field(description="Must be one that the model serves; omitted: the model's own."),
     ] = None
     encoding_format: EncodingFormat = "float"
-    dimensions: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            le=UINT32_MAX,
-            description="Cut embeddings to so many values, if the model was trained for it.",
-        ),
-    ] = None
+    dimensions: Dimensions = None
     use_activation: Activation = None
 
 

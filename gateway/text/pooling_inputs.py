@@ -44,7 +44,7 @@ class Cuts:
 
 def encode_text(tokenizer: Tokenizer, text: str, cuts: Cuts, *, add_special_tokens: bool = True) -> PoolInput:
     """Returns the tokens of a text."""
-    found = _kept(_ids(tokenizer, text), cuts.first, cuts)
+    found = _kept(text_ids(tokenizer, text), cuts.first, cuts)
     if not add_special_tokens:
         return PoolInput(_kept(found, cuts.total, cuts))
     if cuts.total is not None:
@@ -63,8 +63,8 @@ def encode_pair(tokenizer: Tokenizer, first: str | Sequence[int], second: str, c
         second: the second text.
         cuts: how many tokens to keep.
     """
-    one = _kept(_ids(tokenizer, first) if isinstance(first, str) else list(first), cuts.first, cuts)
-    two = _kept(_ids(tokenizer, second), cuts.second, cuts)
+    one = _kept(text_ids(tokenizer, first) if isinstance(first, str) else list(first), cuts.first, cuts)
+    two = _kept(text_ids(tokenizer, second), cuts.second, cuts)
     if cuts.total is not None:
         room = max(0, cuts.total - tokenizer.num_special_tokens_to_add(is_pair=True))
         if len(one) + len(two) > room:
@@ -75,11 +75,7 @@ def encode_pair(tokenizer: Tokenizer, first: str | Sequence[int], second: str, c
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the tokens of a text without special ones, for `encode_pair`."""
-    return _ids(tokenizer, text)
-
-
-def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the tokens of a text without special ones."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
     return ids
 

@@ -239,7 +239,7 @@ class Queues:
     def load_adapters(self) -> None:
         """Has the adapters loaded that requests wait for.
 
-        Those may take the places of others, whose requests then wait for them again.
+        A loaded adapter may displace another one. The requests of the displaced one wait for it again.
         """
         self.adapters.load_wanted()
         if orphans := self.adapters.take_orphans():

@@ -297,7 +297,7 @@ class Runner:
 
     def _decode(self, work: Decode) -> LaunchedStep:
         rows = self._rows_of(work)
-        adapters = self._batch.has_adapters(work.slots)
+        adapters = self._adapters is not None and self._batch.has_adapters(work.slots)
         given = self._stage.receive(work.bucket)
         if not self._stage.layout.is_last_stage:
             (states,) = self._steps.stage_step(work.bucket, adapters=adapters)(rows, *given)

@@ -1,7 +1,7 @@
 """The adapters that a worker keeps on its host, and those that plans have placed on its device."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,21 +9,18 @@ from typing import Protocol
 import torch
 
 from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
+from worker_svc.devices.adapter_stack import LayerWeights
 from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, AdapterCheckpoint, LoraLimits, read_adapter
-
-LayerMatrices = Sequence[tuple[torch.Tensor, torch.Tensor] | None]
-"""The matrices A [rank, in] and B [out, rank] of each part of a layer on this rank. `None` stands for a part
-that the adapter leaves alone."""
 
 
 class AdaptedModel(Protocol):
     """A model whose layers take adapters; `AdaptedLayers` in `vllm_adapter` implements it."""
 
-    def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerMatrices]:
+    def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerWeights]:
         """Returns this rank's matrices by layer; raises InvalidArgument if they do not suit the model."""
         ...
 
-    def place(self, slot: int, matrices: Mapping[str, LayerMatrices]) -> None:
+    def place(self, slot: int, matrices: Mapping[str, LayerWeights]) -> None:
         """Writes an adapter to a slot of the device, over the one there."""
         ...
 
@@ -44,7 +41,7 @@ class HostAdapter:
     """The highest rank of its matrices."""
     digest: str
     """Equal for adapters that compute the same."""
-    layers: Mapping[str, LayerMatrices]
+    layers: Mapping[str, LayerWeights]
     """This rank's matrices by layer."""
     num_bytes: int
     """Memory of the matrices."""
@@ -98,7 +95,7 @@ class AdapterStore:
             self._on_host[adapter_id] = loaded
         return loaded
 
-    def _read(self, name: str, source: str) -> tuple[AdapterCheckpoint, Mapping[str, LayerMatrices]]:
+    def _read(self, name: str, source: str) -> tuple[AdapterCheckpoint, Mapping[str, LayerWeights]]:
         try:
             checkpoint = read_adapter(_folder(source, name), name=name, max_rank=self.limits.max_rank)
             return checkpoint, self._model.fit(checkpoint)

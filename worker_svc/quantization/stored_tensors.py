@@ -70,7 +70,7 @@ def to_common_form(
 
 
 class StoredLayers:
-    """The codes and scales of a checkpoint's layers, which must belong together.
+    """Turns stored tensors into the common form, and checks that codes and scales belong together.
 
     vLLM counts every parameter of such layers as loaded, so nothing else notices one that is missing.
     """
@@ -81,12 +81,18 @@ class StoredLayers:
         self._codes: dict[str, tuple[int, ...]] = {}
         self._scales: dict[str, tuple[int, ...]] = {}
 
-    def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Notes a tensor in the common form.
+    def take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """Returns a tensor's name and value in the common form; see `to_common_form`.
 
         Raises:
-            ConfigurationRefused: if it holds scales that are not finite.
+            ConfigurationRefused: also if it holds scales that are not finite.
         """
+        common = to_common_form(self._quantization, name, tensor)
+        if common is not None:
+            self._note(*common)
+        return common
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
         module, _, kind = name.rpartition(".")
         if kind == _WEIGHT:
             self._codes[module] = tuple(tensor.shape)

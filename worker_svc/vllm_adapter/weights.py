@@ -12,7 +12,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantization.checkpoint_config import CheckpointQuantization
 from worker_svc.quantization.mxfp4 import Mxfp4Experts
-from worker_svc.quantization.stored_tensors import StoredLayers, to_common_form
+from worker_svc.quantization.stored_tensors import StoredLayers
 from worker_svc.vllm_adapter.architectures import text_weight
 from worker_svc.vllm_adapter.configuration import is_text_model
 
@@ -49,8 +49,8 @@ class ShardLoader(DefaultModelLoader):
                 " choose another model"
             )
         rename = text_weight if is_text_model(model_config) else str
-        experts = Mxfp4Experts(model_config.dtype)
         layers = None if self._quantization is None else StoredLayers(self._quantization)
+        take = Mxfp4Experts(model_config.dtype).take if layers is None else layers.take
         shards = Checkpoint.open(Path(model_config.model)).shards
         for done, shard in enumerate(shards):
             self._progress(done, len(shards), shard.path.name)
@@ -60,12 +60,7 @@ class ShardLoader(DefaultModelLoader):
                         if rename(name) is None:
                             continue
                         tensor = file.get_tensor(name)
-                        if self._quantization is None or layers is None:
-                            common = experts.take(name, tensor)
-                        else:
-                            common = to_common_form(self._quantization, name, tensor)
-                            if common is not None:
-                                layers.note(*common)
+                        common = take(name, tensor)
                         if common is not None and (renamed := rename(common[0])):
                             yield renamed, common[1]
             except (SafetensorError, OSError) as error:

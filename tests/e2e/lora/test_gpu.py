@@ -26,7 +26,7 @@ MIX = (0, None, 1, 0, 1)
 
 
 def _merged(base: Path, adapter: Path, folder: Path) -> Reference:
-    """A reference whose weights contain the adapter."""
+    """Returns the reference for a model with the adapter merged into its weights."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

@@ -15,10 +15,9 @@ from vllm.model_executor.layers.linear import (
 )
 
 from protos.errors import InvalidArgument
-from worker_svc.devices.adapter_stack import MOST_PARTS, AdapterStack, StackShape
+from worker_svc.devices.adapter_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
 from worker_svc.devices.base import Device
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
-from worker_svc.lora.store import LayerMatrices
 
 # The names that checkpoints give to the parts of fused layers, where a model's class does not say.
 _USUAL_PARTS = {
@@ -190,7 +189,7 @@ class AdaptedLayers:
         """See `lora.store.AdaptedModel`."""
         return self._device.select_adapters(slots, self._shape)
 
-    def fit(self, checkpoint: AdapterCheckpoint) -> dict[str, LayerMatrices]:
+    def fit(self, checkpoint: AdapterCheckpoint) -> dict[str, LayerWeights]:
         """See `lora.store.AdaptedModel`.
 
         Raises:
@@ -250,7 +249,7 @@ class AdaptedLayers:
             why = f"{self._architecture} has no such layer; is it for another base model?"
         raise InvalidArgument(f"adapter {name} adapts {path}, but {why}", param="source")
 
-    def place(self, slot: int, matrices: Mapping[str, LayerMatrices]) -> None:
+    def place(self, slot: int, matrices: Mapping[str, LayerWeights]) -> None:
         """See `lora.store.AdaptedModel`."""
         for path, stack in self._stacks.items():
             stack.write(slot, matrices.get(path) or (None,) * len(self._layers[path].parts))

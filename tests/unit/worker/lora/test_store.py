@@ -9,8 +9,9 @@ import torch
 
 from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, Unavailable
 from tests.unit.worker.lora.test_checkpoint import PATH, _tensors, _write
+from worker_svc.devices.adapter_stack import LayerWeights
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
-from worker_svc.lora.store import AdapterStore, LayerMatrices
+from worker_svc.lora.store import AdapterStore
 
 
 class RecordingModel:
@@ -19,10 +20,10 @@ class RecordingModel:
     def __init__(self) -> None:
         self.placed: dict[int, Any] = {}
 
-    def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerMatrices]:
+    def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerWeights]:
         return {path: [pair] for path, pair in checkpoint.matrices.items()}
 
-    def place(self, slot: int, matrices: Mapping[str, LayerMatrices]) -> None:
+    def place(self, slot: int, matrices: Mapping[str, LayerWeights]) -> None:
         self.placed[slot] = matrices
 
     def select(self, slots: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,7 @@ def test_an_adapter_that_is_unloaded_while_it_is_read(tmp_path: Path, how: str) 
     """It takes no place on the host, whenever its reading ends."""
 
     class Interrupted(RecordingModel):
-        def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerMatrices]:
+        def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerWeights]:
             if how == "unload":
                 kept.unload(1)
             else:

@@ -136,12 +136,12 @@ def test_codes_and_scales_belong_together(
     def check() -> None:
         layers = StoredLayers(quantization)
         for kind, tensor in tensors.items():
-            layers.note(f"{LAYER}.{kind}", tensor)
+            layers.take(f"{LAYER}.{kind}", tensor)
         layers.check()
 
     with pytest.raises(ConfigurationRefused, match=text):
         check()
     whole = StoredLayers(quantization)
-    whole.note(f"{LAYER}.weight_packed", CODES)
-    whole.note(f"{LAYER}.weight_scale", torch.ones(64, 2))
+    whole.take(f"{LAYER}.weight_packed", CODES)
+    whole.take(f"{LAYER}.weight_scale", torch.ones(64, 2))
     whole.check()
