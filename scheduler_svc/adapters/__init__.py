@@ -2,6 +2,7 @@
 
 `adapter` is what a request keeps of its adapter. `registry` maps names to adapters; `modules` reads them from
 settings. `host_memory` says which adapters a replica has in its host's memory, `device_slots` which of them
-lie in slots of its device, and how many requests use each. Synchronous and free of I/O. Imported by `kv`,
-`requests`, `replica`, `dispatch`, `workers` and `api`. Imports no other room.
+lie in slots of its device, and how many requests use each, and `load_failures` which of them it could not
+load. Synchronous and free of I/O. Imported by `kv`, `requests`, `replica`, `dispatch`, `workers` and `api`.
+Imports no other room.
 """

@@ -13,7 +13,10 @@ _MAX_LISTED = 8
 
 
 class AdapterRegistry:
-    """Adapters by name. A name is free, expected, refused, being loaded, or an adapter's."""
+    """Adapters by name. A name is free, expected, refused, being loaded, or an adapter's.
+
+    An expected name belongs to an adapter of the settings until that is loaded or refused for good.
+    """
 
     def __init__(self, expected: Collection[str] = ()) -> None:
         """Starts without adapters; those with `expected` names are going to be loaded."""
@@ -39,10 +42,10 @@ class AdapterRegistry:
         """
         if (adapter := self._adapters.get(name)) is not None:
             return adapter
-        if name in self._expected:
-            raise Unavailable(f"the adapter {name!r} is not loaded yet; retry", retry_after_ms=1000)
         if (reason := self._refused.get(name)) is not None:
             raise NotFound(f"the adapter {name!r} was refused: {reason}", param="model")
+        if name in self._expected:
+            raise Unavailable(f"the adapter {name!r} is not loaded yet; retry", retry_after_ms=1000)
         raise self._unknown(name)
 
     def _unknown(self, name: str) -> NotFound:
@@ -53,20 +56,28 @@ class AdapterRegistry:
             f"the model {name!r} is not served here; use {self.served_name!r}{adapters}", param="model"
         )
 
-    def begin(self, name: str, source: str, *, in_place: bool) -> Adapter:
+    def begin(self, name: str, source: str, *, in_place: bool, expected: bool = False) -> Adapter:
         """Reserves a name and returns the adapter that is to be loaded.
 
         Args:
             name: the adapter's name.
             source: where the workers find it.
             in_place: whether it may take the name of another adapter.
+            expected: whether it is the adapter for which the name was kept.
 
         Raises:
             InvalidArgument: the name is taken.
+            Unavailable: the name is kept for an adapter of the settings that is not loaded yet.
         """
         if name == self.served_name:
             raise InvalidArgument(
                 f"{name!r} is the name of the base model; choose another name", param="name"
+            )
+        if name in self._expected and not expected:
+            raise Unavailable(
+                f"the name {name!r} belongs to an adapter of --lora-modules that is not loaded yet;"
+                " retry, or choose another name",
+                retry_after_ms=5000,
             )
         if name in self._loading:
             raise InvalidArgument(f"an adapter {name!r} is being loaded; wait for it", param="name")
@@ -91,9 +102,10 @@ class AdapterRegistry:
         """Frees the name of an adapter that was not loaded."""
         self._loading.discard(adapter.name)
 
-    def refuse(self, name: str, error: TriptychError) -> None:
-        """Remembers why an expected adapter cannot be served."""
-        self._expected.discard(name)
+    def refuse(self, name: str, error: TriptychError, *, for_good: bool) -> None:
+        """Remembers why an expected adapter cannot be served; it still is expected unless `for_good`."""
+        if for_good:
+            self._expected.discard(name)
         self._refused[name] = error.message
 
     def remove(self, name: str) -> Adapter:

@@ -29,15 +29,25 @@ class LoraService:
         self._serving = False
         # Adapters of the settings that have not been tried yet.
         self._untried = set(self._modules)
+        # Loads of adapters of the settings under way, and what changes with them.
+        self._num_loading = 0
+        self._room = asyncio.Condition()
         self._ready_listeners: list[Callable[[bool], None]] = []
         self._log = get_logger()
         deployment.on_serving(self._on_serving)
 
-    async def load(self, name: str, source: str, *, in_place: bool) -> Adapter:
+    async def load(self, name: str, source: str, *, in_place: bool, expected: bool = False) -> Adapter:
         """Loads an adapter and returns it once requests can name it.
+
+        Args:
+            name: the name that requests will use.
+            source: a folder or hub id that the workers can read.
+            in_place: whether it may take the name of another adapter.
+            expected: whether it is an adapter of the settings.
 
         Raises:
             InvalidArgument: the name or the adapter is bad, or the name is taken.
+            Unavailable: the name is kept for an adapter of the settings.
             Unsupported: the workers run no adapters.
             TriptychError: the workers cannot load the adapter.
         """
@@ -50,7 +60,8 @@ class LoraService:
             if not outcome.done():  # the caller may be gone
                 outcome.set_result(result)
 
-        self._deployment.engine.adapters.load(name, source, in_place=in_place, done=done)
+        adapters = self._deployment.engine.adapters
+        adapters.load(name, source, in_place=in_place, done=done, expected=expected)
         result = await outcome
         if isinstance(result, TriptychError):
             raise result
@@ -79,30 +90,46 @@ class LoraService:
             self._task = asyncio.create_task(self._load_modules(), name="lora-modules")
 
     async def _load_modules(self) -> None:
-        """Loads the adapters of the settings, one after the other, and logs refusals."""
-        delayed, reasons = dict(self._modules), dict[str, str]()
-        while delayed:
-            for name, source in list(delayed.items()):
+        """Loads the adapters of the settings, as many at once as every host holds."""
+        await asyncio.gather(*(self._load_module(*module) for module in self._modules.items()))
+
+    async def _load_module(self, name: str, source: str) -> None:
+        """Loads an adapter of the settings, until it is loaded or refused for good."""
+        reason = ""
+        while True:
+            async with self._room:
+                await self._room.wait_for(self._has_room)
+                self._num_loading += 1
+            try:
                 error = await self._try(name, source)
-                if error is None:
-                    del delayed[name]
-                elif reasons.get(name) != error.message:
-                    reasons[name] = error.message
-                    self._log.warning("adapter_delayed", name=name, source=source, reason=error.message)
-                self._untried.discard(name)
-                self._tell()
-            if delayed:
-                await asyncio.sleep(_RETRY_S)
+            finally:
+                async with self._room:
+                    self._num_loading -= 1
+                    self._room.notify_all()
+            self._untried.discard(name)
+            self._tell()
+            if error is None:
+                return
+            if reason != error.message:
+                reason = error.message
+                self._log.warning("adapter_delayed", name=name, source=source, reason=reason)
+            await asyncio.sleep(_RETRY_S)
+
+    def _has_room(self) -> bool:
+        """Whether one more load leaves the others their places: more would be refused, and tried again."""
+        return self._num_loading < max(1, self._deployment.engine.adapters.smallest_host)
 
     async def _try(self, name: str, source: str) -> TriptychError | None:
         """Loads an adapter; returns the error if it may pass."""
         try:
-            await self.load(name, source, in_place=False)
+            await self.load(name, source, in_place=False, expected=True)
         except TriptychError as error:
             if error.retryable:
                 return error
-            self._deployment.engine.adapters.refuse(name, error)
-            if isinstance(error, Unsupported):
-                return error  # workers that run adapters may join later
+            # Workers that run adapters may join later.
+            for_good = not isinstance(error, Unsupported)
+            self._deployment.engine.adapters.refuse(name, error, for_good=for_good)
+            if not for_good:
+                return error
             self._log.error("adapter_refused", name=name, source=source, reason=error.message)
         return None

@@ -64,9 +64,9 @@ class AdapterControl:
         self.registry = AdapterRegistry(expected)
         """Adapters by name."""
 
-    def refuse(self, name: str, error: TriptychError) -> None:
-        """Remembers why an adapter of the settings cannot be served."""
-        self.registry.refuse(name, error)
+    def refuse(self, name: str, error: TriptychError, *, for_good: bool) -> None:
+        """Remembers why an adapter of the settings cannot be served; frees its name if that is `for_good`."""
+        self.registry.refuse(name, error, for_good=for_good)
 
     def resolve(self, name: str) -> Adapter | None:
         """Returns the adapter that a request names; None for the base model, whose name is empty.
@@ -77,7 +77,7 @@ class AdapterControl:
         """
         return self.registry.resolve(name) if name else None
 
-    def load(self, name: str, source: str, *, in_place: bool, done: Outcome) -> None:
+    def load(self, name: str, source: str, *, in_place: bool, done: Outcome, expected: bool = False) -> None:
         """Starts loading a new adapter on the ready replicas.
 
         Args:
@@ -85,15 +85,17 @@ class AdapterControl:
             source: a folder or hub id that the workers can read.
             in_place: whether it replaces an adapter of the same name. Requests of that one end undisturbed.
             done: called once.
+            expected: whether it is an adapter of the settings.
 
         Raises:
             InvalidArgument: the name is taken.
+            Unavailable: the name is kept for an adapter of the settings.
             Unsupported: no replica runs adapters.
             Overloaded: on every replica, requests use as many adapters as its host holds.
         """
         if not self._queue.max_loras:
             raise Unsupported("the workers run no LoRA adapters; start them with --enable-lora")
-        adapter = self.registry.begin(name, source, in_place=in_place)
+        adapter = self.registry.begin(name, source, in_place=in_place, expected=expected)
         asked = self._queue.introduce(adapter)
         if not asked:
             error = Overloaded(
@@ -124,6 +126,11 @@ class AdapterControl:
         """Adapter slots of the replica that has most; 0 if no replica runs adapters."""
         return self._queue.max_loras
 
+    @property
+    def smallest_host(self) -> int:
+        """Adapters that every replica with adapters holds beside each other; 0 if there is none."""
+        return self._queue.smallest_host
+
     # ---- answers of workers ----
 
     def answered(self, replica_id: str, adapter: Adapter, result: LoadedAdapter | TriptychError) -> None:
@@ -139,7 +146,7 @@ class AdapterControl:
             self._log.warning(
                 "adapter_not_loaded", replica=replica_id, name=adapter.name, reason=result.message
             )
-            for request in self._queue.refused(replica_id, adapter_id):
+            for request in self._queue.refused(replica_id, adapter_id, result):
                 message = f"no worker could load the adapter {adapter.name!r}: {result.message}"
                 self._fail(request, Unavailable(message, retry_after_ms=5000))
         if introduction is not None and replica_id in introduction.asked:

@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from protos.errors import TriptychError
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.adapters.host_memory import HostMemory
+from scheduler_svc.adapters.load_failures import LoadFailures
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.request import Request, RequestState
 
@@ -35,7 +37,7 @@ class _Host:
     scheduler: ReplicaScheduler
     host: AdapterHost
     memory: HostMemory
-    failed: set[int] = field(default_factory=set)
+    failures: LoadFailures = field(default_factory=LoadFailures)
     """Adapters that this replica could not load."""
 
     def load(self, adapter: Adapter) -> None:
@@ -53,8 +55,9 @@ class _Host:
 class AdapterQueue:
     """Requests that wait for an adapter, by adapter, and the hosts of all replicas that run adapters."""
 
-    def __init__(self) -> None:
-        """Starts without requests and replicas."""
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """Starts without requests and replicas; `clock` gives monotonic seconds."""
+        self._clock = clock
         self._hosts: dict[str, _Host] = {}
         # By adapter, then by request id.
         self._waiting: dict[int, dict[str, Request]] = {}
@@ -83,6 +86,11 @@ class AdapterQueue:
     def max_loras(self) -> int:
         """Adapter slots of the replica that has most; 0 if no replica runs adapters."""
         return max((len(host.scheduler.adapters) for host in self._hosts.values()), default=0)
+
+    @property
+    def smallest_host(self) -> int:
+        """Adapters that fit the smallest host; 0 if no replica runs adapters."""
+        return min((host.host.max_adapters for host in self._hosts.values()), default=0)
 
     # ---- requests ----
 
@@ -116,7 +124,14 @@ class AdapterQueue:
         if request.adapter is None:
             return True
         host = self._hosts.get(replica_id)
-        return host is not None and request.adapter.adapter_id not in host.failed
+        return host is not None and not host.failures.is_refused(request.adapter.adapter_id)
+
+    def is_paused(self, request: Request, replica_id: str) -> bool:
+        """Returns whether the replica failed to load the request's adapter a short while ago."""
+        host = self._hosts.get(replica_id)
+        if request.adapter is None or host is None:
+            return False
+        return host.failures.excludes(request.adapter.adapter_id, self._clock())
 
     def hold(self, request: Request) -> bool:
         """Enqueues a live request until a replica has its adapter.
@@ -166,7 +181,7 @@ class AdapterQueue:
             assert adapter is not None
             if any(host.memory.is_loading(adapter.adapter_id) for host in self._hosts.values()):
                 continue
-            hosts = self._hosts_for(request)
+            hosts = self._hosts_for(request) or self._hosts_for(request, even_paused=True)
             chosen = next((host for host in hosts if self._make_room(host)), None)
             if chosen is not None:
                 chosen.load(adapter)
@@ -184,15 +199,22 @@ class AdapterQueue:
                 host.load(adapter)
                 return
 
-    def _hosts_for(self, request: Request) -> list[_Host]:
-        """Returns the hosts that may load a request's adapter, the best first."""
+    def _hosts_for(self, request: Request, *, even_paused: bool = False) -> list[_Host]:
+        """Returns the hosts that may load a request's adapter, the best first.
+
+        Args:
+            request: has an adapter.
+            even_paused: take those that failed to load it a short while ago, too.
+        """
         assert request.adapter is not None
-        adapter_id = request.adapter.adapter_id
-        hosts = [
-            host
-            for host in self._hosts.values()
-            if adapter_id not in host.failed and host.scheduler.fits(request)
-        ]
+        adapter_id, now_s = request.adapter.adapter_id, self._clock()
+
+        def may_load(host: _Host) -> bool:
+            if even_paused:
+                return not host.failures.is_refused(adapter_id)
+            return not host.failures.excludes(adapter_id, now_s)
+
+        hosts = [host for host in self._hosts.values() if may_load(host) and host.scheduler.fits(request)]
         return sorted(
             hosts,
             key=lambda host: (
@@ -240,25 +262,30 @@ class AdapterQueue:
         if host is None:
             return []
         host.memory.loaded(adapter_id, reserve=adapter_id in self._waiting)
+        host.failures.forget(adapter_id)
         host.scheduler.stats.adapter_loads += 1
         self.may_load = True
         return self._release(adapter_id)
 
-    def refused(self, replica_id: str, adapter_id: int) -> list[Request]:
-        """Records that a replica cannot load an adapter.
+    def refused(self, replica_id: str, adapter_id: int, error: TriptychError) -> list[Request]:
+        """Records that a replica could not load an adapter, and why.
 
         Removes and returns the requests that fail with it: those that waited for it, unless another replica
         may still load it. The next request tries again everywhere.
         """
+        now_s = self._clock()
         if (host := self._hosts.get(replica_id)) is not None:
             host.memory.failed(adapter_id)
-            host.failed.add(adapter_id)
+            host.failures.add(adapter_id, error, now_s)
         self.may_load = True
-        if any(adapter_id not in host.failed for host in self._hosts.values()):
+        if any(not host.failures.excludes(adapter_id, now_s) for host in self._hosts.values()):
             return []
-        for host in self._hosts.values():
-            host.failed.discard(adapter_id)
+        self._forget_failures(adapter_id)
         return self._release(adapter_id)
+
+    def _forget_failures(self, adapter_id: int) -> None:
+        for host in self._hosts.values():
+            host.failures.forget(adapter_id)
 
     def discard(self, replica_id: str, adapter_id: int) -> None:
         """Frees what a replica has loaded under an adapter's id, because it is something else."""
@@ -293,8 +320,7 @@ class AdapterQueue:
                 for host in self._hosts.values()
             ):
                 self._retired.discard(adapter_id)
-                for host in self._hosts.values():
-                    host.failed.discard(adapter_id)
+                self._forget_failures(adapter_id)
 
     def holders(self, adapter_id: int) -> list[str]:
         """Returns the ids of the replicas that have the adapter on their host."""

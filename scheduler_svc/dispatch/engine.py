@@ -66,7 +66,7 @@ class Engine:
         self._blocked: Request | None = None
         # Whether skipped requests may find room now.
         self._retry_skipped = False
-        self._queues = Queues(order)
+        self._queues = Queues(order, clock)
         self.waiting = self._queues.waiting
         """Requests that wait for a slot."""
         self.grammars = self._queues.grammars

@@ -108,7 +108,12 @@ class Placer:
 
     def is_untried(self, request: Request) -> bool:
         """Returns whether some replica that can run the request has not failed it."""
-        return any(name not in request.failed_on and self._may_suit(name, request) for name in self.replicas)
+        return any(
+            name not in request.failed_on
+            and self._may_suit(name, request)
+            and not self._adapters.is_paused(request, name)
+            for name in self.replicas
+        )
 
     def _may_suit(self, replica_id: str, request: Request) -> bool:
         """Returns whether the replica can run the request once it has its grammar and its adapter."""

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 from protos.errors import InvalidArgument, Overloaded
 from protos.limits import MAX_SEQUENCES
@@ -189,13 +189,13 @@ class WaitingQueue:
 class Queues:
     """Every request that no replica has: it waits for a grammar, then for an adapter, then for a slot."""
 
-    def __init__(self, order: OrderPolicy) -> None:
-        """Starts empty; `order` belongs to the waiting queue alone."""
+    def __init__(self, order: OrderPolicy, clock: Callable[[], float]) -> None:
+        """Starts empty; `order` belongs to the waiting queue alone, and `clock` gives monotonic seconds."""
         self.waiting = WaitingQueue(order)
         """Requests that wait for a slot."""
         self.grammars = GrammarQueue()
         """Requests that wait for their grammar."""
-        self.adapters = AdapterQueue()
+        self.adapters = AdapterQueue(clock)
         """Requests that wait for their LoRA adapter."""
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ class NoAdapters:
     """Counterpart of :class:`scheduler_svc.dispatch.adapter_control.AdapterControl` without adapters."""
 
     max_loras = 0
+    smallest_host = 0
 
     def resolve(self, name: str) -> Adapter | None:
         """Refuses every adapter.
@@ -20,18 +21,18 @@ class NoAdapters:
             raise NotFound(f"no adapter is called {name!r}: this is a pooling model", param="model")
         return None
 
-    def load(self, name: str, source: str, *, in_place: bool, done: Outcome) -> None:
+    def load(self, name: str, source: str, *, in_place: bool, done: Outcome, expected: bool = False) -> None:
         """Refuses to load.
 
         Raises:
             Unsupported: always.
         """
-        del name, source, in_place, done
+        del name, source, in_place, done, expected
         raise Unsupported("pooling models take no LoRA adapters; serve a model that generates text")
 
-    def refuse(self, name: str, error: TriptychError) -> None:
+    def refuse(self, name: str, error: TriptychError, *, for_good: bool) -> None:
         """Does nothing: no request names an adapter here."""
-        del name, error
+        del name, error, for_good
 
     def unload(self, name: str) -> None:
         """Refuses every name.

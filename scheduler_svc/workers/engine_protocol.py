@@ -84,10 +84,14 @@ class Adapters(Protocol):
     def resolve(self, name: str) -> Adapter | None:
         """Returns the adapter that a request names; None for the base model, whose name is empty."""
 
-    def load(self, name: str, source: str, *, in_place: bool, done: Outcome) -> None:
-        """Starts loading a new adapter."""
+    @property
+    def smallest_host(self) -> int:
+        """Adapters that every replica with adapters holds beside each other; 0 if there is none."""
 
-    def refuse(self, name: str, error: TriptychError) -> None:
+    def load(self, name: str, source: str, *, in_place: bool, done: Outcome, expected: bool = False) -> None:
+        """Starts loading a new adapter; `expected` if it is one of the settings."""
+
+    def refuse(self, name: str, error: TriptychError, *, for_good: bool) -> None:
         """Remembers why an adapter of the settings cannot be served."""
 
     def unload(self, name: str) -> None:

@@ -273,6 +273,23 @@ async def test_a_slow_load_delays_no_other_request(scheduler: RunningScheduler, 
     assert (await slow).name == "b"
 
 
+@pytest.mark.parametrize("worker", [FakeWorker(max_loras=2, max_cpu_loras=4)])
+async def test_a_slow_load_delays_no_other_load(scheduler: RunningScheduler, worker: FakeWorker) -> None:
+    """While one adapter is read, another one is loaded, serves, is unloaded and is loaded again."""
+    worker.slow_sources["slow"] = asyncio.Event()
+    slow = asyncio.ensure_future(load(scheduler, "slow"))
+    async with asyncio.timeout(10):
+        for source in ("quick", "quick2"):
+            await load(scheduler, "quick", source)
+            assert await running(scheduler, "quick") == wanted(source)
+            await unload(scheduler, "quick")
+        while worker.adapters:
+            await asyncio.sleep(0.01)
+        assert not slow.done()
+        worker.slow_sources["slow"].set()
+        assert (await slow).name == "slow"
+
+
 async def test_all_ranks_load_an_adapter() -> None:
     """Every rank of a replica gets the calls; if one refuses, the others free the adapter."""
     ranks = [FakeRank(rank=rank, max_loras=2, max_cpu_loras=2) for rank in range(2)]
@@ -321,6 +338,53 @@ async def test_a_request_for_an_adapter_that_is_not_loaded_yet_may_retry(
             while not await names(scheduler):
                 await asyncio.sleep(0.01)
         assert await running(scheduler, "a") == wanted("/a")
+
+
+@pytest.mark.parametrize("settings", [Settings(lora_modules=("slow=/slow", "b=/b", "c=/c", "d=/d"))])
+async def test_adapters_of_the_settings_do_not_wait_for_a_slow_one(
+    settings: Settings, worker: FakeWorker
+) -> None:
+    """More of them than the host holds: while one is read, the others take turns in the other place."""
+    worker.slow_sources["/slow"] = asyncio.Event()
+    async with run_scheduler(settings) as scheduler, joined(scheduler, worker), asyncio.timeout(4):
+        while await names(scheduler) != ["b", "c", "d"]:
+            await asyncio.sleep(0.01)
+        assert await running(scheduler, "d") == wanted("/d")
+        worker.slow_sources["/slow"].set()
+        while "slow" not in await names(scheduler):
+            await asyncio.sleep(0.01)
+
+
+async def test_the_name_of_an_adapter_of_the_settings_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else takes it before the adapter is loaded, also while no worker runs adapters."""
+    monkeypatch.setattr(lora_service, "_RETRY_S", 0.02)
+    worker = lora_worker(sources={"/a": Unavailable("the disk is away")})
+    other = inference_pb2.LoadLoraRequest(name="a", source="other", load_inplace=True)
+    async with (
+        run_scheduler(Settings(lora_modules=("a=/a",))) as scheduler,
+        joined(scheduler, worker),
+        asyncio.timeout(10),
+    ):
+        while len(worker.loads) < 3:
+            error = await failure(scheduler.inference.LoadLora(other))
+            assert isinstance(error, Unavailable)
+        assert "--lora-modules" in error.message
+        del worker.sources["/a"]
+        while not await names(scheduler):
+            await asyncio.sleep(0.01)
+        assert await running(scheduler, "a") == wanted("/a")
+        assert (await load(scheduler, "a", "other", in_place=True)).source == "other"
+
+
+async def test_the_name_of_a_refused_adapter_is_free() -> None:
+    """An adapter of the settings that is bad keeps its name for nothing."""
+    worker = lora_worker(sources={"/a": InvalidArgument("it has another base")})
+    settings = Settings(lora_modules=("a=/a",))
+    async with run_scheduler(settings) as scheduler, joined(scheduler, worker), asyncio.timeout(10):
+        while "another base" not in (await failure(scheduler.inference.Generate(request_of("a")))).message:
+            await asyncio.sleep(0.01)
+        await load(scheduler, "a", "good")
+        assert await running(scheduler, "a") == wanted("good")
 
 
 async def test_a_pin_belongs_to_its_adapter(scheduler: RunningScheduler) -> None:

@@ -64,6 +64,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """The sources of the adapters that the scheduler had loaded here, in order."""
     may_load: asyncio.Event = field(default_factory=asyncio.Event)
     """Calls of LoadAdapter are answered while this is set."""
+    slow_sources: dict[str, asyncio.Event] = field(default_factory=dict)
+    """A call of LoadAdapter for one of these sources is answered once its event is set."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Steps run while this is set."""
     configured: worker_pb2.ConfigureRequest | None = None
@@ -138,6 +140,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         assert request.adapter_id not in self.adapters
         self.loads.append(request.source)
         await self.may_load.wait()
+        if (slow := self.slow_sources.get(request.source)) is not None:
+            await slow.wait()
         weights = self.sources.get(request.source, request.source)
         if isinstance(weights, TriptychError):
             await abort(context, weights)

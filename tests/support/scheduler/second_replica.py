@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from protos.errors import Internal
+from protos.errors import Internal, TriptychError
 from protos.steps import StepResult
 from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
@@ -30,10 +30,16 @@ class Second:
     loads: deque[Adapter] = field(default_factory=deque)
     """Adapters that it is asked to load and has not answered."""
 
-    def answer_loads(self, rig: Rig, name: str = "replica-1") -> None:
-        """Loads the adapters that the replica was asked for; their sources are their weights."""
+    def answer_loads(self, rig: Rig, name: str = "replica-1", *, error: TriptychError | None = None) -> None:
+        """Loads the adapters that the replica was asked for; their sources are their weights.
+
+        With an error, it fails to load them.
+        """
         while self.loads:
             adapter = self.loads.popleft()
+            if error is not None:
+                rig.engine.adapters.answered(name, adapter, error)
+                continue
             self.hosted[adapter.adapter_id] = adapter.source
             rig.engine.adapters.answered(name, adapter, LoadedAdapter(8, adapter.source))
 

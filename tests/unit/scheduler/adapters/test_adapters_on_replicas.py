@@ -1,6 +1,8 @@
 """LoRA adapters and several replicas: where their requests run, and which replica loads what."""
 
-from protos.errors import Unavailable
+import pytest
+
+from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.replica.suspects import Loss
 from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
@@ -73,3 +75,57 @@ def test_requests_fail_when_no_replica_with_adapters_comes_back() -> None:
     error = rig.sinks["a"].events[-1].error
     assert isinstance(error, Unavailable)
     assert "LoRA adapter" in error.message
+
+
+def busy_with(rig: Rig, *names: str) -> None:
+    """Submits requests of the adapter "a"; the first replica has two request slots."""
+    for name in names:
+        submit(rig, name, "a")
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer within 300 s"), Overloaded("no memory is left")])
+def test_a_failure_that_may_pass_is_tried_again_after_a_pause(error: TriptychError) -> None:
+    """Each pause is twice as long as the one before; then the replica serves the adapter, too."""
+    rig, second = two_replicas("a")
+    second.answer_loads(rig, error=error)
+    busy_with(rig, "one", "two", "three")
+    assert not second.loads, "the other replica serves the adapter"
+    for pause_s in (5, 10):
+        rig.now += pause_s - 1
+        busy_with(rig, f"early {pause_s}")
+        assert not second.loads
+        rig.now += 1
+        busy_with(rig, f"late {pause_s}")
+        assert [adapter.name for adapter in second.loads] == ["a"]
+        if pause_s == 5:
+            second.answer_loads(rig, error=error)
+    second.answer_loads(rig)
+    assert second.scheduler.num_running == 2
+    run(rig, second)
+    assert all(sink.tokens == expected_tokens(PROMPT, 8, weights="a") for sink in rig.sinks.values())
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("rank 64 is too high"), NotFound("there is no folder")])
+def test_a_refusal_lasts(error: TriptychError) -> None:
+    """The replica is asked again only if the worker registers anew."""
+    rig, second = two_replicas("a")
+    second.answer_loads(rig, error=error)
+    rig.now += 1e6
+    busy_with(rig, "one", "two", "three")
+    assert not second.loads
+    rig.engine.detach("replica-1", Loss.LEFT)
+    again = add_replica(rig, adapter_slots=2, max_cpu_loras=4)
+    assert [adapter.name for adapter in again.loads] == ["a"]
+
+
+def test_a_paused_replica_loads_at_once_what_no_other_one_has() -> None:
+    """The replica that served the adapter is lost: its requests do not wait for the pause."""
+    rig, second = two_replicas("a")
+    second.answer_loads(rig, error=Unavailable("no answer within 300 s"))
+    busy_with(rig, "one")
+    rig.engine.detach("replica-0", Loss.DIED)
+    assert [adapter.name for adapter in second.loads] == ["a"]
+    second.answer_loads(rig)
+    while second.step():
+        pass
+    assert rig.sinks["one"].tokens == expected_tokens(PROMPT, 8, weights="a")
