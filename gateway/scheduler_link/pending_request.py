@@ -154,6 +154,9 @@ class PendingRequest:
         if event.HasField("prompt") and event.prompt.HasField("seed"):
             # The rest of the answer must be sampled with the same seed, on another scheduler too.
             self.request.sampling.seed = event.prompt.seed
+        if event.prompt.lora_digest:
+            # And computed with the same weights, whatever has the adapter's name by then.
+            self.request.lora_digest = event.prompt.lora_digest
         self.accepted = True
         if self.deadline is not None:
             self.deadline.cancel()

@@ -33,14 +33,24 @@ class AdapterRegistry:
         """Yields the adapters in the order in which they were added."""
         return iter(self._adapters.values())
 
-    def resolve(self, name: str) -> Adapter:
+    def resolve(self, name: str, digest: str = "") -> Adapter:
         """Returns the adapter with that name.
+
+        Args:
+            name: the adapter's name.
+            digest: the digest that it must have; empty: any.
 
         Raises:
             Unavailable: it is going to be loaded.
-            NotFound: no adapter has the name, or it was refused.
+            NotFound: no adapter has the name, it was refused, or it has another digest.
         """
         if (adapter := self._adapters.get(name)) is not None:
+            if digest and digest != adapter.digest:
+                raise NotFound(
+                    f"the answer began with another version of the adapter {name!r} and cannot go on;"
+                    " send the request again from its beginning",
+                    param="model",
+                )
             return adapter
         if (reason := self._refused.get(name)) is not None:
             raise NotFound(f"the adapter {name!r} was refused: {reason}", param="model")

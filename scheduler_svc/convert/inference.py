@@ -44,6 +44,7 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         tenant=request.tenant,
         cache_salt=request.cache_salt,
         lora_name=request.lora_name,
+        lora_digest=request.lora_digest,
         age_s=request.age_ms / 1000 if request.HasField("age_ms") else None,
         silent_s=request.silent_ms / 1000,
         log=_log_spec(request.log) if request.HasField("log") else None,
@@ -87,7 +88,7 @@ _FINISH_REASONS = {
 
 # Upper bounds of sizes on the wire: an event without its lists, one token, one token's log-probabilities, and
 # one entry of their top tokens.
-_EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 256, 5, 20, 9
+_EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 336, 5, 20, 9
 
 
 def event_to_protos(event: Event | TokenColumns) -> Iterator[tuple[inference_pb2.GenerateEvent, int]]:
@@ -146,6 +147,7 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
         message.prompt.num_tokens = event.num_prompt_tokens
         message.prompt.num_cached_tokens = event.num_cached_tokens
         message.prompt.queue_ms = event.queue_s * 1000
+        message.prompt.lora_digest = event.lora_digest
     return message
 
 

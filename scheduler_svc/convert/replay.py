@@ -25,6 +25,7 @@ def _events_of(log: RequestLog) -> Iterator[Event]:
         seed=log.seed,
         num_prompt_tokens=log.num_prompt_tokens,
         num_cached_tokens=log.num_cached_tokens,
+        lora_digest=log.lora_digest,
         prompt_logprobs=log.prompt_logprobs,
     )
     for number, one in enumerate(log.sequences):

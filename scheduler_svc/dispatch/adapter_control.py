@@ -68,14 +68,18 @@ class AdapterControl:
         """Remembers why an adapter of the settings cannot be served; frees its name if that is `for_good`."""
         self.registry.refuse(name, error, for_good=for_good)
 
-    def resolve(self, name: str) -> Adapter | None:
+    def resolve(self, name: str, digest: str = "") -> Adapter | None:
         """Returns the adapter that a request names; None for the base model, whose name is empty.
+
+        Args:
+            name: the adapter's name.
+            digest: of the weights with which the request's answer began; empty if it begins now.
 
         Raises:
             Unavailable: it is going to be loaded.
-            NotFound: there is no such adapter, or it was refused.
+            NotFound: there is no such adapter, it was refused, or it has other weights than the answer.
         """
-        return self.registry.resolve(name) if name else None
+        return self.registry.resolve(name, digest) if name else None
 
     def load(self, name: str, source: str, *, in_place: bool, done: Outcome, expected: bool = False) -> None:
         """Starts loading a new adapter on the ready replicas.

@@ -136,7 +136,7 @@ class Engine:
             raise InvalidArgument(
                 f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
             )
-        adapter = self.adapters.resolve(submission.lora_name)
+        adapter = self.adapters.resolve(submission.lora_name, submission.lora_digest)
         if adapter is not None and self.replicas and not self.adapters.max_loras:
             raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
         stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))

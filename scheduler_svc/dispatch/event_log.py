@@ -70,6 +70,8 @@ class RequestLog:
     sequences: list[SequenceLog]
     num_cached_tokens: int = 0
     """Prompt tokens that the first run found in the prefix cache."""
+    lora_digest: str = ""
+    """Digest of the LoRA adapter that the last run used."""
     announced: bool = False
     """Whether the first event has passed."""
     prompt_logprobs: list[common_pb2.TokenLogprobs] = field(default_factory=list)
@@ -129,8 +131,10 @@ class RequestLog:
     def record(self, event: Event) -> None:
         """Keeps what an event brings beside plain tokens, and the tokens of a sequence that ends."""
         one = self.sequences[event.sequence]
-        if event.first and not self.announced:
-            self.announced, self.num_cached_tokens = True, event.num_cached_tokens
+        if event.first:
+            self.lora_digest = event.lora_digest
+            if not self.announced:
+                self.announced, self.num_cached_tokens = True, event.num_cached_tokens
         one.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
         if event.worker_losses is not None:

@@ -11,12 +11,13 @@ class NoAdapters:
     max_loras = 0
     smallest_host = 0
 
-    def resolve(self, name: str) -> Adapter | None:
+    def resolve(self, name: str, digest: str = "") -> Adapter | None:
         """Refuses every adapter.
 
         Raises:
             NotFound: the name is not empty.
         """
+        del digest
         if name:
             raise NotFound(f"no adapter is called {name!r}: this is a pooling model", param="model")
         return None

@@ -63,6 +63,8 @@ class Submission:
     cache_salt: str = ""
     lora_name: str = ""
     """Name of a LoRA adapter; empty for the base model."""
+    lora_digest: str = ""
+    """Digest that the adapter must have, because its answer began with it; empty: any."""
     age_s: float | None = None
     """Seconds since an earlier scheduler accepted the request; None if none has."""
     silent_s: float = 0.0

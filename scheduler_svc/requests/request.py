@@ -51,7 +51,7 @@ class Event:
     stop_token_id: int | None = None
     """The token that ended the sequence, if one did."""
     first: bool = False
-    """Whether this is the request's first event; only then do the next four fields have a meaning."""
+    """Whether this is the request's first event; only then do the next five fields have a meaning."""
     seed: int = 0
     """The seed that the request is sampled with, given or drawn."""
     num_prompt_tokens: int = 0
@@ -59,6 +59,8 @@ class Event:
     """Prompt tokens that the prefix cache spared."""
     queue_s: float = 0.0
     """Seconds from arrival until the request first got a slot."""
+    lora_digest: str = ""
+    """Digest of its LoRA adapter; empty for the base model."""
     error: TriptychError | None = None
     """The request failed; no event follows."""
     pooled: Sequence[float] = ()
@@ -79,6 +81,7 @@ class Event:
         return replace(
             self, first=True, seed=request.sampling.params.seed, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.kv.num_cached,
             queue_s=0.0 if started is None else started - request.delivery.accepted_s,
+            lora_digest="" if request.adapter is None else request.adapter.digest,
         )  # fmt: skip
 
 

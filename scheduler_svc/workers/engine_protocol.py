@@ -81,8 +81,11 @@ class Adapters(Protocol):
     def max_loras(self) -> int:
         """Adapter slots of the replica that has most; 0 if no replica runs adapters."""
 
-    def resolve(self, name: str) -> Adapter | None:
-        """Returns the adapter that a request names; None for the base model, whose name is empty."""
+    def resolve(self, name: str, digest: str = "") -> Adapter | None:
+        """Returns the adapter that a request names; None for the base model, whose name is empty.
+
+        `digest` is that of the weights with which its answer began, if it has begun.
+        """
 
     @property
     def smallest_host(self) -> int:

@@ -58,6 +58,7 @@ class GenerateRequest(_message.Message):
     AGE_MS_FIELD_NUMBER: _builtins.int
     LOG_FIELD_NUMBER: _builtins.int
     SILENT_MS_FIELD_NUMBER: _builtins.int
+    LORA_DIGEST_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client and unique among live requests; at most 128 bytes. Empty: the scheduler makes one,
     which the first event names.
@@ -86,6 +87,10 @@ class GenerateRequest(_message.Message):
     silent_ms: _builtins.int
     """With `resumed`: milliseconds since the request last brought a token, as far as its client knows. Counts
     towards the scheduler's --token-timeout-s.
+    """
+    lora_digest: _builtins.str
+    """PromptStats.lora_digest of a request that is submitted again. If the adapter with that name has another digest by
+    now, the request is NOT_FOUND: its answer cannot go on. Empty: any.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -119,10 +124,11 @@ class GenerateRequest(_message.Message):
         age_ms: _builtins.int | None = ...,
         log: Global___EventLog | None = ...,
         silent_ms: _builtins.int = ...,
+        lora_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "log", b"log", "n", b"n", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "log", b"log", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "silent_ms", b"silent_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "log", b"log", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "silent_ms", b"silent_ms", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
     _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
@@ -361,6 +367,7 @@ class PromptStats(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    LORA_DIGEST_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens that came from the prefix cache."""
@@ -370,6 +377,10 @@ class PromptStats(_message.Message):
     """The seed that the request is sampled with: the client's, or the one that the scheduler drew. A request that
     is submitted again needs it to continue with the same samples.
     """
+    lora_digest: _builtins.str
+    """LoraInfo.digest of the request's adapter; empty for the base model. A request that is submitted again names it,
+    so that its answer goes on with the same weights.
+    """
     def __init__(
         self,
         *,
@@ -377,10 +388,11 @@ class PromptStats(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
         seed: _builtins.int | None = ...,
+        lora_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "lora_digest", b"lora_digest", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

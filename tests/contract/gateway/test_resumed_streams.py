@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from protos.triptych.v1 import inference_pb2
 from scheduler_svc.settings import Settings
 from tests.support.gateway.serving import Gateway, running_gateway, smollm2_folder
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -192,6 +194,29 @@ async def gateways() -> AsyncIterator[tuple[Gateway, Gateway]]:
         running_gateway(scheduler.server.port) as second,
     ):
         yield first, second
+
+
+async def test_a_stream_does_not_go_on_with_another_version_of_its_adapter() -> None:
+    """It was replaced meanwhile: the client is told. Once the old version is back, the stream goes on."""
+    worker = fake_worker()
+    worker.max_loras, worker.max_cpu_loras = 2, 4
+    async with (
+        scheduler_with(worker) as scheduler,
+        running_gateway(scheduler.server.port) as first,
+        running_gateway(scheduler.server.port) as second,
+    ):
+        body = {**CHAT, "model": "a"}
+        await scheduler.inference.LoadLora(inference_pb2.LoadLoraRequest(name="a", source="old"))
+        await read(first.base_url, "/v1/chat/completions", body, Received())  # for the prefix cache
+        whole = await read(first.base_url, "/v1/chat/completions", body, Received())
+        received = await read(first.base_url, "/v1/chat/completions", body, Received(), cut_after=8)
+        replaced = inference_pb2.LoadLoraRequest(name="a", source="new", load_inplace=True)
+        await scheduler.inference.LoadLora(replaced)
+        with pytest.raises(AssertionError, match="began with another version of the adapter 'a'"):
+            await read(second.base_url, "/v1/chat/completions", body, copy.deepcopy(received))
+        replaced.source = "old"
+        await scheduler.inference.LoadLora(replaced)
+        assert content(await read(second.base_url, "/v1/chat/completions", body, received)) == content(whole)
 
 
 @pytest.mark.parametrize("cut_after", [1, 5, 30, 83])

@@ -356,7 +356,7 @@ async def test_adapters_of_the_settings_do_not_wait_for_a_slow_one(
 
 
 async def test_the_name_of_an_adapter_of_the_settings_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody else takes it before the adapter is loaded, also while no worker runs adapters."""
+    """No client takes it before the adapter is loaded, also while no worker runs adapters."""
     monkeypatch.setattr(lora_service, "_RETRY_S", 0.02)
     worker = lora_worker(sources={"/a": Unavailable("the disk is away")})
     other = inference_pb2.LoadLoraRequest(name="a", source="other", load_inplace=True)

@@ -8,6 +8,7 @@ from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import RequestGroup
 from gateway.scheduler_link.request_table import Outbox, RequestTable
+from protos.errors import NotFound
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from scheduler_svc.settings import Settings
@@ -83,6 +84,40 @@ async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_hol
     finally:
         await client.close()
     assert {name: kept[name] for name in drawn} == drawn
+
+
+@pytest.mark.parametrize("version", ["old", "new"])
+async def test_an_answer_goes_on_with_the_same_version_of_its_adapter(version: str) -> None:
+    """After a restart, `--lora-modules` are read again. If their files have changed, the answer ends."""
+    settings = Settings(lora_modules=("a=/a",), max_num_seqs=4)
+    begun, asked = asyncio.Event(), request("r", 20)
+    asked.lora_name = "a"
+    async with run_scheduler(settings) as first:
+        port = first.server.port
+        client = InferenceClient(f"127.0.0.1:{port}", resume_timeout_s=20.0)
+        await client.start()
+        worker = FakeWorker(hold_at_step=12, max_loras=2, max_cpu_loras=2, sources={"/a": "old"})
+        async with joined(first, worker):
+            answer = asyncio.create_task(tokens_of(client.submit([asked]), begun))
+            await begun.wait()
+            await first.server.stop(0)
+    try:
+        worker = FakeWorker(max_loras=2, max_cpu_loras=2, sources={"/a": version})
+        async with (
+            run_scheduler(settings, port=port) as second, joined(second, worker), asyncio.timeout(20)
+        ):  # fmt: skip
+            if version == "old":
+                assert await answer == expected_tokens([20] * 4, 40, weights="old")
+            else:
+                with pytest.raises(NotFound, match="began with another version of the adapter 'a'"):
+                    await answer
+            fresh = request("fresh", 20)
+            fresh.lora_name = "a"
+            assert await tokens_of(client.submit([fresh]), begun) == expected_tokens(
+                [20] * 4, 40, weights=version
+            )
+    finally:
+        await client.close()
 
 
 async def test_losses_are_for_the_next_scheduler_and_not_for_the_reader() -> None:
