@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Callable
 from functools import partial
 
 from protos.logs import get_logger
@@ -29,6 +30,9 @@ class Following:
         self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._begun = asyncio.Event()
+        self._ran = asyncio.Event()
+        # Calls of `until` that wait; without one, no announcement wakes the event loop.
+        self._num_waiting = 0
         self.step_limit_s = step_limit_s
         """See the argument; later steps follow a change."""
         threading.Thread(target=self._run, name="rank-plans", daemon=True).start()
@@ -40,6 +44,17 @@ class Following:
             if self._follower.may_begin:
                 return
             await self._begun.wait()
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Waits until an announcement has made `done` true."""
+        self._num_waiting += 1
+        try:
+            while not done():
+                self._ran.clear()
+                if not done():
+                    await self._ran.wait()
+        finally:
+            self._num_waiting -= 1
 
     def _run(self) -> None:
         while True:
@@ -57,6 +72,8 @@ class Following:
             return
         if rest is not None:
             self._thread.defer(rest)
+        if self._num_waiting:
+            self._loop.call_soon_threadsafe(self._ran.set)
         if self._follower.may_begin:
             self._loop.call_soon_threadsafe(self._may_begin)
 

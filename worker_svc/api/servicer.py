@@ -233,10 +233,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Context
     ) -> worker_pb2.UnloadAdapterResponse:
-        """Frees an adapter's memory on the host."""
+        """Frees an adapter's memory on the host; on several ranks, behind the plans before on each."""
         await asyncio.shield(self._prepared)
+        adapter_id = request.adapter_id
         try:
-            self._adapters().unload(request.adapter_id)
+            adapters = self._adapters()
+            if self._following is not None:
+                # Rank 0 gets the same call and announces it.
+                await self._following.until(lambda: not adapters.holds(adapter_id))
+            elif self._worker.layout.world_size > 1:
+                await self._thread.submit(
+                    lambda: self._worker.unload_adapter(adapter_id),
+                    what="unloading an adapter", limit_s=self._step_limit_s,
+                )  # fmt: skip
+            else:
+                adapters.unload(adapter_id)
         except TriptychError as error:
             await abort(context, error)
         return worker_pb2.UnloadAdapterResponse()

@@ -256,6 +256,16 @@ class Worker:
         if steps is not None:
             steps.reset()
 
+    def unload_adapter(self, adapter_id: int) -> None:
+        """Frees an adapter on the host of this rank, and on the others' behind the plans before."""
+        if self._leader is not None:
+            self._leader.unload(adapter_id)
+        self._unload(adapter_id)
+
+    def _unload(self, adapter_id: int) -> None:
+        if self.adapters is not None:
+            self.adapters.unload(adapter_id)
+
     def close(self) -> None:
         """Stops compiling grammars."""
         if self.grammars is not None:
@@ -303,7 +313,9 @@ class Worker:
             if self.layout.leads:
                 self._leader = Leader(engine, self._group, self._give_up)
             else:
-                self.follower = Follower(engine, self._group, self._give_up, lambda: self._release(engine))
+                self.follower = Follower(
+                    engine, self._group, self._give_up, lambda: self._release(engine), self._unload
+                )
         elif self.epoch != epoch or self._group is None:
             self._give_up("the replica's ranks have formed another group since this one was lost")
             raise Unavailable("this rank belongs to an earlier group and ends; retry once it is back")

@@ -5,16 +5,18 @@ import contextlib
 import random
 import threading
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
 
 from protos.errors import ConfigurationRefused
+from protos.steps import StepPlan
 from protos.triptych.v1 import worker_pb2
 from tests.support.ranks.fake_ranks import ApartError
 from tests.support.ranks.rank_server import RankServers, rank_servers
 from worker_svc.api import following
+from worker_svc.launched_step import LaunchedStep
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 
@@ -76,6 +78,13 @@ class Stream:
         self._plans[self._step] = {}
         self._positions[release] += 1000
         await self._write(worker_pb2.StepPlan(step=self._step, release=[release]))
+
+    async def place(self, adapter_id: int) -> None:
+        """Sends a plan without work that places an adapter."""
+        self._step += 1
+        self._plans[self._step] = {}
+        placement = worker_pb2.AdapterPlacement(adapter_slot=0, adapter_id=adapter_id)
+        await self._write(worker_pb2.StepPlan(step=self._step, place=[placement]))
 
     async def read(self) -> None:
         """Reads a result, which answers the oldest plan."""
@@ -204,6 +213,58 @@ async def test_a_rank_whose_configuration_failed_takes_no_other(
         assert servers.reasons == [
             "an earlier configuration failed on this rank, and other ranks may still wait in it"
         ]
+
+
+class Hosted:
+    """What `AdapterStore` has on the host."""
+
+    def __init__(self) -> None:
+        self.ids = {1, 2}
+        self.placed: list[int] = []
+
+    def holds(self, adapter_id: int) -> bool:
+        return adapter_id in self.ids
+
+    def unload(self, adapter_id: int) -> None:
+        self.ids.discard(adapter_id)
+
+    def forget(self) -> None:
+        """Keeps all: the test loads nothing."""
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+async def test_an_adapter_leaves_behind_the_plan_that_places_it(
+    tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 answers a plan without work at once, when another rank has not run it yet."""
+    async with rank_servers(tensor, pipeline, monkeypatch) as servers:
+        hosts, gate = [Hosted(), Hosted()], threading.Event()
+        for worker, host in zip(servers.workers, hosts, strict=True):
+            worker.adapters = cast("Any", host)
+        await servers.configure(sizes())
+        engine: Any = servers.workers[1]._engine
+        launch = engine.launch
+
+        def launch_late(plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+            assert gate.wait(20)
+            hosts[1].placed += [one.adapter_id for one in plan.place if hosts[1].holds(one.adapter_id)]
+            return cast("LaunchedStep", launch(plan, leased=leased))
+
+        engine.launch = launch_late
+        stream = Stream(servers, leases=False)
+        await stream.open()
+        await stream.place(adapter_id=1)
+        await stream.read()
+        request = worker_pb2.UnloadAdapterRequest(adapter_id=1)
+        first, other = (asyncio.ensure_future(stub.UnloadAdapter(request)) for stub in servers.stubs)
+        await first
+        assert (hosts[0].ids, hosts[1].ids, other.done()) == ({2}, {1, 2}, False)
+        gate.set()
+        async with asyncio.timeout(20):
+            await other
+        assert (hosts[1].placed, hosts[1].ids) == ([1], {2})
+        await asyncio.gather(*(stub.UnloadAdapter(request) for stub in servers.stubs))
+        assert servers.reasons == []
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)

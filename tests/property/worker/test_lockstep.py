@@ -122,7 +122,9 @@ def replica(tensor: int, pipeline: int, *, runs_ahead: bool) -> Iterator[Replica
     groups = [cast("Any", FakeGroup(ranks, rank)) for rank in range(tensor * pipeline)]
     threads = []
     for rank in range(1, tensor * pipeline):
-        follower = Follower(steps[rank], groups[rank], reasons.append, steps[rank].release)
+        follower = Follower(
+            steps[rank], groups[rank], reasons.append, steps[rank].release, steps[rank].unload
+        )
         threads.append(threading.Thread(target=follow, args=(follower,), daemon=True))
     running = Replica(ranks, Leader(steps[0], groups[0], reasons.append), steps, reasons=reasons)
     for thread in threads:
@@ -153,7 +155,7 @@ def follow(follower: Follower) -> None:
 @st.composite
 def acts(draw: st.DrawFn) -> tuple[str, frozenset[int], int, int]:
     """Returns an act, the slots that it is about, the steps of a lease, and how many of them may run."""
-    kinds = ["decode"] * 6 + ["continue"] * 2 + ["release", "refused", "reset", "configure"]
+    kinds = ["decode"] * 6 + ["continue"] * 2 + ["release", "refused", "reset", "configure", "unload"]
     slots = draw(st.frozensets(st.sampled_from(SLOTS), min_size=1))
     return draw(st.sampled_from(kinds)), slots, draw(st.integers(1, 5)), draw(st.integers(1, 6))
 
@@ -173,6 +175,9 @@ def act(running: Replica, kind: str, slots: Sequence[int], lease: int) -> None:
                 running.positions[slot] += 100
         case "refused":
             running.run(release=[REFUSED_SLOT])
+        case "unload":
+            running.leader.unload(lease)
+            running.steps[0].unload(lease)
         case "reset" | "configure":
             # The stream ends, and results of its plans may still be on their way.
             (running.leader.reset if kind == "reset" else running.leader.begin)()

@@ -224,6 +224,10 @@ class FakeSteps:
         self._ranks.note(self._layout.rank, "release")
         self._next.clear()
 
+    def unload(self, adapter_id: int) -> None:
+        """Frees an adapter."""
+        self._ranks.note(self._layout.rank, f"unload {adapter_id}")
+
     def _release(self, slot: int) -> None:
         self._next.pop(slot, None)
         for pending in self._pending:

@@ -71,6 +71,7 @@ class RankServers:
 
     ranks: Ranks
     stubs: list[Any] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     """Why a rank gave up."""
 
@@ -118,8 +119,9 @@ async def rank_servers(
 @contextlib.asynccontextmanager
 async def _rank(running: RankServers, layout: RankLayout) -> AsyncIterator[Any]:
     thread = ModelThread()
+    running.workers.append(_worker(running, layout))
     servicer = WorkerServicer(
-        _worker(running, layout),
+        running.workers[-1],
         thread,
         prepared=thread.submit(lambda: None),
         worker_id=f"w{layout.rank}",

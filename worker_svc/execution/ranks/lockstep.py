@@ -9,6 +9,8 @@ step, and an announcement says how many results a rank must have applied before 
 Each configuration is announced as well, when rank 0 begins it. Another rank begins its next one only after
 that, and once for each announcement: until then it keeps the old one, because rank 0 may still run steps with
 it when the scheduler asks both for the new one. So a rank drops nothing that rank 0 did not drop before.
+For the same reason rank 0 announces which LoRA adapter leaves the host: it may have answered the plan that
+places the adapter before another rank has run that plan.
 
 A step that fails on one rank alone would leave the others waiting in a collective. A plan that contradicts
 earlier plans is refused alike on all ranks, since all have the same state and the same plans; any other
@@ -28,8 +30,8 @@ from worker_svc.execution.engine import PlanRefused
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.ranks.group import RankGroup
 
-_PLAN, _NEXT, _RESET, _BEGIN = b"p", b"n", b"r", b"c"
-_COUNT_BYTES = 4
+_PLAN, _NEXT, _RESET, _BEGIN, _UNLOAD = b"p", b"n", b"r", b"c", b"u"
+_COUNT_BYTES, _ID_BYTES = 4, 8
 
 GiveUp = Callable[[str], None]
 """Ends the process, with the reason."""
@@ -132,6 +134,14 @@ class Leader:
             self._give_up(_broken(self._group, error))
             raise
 
+    def unload(self, adapter_id: int) -> None:
+        """Announces that an adapter leaves the host; the other ranks free it behind the plans before."""
+        try:
+            self._announce(_UNLOAD, self._results.take(), adapter_id.to_bytes(_ID_BYTES, "little"))
+        except Exception as error:
+            self._give_up(_broken(self._group, error))
+            raise
+
     def begin(self) -> None:
         """Announces a new configuration; the other ranks drop the one that they have.
 
@@ -147,7 +157,10 @@ class Leader:
 class Follower:
     """Another rank: launches what rank 0 announces."""
 
-    def __init__(self, engine: Steps, group: RankGroup, give_up: GiveUp, release: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Steps, group: RankGroup, give_up: GiveUp, release: Callable[[], None],
+        unload: Callable[[int], None],
+    ) -> None:  # fmt: skip
         """Follows the leader of `group`.
 
         Args:
@@ -155,7 +168,9 @@ class Follower:
             group: the replica's ranks.
             give_up: called if the group breaks.
             release: drops the configuration.
+            unload: frees an adapter on the host, given its id.
         """
+        self._unload = unload
         self._engine = engine
         self._group = group
         self._give_up = give_up
@@ -216,7 +231,11 @@ class Follower:
                 self._release()
                 self.num_begun += 1
                 return None
-            launched = self._launch(kind, announcement[1 + _COUNT_BYTES :])
+            message = announcement[1 + _COUNT_BYTES :]
+            if kind == _UNLOAD:
+                self._unload(int.from_bytes(message, "little"))
+                return None
+            launched = self._launch(kind, message)
         except PlanRefused:
             return None  # on all ranks
         except Exception as error:

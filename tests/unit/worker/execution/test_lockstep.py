@@ -49,7 +49,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_process(error: Exception, reason
         leader.launch(PLAN)
     assert given_up == [f"rank 0 cannot go on with its group ({reason})" for reason in reasons]
     given_up.clear()
-    follower = Follower(FailingSteps(error), groups[1], given_up.append, lambda: None)
+    follower = Follower(FailingSteps(error), groups[1], given_up.append, lambda: None, lambda _: None)
     announcement = follower.wait()
     if reasons:
         with pytest.raises(type(error), match=str(error)):
