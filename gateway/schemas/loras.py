@@ -15,7 +15,12 @@ class LoadLoraRequest(RequestModel):
         str, Field(min_length=1, max_length=MAX_NAME_BYTES, description="The name that requests will use.")
     ]
     lora_path: Annotated[
-        str, Field(min_length=1, max_length=4096, description="A folder or hub id that the workers can read.")
+        str,
+        Field(
+            min_length=1,
+            max_length=4096,
+            description="A folder or hub id that the workers can read; an id may end with @revision.",
+        ),
     ]
     load_inplace: Annotated[
         bool,

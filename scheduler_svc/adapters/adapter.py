@@ -10,6 +10,8 @@ class LoadedAdapter:
     rank: int
     digest: str
     """Hash of the configuration and the weights; adapters with equal hashes compute the same."""
+    revision: str = ""
+    """The commit at which the hub had it; empty for a folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +27,5 @@ class Adapter:
     rank: int = 0
     digest: str = ""
     """See :attr:`LoadedAdapter.digest`; empty until a worker has loaded it."""
+    revision: str = ""
+    """See :attr:`LoadedAdapter.revision`; later loads read the same commit."""

@@ -100,7 +100,10 @@ class AdapterRegistry:
 
     def loaded(self, adapter: Adapter, facts: LoadedAdapter) -> tuple[Adapter, Adapter | None]:
         """Gives an adapter its name; returns it with its facts, and the adapter that had the name before."""
-        name, complete = adapter.name, replace(adapter, rank=facts.rank, digest=facts.digest)
+        name, complete = (
+            adapter.name,
+            replace(adapter, rank=facts.rank, digest=facts.digest, revision=facts.revision),
+        )
         earlier = self._adapters.get(name)
         self._adapters[name] = complete
         self._loading.discard(name)

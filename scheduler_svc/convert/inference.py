@@ -171,4 +171,5 @@ def lora_to_proto(adapter: Adapter, replica_ids: Sequence[str]) -> inference_pb2
         rank=adapter.rank,
         digest=adapter.digest,
         replica_ids=replica_ids,
+        revision=adapter.revision,
     )

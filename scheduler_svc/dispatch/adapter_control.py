@@ -192,6 +192,7 @@ class AdapterControl:
             source=adapter.source,
             rank=complete.rank,
             digest=complete.digest,
+            revision=complete.revision,
         )
         introduction.done(complete)
 

@@ -95,17 +95,17 @@ class AdapterLoader:
 
     async def _load(self, adapter: Adapter, answered: Answer) -> None:
         request = worker_pb2.LoadAdapterRequest(
-            adapter_id=adapter.adapter_id, name=adapter.name, source=adapter.source
+            adapter_id=adapter.adapter_id, name=adapter.name, source=adapter.source, revision=adapter.revision
         )
         answers = await asyncio.gather(*(self._load_on(stub, request) for stub in self._stubs))
         refusals = [answer for answer in answers if isinstance(answer, TriptychError)]
-        facts = {answer for answer in answers if isinstance(answer, LoadedAdapter)}
+        facts = {answer.digest: answer for answer in answers if isinstance(answer, LoadedAdapter)}
         if refusals:
             result: LoadedAdapter | TriptychError = refusals[0]
         elif len(facts) > 1:
             result = Internal(f"the ranks of the replica found different files in {adapter.source!r}")
         else:
-            (result,) = facts
+            (result,) = facts.values()
         if isinstance(result, TriptychError):
             # Also where a call failed: the worker may still be reading.
             await self._unload(adapter.adapter_id)
@@ -123,7 +123,7 @@ class AdapterLoader:
         except Exception:  # noqa: BLE001 - any bug; the engine waits for an answer
             self._log.exception("adapter_call_failed")
             return Internal("calling the worker failed; see the scheduler's log")
-        return LoadedAdapter(answer.rank, answer.digest)
+        return LoadedAdapter(answer.rank, answer.digest, answer.revision)
 
     async def _unload(self, adapter_id: int) -> None:
         request = worker_pb2.UnloadAdapterRequest(adapter_id=adapter_id)

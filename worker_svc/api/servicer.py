@@ -216,7 +216,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         await asyncio.shield(self._prepared)
         try:
             loaded = await asyncio.to_thread(
-                self._adapters().load, request.adapter_id, request.name, request.source
+                self._adapters().load, request.adapter_id, request.name, request.source, request.revision
             )
         except Exception as error:  # noqa: BLE001 - any error fails this adapter only
             if not isinstance(error, TriptychError):
@@ -224,10 +224,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await abort(context, as_triptych_error(error, f"loading adapter {request.name} failed"))
         self._log.info(
             "adapter_loaded", adapter=request.name, adapter_id=request.adapter_id, rank=loaded.rank,
-            bytes=loaded.num_bytes,
+            bytes=loaded.num_bytes, revision=loaded.revision,
         )  # fmt: skip
         return worker_pb2.LoadAdapterResponse(
-            rank=loaded.rank, digest=loaded.digest, memory_bytes=loaded.num_bytes
+            rank=loaded.rank,
+            digest=loaded.digest,
+            memory_bytes=loaded.num_bytes,
+            revision=loaded.revision,
         )
 
     async def UnloadAdapter(

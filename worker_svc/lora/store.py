@@ -1,16 +1,17 @@
 """The adapters that a worker keeps on its host, and those that plans have placed on its device."""
 
+import errno
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
+from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable
 from worker_svc.devices.adapter_stack import LayerWeights
-from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, AdapterCheckpoint, LoraLimits, read_adapter
+from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits, read_adapter
+from worker_svc.lora.source import find_files
 
 
 class AdaptedModel(Protocol):
@@ -45,6 +46,8 @@ class HostAdapter:
     """This rank's matrices by layer."""
     num_bytes: int
     """Memory of the matrices."""
+    revision: str = ""
+    """The commit at which the hub had it; empty for a folder."""
 
 
 class AdapterStore:
@@ -61,19 +64,20 @@ class AdapterStore:
         self._reading: dict[int, object] = {}
         self._placed: dict[int, int] = {}
 
-    def load(self, adapter_id: int, name: str, source: str) -> HostAdapter:
+    def load(self, adapter_id: int, name: str, source: str, revision: str = "") -> HostAdapter:
         """Reads an adapter unless it is loaded, and fits it to the model. Takes as long as the disk.
 
         Args:
             adapter_id: the scheduler's id for these weights.
             name: for logs and errors.
             source: a folder or a Hugging Face id.
+            revision: the commit to read, if the source is an id; empty: what the source names.
 
         Raises:
             NotFound: if there is no such adapter.
             InvalidArgument: if it does not fit the model or the settings.
-            Overloaded: if the host holds as many adapters as `--max-cpu-loras` allows.
-            Unavailable: if it was unloaded meanwhile.
+            Overloaded: if the host holds as many adapters as `--max-cpu-loras` allows, or has no memory left.
+            Unavailable: if it was unloaded meanwhile, or the hub cannot be reached.
         """
         known = self._on_host.get(adapter_id)
         if known is not None and (known.name, known.source) == (name, source):
@@ -82,11 +86,17 @@ class AdapterStore:
         with self._lock:
             self._check_room(adapter_id)
             self._reading[adapter_id] = call
-        checkpoint, layers = self._read(name, source)
+        try:
+            checkpoint, layers, found = self._read(name, source, revision)
+        except BaseException:
+            with self._lock:
+                if self._reading.get(adapter_id) is call:
+                    del self._reading[adapter_id]
+            raise
         num_bytes = sum(
             matrix.nbytes for parts in layers.values() for pair in parts if pair for matrix in pair
         )
-        loaded = HostAdapter(name, source, checkpoint.rank, checkpoint.digest, layers, num_bytes)
+        loaded = HostAdapter(name, source, checkpoint.rank, checkpoint.digest, layers, num_bytes, found)
         with self._lock:
             if self._reading.get(adapter_id) is not call:
                 raise Unavailable(f"adapter {name} was unloaded while it was read")
@@ -95,13 +105,22 @@ class AdapterStore:
             self._on_host[adapter_id] = loaded
         return loaded
 
-    def _read(self, name: str, source: str) -> tuple[AdapterCheckpoint, Mapping[str, LayerWeights]]:
+    def _read(
+        self, name: str, source: str, revision: str
+    ) -> tuple[AdapterCheckpoint, Mapping[str, LayerWeights], str]:
+        """Returns an adapter, this rank's matrices, and the commit that has them."""
         try:
-            checkpoint = read_adapter(_folder(source, name), name=name, max_rank=self.limits.max_rank)
-            return checkpoint, self._model.fit(checkpoint)
+            files = find_files(source, name, revision)
+            checkpoint = read_adapter(files.folder, name=name, max_rank=self.limits.max_rank)
+            return checkpoint, self._model.fit(checkpoint), files.revision
         except TriptychError:
             raise
-        except (OSError, ArithmeticError, RecursionError, RuntimeError, ValueError) as error:
+        except (OSError, ArithmeticError, MemoryError, RecursionError, RuntimeError, ValueError) as error:
+            if _is_out_of_memory(error):
+                raise Overloaded(
+                    f"the worker has no memory left for adapter {name}; retry later, or lower --max-cpu-loras",
+                    retry_after_ms=5000,
+                ) from error
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise InvalidArgument(f"adapter {name} cannot be read: {reason[0]}", param="source") from error
 
@@ -163,26 +182,10 @@ class AdapterStore:
         return self._model.select(slots)
 
 
-def _folder(source: str, name: str) -> Path:
-    """Returns an adapter's folder, fetched from the hub if the source is an id.
-
-    Raises:
-        NotFound: if there is none.
-        InvalidArgument: if the source is neither a path nor an id.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if source.startswith(("/", ".", "~")) or source.count("/") != 1:
-        raise NotFound(f"adapter {name}: there is no folder {source} on the worker", param="source")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=[CONFIG, WEIGHTS]))
-    except HFValidationError as error:
-        raise InvalidArgument(
-            f"adapter {name}: {source} is neither a folder nor a Hugging Face id", param="source"
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise NotFound(f"adapter {name}: {source} is no folder, and no hub has it", param="source") from error
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory is short; torch has no type of its own for the host's."""
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+    )

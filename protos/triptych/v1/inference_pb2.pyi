@@ -1097,7 +1097,7 @@ class LoadLoraRequest(_message.Message):
     name: _builtins.str
     """The name that requests will use: printable, and not the base model's."""
     source: _builtins.str
-    """A folder or hub id that the workers can read."""
+    """A folder or hub id that the workers can read; an id may end with "@" and a branch, tag or commit."""
     load_inplace: _builtins.bool
     """Whether the adapter may replace one of the same name, whose requests run on undisturbed."""
     def __init__(
@@ -1193,11 +1193,14 @@ class LoraInfo(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     REPLICA_IDS_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     source: _builtins.str
     rank: _builtins.int
     digest: _builtins.str
     """Hash of the configuration and the weights, hexadecimal; part of the adapter's prefix hashes."""
+    revision: _builtins.str
+    """The commit at which the hub had the adapter; empty for a folder. Replicas that load it later read the same."""
     @_builtins.property
     def replica_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The replicas that have the adapter in their host's memory; others load it when they need it."""
@@ -1210,10 +1213,11 @@ class LoraInfo(_message.Message):
         rank: _builtins.int = ...,
         digest: _builtins.str = ...,
         replica_ids: _abc.Iterable[_builtins.str] | None = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "rank", b"rank", "replica_ids", b"replica_ids", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name", "rank", b"rank", "replica_ids", b"replica_ids", "revision", b"revision", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

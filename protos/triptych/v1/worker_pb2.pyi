@@ -235,22 +235,28 @@ class LoadAdapterRequest(_message.Message):
     ADAPTER_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     adapter_id: _builtins.int
     """Chosen by the scheduler and never used again for other weights. At least 1."""
     name: _builtins.str
     """For logs and errors."""
     source: _builtins.str
-    """A folder with adapter_config.json and adapter_model.safetensors, or a Hugging Face id."""
+    """A folder with adapter_config.json and adapter_model.safetensors, or a Hugging Face id with or without
+    "@revision".
+    """
+    revision: _builtins.str
+    """The commit at which the scheduler knows the adapter of a Hugging Face id. Empty: what the source names."""
     def __init__(
         self,
         *,
         adapter_id: _builtins.int = ...,
         name: _builtins.str = ...,
         source: _builtins.str = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_id", b"adapter_id", "name", b"name", "revision", b"revision", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,21 +269,25 @@ class LoadAdapterResponse(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     digest: _builtins.str
     """Hash of the configuration and the weights, hexadecimal. Adapters with equal hashes compute the same."""
     memory_bytes: _builtins.int
     """On the host, bytes."""
+    revision: _builtins.str
+    """The commit that was read, if the source is a Hugging Face id."""
     def __init__(
         self,
         *,
         rank: _builtins.int = ...,
         digest: _builtins.str = ...,
         memory_bytes: _builtins.int = ...,
+        revision: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "memory_bytes", b"memory_bytes", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "memory_bytes", b"memory_bytes", "rank", b"rank", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -204,6 +204,21 @@ async def test_an_adapter_is_replaced_in_place(scheduler: RunningScheduler, work
     assert await running(scheduler, "a") == wanted("new")
 
 
+async def test_a_hub_is_asked_for_the_same_commit_again(
+    scheduler: RunningScheduler, worker: FakeWorker
+) -> None:
+    """A replica that joins later reads what the first one read, and clients see which commit that is."""
+    worker.revisions["org/a"] = "c0ffee"
+    assert (await load(scheduler, "a", "org/a")).revision == "c0ffee"
+    (listed,) = (await scheduler.inference.ListLoras(inference_pb2.ListLorasRequest())).loras
+    assert listed.revision == "c0ffee"
+    other = lora_worker()
+    async with joined(scheduler, other, "other"), asyncio.timeout(10):
+        while not other.loads:
+            await asyncio.sleep(0.01)
+    assert (worker.loads, other.loads) == (["org/a"], ["org/a@c0ffee"])
+
+
 async def test_more_adapters_than_a_host_holds_take_turns(
     scheduler: RunningScheduler, worker: FakeWorker
 ) -> None:
@@ -368,7 +383,7 @@ async def test_the_name_of_an_adapter_of_the_settings_is_kept(monkeypatch: pytes
         while len(worker.loads) < 3:
             error = await failure(scheduler.inference.LoadLora(other))
             assert isinstance(error, Unavailable)
-        assert "--lora-modules" in error.message
+            assert "--lora-modules" in error.message
         del worker.sources["/a"]
         while not await names(scheduler):
             await asyncio.sleep(0.01)

@@ -61,9 +61,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     adapters: dict[int, str] = field(default_factory=dict)
     """The adapters on the host by id, with their weights."""
     loads: list[str] = field(default_factory=list)
-    """The sources of the adapters that the scheduler had loaded here, in order."""
+    """The sources of the adapters that the scheduler had loaded here, in order. Behind "@", the commit that
+    it asked for."""
     may_load: asyncio.Event = field(default_factory=asyncio.Event)
     """Calls of LoadAdapter are answered while this is set."""
+    revisions: dict[str, str] = field(default_factory=dict)
+    """The commits of adapters of a hub, by source."""
     slow_sources: dict[str, asyncio.Event] = field(default_factory=dict)
     """A call of LoadAdapter for one of these sources is answered once its event is set."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
@@ -138,7 +141,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.LoadAdapterResponse:
         assert self.max_loras
         assert request.adapter_id not in self.adapters
-        self.loads.append(request.source)
+        self.loads.append("@".join(filter(None, (request.source, request.revision))))
         await self.may_load.wait()
         if (slow := self.slow_sources.get(request.source)) is not None:
             await slow.wait()
@@ -147,7 +150,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await abort(context, weights)
         assert len(self.adapters) < self.max_cpu_loras, "the scheduler makes room first"
         self.adapters[request.adapter_id] = weights
-        return worker_pb2.LoadAdapterResponse(rank=8, digest=weights, memory_bytes=1)
+        return worker_pb2.LoadAdapterResponse(
+            rank=8, digest=weights, memory_bytes=1, revision=self.revisions.get(request.source, "")
+        )
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Context

@@ -1,5 +1,6 @@
 """The store keeps adapters by id, within its limits, and knows what lies in the device's slots."""
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,27 @@ def test_missing_folders(store: AdapterStore, source: str) -> None:
     """A source that is neither a folder nor an id is named."""
     with pytest.raises(NotFound, match=f"adapter a: there is no folder {source}"):
         store.load(1, "a", source)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ],
+)  # fmt: skip
+def test_short_memory_may_pass(tmp_path: Path, error: Exception) -> None:
+    """The adapter is not at fault: the scheduler tries again."""
+
+    class Short(RecordingModel):
+        def fit(self, checkpoint: AdapterCheckpoint) -> Mapping[str, LayerWeights]:
+            raise error
+
+    kept = AdapterStore(LoraLimits(max_loras=1, max_rank=8, max_cpu_loras=1), Short())
+    source = str(_write(tmp_path))
+    with pytest.raises(Overloaded, match="no memory left for adapter a"):
+        kept.load(1, "a", source)
+    assert not kept.holds(1)
+    kept._model = RecordingModel()
+    kept.load(1, "a", source)
