@@ -13,6 +13,7 @@ or a scale per channel, and the output head in 8 bits.
 import argparse
 import functools
 import math
+import multiprocessing
 import statistics
 import sys
 import tempfile
@@ -202,8 +203,11 @@ def _on_gpu(arguments: argparse.Namespace) -> None:
     for name, config in configs.items():
         with tempfile.TemporaryDirectory() as scratch:
             folder = model_folder(Path(scratch), config)
-            steps[name] = in_process(folder, BUCKETS, (_GPU_CONTEXT,), 40 if arguments.quick else 200)
-        torch.cuda.empty_cache()
+            # What a model leaves behind in a process slows the next one's steps down.
+            with multiprocessing.get_context("spawn").Pool(1) as process:
+                steps[name] = process.apply(
+                    in_process, (folder, BUCKETS, (_GPU_CONTEXT,), 40 if arguments.quick else 200)
+                )
     print(f"Llama 3.2 1B's shape, {torch.cuda.get_device_name()}; medians, ms")
     ratios: dict[str, float] = {}
     for bucket in BUCKETS:

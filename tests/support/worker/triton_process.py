@@ -75,21 +75,24 @@ def quantized() -> dict[str, Any]:
     """Compiles the kernels of quantized weights, with groups of 64 and per channel."""
     made = {}
     for bits, group in ((4, 64), (8, 0)):
-        types = dict.fromkeys(("x", "scales", "out"), "*bf16") | {"words": "*i32"}
-        common: dict[str, Any] = {"BITS": bits, "GROUP": group, "BIAS": False, "bias": None}
-        outputs, wide, warps = triton_quantized.few_rows_launch(1, 256)
-        constants = common | {"ROWS": 1, "N": outputs, "W": wide}
-        made[f"few rows, {bits} bits"] = compiled(
-            triton_quantized_kernels.few_rows_kernel, types, constants, num_warps=warps
+        pointers = dict.fromkeys(("x", "scales", "out"), "*bf16")
+        common: dict[str, Any] = {"INPUTS": 2048, "LANES": 32, "BITS": bits, "GROUP": group}
+        tiles = 2048 // (32 * 16 // bits)
+        product = common | {"BIAS": False, "bias": None, "EARLY": True, "ASSEMBLY": True}
+        outputs, wide, warps = triton_quantized.one_row_launch(16 * tiles)
+        constants = product | {"WORDS": 16 * tiles, "N": outputs, "W": wide}
+        made[f"one row, {bits} bits"] = compiled(
+            triton_quantized_kernels.one_row_kernel, pointers | {"words": "*i32"}, constants, num_warps=warps
         )
-        outputs, warps, stages = triton_quantized.many_rows_launch(32, 2048)
-        constants = common | {"M": 32, "N": outputs}
+        outputs, splits, warps = triton_quantized.many_rows_launch(32, 2048, 2048)
+        constants = product | {"TILES": tiles, "M": 32, "N": outputs, "SPLITS": splits}
         made[f"many rows, {bits} bits"] = compiled(
-            triton_quantized_kernels.many_rows_kernel, types, constants, num_warps=warps, num_stages=stages
-        )
-        constants = {"BITS": bits, "GROUP": group, "N": 16, "W": 64}
+            triton_quantized_kernels.many_rows_kernel, pointers | {"lanes": "*i16"}, constants,
+            num_warps=warps, num_stages=triton_quantized.STAGES,
+        )  # fmt: skip
+        constants = common | {"TILES": tiles, "N": 16, "W": 128}
         made[f"dequantize, {bits} bits"] = compiled(
-            triton_quantized_kernels.dequantize_kernel, types, constants
+            triton_quantized_kernels.dequantize_kernel, pointers | {"lanes": "*i16"}, constants
         )
     return made
 

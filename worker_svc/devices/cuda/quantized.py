@@ -11,10 +11,10 @@ from worker_svc.devices.quantized import (
     QuantizedWeights,
 )
 
-# Inputs of a tile of the kernels' words, by bits.
+# Inputs of a tile of the kernels' lanes, by bits.
 _TILE_INPUTS = {4: 128, 8: 64}
 # The fewest inputs of a group that the kernels take.
-_SMALLEST_GROUP = 16
+_SMALLEST_GROUP = 32
 
 
 class TritonProducts(QuantizedProducts):
@@ -50,33 +50,33 @@ class _TritonQuantizedLinear(torch.nn.Module):
         from worker_svc.devices.cuda import triton_quantized
 
         self._bits = weights.bits
-        self._words = torch.nn.Parameter(triton_quantized.pack(weights), requires_grad=False)
+        self._lanes = torch.nn.Parameter(triton_quantized.pack(weights), requires_grad=False)
         self._scales = torch.nn.Parameter(weights.scales.to(dtype).contiguous(), requires_grad=False)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]."""
         rows = x.reshape(-1, x.shape[-1])
         product: torch.Tensor = torch.ops.triptych_cuda.quantized_linear(
-            rows, self._words, self._scales, self._bits, bias
+            rows, self._lanes, self._scales, self._bits, bias
         )
         return product.view(*x.shape[:-1], product.shape[-1])
 
 
 def _run(
-    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bits: int, bias: torch.Tensor | None
+    x: torch.Tensor, lanes: torch.Tensor, scales: torch.Tensor, bits: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
     from worker_svc.devices.cuda import triton_quantized
 
-    return triton_quantized.multiply(x, words, scales, bits, bias)
+    return triton_quantized.multiply(x, lanes, scales, bits, bias)
 
 
-def _shape(x: torch.Tensor, words: torch.Tensor, *_: Any) -> torch.Tensor:
-    return x.new_empty((x.shape[0], words.shape[0]))
+def _shape(x: torch.Tensor, lanes: torch.Tensor, *_: Any) -> torch.Tensor:
+    return x.new_empty((x.shape[0], lanes.shape[0]))
 
 
 torch.library.define(
     "triptych_cuda::quantized_linear",
-    "(Tensor x, Tensor words, Tensor scales, int bits, Tensor? bias) -> Tensor",
+    "(Tensor x, Tensor lanes, Tensor scales, int bits, Tensor? bias) -> Tensor",
 )
 torch.library.impl("triptych_cuda::quantized_linear", "CUDA", _run)
 torch.library.register_fake("triptych_cuda::quantized_linear", _shape)

@@ -1,122 +1,265 @@
 """Products with quantized weights on GPUs: the Triton kernels, which `triton_quantized` launches.
 
-Weights are 32-bit words [outputs, words]. A tile is 16 words: place i of word w holds input `16 * i + w` of
-the tile. So one place of a tile's words is 16 consecutive inputs, which share a scale.
+A weight matrix is [outputs, lanes] of 16 bits. A tile is LANES lanes: place p of lane j holds input
+`LANES * p + j` of the tile. So one place of a tile's lanes is consecutive inputs, which share a scale.
+
+Converting integers to floats is slow on GPUs. So a code becomes the lowest bits of a float whose exponent
+makes their value 1: the float is the code and a power of two, which is subtracted. One instruction, `lop3`,
+cuts out a code and sets the exponent. The compiler makes two of it, so it is written in assembly; Triton's
+interpreter runs the plain form.
 """
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
-def few_rows_kernel(
-    x, words, scales, bias, out, inputs, outputs, num_words, groups, x_row,
-    ROWS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
-):  # fmt: skip
-    """Multiplies ROWS rows by N outputs' weights, W words at a time. Grid: outputs / N.
+def _floats(mask: int, exponent: int) -> tl.constexpr:
+    return tl.constexpr(f"lop3.b32 $0, $1, {mask:#x}, {exponent:#x}, 0xEA;")
 
-    GROUP is 0 for one scale per output.
+
+# Bits 15 to 18 of a word, of which 256 + code is made; 19 to 22 with 16 + code; 15 to 22 with 256 + code.
+_LOW_FLOATS = _floats(0x00078000, 0x43800000)
+_HIGH_FLOATS = _floats(0x00780000, 0x41800000)
+_BYTE_FLOATS = _floats(0x007F8000, 0x43800000)
+
+
+def _pairs(bits: int, conversion: str) -> tl.constexpr:
+    """Returns, for each place, the assembly that converts the codes of two lanes."""
+    return tl.constexpr(
+        tuple(
+            f"{{ .reg .b32 a, b, k; shr.b32 a, $1, {shift}; {conversion} }}" for shift in range(0, 16, bits)
+        )
+    )
+
+
+# In bfloat16, 128 + code is exact up to 255, so the highest bit of eight is subtracted by itself.
+_NIBBLES_BF16 = _pairs(
+    4,
+    "lop3.b32 a, a, 0x000F000F, 0x43004300, 0xEA; mov.b32 b, 0xC308C308; mov.b32 k, 0x3F803F80;"
+    "fma.rn.bf16x2 $0, a, k, b;",
+)
+_BYTES_BF16 = _pairs(
+    8,
+    "lop3.b32 b, a, 0x00800080, 0x43004300, 0xAE; lop3.b32 a, a, 0x007F007F, 0x43004300, 0xEA;"
+    "mov.b32 k, 0xBF80BF80; fma.rn.bf16x2 $0, b, k, a;",
+)
+_NIBBLES_F16 = _pairs(
+    4,
+    "lop3.b32 a, a, 0x000F000F, 0x64006400, 0xEA; mov.b32 b, 0xE408E408; mov.b32 k, 0x3C003C00;"
+    "fma.rn.f16x2 $0, a, k, b;",
+)
+_BYTES_F16 = _pairs(
+    8,
+    "lop3.b32 a, a, 0x00FF00FF, 0x64006400, 0xEA; mov.b32 b, 0xE480E480; mov.b32 k, 0x3C003C00;"
+    "fma.rn.f16x2 $0, a, k, b;",
+)
+
+
+@triton.jit
+def _converted(packed, dtype: tl.constexpr, PLACE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Returns the signed codes of one place of lanes, as floats."""
+    if not ASSEMBLY:
+        codes = ((packed.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))
+        result = codes.to(dtype)
+    elif BITS == 4 and dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(
+            _NIBBLES_BF16[PLACE], "=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    elif BITS == 4:
+        result = tl.inline_asm_elementwise(
+            _NIBBLES_F16[PLACE], "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2
+        )
+    elif dtype == tl.bfloat16:
+        result = tl.inline_asm_elementwise(
+            _BYTES_BF16[PLACE], "=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        result = tl.inline_asm_elementwise(
+            _BYTES_F16[PLACE], "=r,r", [packed], dtype=tl.float16, is_pure=True, pack=2
+        )
+    return result
+
+
+@triton.jit
+def _four(values, N: tl.constexpr, W: tl.constexpr):
+    """Splits [N, W] into every fourth value: four tensors [N, W / 4], within each thread."""
+    even, odd = tl.split(tl.reshape(values, [N, W // 4, 2, 2]))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _with_exponent(
+    words, MASK: tl.constexpr, EXPONENT: tl.constexpr, INSTRUCTION: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    if ASSEMBLY:
+        result = tl.inline_asm_elementwise(
+            INSTRUCTION, "=r,r", [words], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        result = ((words & MASK) | EXPONENT).to(tl.float32, bitcast=True)
+    return result
+
+
+@triton.jit
+def _raised(words, BYTE: tl.constexpr, HIGH: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Returns the codes in a byte of words, or in one half of it, as float32 above a power of two."""
+    if BYTE == 0:
+        moved = words << 15
+    elif BYTE == 1:
+        moved = words << 7
+    else:
+        moved = words >> (8 * BYTE - 15)
+    if BITS == 8:
+        result = _with_exponent(moved, 0x007F8000, 0x43800000, _BYTE_FLOATS, ASSEMBLY)
+    elif HIGH:
+        result = _with_exponent(moved, 0x00780000, 0x41800000, _HIGH_FLOATS, ASSEMBLY)
+    else:
+        result = _with_exponent(moved, 0x00078000, 0x43800000, _LOW_FLOATS, ASSEMBLY)
+    return result
+
+
+@triton.jit
+def one_row_kernel(
+    x, words, scales, bias, out, outputs,
+    INPUTS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr, EARLY: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Multiplies one row by N outputs' weights, without tensor cores. Grid: outputs / N.
+
+    `words` are two lanes each, WORDS an output, of which a program reads W at a time. GROUP is 0 for one
+    scale per output. EARLY says that the kernel may start before the one that makes `x` has ended: it then
+    reads its first weights before it waits.
     """
-    PLACES: tl.constexpr = 32 // BITS  # noqa: N806 - a constant
+    PLACES: tl.constexpr = 16 // BITS  # noqa: N806 - constants
+    RUN: tl.constexpr = min(PLACES, GROUP // LANES) if GROUP else PLACES  # noqa: N806
+    PADDED: tl.constexpr = WORDS % W != 0 or INPUTS % (LANES * PLACES) != 0  # noqa: N806
     output = tl.program_id(0) * N + tl.arange(0, N)
     there = output < outputs
-    lane = tl.arange(0, W)
-    sums = tl.zeros([ROWS, N, W], tl.float32)
-    row = tl.arange(0, ROWS)
-    for start in range(0, num_words, W):
-        word = start + lane
-        mask = there[:, None] & (word < num_words)[None, :]
-        packed = tl.load(words + output.to(tl.int64)[:, None] * num_words + word[None, :], mask=mask, other=0)
-        part = tl.zeros([ROWS, N, W], tl.float32)
-        for place in tl.static_range(PLACES):
-            code = ((packed >> (place * BITS)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))
-            source = word // 16 * (16 * PLACES) + place * 16 + word % 16
-            values = tl.load(
-                x + row[:, None] * x_row + source[None, :], mask=(source < inputs)[None, :], other=0.0
-            )
-            part += values.to(tl.float32)[:, None, :] * code.to(tl.float32)[None, :, :]
-            if GROUP:  # noqa: SIM102 - both are constants, but the second divides by the first
-                # The next place begins another group, or another tile.
-                if (place + 1) % (GROUP // 16) == 0 or place + 1 == PLACES:
-                    scale = tl.load(
-                        scales + output[:, None] * groups + (source // GROUP)[None, :],
-                        mask=mask & (source < inputs)[None, :], other=0.0,
-                    )  # fmt: skip
-                    sums += part * scale.to(tl.float32)[None, :, :]
-                    part = tl.zeros([ROWS, N, W], tl.float32)
-        if not GROUP:
+    mine = words + output.to(tl.int64)[:, None] * WORDS
+    word = tl.arange(0, W)
+    ahead = tl.load(mine + word[None, :], mask=there[:, None] & (word < WORDS)[None, :], other=0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros([N, W // 4], tl.float32)
+    for start in range(0, WORDS, W):
+        packed = _four(ahead, N, W)
+        if start + W < WORDS:
+            word = start + W + tl.arange(0, W)
+            ahead = tl.load(mine + word[None, :], mask=there[:, None] & (word < WORDS)[None, :], other=0)
+        lane = 2 * start + tl.arange(0, 2 * W)
+        first_lane = 2 * start + 8 * tl.arange(0, W // 4)
+        for first in tl.static_range(0, PLACES, RUN):
+            part = tl.zeros([N, W // 4], tl.float32)
+            offset = tl.zeros([1, W // 4], tl.float32)
+            for place in tl.static_range(first, first + RUN):
+                source = lane // LANES * (LANES * PLACES) + place * LANES + lane % LANES
+                if PADDED:
+                    values = tl.load(x + source, mask=source < INPUTS, other=0.0)
+                else:
+                    values = tl.load(x + source)
+                halves = tl.split(tl.reshape(values.to(tl.float32), [W, 2]))
+                for half in tl.static_range(2):
+                    factors = _four(halves[half], 1, W)
+                    for quarter in tl.static_range(4):
+                        part += factors[quarter] * _raised(
+                            packed[quarter], 2 * half + place * BITS // 8, place % 2 == 1, BITS, ASSEMBLY
+                        )
+                    total = factors[0] + factors[1] + factors[2] + factors[3]
+                    offset += total * (384.0 if BITS == 8 else (24.0 if place % 2 == 1 else 264.0))
+            part -= offset
+            if GROUP:
+                source = first_lane // LANES * (LANES * PLACES) + first * LANES + first_lane % LANES
+                scale = tl.load(
+                    scales + output[:, None] * (INPUTS // GROUP) + (source // GROUP)[None, :],
+                    mask=there[:, None] & (source < INPUTS)[None, :], other=0.0,
+                )  # fmt: skip
+                part *= scale.to(tl.float32)
             sums += part
-    result = tl.sum(sums, 2)
+    result = tl.sum(sums, 1)
     if not GROUP:
-        result = result * tl.load(scales + output, mask=there, other=0.0).to(tl.float32)[None, :]
+        result *= tl.load(scales + output, mask=there, other=0.0).to(tl.float32)
     if BIAS:
-        result += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
-    target = out + row[:, None].to(tl.int64) * outputs + output[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=there[None, :])
+        result += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + output, result.to(out.dtype.element_ty), mask=there)
 
 
 @triton.jit
 def many_rows_kernel(
-    x, words, scales, bias, out, rows, inputs, outputs, num_words, groups, x_row,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    x, lanes, scales, bias, out, rows, outputs, x_row,
+    INPUTS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies up to M rows by N outputs' weights, a tile of words at a time. Grid: outputs / N."""
-    PLACES: tl.constexpr = 32 // BITS  # noqa: N806 - a constant
+    """Multiplies up to M rows by N outputs' weights, on tensor cores. Grid: outputs / N.
+
+    The program's warps share its outputs and SPLITS tiles at a time, which are summed at the end.
+    """
+    PLACES: tl.constexpr = 16 // BITS  # noqa: N806 - constants
+    RUN: tl.constexpr = min(PLACES, GROUP // LANES) if GROUP else PLACES  # noqa: N806
+    PADDED: tl.constexpr = TILES % SPLITS != 0 or INPUTS % (LANES * PLACES) != 0  # noqa: N806
     output = tl.program_id(0) * N + tl.arange(0, N)
     there = output < outputs
-    lane = tl.arange(0, 16)
+    lane = tl.arange(0, LANES)
     row = tl.arange(0, M)
-    sums = tl.zeros([M, N], tl.float32)
-    for start in range(0, num_words, 16):
-        packed = tl.load(
-            words + output.to(tl.int64)[None, :] * num_words + (start + lane)[:, None],
-            mask=there[None, :],
-            other=0,
-        )
-        part = tl.zeros([M, N], tl.float32)
-        for place in tl.static_range(PLACES):
-            code = ((packed >> (place * BITS)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))
-            source = start * PLACES + place * 16 + lane
-            values = tl.load(
-                x + row[:, None] * x_row + source[None, :],
-                mask=(row < rows)[:, None] & (source < inputs)[None, :], other=0.0,
-            )  # fmt: skip
-            part = tl.dot(values, code.to(values.dtype), part, input_precision="ieee")
-            if GROUP:  # noqa: SIM102 - as above
-                if (place + 1) % (GROUP // 16) == 0 or place + 1 == PLACES:
-                    group = (start * PLACES + place * 16) // GROUP
-                    scale = tl.load(
-                        scales + output * groups + group, mask=there & (group < groups), other=0.0
-                    )
-                    sums += part * scale.to(tl.float32)[None, :]
-                    part = tl.zeros([M, N], tl.float32)
-        if not GROUP:
+    mine = lanes + (output.to(tl.int64) * (TILES * LANES))[None, :, None] + lane[None, None, :]
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    sums = tl.zeros([SPLITS, N, M], tl.float32)
+    for start in range(0, TILES, SPLITS):
+        tile = start + tl.arange(0, SPLITS)
+        mask = there[None, :, None]
+        if PADDED:
+            mask = mask & (tile < TILES)[:, None, None]
+        packed = tl.load(mine + (tile * LANES)[:, None, None], mask=mask, other=0)
+        for first in tl.static_range(0, PLACES, RUN):
+            part = tl.zeros([SPLITS, N, M], tl.float32)
+            for place in tl.static_range(first, first + RUN):
+                source = (tile * (LANES * PLACES) + place * LANES)[:, None, None] + lane[None, :, None]
+                real = (row < rows)[None, None, :]
+                if PADDED:
+                    real = real & (source < INPUTS)
+                values = tl.load(x + row[None, None, :] * x_row + source, mask=real, other=0.0)
+                codes = _converted(packed, values.dtype, place, BITS, ASSEMBLY)
+                part = tl.dot(codes, values, part, input_precision="ieee")
+            if GROUP:
+                source = (tile * (LANES * PLACES) + first * LANES)[:, None]
+                scale = tl.load(
+                    scales + output[None, :] * (INPUTS // GROUP) + source // GROUP,
+                    mask=there[None, :] & (source < INPUTS), other=0.0,
+                )  # fmt: skip
+                part *= scale.to(tl.float32)[:, :, None]
             sums += part
+    result = tl.sum(sums, 0)
     if not GROUP:
-        sums = sums * tl.load(scales + output, mask=there, other=0.0).to(tl.float32)[None, :]
+        result *= tl.load(scales + output, mask=there, other=0.0).to(tl.float32)[:, None]
     if BIAS:
-        sums += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[None, :]
-    target = out + row[:, None].to(tl.int64) * outputs + output[None, :]
-    tl.store(target, sums.to(out.dtype.element_ty), mask=(row < rows)[:, None] & there[None, :])
+        result += tl.load(bias + output, mask=there, other=0.0).to(tl.float32)[:, None]
+    target = out + row[None, :].to(tl.int64) * outputs + output[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), mask=(row < rows)[None, :] & there[:, None])
 
 
 @triton.jit
 def dequantize_kernel(
-    words, scales, out, inputs, outputs, num_words, groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
+    lanes, scales, out, outputs,
+    INPUTS: tl.constexpr, LANES: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Writes weights [outputs, inputs]. Grid: outputs / N, words / W."""
-    PLACES: tl.constexpr = 32 // BITS  # noqa: N806 - a constant
+    """Writes weights [outputs, inputs]. Grid: outputs / N, lanes / W."""
+    PLACES: tl.constexpr = 16 // BITS  # noqa: N806 - constants
+    GROUPS: tl.constexpr = INPUTS // GROUP if GROUP else 1  # noqa: N806
     output = tl.program_id(0) * N + tl.arange(0, N)
-    word = tl.program_id(1) * W + tl.arange(0, W)
-    there = (output < outputs)[:, None] & (word < num_words)[None, :]
-    packed = tl.load(words + output.to(tl.int64)[:, None] * num_words + word[None, :], mask=there, other=0)
+    lane = tl.program_id(1) * W + tl.arange(0, W)
+    there = (output < outputs)[:, None] & (lane < TILES * LANES)[None, :]
+    packed = tl.load(
+        lanes + output.to(tl.int64)[:, None] * (TILES * LANES) + lane[None, :], mask=there, other=0
+    ).to(tl.int32)
     for place in tl.static_range(PLACES):
         code = ((packed >> (place * BITS)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))
-        source = word // 16 * (16 * PLACES) + place * 16 + word % 16
-        mask = there & (source < inputs)[None, :]
+        source = lane // LANES * (LANES * PLACES) + place * LANES + lane % LANES
+        mask = there & (source < INPUTS)[None, :]
         group = source // GROUP if GROUP else source * 0
-        scale = tl.load(scales + output[:, None] * groups + group[None, :], mask=mask, other=0.0)
+        scale = tl.load(scales + output[:, None] * GROUPS + group[None, :], mask=mask, other=0.0)
         weight = code.to(tl.float32) * scale.to(tl.float32)
-        target = out + output.to(tl.int64)[:, None] * inputs + source[None, :]
+        target = out + output.to(tl.int64)[:, None] * INPUTS + source[None, :]
         tl.store(target, weight.to(out.dtype.element_ty), mask=mask)
