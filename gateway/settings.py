@@ -28,6 +28,7 @@ class Settings(ServiceSettings):
             "max_body_bytes",
             "max_prompts",
             "max_inputs",
+            "max_pooled_values",
             "admin_api_key",
             "model_poll_s",
             "keep_alive_s",
@@ -86,6 +87,14 @@ class Settings(ServiceSettings):
     max_inputs: Annotated[
         int, Field(ge=1, le=65536, description="Most texts in one request to a pooling model.")
     ] = 2048
+    max_pooled_values: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="Most values in the results of one request to a pooling model: its inputs, or their tokens"
+            " for tasks of tokens, times the size of a vector.",
+        ),
+    ] = 8 * 1024 * 1024
     admin_api_key: Annotated[
         SecretStr | None,
         Field(

@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
-from gateway.routes.pooling.run import PoolCall, encode_inputs, encoded
+from gateway.routes.pooling.run import PoolCall, encode_inputs
 from gateway.schemas.answers import ClassificationList, PoolingList
 from gateway.schemas.pooling import ClassificationRequest, PoolingRequest
 from protos.triptych.v1 import common_pb2 as pb
@@ -62,7 +62,7 @@ async def pooling(request: Request) -> Response:
         inputs, task, param="input", use_activation=body.use_activation, dimensions=body.dimensions
     )
     data = [
-        {"index": index, "object": "pooling", "data": encoded(response, body.encoding_format)}
-        for index, response in enumerate(responses)
+        {"index": index, "object": "pooling", "data": values}
+        for index, values in enumerate(await call.encoded(responses, body.encoding_format))
     ]
     return call.answer("pooling-", data, inputs)

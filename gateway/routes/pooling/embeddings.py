@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
-from gateway.routes.pooling.run import PoolCall, answer_json, encode_inputs, encoded, usage_of
+from gateway.routes.pooling.run import PoolCall, answer_json, encode_inputs, usage_of
 from gateway.schemas.answers import EmbeddingList
 from gateway.schemas.embeddings import EmbeddingRequest
 from protos.triptych.v1 import common_pb2 as pb
@@ -43,8 +43,8 @@ async def embeddings(request: Request) -> Response:
         {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": encoded(response, body.encoding_format)}
-                for index, response in enumerate(responses)
+                {"object": "embedding", "index": index, "embedding": values}
+                for index, values in enumerate(await call.encoded(responses, body.encoding_format))
             ],
             "model": served.model.served_name,
             "usage": usage_of(inputs),

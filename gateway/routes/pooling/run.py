@@ -5,7 +5,7 @@ import base64
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -25,6 +25,16 @@ from protos.validation import check_ids
 
 # Characters that one request may have the tokenizer read, several times the longest body.
 _MOST_CHARACTERS: Final = 32 * 1024 * 1024
+
+# Values that cost as much to write as a character costs to read.
+_VALUES_PER_CHARACTER: Final = 8
+
+# Values that are copied in one call, which holds up other threads.
+_VALUES_AT_ONCE: Final = 64 * 1024
+
+_TOKEN_TASKS: Final = frozenset({pb.POOL_TASK_TOKEN_EMBED, pb.POOL_TASK_TOKEN_CLASSIFY})
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +109,13 @@ class PoolCall:
             dimensions: see `PoolRequest`.
 
         Raises:
-            InvalidArgument: if an input is empty.
+            InvalidArgument: if an input is empty, or the results would have more values than one request may
+                have.
             ContextExceeded: if one is longer than the model's shapes.
             TriptychError: whatever the scheduler answers.
         """
         self._check_lengths(inputs, param)
+        self._check_values(inputs, task, dimensions, param)
         scope, started = self.request.scope, self.request.scope["triptych.arrived"]
         tenant, request_id = tenant_of(self.request.headers), unique_wire_id(self.request)
         note(scope, tenant=tenant or None)
@@ -144,6 +156,31 @@ class PoolCall:
                     " truncate_prompt_tokens=-1",
                     param=param,
                 )
+
+    def _check_values(
+        self, inputs: Sequence[PoolInput], task: "pb.PoolTask.ValueType", dimensions: int | None, param: str
+    ) -> None:
+        most, width = self.context.settings.max_pooled_values, dimensions or self.served.model.pooled_size
+        by_token = task in _TOKEN_TASKS
+        vectors = sum(len(each.token_ids) for each in inputs) if by_token else len(inputs)
+        if vectors * width > most:
+            what = "tokens" if by_token else "inputs"
+            raise InvalidArgument(
+                f"'{param}' has {vectors} {what}, whose results would be {vectors * width} values, {width} for each;"
+                f" send fewer or shorter texts at once, {most} values at most (--max-pooled-values)",
+                param=param,
+            )
+
+    async def encoded(self, responses: Sequence[inference.PoolResponse], encoding_format: str) -> list[Any]:
+        """Returns the values of each result as JSON: numbers, rows of numbers, or base64."""
+        size = sum(len(response.values) for response in responses)
+        return await self.compute(
+            size, lambda: [_encoded(response, encoding_format) for response in responses]
+        )
+
+    async def compute(self, size: int, work: Callable[[], T]) -> T:
+        """Does work on `size` values of results; much of it in a thread, so that other answers go on."""
+        return await self.context.text_worker.finish(size // _VALUES_PER_CHARACTER, work)
 
     def answer(
         self, id_prefix: str, data: Sequence[dict[str, Any]], inputs: Sequence[PoolInput], **more: Any
@@ -193,20 +230,23 @@ def answer_json(answer: dict[str, Any]) -> Response:
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
-def encoded(response: inference.PoolResponse, encoding_format: str) -> Any:
-    """Returns the values of a result as the client wants them: numbers, rows of numbers, or base64."""
+def _encoded(response: inference.PoolResponse, encoding_format: str) -> Any:
+    """Encodes the values of a result; row by row, because each call of the encoder holds up other threads."""
     if encoding_format == "base64":
         return _base64(response.values)
-    values = list(response.values)
+    values = response.values
     if len(response.shape) < 2:
-        return values
+        return orjson.Fragment(orjson.dumps(list(values)))
     width = response.shape[1]
-    return [values[start : start + width] for start in range(0, len(values), width)]
+    rows = (orjson.dumps(values[start : start + width]) for start in range(0, len(values), width))
+    return orjson.Fragment(b"[" + b",".join(rows) + b"]")
 
 
 def _base64(values: Sequence[float]) -> str:
     """Encodes ``values`` as OpenAI's client reads them: float32 in little-endian order."""
-    numbers = array.array("f", values)
+    numbers = array.array("f")
+    for start in range(0, len(values), _VALUES_AT_ONCE):
+        numbers.extend(values[start : start + _VALUES_AT_ONCE])
     if sys.byteorder == "big":
         numbers.byteswap()
     return base64.b64encode(numbers.tobytes()).decode()

@@ -169,4 +169,6 @@ async def _cosines(
     firsts, seconds = vectors[: len(queries)], vectors[len(queries) :]
     if len(firsts) < len(seconds):
         firsts = [firsts[0]] * len(seconds)
-    return [sum(map(mul, one, two)) for one, two in zip(firsts, seconds, strict=True)], inputs
+    pairs = zip(firsts, seconds, strict=True)
+    size = sum(map(len, vectors))
+    return await call.compute(size, lambda: [sum(map(mul, one, two)) for one, two in pairs]), inputs

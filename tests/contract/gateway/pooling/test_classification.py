@@ -2,14 +2,19 @@
 
 import base64
 import struct
+import threading
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
+import orjson
 import pytest
 import pytest_asyncio
 
+from gateway.routes.pooling.run import PoolCall
 from gateway.schemas.answers import ClassificationList, PoolingList
+from gateway.text.tokenization import TextWorker
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, minilm_folder, running_gateway
@@ -93,3 +98,60 @@ async def test_tokens_have_a_row_each() -> None:
         assert [each.dimensions for each in stack.scheduler.pooled] == [2, 2]
         encoded = await post(stack, "/pooling", input=[5, 6], encoding_format="base64")
         assert struct.unpack("<4f", base64.b64decode(encoded["data"][0]["data"])) == (5, 0.5, 6, 0.5)
+
+
+@pytest.mark.parametrize("encoding_format", ["float", "base64"])
+async def test_a_long_answer_is_encoded_beside_the_event_loop(encoding_format: str) -> None:
+    """Row by row, in a thread: other answers go on meanwhile."""
+    found: list[tuple[str, int]] = []
+
+    class Values(list[float]):
+        """Says which thread reads how many values at once."""
+
+        def __getitem__(self, index: Any) -> Any:
+            part = super().__getitem__(index)
+            found.append((threading.current_thread().name, len(part)))
+            return part
+
+    worker = TextWorker()
+    call = PoolCall(*cast("Any", (None, SimpleNamespace(text_worker=worker), None, None)))
+    response = SimpleNamespace(shape=[400, 256], values=Values([0.5] * 400 * 256))
+    (encoded,) = await call.encoded(cast("Any", [response]), encoding_format)
+    worker.close()
+    assert {name.partition("_")[0] for name, _ in found} == {"text"}
+    if encoding_format == "float":
+        assert orjson.loads(orjson.dumps(encoded)) == [[0.5] * 256] * 400
+        assert {count for _, count in found} == {256}
+    else:
+        assert base64.b64decode(encoded) == struct.pack("<f", 0.5) * 400 * 256
+        assert max(count for _, count in found) <= 65536
+
+
+async def test_the_values_of_an_answer_are_bounded() -> None:
+    """A task of tokens has a vector for each: the refusal counts them before anything is computed."""
+    scheduler = FakeScheduler(
+        minilm_folder(), model="feelings", max_model_len=16, pooled_size=2, pool_tasks=(pb.POOL_TASK_TOKEN_EMBED,),
+        pool_values=lambda request: [0.5] * 2 * len(request.prompt_token_ids),
+    )  # fmt: skip
+    async with (
+        serving(scheduler) as server,
+        running_gateway(server.port, max_pooled_values=20) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
+    ):
+        stack = Stack(scheduler, gateway, http)
+        await post(stack, "/pooling", input=[[5] * 6, [6] * 4])
+        scheduler.pooled.clear()
+        refused = await http.post("/pooling", json={"input": [[5] * 6, [6] * 5]})
+        assert (refused.status_code, scheduler.pooled) == (400, [])
+        assert refused.json()["error"]["message"] == (
+            "'input' has 11 tokens, whose results would be 22 values, 2 for each; send fewer or shorter texts at"
+            " once, 20 values at most (--max-pooled-values)"
+        )
+
+
+async def test_fields_without_effect_are_refused_by_name(running: Stack) -> None:
+    """Nothing that a client asks for is ignored."""
+    for path, field in (("/pooling", "include_prompt"), ("/classify", "normalize"), ("/pooling", "softmax")):
+        refused = await running.http.post(path, json={"input": "a", field: False})
+        assert refused.status_code == 400
+        assert f"unknown parameter '{field}'" in refused.json()["error"]["message"]
