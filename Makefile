@@ -22,6 +22,8 @@ PIP      := $(BIN)/python -m pip --disable-pip-version-check --require-virtualen
 NONE_CHOSEN := [ $$? -eq 5 ]
 
 export PYTHONUNBUFFERED := 1
+# Tests start many processes. Without kept bytecode each would compile all our modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help serve env test test-slow test-unit test-compose check format protos docs lock models clean
 
@@ -31,10 +33,11 @@ help: ## Show this list
 serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 	@exec $(BIN)/triptych up --model $(MODEL) --port $(PORT) $(ARGS)
 
-# The first run has two processes with one thread each: otherwise torch would give all cores to both.
+# The first run has two processes with one thread each: otherwise torch would give all cores to both. Files keep their
+# order, because those with the longest tests have few tests and would otherwise run last, on one core.
 # The second runs tests marked `stack` one by one, because their serving processes use all cores.
 define run_tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
 	@$(BIN)/python -m pytest -m "stack and $(1)" tests/e2e $(ARGS) || $(NONE_CHOSEN)
 endef
 
@@ -43,6 +46,7 @@ test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the quick tests, which t
 
 test-slow: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the slow tests, except those of the containers
 	$(call run_tests,slow)
+	@TRIPTYCH_PROPERTY_SCALE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "property and not slow" tests/unit tests/property $(ARGS) || $(NONE_CHOSEN)
 
 test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run only unit and property tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/property $(ARGS)
@@ -112,7 +116,7 @@ $(STAMPS)/serve: $(SERVE_LOCKS) pyproject.toml $(STAMPS)/torch
 	$(call install,Packages of the three services ($(shell cat $(SERVE_LOCKS) | grep -v '^#' | sort -u | wc -l) of them),$(SERVE_LOCKS:%=-r %))
 	$(call install,triptych itself,--no-build-isolation --editable .)
 	@echo "== Bytecode of what a worker imports"
-	@PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -c 'import worker_svc.service; from worker_svc.vllm_adapter.startup import prepare; prepare("cpu")' 2>$(STAMPS)/bytecode.log \
+	@$(VENV)/bin/python -c 'import worker_svc.service; from worker_svc.vllm_adapter.startup import prepare; prepare("cpu")' 2>$(STAMPS)/bytecode.log \
 	  || { tail -n 1 $(STAMPS)/bytecode.log >&2; exit 1; }
 	@touch $@
 

@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels run in its interpreter, which must be requested 
 Triton.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,12 @@ if not Path("/dev/nvidiactl").exists():
 # Generated examples have no time limit of their own: on a busy machine, any of them may be slow.
 settings.register_profile("triptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("triptych")
+
+
+def pytest_collection_finish() -> None:
+    """Exempts modules and collected tests from garbage collections: they live as long as the process."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

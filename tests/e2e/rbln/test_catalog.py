@@ -41,6 +41,7 @@ def test_a_second_run_compiles_nothing(model: Path, catalog: Path) -> None:
     assert "compiled_nothing" in output
 
 
+@pytest.mark.slow
 def test_code_that_the_compiler_does_not_take_is_counted(model: Path, catalog: Path) -> None:
     """The entry's key fits, but the compiler compiles again: a warning has the number."""
     count, output = compile_blindly(model, catalog, *SIZES, **KV, FAKE_RBLN_VERSION="0.12.1")

@@ -101,7 +101,7 @@ async def answers_of(folder: Path, variables: dict[str, str], *, caching: bool) 
 @pytest.mark.parametrize(
     ("model", "variables", "copies"),
     [
-        ("llama", {}, True),
+        pytest.param("llama", {}, True, marks=pytest.mark.slow),
         pytest.param("gemma3", {}, True, marks=pytest.mark.slow),
         pytest.param("gemma3", {"RBLN_USE_CUSTOM_KERNEL": "1"}, True, marks=pytest.mark.slow),
         pytest.param("llama", {"VLLM_RBLN_USE_DEVICE_TENSOR": "0"}, True, marks=pytest.mark.slow),

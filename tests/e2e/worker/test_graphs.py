@@ -28,7 +28,7 @@ REPORTED = sampling_params(temperature=0.0, logprobs=5)
 # The cases in which graphs and eager steps most likely differ; TRIPTYCH_GRAPHS_FULL=1 runs all cases.
 QUICK = [
     ("smollm2", "bfloat16", "paged"),
-    ("gemma3-270m", "float32", "paged"),
+    pytest.param("gemma3-270m", "float32", "paged", marks=pytest.mark.slow),
 ]
 EVERY = [
     (model, dtype, windows)

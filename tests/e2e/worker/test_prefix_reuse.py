@@ -73,7 +73,13 @@ MODELS = [
     pytest.param(
         "gemma3", GroupKind.PAGED_WINDOW, 32, id="hybrid, chunks of four blocks", marks=pytest.mark.slow
     ),
-    pytest.param("gemma3", GroupKind.IN_PLACE_WINDOW, 1024, id="hybrid in place, window below block"),
+    pytest.param(
+        "gemma3",
+        GroupKind.IN_PLACE_WINDOW,
+        1024,
+        id="hybrid in place, window below block",
+        marks=pytest.mark.slow,
+    ),
 ]
 if FULL:
     MODELS += [

@@ -22,7 +22,7 @@ pytestmark = [
     [
         ("deepseek-v2", GroupKind.PAGED_WINDOW),
         ("mistral", GroupKind.PAGED_WINDOW),
-        pytest.param("mistral", GroupKind.IN_PLACE_WINDOW, marks=pytest.mark.slow),
+        ("mistral", GroupKind.IN_PLACE_WINDOW),
         pytest.param("gpt-oss", GroupKind.IN_PLACE_WINDOW, marks=pytest.mark.slow),
     ],
 )

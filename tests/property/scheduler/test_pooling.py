@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -15,6 +14,7 @@ from scheduler_svc.pooling.engine import PoolEngine, PoolReplica, PoolSubmission
 from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason
+from tests.support.property_settings import machine
 from tests.support.scheduler.factories import ListSink
 
 pytestmark = pytest.mark.property
@@ -141,5 +141,5 @@ class Machine(RuleBasedStateMachine):
                 assert list(event.pooled) == [float(len(self.prompts[name]))]
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Machine.TestCase.settings = machine(max_examples=60, stateful_step_count=40)
 TestPooling = Machine.TestCase

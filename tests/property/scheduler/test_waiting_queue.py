@@ -4,12 +4,12 @@ import math
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.requests.request import Request
+from tests.support.property_settings import machine
 from tests.support.scheduler.waiting_requests import waiting_request
 
 pytestmark = pytest.mark.property
@@ -175,4 +175,4 @@ class WaitingMachine(RuleBasedStateMachine):
 
 
 TestWaiting = WaitingMachine.TestCase
-TestWaiting.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+TestWaiting.settings = machine(max_examples=200, stateful_step_count=60)

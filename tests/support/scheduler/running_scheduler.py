@@ -24,6 +24,7 @@ from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.settings import Settings
+from scheduler_svc.workers import deployment as deployments
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.generating import make_engine
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -54,7 +55,11 @@ class RunningScheduler:
 async def run_scheduler(
     settings: Settings | None = None, *, port: int = 0
 ) -> AsyncIterator[RunningScheduler]:
-    """Runs the parts of `scheduler_svc.__main__` within the block, wired as there."""
+    """Runs the parts of `scheduler_svc.__main__` within the block, wired as there.
+
+    Only the garbage of this process is left alone: most of its objects are pytest's and torch's, and scanning
+    them for every worker that joins takes longer than the tests.
+    """
     settings = settings or Settings()
     engine = make_engine(settings)
     deployment = Deployment(settings, engine)
@@ -76,7 +81,9 @@ async def run_scheduler(
     channel = open_channel(f"127.0.0.1:{port}")
     timeouts = asyncio.create_task(deployment.timeouts.run())
     try:
-        yield RunningScheduler(engine, deployment, servicer, server, channel, serving, port)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(deployments, "_freeze_garbage", lambda: None)
+            yield RunningScheduler(engine, deployment, servicer, server, channel, serving, port)
     finally:
         timeouts.cancel()
         await channel.close()

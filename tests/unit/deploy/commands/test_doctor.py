@@ -28,7 +28,12 @@ def doctor(*flags: str, path: str = "") -> tuple[int, dict[str, tuple[str, str]]
 
 
 @pytest.mark.parametrize(
-    "flags", [("--device", "cpu"), ("--device", "rbln", "--rbln-backend", "rbln-check")], ids=" ".join
+    "flags",
+    [
+        ("--device", "cpu"),
+        pytest.param(("--device", "rbln", "--rbln-backend", "rbln-check"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
 )
 def test_a_machine_that_can_serve_passes(flags: tuple[str, ...]) -> None:
     """Graph and attention really run, and equal the CPU's results."""
@@ -73,6 +78,7 @@ def test_the_vendors_stack_is_checked() -> None:
     assert "which this torch ignores" in found["weights"][1]
 
 
+@pytest.mark.slow
 def test_memory_of_the_runtime_is_checked() -> None:
     """Without device tensors the host has handles alone, and the checks know it."""
     code, found = doctor("--device", "rbln", "--no-rbln-use-device-tensor", path=str(PACKAGES))

@@ -100,6 +100,7 @@ def test_graphs_that_an_earlier_start_compared_are_only_recorded(folder: Path) -
     assert runs_at_start(PoolGeometry(GEOMETRY.shapes[:1])) == 2
 
 
+@pytest.mark.slow
 def test_compiled_code_is_kept_and_found(folder: Path) -> None:
     """The first start compiles each shape and keeps the code; the second finds it and compiles nothing."""
     first = make_engine(Echo(), folder, level=2)
