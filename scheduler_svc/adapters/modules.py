@@ -15,7 +15,8 @@ def split_modules(text: str) -> tuple[str, ...]:
     """Splits a setting: ``name=path`` or JSON objects, with commas or spaces between them.
 
     Returns:
-        Each adapter as ``name=path``.
+        Each adapter as ``name=path``, or as a JSON object if that would not stay in one piece. Joined with
+        commas, they are such a setting again.
 
     Raises:
         ValueError: a part is neither.
@@ -29,7 +30,9 @@ def split_modules(text: str) -> tuple[str, ...]:
             name, path = module.get("name"), module.get("path")
             if not (isinstance(name, str) and isinstance(path, str)):
                 raise ValueError('expected JSON objects with "name" and "path"')
-            modules.append(f"{name}={path}")
+            plain = f"{name}={path}"
+            fits = _MODULE.fullmatch(plain) and "=" not in name and not name.startswith("{")
+            modules.append(plain if fits else json.dumps({"name": name, "path": path}))
         else:
             part = _MODULE.match(text, position)
             assert part is not None
@@ -39,14 +42,21 @@ def split_modules(text: str) -> tuple[str, ...]:
 
 
 def name_and_path(module: str) -> tuple[str, str]:
-    """Returns the parts of ``name=path``.
+    """Returns the name and the path of an adapter as :func:`split_modules` writes it.
 
     Raises:
         ValueError: a part is missing.
     """
-    name, _, path = module.partition("=")
+    if module.startswith("{"):
+        parts = json.loads(module)
+        name, path = parts["name"], parts["path"]
+    else:
+        name, _, path = module.partition("=")
     if not (name and path):
-        raise ValueError(f"expected name=path, for example sql=/adapters/sql, not {module!r}")
+        raise ValueError(
+            f"expected name=path, for example sql=/adapters/sql, not {module!r}; write a path with spaces or commas"
+            ' as JSON: {"name": "sql", "path": "/my adapters/sql"}'
+        )
     return name, path
 
 

@@ -10,6 +10,7 @@ from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.settings import ServiceSettings, load
+from scheduler_svc.adapters.modules import name_and_path
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
@@ -94,6 +95,22 @@ def test_a_service_reads_the_value_that_up_was_given(
     value = getattr(given, name)
     assert value != service.model_fields[name].get_default(call_default_factory=True)
     assert getattr(load(service, flags(*arguments)), name) == value
+
+
+@pytest.mark.parametrize(
+    ("given", "modules"),
+    [
+        (['{"name": "a", "path": "/x y"}'], [("a", "/x y")]),
+        (['{"name": "a", "path": "/x,y"}', "b=/z"], [("a", "/x,y"), ("b", "/z")]),
+        (['{"name": "a=b", "path": "/x=y"}', '{"name": "{", "path": "é"}'], [("a=b", "/x=y"), ("{", "é")]),
+        (['{"name": "a", "path": "/x"} {"name": "b", "path": "/y z"}'], [("a", "/x"), ("b", "/y z")]),
+    ],
+)
+def test_adapters_keep_their_names_and_paths(given: list[str], modules: list[tuple[str, str]]) -> None:
+    """Also those with spaces, commas and equals signs, which JSON can say."""
+    flags = scheduler("--lora-modules", *given)
+    read = load(SchedulerSettings, flags).lora_modules
+    assert [name_and_path(module) for module in read] == modules
 
 
 def test_secrets_travel_as_variables() -> None:
