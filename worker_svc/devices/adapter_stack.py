@@ -5,6 +5,7 @@ side, and so do the B matrices. A step's graph computes with all of them at once
 adapters. In plain operators, a mask with a row for each token keeps the columns of the token's own adapter.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,12 +40,6 @@ class StackShape:
         """Columns of the mask: those of one part's adapters."""
         return self.max_loras * self.rank
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the stack."""
-        parts = len(self.out_sizes)
-        return self.columns * parts * (self.in_size + sum(self.out_sizes)) * self.dtype.itemsize
-
 
 LayerWeights = Sequence[tuple[torch.Tensor, torch.Tensor] | None]
 """An adapter's matrices A [rank, in] and B [out, rank] for each part of a layer, B already scaled. `None`
@@ -60,8 +55,13 @@ class AdapterStack:
         self._a = a
         self._b = b
 
+    @classmethod
+    def num_bytes(cls, shape: StackShape) -> int:
+        """Returns the memory of a stack."""
+        return sum(map(math.prod, cls.sizes(shape))) * shape.dtype.itemsize
+
     @staticmethod
-    def sizes(shape: StackShape) -> tuple[tuple[int, int], tuple[int, int]]:
+    def sizes(shape: StackShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of the two tensors: [parts * slots * rank, in] and [out, parts * slots * rank].
 
         B is zero outside of the columns of each output's own part, so that one product serves all parts.

@@ -372,6 +372,10 @@ class Device(abc.ABC):
         )
         return AdapterStack(shape, a, b)
 
+    def adapter_bytes(self, shape: StackShape) -> int:
+        """Returns the memory of what `adapter_stack` returns."""
+        return AdapterStack.num_bytes(shape)
+
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
         """Returns what the stacks take to tell the rows' adapters apart, an input of the step's graph.
 

@@ -12,6 +12,7 @@ from tests.support.worker import parity_process
 from tests.support.worker.harness import Harness, load
 from tests.support.worker.parity_process import Job, differences
 from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
+from tests.support.zoo import families
 from worker_svc.devices import open_device
 from worker_svc.execution.memory_budget import working_bytes
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
@@ -36,6 +37,11 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.write("qwen2-moe", tmp_path_factory.mktemp("moe") / "model")
 
 
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.write("deepseek-v2", tmp_path_factory.mktemp("latent") / "model")
+
+
 def _checkpoint(path: str, rows: int = HIDDEN, columns: int = HIDDEN) -> AdapterCheckpoint:
     return AdapterCheckpoint("tuned", 2, {path: (torch.ones(2, columns), torch.ones(rows, 2))}, "")
 
@@ -56,6 +62,23 @@ def test_adapters_for_other_layers(moe: Path, path: str, text: str) -> None:
     assert adapted is not None
     with pytest.raises(InvalidArgument, match=text):
         adapted.fit(_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("q_a_proj", "but model.layers.0.self_attn.fused_qkv_a_proj, of which it is a part, takes no adapters"),
+        ("fused_qkv_a_proj", "but this layer takes no adapters"),
+        ("kv_b_proj", "but latent attention takes no adapter there"),
+        ("q_c_proj", "but DeepseekV2ForCausalLM has no such layer"),
+    ],
+)  # fmt: skip
+def test_layers_that_take_no_adapters(latent: Path, path: str, text: str) -> None:
+    """The model has such a layer, so the adapter need not be another model's."""
+    adapted = load(latent, "float32", lora=LIMITS).adapted
+    assert adapted is not None
+    with pytest.raises(InvalidArgument, match=f"adapts model.layers.0.self_attn.{path}, {text}"):
+        adapted.fit(_checkpoint(f"model.layers.0.self_attn.{path}"))
 
 
 def test_parts_and_whole_layers_fit(moe: Path) -> None:
@@ -131,10 +154,18 @@ def test_memory_is_estimated(tmp_path: Path) -> None:
     size = model.size
     wider = type(size)(**{**vars(size), "width": size.width + size.adapter_width})
     assert taken <= working_bytes(wider, steps, 0, recorded=True) <= 3 * taken
-    base = load(folder, "float32").size.weight_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_memory_of_adapters_is_counted_as_it_is_allocated(tmp_path: Path, dtype: Dtype) -> None:
+    """Our kernels keep the matrices in another form than plain operators do."""
+    folder = tiny_models.write("llama", tmp_path / "model")
+    model = load(folder, dtype, lora=LIMITS)
+    Harness(model, max_num_seqs=2, decode_buckets=(1, 2))
     assert model.adapted is not None
+    counted = model.size.weight_bytes - load(folder, dtype).size.weight_bytes
     stacks = model.adapted._stacks.values()
-    assert size.weight_bytes - base == sum(stack._a.nbytes + stack._b.nbytes for stack in stacks)
+    assert counted == sum(stack._a.nbytes + stack._b.nbytes for stack in stacks)
 
 
 @pytest.mark.slow

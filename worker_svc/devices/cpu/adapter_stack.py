@@ -26,10 +26,18 @@ class PackedStack(AdapterStack):
     def __init__(self, shape: StackShape) -> None:
         """Starts with zeros in every slot."""
         self._columns = len(shape.out_sizes) * shape.rank
-        panels, outs = -(-self._columns // PANEL), sum(-(-size // PANEL) for size in shape.out_sizes)
-        a = torch.zeros((shape.max_loras, panels, shape.in_size // 2, PANEL, 2), dtype=shape.dtype)
-        b = torch.zeros((shape.max_loras, outs, shape.rank // 2, PANEL, 2), dtype=shape.dtype)
+        a, b = (torch.zeros(size, dtype=shape.dtype) for size in self.sizes(shape))
         super().__init__(shape, a, b)
+
+    @staticmethod
+    def sizes(shape: StackShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of the two tensors: for each slot, panels of A and of each part's B in pairs."""
+        panels = -(-len(shape.out_sizes) * shape.rank // PANEL)
+        outs = sum(-(-size // PANEL) for size in shape.out_sizes)
+        return (
+            (shape.max_loras, panels, shape.in_size // 2, PANEL, 2),
+            (shape.max_loras, outs, shape.rank // 2, PANEL, 2),
+        )
 
     def write(self, slot: int, weights: LayerWeights) -> None:
         """See the base class."""

@@ -179,6 +179,10 @@ class CpuDevice(Device):
         """See the base class."""
         return PackedStack(shape) if serves_adapters(shape) else super().adapter_stack(shape)
 
+    def adapter_bytes(self, shape: StackShape) -> int:
+        """See the base class."""
+        return PackedStack.num_bytes(shape) if serves_adapters(shape) else super().adapter_bytes(shape)
+
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
         """See the base class. Our own kernels take the slots themselves."""
         return slots if serves_adapters(shape) else super().select_adapters(slots, shape)

@@ -19,11 +19,15 @@ class TritonStack(AdapterStack):
 
     def __init__(self, shape: StackShape, device: torch.device) -> None:
         """Starts with zeros in every slot."""
-        parts = len(shape.out_sizes)
-        a = torch.zeros((parts * shape.columns, shape.in_size), dtype=shape.dtype, device=device)
-        b = torch.zeros((sum(shape.out_sizes), shape.columns), dtype=shape.dtype, device=device)
+        a, b = (torch.zeros(size, dtype=shape.dtype, device=device) for size in self.sizes(shape))
         super().__init__(shape, a, b)
         self._joined: torch.Tensor | None = None
+
+    @staticmethod
+    def sizes(shape: StackShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns the shapes of the two tensors: [parts * slots * rank, in] and [out, slots * rank]."""
+        parts = len(shape.out_sizes)
+        return (parts * shape.columns, shape.in_size), (sum(shape.out_sizes), shape.columns)
 
     def join(self, weight: torch.nn.Parameter) -> None:
         """Moves the layer's weights [out, in] in front of the A matrices, so that one product does both."""

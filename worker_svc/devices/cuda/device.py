@@ -147,6 +147,12 @@ class CudaDevice(Device):
 
         return TritonStack(shape, self.torch_device)
 
+    def adapter_bytes(self, shape: StackShape) -> int:
+        """See the base class."""
+        from worker_svc.devices.cuda.adapter_stack import TritonStack
+
+        return TritonStack.num_bytes(shape)
+
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:  # noqa: ARG002
         """See the base class. The kernel takes the slots themselves."""
         return slots

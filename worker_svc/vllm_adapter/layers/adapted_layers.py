@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     ReplicatedLinear,
@@ -113,6 +114,8 @@ class AdaptedLayers:
         self._layers: dict[str, _Layer] = {}
         # By a layer's path in checkpoints: the layer, and which of its parts; None for all.
         self._places: dict[str, tuple[str, int | None]] = {}
+        # Paths in checkpoints of linear layers that take none, and the path of the layer of this model.
+        self._unadapted: dict[str, str] = {}
         self._stacks: dict[str, AdapterStack] = {}
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
         self._elsewhere: list[str] = []
@@ -126,6 +129,8 @@ class AdaptedLayers:
                 first = first_paths.setdefault(id(module), path)
                 self._layers.setdefault(first, layer)
                 self._places.update((place, (first, part)) for place, part in _places_of(path, layer, packed))
+            elif isinstance(module, LinearBase):
+                self._unadapted.update(dict.fromkeys(_names_of(path, packed), path))
 
     def shapes(self) -> Iterator[tuple[str, StackShape]]:
         """Yields each layer's path and the sizes of its adapters."""
@@ -147,7 +152,7 @@ class AdaptedLayers:
     @property
     def num_bytes(self) -> int:
         """Memory of all adapter slots on the device."""
-        return sum(shape.num_bytes for _, shape in self.shapes())
+        return sum(self._device.adapter_bytes(shape) for _, shape in self.shapes())
 
     @property
     def width(self) -> int:
@@ -245,6 +250,9 @@ class AdaptedLayers:
             why = "expert layers take no adapters; train it without them"
         elif last in _READ_DIRECTLY:
             why = "latent attention takes no adapter there; train it without that layer"
+        elif (layer := self._unadapted.get(path)) is not None:
+            what = "this layer" if layer == path else f"{layer}, of which it is a part,"
+            why = f"{what} takes no adapters; train it without that layer"
         else:
             why = f"{self._architecture} has no such layer; is it for another base model?"
         raise InvalidArgument(f"adapter {name} adapts {path}, but {why}", param="source")
@@ -301,12 +309,18 @@ def _places_of(
     path: str, layer: _Layer, packed: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, int | None]]:
     """Yields the paths in checkpoints that mean a layer or one of its parts, and the part."""
-    parent, _, name = path.rpartition(".")
     yield path, None
-    names = packed.get(name) or _USUAL_PARTS.get(name, ())
-    if len(names) == len(layer.parts) > 1:
-        for index, part in enumerate(names):
-            yield f"{parent}.{part}" if parent else part, index
+    _, *parts = _names_of(path, packed)
+    if len(parts) == len(layer.parts) > 1:
+        for index, part in enumerate(parts):
+            yield part, index
+
+
+def _names_of(path: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns a layer's own path and those that checkpoints give to its parts."""
+    parent, _, name = path.rpartition(".")
+    parts = packed.get(name) or _USUAL_PARTS.get(name, ())
+    return [path, *(f"{parent}.{part}" if parent else part for part in parts)]
 
 
 def _check_sizes(

@@ -34,6 +34,7 @@ def test_the_kernel_equals_plain_operators(
     torch.manual_seed(rows)
     shape = StackShape(24, out_sizes, max_loras, rank, dtype, dtype)
     stack = TritonStack(shape, DEVICE)
+    assert TritonStack.num_bytes(shape) == stack._a.nbytes + stack._b.nbytes
     a, b = (torch.zeros(size, dtype=dtype, device=DEVICE) for size in AdapterStack.sizes(shape))
     plain = AdapterStack(shape, a, b)
     weight = torch.nn.Parameter(
