@@ -30,6 +30,10 @@ class LoadFailures:
         """Starts without failures, as a worker that registers does."""
         self._failures: dict[int, _Failure] = {}
 
+    def __contains__(self, adapter_id: int) -> bool:
+        """Whether a load of the adapter has failed."""
+        return adapter_id in self._failures
+
     def add(self, adapter_id: int, error: TriptychError, now_s: float) -> None:
         """Notes that a load has failed."""
         if not error.retryable:

@@ -129,3 +129,22 @@ def test_a_paused_replica_loads_at_once_what_no_other_one_has() -> None:
     while second.step():
         pass
     assert rig.sinks["one"].tokens == expected_tokens(PROMPT, 8, weights="a")
+
+
+def test_requests_do_not_wait_for_ever_for_replicas_that_fail_in_turn() -> None:
+    """Both fail so slowly that the other's pause is over by then: the requests get the reason."""
+    rig, second = two_replicas("a", hosts=2)
+    error = Unavailable("no answer within 300 s")
+    second.answer_loads(rig, error=error)
+    rig.sources["a"] = error
+    rig.engine.detach("replica-0", Loss.DIED)
+    submit(rig, "one", "a")
+    rig.start()
+    rig.now += 300
+    second.answer_loads(rig, error=error)
+    rig.now += 300
+    rig.answer_loads()
+    assert not second.loads
+    failed = rig.sinks["one"].events[-1].error
+    assert isinstance(failed, Unavailable)
+    assert "no answer within 300 s" in failed.message

@@ -1,0 +1,100 @@
+"""The order of a replica's LoadAdapter and UnloadAdapter calls."""
+
+import asyncio
+from typing import Any, cast
+
+from protos.errors import TriptychError
+from protos.logs import get_logger
+from protos.triptych.v1 import worker_pb2
+from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+from scheduler_svc.workers import adapter_loader
+from scheduler_svc.workers.adapter_loader import AdapterLoader
+
+
+class Rank:
+    """Notes the calls, and ends each when it is told to."""
+
+    def __init__(self) -> None:
+        self.open: dict[str, asyncio.Event] = {}
+        self.log: list[str] = []
+
+    async def _call(self, name: str) -> None:
+        self.log.append(name)
+        self.open[name] = asyncio.Event()
+        await self.open[name].wait()
+        del self.open[name]
+
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, **_: object
+    ) -> worker_pb2.LoadAdapterResponse:
+        await self._call(f"load {request.adapter_id}")
+        return worker_pb2.LoadAdapterResponse(rank=8, digest="d")
+
+    async def UnloadAdapter(
+        self, request: worker_pb2.UnloadAdapterRequest, **_: object
+    ) -> worker_pb2.UnloadAdapterResponse:
+        await self._call(f"unload {request.adapter_id}")
+        return worker_pb2.UnloadAdapterResponse()
+
+    async def end(self, name: str) -> None:
+        """Ends a call, and lets everything run that follows from it."""
+        self.open[name].set()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def loader_of(rank: Rank) -> tuple[AdapterLoader, list[LoadedAdapter | TriptychError]]:
+    answers: list[LoadedAdapter | TriptychError] = []
+    return AdapterLoader([cast("Any", rank)], get_logger()), answers
+
+
+async def test_the_calls_of_an_adapter_keep_their_order() -> None:
+    """It is not unloaded before it is loaded, nor loaded again before it is unloaded."""
+    rank = Rank()
+    loader, answers = loader_of(rank)
+    loader.load(Adapter(1, "a", "a"), answers.append)
+    loader.unload(1)
+    loader.load(Adapter(1, "a", "a"), answers.append)
+    await settle()
+    assert rank.log == ["load 1"]
+    await rank.end("load 1")
+    assert rank.log == ["load 1", "unload 1"]
+    await rank.end("unload 1")
+    assert rank.log == ["load 1", "unload 1", "load 1"]
+    await rank.end("load 1")
+    assert answers == [LoadedAdapter(8, "d")] * 2
+    loader.close()
+
+
+async def test_a_load_waits_for_unloads_and_for_no_other_load() -> None:
+    """The adapter that leaves makes room for it; one that is read slowly does not concern it."""
+    rank = Rank()
+    loader, answers = loader_of(rank)
+    loader.load(Adapter(1, "slow", "slow"), answers.append)
+    loader.unload(2)
+    loader.load(Adapter(3, "b", "b"), answers.append)
+    await settle()
+    assert rank.log == ["load 1", "unload 2"]
+    await rank.end("unload 2")
+    await rank.end("load 3")
+    assert answers == [LoadedAdapter(8, "d")]
+    assert set(rank.open) == {"load 1"}
+    loader.close()
+
+
+async def test_loads_are_bounded() -> None:
+    """The next one begins when one has ended."""
+    rank = Rank()
+    loader, answers = loader_of(rank)
+    most = adapter_loader.MAX_LOADS
+    for number in range(most + 2):
+        loader.load(Adapter(number, "a", "a"), answers.append)
+    await settle()
+    assert len(rank.open) == most
+    await rank.end("load 2")
+    assert set(rank.open) == {f"load {number}" for number in range(most + 1) if number != 2}
+    loader.close()
