@@ -27,15 +27,22 @@ def main(argv: list[str]) -> int:
 
     group = arguments.group_size or ("64" if arguments.scheme == "w4a16" else _PER_CHANNEL)
     scheme = Scheme(_BITS[arguments.scheme], None if group == _PER_CHANNEL else int(group))  # type: ignore[arg-type] # 4 or 8
+    head = arguments.lm_head == "w8a16"
     started = time.monotonic()
     try:
         made = quantize_folder(
             resolve(arguments.model), arguments.out.absolute(), scheme, clip=arguments.mse_clip,
-            head=arguments.lm_head == "w8a16", progress=_show,
+            head=head, progress=_show,
         )  # fmt: skip
     except ConfigurationRefused as error:
         print(f"triptych quantize: {error}", file=sys.stderr)
         return 2
+    if head and not made.has_head:
+        print(
+            "triptych quantize: the output head, if the model has one, stays as it is: there is neither"
+            " lm_head.weight nor model.embed_tokens.weight",
+            file=sys.stderr,
+        )
     print(
         f"{arguments.out}: {made.matrices} matrices, {scheme}; weights {made.bytes_before / _MIB:.0f} MiB ->"
         f" {made.bytes_after / _MIB:.0f} MiB, in {time.monotonic() - started:.1f} s"

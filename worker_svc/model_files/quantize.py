@@ -5,6 +5,7 @@ quantized, and the output head if wanted; embeddings, norms and everything else 
 """
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -34,6 +35,7 @@ _HEAD: Final = "lm_head.weight"
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
 _MATRIX: Final = 2
 _INPUTS: Final = 8  # of a word of 4 bits
+_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 # Everything else in a folder, such as the tokenizer, is copied.
 _WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -44,6 +46,8 @@ class Quantized:
 
     matrices: int
     """Matrices that were quantized."""
+    has_head: bool
+    """Whether the output head is one of them."""
     bytes_before: int
     """Of all weight files."""
     bytes_after: int
@@ -66,7 +70,8 @@ def quantize_folder(
         scheme: of the projections.
         clip: see `rounding.quantize`.
         head: whether to quantize the output head, too, to 8 bits per channel. A head that shares its weights
-            with the embeddings gets its own; the embeddings keep theirs.
+            with the embeddings gets its own; the embeddings keep theirs. A head with another name, such as a
+            multimodal model's, stays as it is.
         progress: called with the number of files written, the total, and the name of the next one.
 
     Raises:
@@ -133,8 +138,7 @@ class _Maker:
             progress(done, len(self._shards), shard.path.name)
             tensors = dict(self._quantized(shard))
             path = folder / shard.path.name
-            save_file(tensors, path, metadata={"format": "pt"})
-            path.chmod(0o644)  # save_file makes it private
+            _save(tensors, path)
             weight_map |= dict.fromkeys(tensors, path.name)
             before += sum(tensor.num_bytes for tensor in shard.tensors.values())
             after += sum(tensor.nbytes for tensor in tensors.values())
@@ -156,7 +160,7 @@ class _Maker:
             _write(folder / _INDEX, {"metadata": {"total_size": after}, "weight_map": weight_map})
         _write(folder / "config.json", self._new_config())
         progress(len(self._shards), len(self._shards), "done")
-        return Quantized(self._count, before, after)
+        return Quantized(self._count, self._head, before, after)
 
     def _quantized(self, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(shard.path, framework="pt") as file:
@@ -218,6 +222,21 @@ def quantization_config(groups: dict[str, Any], ignored: list[str]) -> dict[str,
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups, "ignore": ignored,
     }  # fmt: skip
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes one file of weights.
+
+    Raises:
+        OSError: if it cannot be written; safetensors' own error names the cause in its text only.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if number := _OS_ERROR.search(str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        raise
+    path.chmod(0o644)  # save_file makes it private
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """`triptych quantize`: folders of quantized weights."""
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,41 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationRefused) as refused:
         quantize_folder(source, target, Scheme(8, None), clip=False, head=True)
     assert refused.value.message == f"{done} exists already; choose another folder for the result"
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    """If the result cannot be written, the line names the system's reason and no folder is left."""
+    source = _model(tmp_path / "source")
+    target = tmp_path / "target"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A file that may not grow fails as on a full disk; Python ignores the signal.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ConfigurationRefused) as refused:
+            quantize_folder(source, target, Scheme(8, None), clip=False, head=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.message == f"cannot write {target}: File too large"
+    assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+
+def test_a_head_under_a_prefix_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A head with another name stays in bfloat16; the command and the configuration say so."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    tensors = {
+        f"language_model.{name}": torch.randn(64, 64).bfloat16()
+        for name in ("model.layers.0.mlp.up_proj.weight", EMBEDDINGS, HEAD)
+    }
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "llava"}')
+    assert command.main([str(source), "--out", str(target), "--scheme", "w8a16"]) == 0
+    assert "the output head, if the model has one, stays as it is" in capsys.readouterr().err
+    assert torch.equal(_tensors(target)[f"language_model.{HEAD}"], tensors[f"language_model.{HEAD}"])
+    quantization = read(target)
+    assert quantization is not None
+    assert quantization.scheme_of("language_model.lm_head") is None
+    assert quantization.scheme_of("language_model.model.layers.0.mlp.up_proj") == Scheme(8, None)
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
