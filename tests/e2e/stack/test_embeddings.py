@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 from tests.support.stack import Stack, running_stack
 from worker_svc.model_files.demo_models import fetch
 
-pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 TEXTS = ["A cat sits on the mat.", "On a rug, a kitten is sitting.", "The stock market fell by two percent."]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.ports import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ def test_concurrent_requests_compute_their_prefix_once(gemma3: Path) -> None:
     assert replica.scheduler.stats.prefill_tokens == PREFIX + 30 + 2 * (PREFIX + 30 - 896)
 
 
-@pytest.mark.stack
+@pytest.mark.slow
 async def test_a_stack_with_in_place_windows_reuses_a_prefix(gemma3: Path, tmp_path: Path) -> None:
     """In real processes, the second request hits the first one's prefix and has the same output."""
     flags = ("--max-model-len", "2048", "--block-size", "512", "--max-num-seqs", "4")

@@ -22,7 +22,7 @@ from protos.errors import ConfigurationRefused, SchemaMismatch, from_rpc_error
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel
 
-pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 PROMPT = [504, 3575, 282, 4649, 314]  # The capital of France is
 PARIS = [7042, 30]

@@ -30,7 +30,7 @@ def doctor(*flags: str, path: str = "") -> tuple[int, dict[str, tuple[str, str]]
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--device", "cpu"),
+        pytest.param(("--device", "cpu"), marks=pytest.mark.slow),  # test_a_made_up_model... runs these, too
         pytest.param(("--device", "rbln", "--rbln-backend", "rbln-check"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
