@@ -73,13 +73,16 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
 def shape_to_proto(shape: PoolShape) -> common_pb2.GraphSignature:
     """Returns the graph signature of a pooling shape."""
     return common_pb2.GraphSignature(
-        kind=common_pb2.GRAPH_KIND_POOL, batch=shape.batch, query_len=shape.prompt_len
+        kind=common_pb2.GRAPH_KIND_POOL,
+        batch=shape.batch,
+        query_len=shape.prompt_len,
+        packed=shape.packed,
     )
 
 
 def shape_from_proto(signature: common_pb2.GraphSignature) -> PoolShape:
     """Reads a pooling shape."""
-    return PoolShape(prompt_len=signature.query_len, batch=signature.batch)
+    return PoolShape(prompt_len=signature.query_len, batch=signature.batch, packed=signature.packed)
 
 
 def result_to_proto(plan: StepPlan, result: StepResult) -> worker_pb2.StepResult:

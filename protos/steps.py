@@ -103,15 +103,22 @@ class Decode:
 
 @dataclass(frozen=True, slots=True, order=True)
 class PoolShape:
-    """A static shape of a pooling model. Ordered by prompt length, then by rows."""
+    """A static shape of a pooling model. Ordered by prompt length, then by texts."""
 
     prompt_len: int
-    """Tokens per row."""
+    """Tokens of each row; of a packed shape all tokens."""
     batch: int
-    """Rows."""
+    """Rows; of a packed shape the most texts."""
+    packed: bool = False
+    """Whether texts follow one another without padding between them. Otherwise each has a row."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a step computes, padding included."""
+        return self.prompt_len if self.packed else self.batch * self.prompt_len
 
     def __str__(self) -> str:
-        return f"{self.batch}x{self.prompt_len}"
+        return f"{self.batch}{'/' if self.packed else 'x'}{self.prompt_len}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,10 @@ class Pool:
 
     slots: Sequence[int]
     shape: PoolShape
-    """Has at least one row per slot, and no slot has more tokens than its rows."""
+    """Has at least one row per slot, and no slot has more tokens than its rows.
+
+    A packed shape has at least as many tokens as all slots together.
+    """
 
 
 Work = Prefill | Decode | Pool

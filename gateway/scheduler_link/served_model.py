@@ -90,6 +90,14 @@ class ServedModel:
         return found
 
     @property
+    def pool_shapes(self) -> str:
+        """The shapes of a pooling model as text: "1x64, 4x64 (rows x tokens)" or "2/8 (texts / tokens)"."""
+        shapes = self.model.pooling.shapes
+        packed = any(shape.packed for shape in shapes)
+        mark, unit = ("/", "texts / tokens") if packed else ("x", "rows x tokens")
+        return f"{', '.join(f'{shape.batch}{mark}{shape.query_len}' for shape in shapes)} ({unit})"
+
+    @property
     def longest_input(self) -> int:
         """Tokens of the longest input that fits a shape of a pooling model."""
         shapes = self.model.pooling.shapes

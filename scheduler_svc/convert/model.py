@@ -61,7 +61,7 @@ class WorkerDescription:
     """Tokens of a KV block that the device usually runs with."""
     max_lease_steps: int
     """Decode steps that one lease may span."""
-    cheap_graphs: bool
+    packs_texts: bool
     """Whether the worker makes a graph in a moment."""
     plans_ahead: bool
     """Whether the worker takes a plan before the last result of the one before."""
@@ -108,7 +108,7 @@ def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescri
         default_chunk=message.default_chunk,
         default_block_size=message.default_block_size,
         max_lease_steps=max(1, message.max_lease_steps),
-        cheap_graphs=message.cheap_graphs,
+        packs_texts=message.packs_texts,
         plans_ahead=message.plans_ahead,
         max_logprobs=message.max_logprobs,
         sampling_fields=frozenset(message.sampling_fields),

@@ -2,8 +2,8 @@
 
 A request uses the shapes of the smallest prompt length that it fits into
 (:mod:`scheduler_svc.shapes.pool_shapes`). Whenever a device is free, it runs the next request together with
-as many others of the same prompt length as the chosen shape has rows for. No request waits for a batch to
-fill.
+as many others of the same prompt length as the chosen shape has rows for. A packed shape takes requests of
+any length as long as their tokens fit. No request waits for a batch to fill.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,17 +59,20 @@ class PoolQueue:
         """Starts empty.
 
         Args:
-            shapes: at least one.
+            shapes: at least one; all are packed or none.
             make_order: makes the order policy of one queue.
             padding_costs: see `choose_batch`.
         """
         self._padding_costs = padding_costs
         self.shapes = tuple(sorted(shapes))
+        self._packs = any(shape.packed for shape in self.shapes)
         self._batches: dict[int, list[int]] = {}
         for shape in self.shapes:
             self._batches.setdefault(shape.prompt_len, []).append(shape.batch)
         self._all = WaitingQueue(make_order())
-        self._by_len = {prompt_len: WaitingQueue(make_order()) for prompt_len in self._batches}
+        # Packed shapes need one queue only.
+        lengths = () if self._packs else self._batches
+        self._by_len = {prompt_len: WaitingQueue(make_order()) for prompt_len in lengths}
 
     def __len__(self) -> int:
         return len(self._all)
@@ -93,11 +96,13 @@ class PoolQueue:
     def add(self, request: Request) -> None:
         """Adds a request that is not in the queue and fits a shape."""
         self._all.add(request)
-        self._queue_of(request).add(request)
+        if not self._packs:
+            self._queue_of(request).add(request)
 
     def remove(self, request: Request) -> bool:
         """Removes a request; returns False if it is not in the queue."""
-        return self._all.remove(request) and self._queue_of(request).remove(request)
+        removed = self._all.remove(request)
+        return removed and (self._packs or self._queue_of(request).remove(request))
 
     def take(
         self, now: float, avoid: Callable[[Request], bool] = lambda _: False
@@ -111,6 +116,8 @@ class PoolQueue:
             avoid: whether a request waits for another device than the one that the batch is for.
         """
         request = _next(self._all, now, avoid)
+        if request is not None and self._packs:
+            return self._take_packed(request, now, avoid)
         self._all.bring_all_back()
         if request is None:
             return None
@@ -124,13 +131,36 @@ class PoolQueue:
         size = 1 if request.suspect else shape.batch
         batch: list[Request] = []
         while request is not None:
-            self.remove(request)
+            self._take_one(request)
             batch.append(request)
-            for charged in (self._all, *self._by_len.values()):
-                charged.charge(request.tenant, len(request.token_ids))
             request = _next(queue, now, _is_suspect) if len(batch) < size else None
         queue.bring_all_back()
         return shape, batch
+
+    def _take_packed(
+        self, first: Request, now: float, avoid: Callable[[Request], bool]
+    ) -> tuple[PoolShape, list[Request]]:
+        """Takes requests in turn, from `first` on, until the next one does not fit the largest shape."""
+        largest = self.shapes[-1]
+        batch: list[Request] = []
+        total = 0
+        request: Request | None = first
+        while request is not None and total + len(request.token_ids) <= largest.prompt_len:
+            self._take_one(request)
+            batch.append(request)
+            total += len(request.token_ids)
+            if first.suspect or len(batch) == largest.batch:
+                break
+            request = _next(self._all, now, lambda each: avoid(each) or each.suspect)
+        self._all.bring_all_back()
+        fitting = (s for s in self.shapes if s.prompt_len >= total and s.batch >= len(batch))
+        return next(fitting), batch
+
+    def _take_one(self, request: Request) -> None:
+        """Removes a request and charges its tenant."""
+        self.remove(request)
+        for charged in (self._all, *self._by_len.values()):
+            charged.charge(request.tenant, len(request.token_ids))
 
     def drain(self) -> list[Request]:
         """Removes all requests and returns them in order."""

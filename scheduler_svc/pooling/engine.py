@@ -388,7 +388,7 @@ def _totals_of(scheduler: PoolScheduler) -> Totals:
         rows, tokens = stats.rows[shape], stats.tokens[shape]
         counts["triptych:pool_batches", name] = batches
         counts["triptych:pool_rows", name] = rows
-        counts["triptych:pool_padding_rows", name] = batches * shape.batch - rows
+        counts["triptych:pool_padding_rows", name] = 0 if shape.packed else batches * shape.batch - rows
         counts["triptych:pool_tokens", name] = tokens
-        counts["triptych:pool_padding_tokens", name] = batches * shape.batch * shape.prompt_len - tokens
+        counts["triptych:pool_padding_tokens", name] = batches * shape.num_tokens - tokens
     return Totals(counts)

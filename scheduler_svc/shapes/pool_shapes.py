@@ -1,4 +1,4 @@
-"""Static shapes of pooling models: each has a fixed number of rows and of tokens per row."""
+"""Static shapes of pooling models: rows and tokens per row, or the tokens of all texts together."""
 
 from collections.abc import Sequence
 
@@ -10,35 +10,53 @@ from protos.steps import PoolShape
 _FACTOR = 4
 _SHORTEST_PROMPT = 64
 _TOKENS_PER_BATCH = 1024
-# Where graphs are cheap, padding is what costs: these lengths replace those up to the last of them, and their
-# batches grow by 2. A CPU gains nothing from larger batches.
-_CHEAP_LENGTHS = (16, 24, 32, 48, 64, 96, 128, 256)
-_CHEAP_TOKENS_PER_BATCH = 512
+# Packed shapes: up to each of these numbers of tokens they grow by a step, so that little of one is padding.
+# A CPU gains nothing from larger ones, which are only for longer texts and double.
+_PACKED_STEPS = ((64, 8), (128, 16), (256, 32), (512, 64))
+_TOKENS_PER_TEXT, _MOST_TEXTS = 4, 64
 
 
 def default_shapes(
-    max_context: int, max_batch: int, max_tokens: int | None = None, *, cheap_graphs: bool = False
+    max_context: int, max_batch: int, max_tokens: int | None = None, *, packs_texts: bool = False
 ) -> tuple[PoolShape, ...]:
     """Returns shapes for every prompt that a model can read, for example 1x64, 4x64, 16x64, 1x256, 4x256.
 
     For the arguments see `shapes_of`.
     """
     longest = max_context if max_tokens is None else min(max_context, max_tokens)
-    lengths = [length for length in _CHEAP_LENGTHS if cheap_graphs and length < longest]
+    if packs_texts:
+        return tuple(
+            PoolShape(size, max(1, min(max_batch, _MOST_TEXTS, size // _TOKENS_PER_TEXT)), packed=True)
+            for size in _packed_sizes(longest)
+        )
+    lengths = []
     length = _SHORTEST_PROMPT
     while length < longest:
-        if not lengths or length > lengths[-1]:
-            lengths.append(length)
+        lengths.append(length)
         length *= _FACTOR
     shapes = []
     for prompt_len in [*lengths, longest]:
-        is_cheap = cheap_graphs and prompt_len <= _CHEAP_LENGTHS[-1]
-        factor, most = (2, _CHEAP_TOKENS_PER_BATCH) if is_cheap else (_FACTOR, _TOKENS_PER_BATCH)
         batch = 1
-        while batch == 1 or (batch <= max_batch and batch * prompt_len <= min(most, max_tokens or most)):
+        while batch == 1 or (
+            batch <= max_batch
+            and batch * prompt_len <= min(_TOKENS_PER_BATCH, max_tokens or _TOKENS_PER_BATCH)
+        ):
             shapes.append(PoolShape(prompt_len, batch))
-            batch *= factor
+            batch *= _FACTOR
     return tuple(shapes)
+
+
+def _packed_sizes(longest: int) -> list[int]:
+    sizes = []
+    size = 0
+    for limit, step in _PACKED_STEPS:
+        while size < limit:
+            size += step
+            sizes.append(size)
+    while size < longest:
+        size *= 2
+        sizes.append(size)
+    return [*(each for each in sizes if each < longest), longest]
 
 
 def shapes_of(
@@ -48,7 +66,8 @@ def shapes_of(
     max_context: int,
     max_batch: int,
     max_tokens: int | None = None,
-    cheap_graphs: bool = False,
+    packs_texts: bool = False,
+    fixed: Sequence[PoolShape] = (),
 ) -> tuple[PoolShape, ...]:
     """Returns the shapes that the settings name, ascending, or the default shapes if they name none.
 
@@ -58,15 +77,20 @@ def shapes_of(
         max_context: the longest prompt that the model can read, tokens.
         max_batch: the largest batch that the device can run, rows.
         max_tokens: most tokens of a batch whose results fit into a message; `None` if any do.
-        cheap_graphs: whether the default shapes may be many.
+        packs_texts: whether the device runs packed shapes, which then are the default.
+        fixed: the shapes of other replicas, which replace those of the settings.
 
     Raises:
         ConfigurationRefused: the model or the device cannot run one of the shapes.
     """
-    shapes = tuple(
-        sorted({PoolShape(length, batch) for batch, length in zip(batch_sizes, prompt_lens, strict=True)})
-    )
+    named = {PoolShape(length, batch) for batch, length in zip(batch_sizes, prompt_lens, strict=True)}
+    shapes = tuple(sorted(fixed or named))
     for shape in shapes:
+        if shape.packed and not packs_texts:
+            raise ConfigurationRefused(
+                "this device runs no packed shapes, which the other workers run; set pool_batch_sizes and"
+                " pool_prompt_lens"
+            )
         if shape.prompt_len > max_context:
             raise ConfigurationRefused(
                 f"pool_prompt_lens: {shape.prompt_len} exceeds the model's context of {max_context} tokens"
@@ -75,14 +99,15 @@ def shapes_of(
             raise ConfigurationRefused(
                 f"pool_batch_sizes: {shape.batch} exceeds this device's limit of {max_batch} rows"
             )
-        if max_tokens is not None and shape.batch * shape.prompt_len > max_tokens:
+        if max_tokens is not None and shape.num_tokens > max_tokens:
             raise ConfigurationRefused(
                 f"pool_batch_sizes, pool_prompt_lens: results of {shape} tokens are too large for a message; a shape"
                 f" may have {max_tokens} tokens"
             )
-    return shapes or default_shapes(max_context, max_batch, max_tokens, cheap_graphs=cheap_graphs)
+    return shapes or default_shapes(max_context, max_batch, max_tokens, packs_texts=packs_texts)
 
 
 def format_shapes(shapes: Sequence[PoolShape]) -> str:
-    """Returns the shapes as text: "1x64, 4x64 (rows x tokens)"."""
-    return f"{', '.join(map(str, shapes))} (rows x tokens)"
+    """Returns the shapes as text: "1x64, 4x64 (rows x tokens)", or "2/8, 4/16 (texts / tokens)"."""
+    unit = "texts / tokens" if any(shape.packed for shape in shapes) else "rows x tokens"
+    return f"{', '.join(map(str, shapes))} ({unit})"

@@ -53,13 +53,11 @@ class PoolingReplicas:
         if ignored := [name for name in _IGNORED_SETTINGS if _is_set(settings, name)]:
             self._log.warning("settings_ignored", names=ignored, reason="pooling models run in pool shapes")
         shapes = self.engine.shapes
-        batches = [shape.batch for shape in shapes] or settings.pool_batch_sizes
-        lengths = [shape.prompt_len for shape in shapes] or settings.pool_prompt_lens
         limits, model = description.limits, description.model
         room = _RESULT_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
         chosen = shapes_of(
-            batches, lengths, max_context=limits.max_context, max_batch=limits.max_batch, max_tokens=room,
-            cheap_graphs=description.cheap_graphs,
+            settings.pool_batch_sizes, settings.pool_prompt_lens, fixed=shapes, max_context=limits.max_context, max_batch=limits.max_batch, max_tokens=room,
+            packs_texts=description.packs_texts,
         )  # fmt: skip
         del model.message.pooling.shapes[:]
         model.message.pooling.shapes.extend(map(shape_to_proto, chosen))
@@ -82,8 +80,8 @@ class PoolingReplicas:
         del num_blocks, served_name  # no KV memory, no histogram
         model = description.model
         pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size, model.message.pooling)
-        # Graphs are cheap where a step's time grows with its tokens, on CPUs.
-        self.engine.serve(pooled, shapes, padding_costs=description.cheap_graphs)
+        # Texts are packed where a step's time grows with its tokens, on CPUs.
+        self.engine.serve(pooled, shapes, padding_costs=description.packs_texts)
         scheduler = self.engine.make_scheduler(replica_id, pooled)
         self.engine.attach(replica_id, PoolReplica(scheduler, link.wake, link.failing))
         return scheduler

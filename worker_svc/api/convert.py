@@ -84,7 +84,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
         max_logprobs=MAX_LOGPROBS,
         max_lease_steps=1 if pooling else _MAX_LEASE,
         plans_ahead=not pooling,
-        cheap_graphs=worker.has_cheap_graphs,
+        packs_texts=worker.packs_texts,
         group_epoch=worker.epoch,
         pool_tasks=_pool_tasks(pooling) if pooling else [],
         block_copies=_BLOCK_COPIES[device.block_copies(worker.groups)],

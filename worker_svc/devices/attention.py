@@ -138,6 +138,58 @@ class RowsPlan:
         return cls(mask)
 
 
+# Texts of at most so many tokens attend side by side. The shortest texts share a length, and each further one
+# is twice the one before.
+_SHORT_TEXT = 32
+
+
+@dataclass(frozen=True)
+class PackedGroup:
+    """Texts of similar length in a packed step. They attend as padded rows."""
+
+    sources: torch.Tensor
+    """int64 [rows * row_len]: the step's token in each place of the rows; any token for padding."""
+    real: torch.Tensor
+    """int64 [tokens]: the places of real tokens."""
+    targets: torch.Tensor
+    """int64 [tokens]: the step's tokens in these places."""
+    rows: RowsPlan
+    """What the places see."""
+
+
+@dataclass(frozen=True)
+class PackedPlan:
+    """What the tokens of texts that follow one another see: each its own text. Nothing is cached."""
+
+    num_tokens: int
+    """Real tokens; padding follows them."""
+    groups: tuple[PackedGroup, ...]
+    """All texts. A text's group has a length that follows from the text's own, so that it does not depend on
+    the others."""
+
+    @classmethod
+    def of(cls, lengths: torch.Tensor, params: AttentionParams) -> "PackedPlan":
+        """Groups the texts of a step.
+
+        Args:
+            lengths: int64 [texts], tokens of each text in order; 0 for none.
+            params: says whether the layers are causal and how far they look back.
+        """
+        starts = lengths.cumsum(0) - lengths
+        by_len: dict[int, list[int]] = {}
+        for text, length in enumerate(lengths.tolist()):
+            if length:
+                by_len.setdefault(max(_SHORT_TEXT, 1 << (length - 1).bit_length()), []).append(text)
+        groups = []
+        for row_len, texts in by_len.items():
+            inside = torch.arange(row_len) < lengths[texts, None]
+            sources = torch.where(inside, starts[texts, None] + torch.arange(row_len), 0).flatten()
+            (real,) = inside.flatten().nonzero(as_tuple=True)
+            rows = RowsPlan.of(lengths[texts], row_len, params)
+            groups.append(PackedGroup(sources, real, sources[real], rows))
+        return cls(int(lengths.sum()), tuple(groups))
+
+
 def tensors_of(step: StepInput) -> list[torch.Tensor]:
     """Returns the input's tensors, in the order of its fields."""
     values = (getattr(step, each.name) for each in fields(step))

@@ -8,7 +8,7 @@ slots or plans. On every device the shapes are static: prefill is one row of `ch
 import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from protos.kv_groups import GroupKind
 from worker_svc.devices.adapter_stack import AdapterStack, StackShape, mask_of
-from worker_svc.devices.attention import AttentionCall, AttentionParams, RowsPlan, StepInput
+from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan, RowsPlan, StepInput
 from worker_svc.devices.quantized import QuantizedProducts
 from worker_svc.shapes.geometry import KvGroup
 
@@ -111,8 +111,9 @@ class Device(abc.ABC):
     """Whether compiled code contains the weights."""
     compiler_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
-    has_cheap_graphs: ClassVar[bool] = False
-    """Whether a graph of recorded kernels costs little time and memory."""
+    packs_texts: ClassVar[bool] = False
+    """Whether texts of a pooling model may follow one another in a step, see `PackedPlan`. Graphs of recorded
+    kernels cost so little time and memory there that they may be many."""
     has_own_compiler: ClassVar[bool] = False
     """Whether `compile` runs a compiler that keeps its own cache in the folder of `use_code_folder`."""
     block_dim: int = 0
@@ -407,10 +408,34 @@ class Device(abc.ABC):
         )  # fmt: skip
         by_row(call.output, plan, params).copy_(attended)
 
+    def plan_packed(self, lengths: torch.Tensor, params: AttentionParams) -> PackedPlan:
+        """Prepares one step of texts in a row for layers with these parameters; see `PackedPlan.of`."""
+        return PackedPlan.of(lengths, params)
+
+    def attend_packed(self, call: AttentionCall, plan: PackedPlan) -> None:
+        """Attends within each text, without a cache.
+
+        Args:
+            call: as in `attend_rows`; its tensors have the tokens of all texts, then padding.
+            plan: the result of `plan_packed` for this step. The outputs of padding are zeros.
+        """
+        assert call.key is not None
+        assert call.value is not None
+        call.output[plan.num_tokens :].zero_()
+        for group in plan.groups:
+            query, key, value = (
+                each.index_select(0, group.sources) for each in (call.query, call.key, call.value)
+            )
+            attended = torch.empty_like(query)
+            self.attend_rows(replace(call, query=query, key=key, value=value, output=attended), group.rows)
+            call.output.index_copy_(0, group.targets, attended.index_select(0, group.real))
+
     def attend_step(self, call: AttentionCall, plan: Any) -> None:
-        """Attends within rows or over the cache, as the plan says."""
+        """Attends within rows, within texts or over the cache, as the plan says."""
         if isinstance(plan, RowsPlan):
             self.attend_rows(call, plan)
+        elif isinstance(plan, PackedPlan):
+            self.attend_packed(call, plan)
         else:
             self.attend(call, plan)
 

@@ -105,7 +105,7 @@ class MemoryBudget:
             ConfigurationRefused: with the numbers.
         """
         free = self._free()
-        steps = [shape.batch * shape.prompt_len for shape in geometry.shapes]
+        steps = [shape.num_tokens for shape in geometry.shapes]
         working = working_bytes(self.size, steps, 0, recorded=self.recorded)
         if free is not None and working > free:
             needed = (

@@ -101,7 +101,7 @@ class Worker:
         self._ready: Ready | None = None
         self.adapters: AdapterStore | None = None
         """The LoRA adapters; `None` before `prepare` and without `--enable-lora`."""
-        self.has_cheap_graphs = False
+        self.packs_texts = False
         """Whether more graphs cost little memory and time; set by `prepare`."""
         self.grammars = None
         self.groups = ()
@@ -150,7 +150,7 @@ class Worker:
         else:
             self._digest.set_result(dummy_digest(settings.seed, self.device.name))
         options = graph_options(settings, self.device)
-        self.has_cheap_graphs = self.device.has_cheap_graphs and options.level < INDUCTOR_LEVEL
+        self.packs_texts = self.device.packs_texts and options.level < INDUCTOR_LEVEL
         from worker_svc.vllm_adapter import startup
         from worker_svc.vllm_adapter.model import VllmModel
 

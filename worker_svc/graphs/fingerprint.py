@@ -106,7 +106,7 @@ def _generation_fields(
 
 
 def _pooling_fields(geometry: PoolGeometry, pooling: PoolingDescription | None) -> dict[str, str]:
-    shapes = sorted(f"{shape.batch}x{shape.prompt_len}" for shape in geometry.shapes)
+    shapes = sorted(map(str, geometry.shapes))
     words = "" if pooling is None else f"{pooling.task} by {pooling.method} to {pooling.size}"
     return {"pool_shapes": ",".join(shapes), "pooling": words}
 

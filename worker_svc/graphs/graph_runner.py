@@ -52,6 +52,8 @@ class GraphSignature:
     """Tokens of each row."""
     adapters: bool = False
     """Whether rows may have LoRA adapters. The graph without them costs nothing for them."""
+    packed: bool = False
+    """Whether texts follow one another: `batch` is the most texts, `query_len` the tokens of all."""
 
     def __str__(self) -> str:
         """Describes the signature for people."""
@@ -61,6 +63,8 @@ class GraphSignature:
                 return f"prefill of {self.query_len} tokens{adapters}"
             case "decode":
                 return f"decode of {self.batch} rows{adapters}"
+            case "pooling" if self.packed:
+                return f"pooling of {self.batch} packed texts in {self.query_len} tokens"
             case "pooling":
                 rows = "row" if self.batch == 1 else "rows"
                 return f"pooling of {self.batch} {rows} of {self.query_len} tokens"
@@ -71,7 +75,10 @@ class RecordableModel(Protocol):
 
     A step takes token ids [tokens] and their places: positions [tokens] of a model that generates. A pooling
     model's places are [2, rows]: the number of each row's real tokens, and the index in the row of the second
-    text of a pair, or the row's length. A step whose rows may have LoRA adapters takes their selection, too.
+    text of a pair, or the row's length. If texts are packed, places are [3, texts]: a text stands for a row,
+    and the third number is the index of its first token in the step. Texts without tokens are behind the
+    others and start at the first token of padding. A step whose rows may have LoRA adapters takes their
+    selection, too.
     """
 
     def forward(
@@ -84,7 +91,8 @@ class RecordableModel(Protocol):
     ) -> torch.Tensor:
         """Returns hidden states [tokens, hidden], or a pooling model's result.
 
-        That is float32 [rows, size], or [rows, row_len, size] if each token has a result.
+        That is float32 [rows, size], or [rows, row_len, size] if each token has a result. Packed texts give
+        [texts, size] or [tokens, size].
         """
         ...
 
@@ -352,8 +360,10 @@ class GraphRunner:
         """
         others = torch.full_like(tokens, 7)
         # No row of a pooling model is longer than its shape says, and none has a second text: not every model
-        # has a second type of tokens.
+        # has a second type of tokens. Packed places say what the plans say.
         moved = torch.full_like(places, signature.query_len) if signature.kind == "pooling" else places + 1
+        if signature.packed:
+            moved = places
         expected = self._model.forward(others, moved, plans, *adapters)
         got = graph.replay((others, moved, *adapters), plans)
         if isinstance(graph, KernelGraph):

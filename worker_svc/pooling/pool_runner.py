@@ -19,14 +19,17 @@ from worker_svc.shapes.model_description import PoolingDescription
 class PoolingModel(RecordableModel, Protocol):
     """What the runner needs from a model; `vllm_adapter.model.VllmModel` implements it."""
 
-    def row_plans(self, lengths: torch.Tensor, row_len: int, /) -> dict[str, Any]:
-        """Returns the attention metadata that `forward` takes, for lengths [rows] of rows of `row_len`."""
+    def row_plans(self, lengths: torch.Tensor, row_len: int | None, /) -> dict[str, Any]:
+        """Returns the attention metadata that `forward` takes, for lengths [rows] of rows of `row_len`.
+
+        Without `row_len`, texts of these lengths follow one another.
+        """
         ...
 
 
 Step = Callable[..., tuple[torch.Tensor, ...]]
-"""From token ids [tokens] and places [2, rows] to the result of `RecordableModel.forward`, valid until the
-next call."""
+"""From token ids [tokens] and places [2, rows] or [3, texts] to the result of
+`RecordableModel.forward`, valid until the next call."""
 
 
 class PoolRunner:
@@ -79,7 +82,7 @@ class PoolRunner:
     def warm_up(self, progress: Progress) -> None:
         """Runs every shape once, on padding only."""
         for signature in one_by_one(self.signatures(), progress):
-            self._pool([], PoolShape(signature.query_len, signature.batch))
+            self._pool([], PoolShape(signature.query_len, signature.batch, signature.packed))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
@@ -105,7 +108,8 @@ class PoolRunner:
         requests = self._requests_of(plan.work, refused)
         if not requests:
             return list(refused.values())
-        results = self._finish(requests, self._pool(requests, plan.work.shape))
+        shape = plan.work.shape
+        results = self._finish(requests, self._pool(requests, shape), is_packed=shape.packed)
         outputs = [_output(request.slot, row) for request, row in zip(requests, results, strict=True)]
         return [*refused.values(), *outputs]
 
@@ -133,9 +137,7 @@ class PoolRunner:
         """Returns the admitted requests of a step, checked against its shape."""
         shape = work.shape
         if shape not in self._shapes or len(work.slots) > shape.batch:
-            raise Internal(
-                f"the plan pools {len(work.slots)} slots in {shape.batch} x {shape.prompt_len} tokens"
-            )
+            raise Internal(f"the plan pools {len(work.slots)} slots in {shape} tokens")
         if len(set(work.slots)) != len(work.slots):
             raise Internal("the plan names a slot twice")
         requests = []
@@ -150,11 +152,13 @@ class PoolRunner:
                     f"slot {slot} has {len(request.token_ids)} tokens; a row holds {shape.prompt_len}"
                 )
             requests.append(request)
+        if (total := sum(len(request.token_ids) for request in requests)) > shape.num_tokens:
+            raise Internal(f"the plan pools {total} tokens in {shape} tokens")
         return requests
 
     def _make(self, signature: GraphSignature) -> None:
         """Makes a signature's graph on padding, and captures the step around it if the device captures."""
-        row_len = signature.query_len
+        row_len = None if signature.packed else signature.query_len
         given = self._upload(*_inputs([], signature))
         self.graphs.build(signature, *given, self._model.row_plans(given[1][0], row_len))
 
@@ -175,17 +179,22 @@ class PoolRunner:
             self.graphs.count_late(signature)
             self._make(signature)
         (result,) = self._steps[signature](*self._upload(*_inputs(requests, signature)))
-        return result.cpu()[: len(requests)]
+        on_host = result.cpu()
+        return on_host if shape.packed and self._description.of_tokens else on_host[: len(requests)]
 
-    def _finish(self, requests: Sequence[Admission], raw: torch.Tensor) -> list[torch.Tensor]:
+    def _finish(
+        self, requests: Sequence[Admission], raw: torch.Tensor, *, is_packed: bool
+    ) -> list[torch.Tensor]:
         """Returns each request's values as it wants them: cut, then activated.
 
         Args:
             requests: the requests.
-            raw: the model's result for them, float32 [requests, size] or [requests, row_len, size].
+            raw: the model's result for them, float32 [requests, size] or [requests, row_len, size], or
+                [tokens, size] if they are packed.
+            is_packed: whether they are.
 
         Returns:
-            float32 [size] or [tokens, size].
+            float32 [size] or [tokens, size] each.
         """
         wishes = [self._wish(request) for request in requests]
         # Nearly always, all requests want the same.
@@ -194,10 +203,17 @@ class PoolRunner:
             cut = raw[..., :size]
             activation = self._description.activation
             made[size, active] = activate(cut, activation) if active and activation else cut
-        rows = [made[wish][index] for index, wish in enumerate(wishes)]
         if not self._description.of_tokens:
-            return rows
-        return [row[: len(request.token_ids)] for request, row in zip(requests, rows, strict=True)]
+            return [made[wish][index] for index, wish in enumerate(wishes)]
+        found, start = [], 0
+        for index, (request, wish) in enumerate(zip(requests, wishes, strict=True)):
+            count = len(request.token_ids)
+            if is_packed:
+                found.append(made[wish][start : start + count])
+            else:
+                found.append(made[wish][index, :count])
+            start += count
+        return found
 
     def _wish(self, request: Admission) -> tuple[int, bool]:
         """Returns how many values of a vector a request wants, and whether it wants the activation."""
@@ -213,14 +229,16 @@ class PoolRunner:
 
 
 def _signature(shape: PoolShape) -> GraphSignature:
-    return GraphSignature("pooling", shape.batch, shape.prompt_len)
+    return GraphSignature("pooling", shape.batch, shape.prompt_len, packed=shape.packed)
 
 
 def _inputs(requests: Sequence[Admission], signature: GraphSignature) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids, int64 [tokens], and places, int64 [2, rows]; see `RecordableModel`.
 
-    A row of padding has one token.
+    A row of padding has one token. Packed texts have places [3, texts].
     """
+    if signature.packed:
+        return _packed_inputs(requests, signature)
     tokens = torch.zeros((signature.batch, signature.query_len), dtype=torch.int64)
     places = torch.ones((2, signature.batch), dtype=torch.int64)
     places[1] = signature.query_len
@@ -230,6 +248,22 @@ def _inputs(requests: Sequence[Admission], signature: GraphSignature) -> tuple[t
             places[1, row] = request.pooling.second_text_at
         tokens[row, : len(request.token_ids)] = torch.tensor(request.token_ids, dtype=torch.int64)
     return tokens.flatten(), places
+
+
+def _packed_inputs(
+    requests: Sequence[Admission], signature: GraphSignature
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = [token for request in requests for token in request.token_ids]
+    tokens = torch.zeros(signature.query_len, dtype=torch.int64)
+    tokens[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    places = torch.zeros((3, signature.batch), dtype=torch.int64)
+    places[1] = signature.query_len
+    for text, request in enumerate(requests):
+        places[0, text] = len(request.token_ids)
+        if request.pooling is not None and request.pooling.second_text_at:
+            places[1, text] = request.pooling.second_text_at
+    places[2] = places[0].cumsum(0) - places[0]
+    return tokens, places
 
 
 def _output(slot: int, row: torch.Tensor) -> SlotOutput:

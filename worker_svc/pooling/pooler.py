@@ -32,6 +32,37 @@ def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod
             return hidden.float()
 
 
+def pool_packed(
+    hidden: torch.Tensor, places: torch.Tensor, text_of: torch.Tensor, method: PoolingMethod
+) -> torch.Tensor:
+    """Pools texts that follow one another. The contents of padding have no effect.
+
+    Args:
+        hidden: [tokens, hidden].
+        places: int64 [3, texts]; see `RecordableModel`.
+        text_of: int64 [tokens], each token's text; for padding the number of texts.
+        method: how to pool.
+
+    Returns:
+        float32 [texts, hidden], or [tokens, hidden] for all tokens. Texts without tokens mean nothing.
+    """
+    lengths, starts = places[0], places[2]
+    match method:
+        case "CLS":
+            return hidden.index_select(0, starts.clamp(max=hidden.shape[0] - 1)).float()
+        case "LAST":
+            return hidden.index_select(0, (starts + lengths - 1).clamp(min=0)).float()
+        case "MEAN":
+            # The last sum is that of padding.
+            empty = torch.zeros(
+                (lengths.shape[0] + 1, hidden.shape[1]), dtype=torch.float32, device=hidden.device
+            )
+            total = empty.index_add(0, text_of, hidden.float())[:-1]
+            return total / lengths.clamp(min=1)[:, None]
+        case "ALL":
+            return hidden.float()
+
+
 def activate(vectors: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Applies the activation along the last dimension of float32 vectors [..., size]."""
     match activation:

@@ -11,7 +11,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
 from worker_svc.lora.checkpoint import LoraLimits
-from worker_svc.pooling.pooler import pool_rows
+from worker_svc.pooling.pooler import pool_packed, pool_rows
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.shapes.model_description import (
@@ -32,6 +32,10 @@ from worker_svc.vllm_adapter.pooling.head import PoolingHead, describe_pooling
 
 if TYPE_CHECKING:
     from worker_svc.vllm_adapter.layers.adapted_layers import AdaptedLayers
+
+
+# Packed texts have a third number: where they start.
+_PACKED_PLACES = 3
 
 
 class VllmModel:
@@ -281,16 +285,39 @@ class VllmModel:
         """Runs a pooling model's layers, pools each row, and runs what follows; see `forward`."""
         head = self._pooling_head
         assert head is not None
+        if places.shape[0] == _PACKED_PLACES:
+            return self._pool_packed(head, token_ids, places)
         lengths, second_text_at = places[0], places[1]
         rows = lengths.shape[0]
         positions = torch.arange(token_ids.shape[0] // rows, device=token_ids.device).repeat(rows)
-        if head.takes_types:
-            types = (positions.view(rows, -1) >= second_text_at[:, None]).to(torch.int64).flatten()
-            words = self._model.embed_input_ids(token_ids)
-            hidden: torch.Tensor = self._model(types, positions, inputs_embeds=words)
-        else:
-            hidden = self._model(token_ids, positions)
+        is_second = (positions.view(rows, -1) >= second_text_at[:, None]).flatten()
+        hidden = self._encode(head, token_ids, positions, is_second)
         return head(pool_rows(hidden.view(rows, -1, hidden.shape[-1]), lengths, head.method))
+
+    def _pool_packed(self, head: PoolingHead, token_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Does the same with texts that follow one another."""
+        lengths, second_text_at, starts = places.unbind()
+        tokens = torch.arange(token_ids.shape[0], device=token_ids.device)
+        text_of = (tokens[:, None] >= starts + lengths).sum(dim=1)
+        is_real = text_of < lengths.shape[0]
+        known = text_of.clamp(max=lengths.shape[0] - 1)
+        positions = (tokens - starts.index_select(0, known)).masked_fill(~is_real, 0)
+        is_second = (positions >= second_text_at.index_select(0, known)) & is_real
+        hidden = self._encode(head, token_ids, positions, is_second)
+        return head(pool_packed(hidden, places, text_of, head.method))
+
+    def _encode(
+        self, head: PoolingHead, token_ids: torch.Tensor, positions: torch.Tensor, is_second: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the hidden states of tokens; `is_second` says which are of a pair's second text."""
+        hidden: torch.Tensor = (
+            self._model(
+                is_second.to(torch.int64), positions, inputs_embeds=self._model.embed_input_ids(token_ids)
+            )
+            if head.takes_types
+            else self._model(token_ids, positions)
+        )
+        return hidden
 
     @torch.inference_mode()
     def forward(
@@ -304,15 +331,14 @@ class VllmModel:
 
         Args:
             token_ids: int64 [tokens]; after the first stage, what the stage before returned.
-            places: positions, int64 [tokens]. A pooling model takes int64 [2, rows], as `RecordableModel`
-                says. Its rows have the same number of tokens, with padding.
+            places: positions, int64 [tokens]. A pooling model takes int64 [2, rows] or [3, texts], as
+                `RecordableModel` says. Rows have the same number of tokens, with padding.
             plans: by layer name, the attention metadata from `attention_plans` or `row_plans`.
             *adapters: the tokens' LoRA adapters, from `AdaptedLayers.select`; none for the model alone.
 
         Returns:
             Hidden states [tokens, hidden], in the model's dtype; before the last stage
-            [states, tokens, hidden]. A pooling model's result, float32 [rows, size], or
-            [rows, row_len, size] if each token has a result.
+            [states, tokens, hidden]. A pooling model's result, float32, as `RecordableModel` says.
         """
         from vllm.forward_context import override_forward_context
 
@@ -374,12 +400,12 @@ class VllmModel:
                 plans[layer.name] = plans[layer.shares_with]
         return plans
 
-    def row_plans(self, lengths: torch.Tensor, row_len: int) -> dict[str, Any]:
+    def row_plans(self, lengths: torch.Tensor, row_len: int | None) -> dict[str, Any]:
         """Builds the metadata for `forward` in a pooling model's step.
 
         Args:
             lengths: the number of real tokens in each row, int64 [rows].
-            row_len: tokens of a row, padding included.
+            row_len: tokens of a row, padding included; `None` if texts are packed.
         """
         from worker_svc.vllm_adapter.attention import StepAttention
 
@@ -389,7 +415,12 @@ class VllmModel:
             params = layer.impl.params
             kind = params.causal, params.window
             if kind not in made:
-                made[kind] = StepAttention(self._device, self._device.plan_rows(lengths, row_len, params))
+                plan = (
+                    self._device.plan_packed(lengths, params)
+                    if row_len is None
+                    else self._device.plan_rows(lengths, row_len, params)
+                )
+                made[kind] = StepAttention(self._device, plan)
             plans[name] = made[kind]
         return plans
 

@@ -147,11 +147,9 @@ class PoolCall:
             if not count:
                 raise InvalidArgument(f"'{param}' is empty: it must give at least one token", param=param)
             if count > longest:
-                shapes = ", ".join(
-                    f"{shape.batch}x{shape.query_len}" for shape in self.served.model.pooling.shapes
-                )
+                shapes = self.served.pool_shapes
                 raise ContextExceeded(
-                    f"an input has {count} tokens and fits none of the shapes {shapes} (rows x tokens) of"
+                    f"an input has {count} tokens and fits none of the shapes {shapes} of"
                     f" '{self.served.model.served_name}'; shorten it to at most {longest} tokens, or send"
                     " truncate_prompt_tokens=-1",
                     param=param,

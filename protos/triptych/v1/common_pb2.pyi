@@ -759,21 +759,27 @@ class GraphSignature(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     QUERY_LEN_FIELD_NUMBER: _builtins.int
+    PACKED_FIELD_NUMBER: _builtins.int
     kind: Global___GraphKind.ValueType
     batch: _builtins.int
     """Rows."""
     query_len: _builtins.int
     """Tokens per row."""
+    packed: _builtins.bool
+    """A pooling step whose texts follow one another without padding: `batch` is the most texts, `query_len` the
+    tokens of all.
+    """
     def __init__(
         self,
         *,
         kind: Global___GraphKind.ValueType = ...,
         batch: _builtins.int = ...,
         query_len: _builtins.int = ...,
+        packed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "kind", b"kind", "query_len", b"query_len"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "kind", b"kind", "packed", b"packed", "query_len", b"query_len"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

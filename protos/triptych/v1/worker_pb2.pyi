@@ -103,7 +103,7 @@ class DescribeResponse(_message.Message):
     GROUP_EPOCH_FIELD_NUMBER: _builtins.int
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
-    CHEAP_GRAPHS_FIELD_NUMBER: _builtins.int
+    PACKS_TEXTS_FIELD_NUMBER: _builtins.int
     schema_revision: _builtins.int
     """Revision of the worker's schema."""
     worker_id: _builtins.str
@@ -137,8 +137,10 @@ class DescribeResponse(_message.Message):
     """
     block_copies: Global___BlockCopies.ValueType
     """How the worker expects to copy blocks; ConfigureReady has the final answer."""
-    cheap_graphs: _builtins.bool
-    """Whether a graph is made in a moment, so that a pooling model may have many shapes."""
+    packs_texts: _builtins.bool
+    """Whether texts of a pooling model may follow one another in one packed shape. Such a device makes graphs in
+    a moment, so shapes may be many.
+    """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """The model, without `served_name`. Here `max_model_len` is the longest context that the model was made
@@ -190,11 +192,11 @@ class DescribeResponse(_message.Message):
         group_epoch: _builtins.str = ...,
         block_copies: Global___BlockCopies.ValueType = ...,
         lora: Global___LoraLimits | None = ...,
-        cheap_graphs: _builtins.bool = ...,
+        packs_texts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "cheap_graphs", b"cheap_graphs", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "packs_texts", b"packs_texts", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

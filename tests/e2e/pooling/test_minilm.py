@@ -24,6 +24,7 @@ from worker_svc.vllm_adapter.model import VllmModel
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 
 SHAPES = (PoolShape(64, 1), PoolShape(64, 8), PoolShape(256, 4), PoolShape(256, 20))
+PACKED = PoolShape(256, 20, packed=True)
 WORDS = [
     "the",
     "quick",
@@ -89,10 +90,10 @@ def runner(folder: Path) -> PoolRunner:
     model = load(folder, "auto")
     assert model.description.dtype == torch.float32
     assert model.description.pooling is not None
-    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry(SHAPES))
+    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((*SHAPES, PACKED)))
     warmed: list[str] = []
     runner.warm_up(lambda done, total, what: warmed.append(f"{done}/{total} {what}"))
-    assert len(warmed) == len(SHAPES) + 1
+    assert len(warmed) == len(SHAPES) + 2
     return runner
 
 
@@ -138,6 +139,17 @@ def test_a_batch_equals_the_reference(
     """All texts in one batch, in which short ones have much padding."""
     found = values(pooled(runner, prompts, SHAPES[3]))
     assert (found - expected).abs().max() < 1e-5
+
+
+def test_packed_texts_equal_the_reference(
+    runner: PoolRunner, prompts: list[list[int]], expected: torch.Tensor
+) -> None:
+    """Texts of all lengths that follow one another, and the same texts in the opposite order."""
+    short = [index for index, prompt in enumerate(prompts) if len(prompt) <= 64][:5]
+    assert sum(len(prompts[index]) for index in short) <= PACKED.prompt_len
+    for order in (short, short[::-1]):
+        found = values(pooled(runner, [prompts[index] for index in order], PACKED))
+        assert (found - expected[order]).abs().max() < 1e-5
 
 
 def test_padded_rows_change_nothing(runner: PoolRunner, prompts: list[list[int]]) -> None:

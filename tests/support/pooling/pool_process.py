@@ -28,8 +28,8 @@ class Job:
 
     flags: list[str]
     """The worker's flags."""
-    shapes: list[tuple[int, int]]
-    """Tokens per row and rows of each shape."""
+    shapes: Sequence[tuple[int, int] | tuple[int, int, bool]]
+    """Tokens per row and rows of each shape, and whether it is packed."""
     prompts: list[list[int]]
     """Token ids of each prompt; together they fit into every shape that holds the longest. If the model knows
     types of tokens, each prompt's second half has another one."""
@@ -94,9 +94,15 @@ def flat(results: list[list[list[float]]]) -> torch.Tensor:
     return torch.tensor([value for shape in results for prompt in shape for value in prompt])
 
 
-def words_of(shapes: Sequence[tuple[int, int]]) -> list[str]:
-    """Returns the signatures of shapes of several rows, in words."""
-    return [f"pooling of {batch} rows of {prompt_len} tokens" for prompt_len, batch in shapes]
+def words_of(shapes: Sequence[tuple[int, int] | tuple[int, int, bool]]) -> list[str]:
+    """Returns the signatures of shapes of several rows or texts, in words."""
+    made = [PoolShape(*shape) for shape in shapes]
+    return [
+        f"pooling of {shape.batch} packed texts in {shape.prompt_len} tokens"
+        if shape.packed
+        else f"pooling of {shape.batch} rows of {shape.prompt_len} tokens"
+        for shape in made
+    ]
 
 
 def run_jobs(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Result]:

@@ -57,7 +57,7 @@ class Echo:
         """Rows and tokens per row of each call of the model's code."""
         self._method = method
 
-    def row_plans(self, lengths: torch.Tensor, row_len: int) -> dict[str, Any]:
+    def row_plans(self, lengths: torch.Tensor, row_len: int | None) -> dict[str, Any]:
         del lengths, row_len
         return {}
 

@@ -60,7 +60,7 @@ class CpuDevice(Device):
     # Level 2 is no faster here: little work is left between the compiled kernels.
     default_level: ClassVar[int] = 1
     quantized: ClassVar[CpuProducts] = CpuProducts()
-    has_cheap_graphs: ClassVar[bool] = True
+    packs_texts: ClassVar[bool] = True
 
     def check_available(self) -> None:
         """See the base class.

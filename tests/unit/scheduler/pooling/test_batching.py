@@ -107,3 +107,28 @@ def test_draining_returns_requests_in_order() -> None:
         queue.add(request)
     assert queue.drain() == requests
     assert queue.take(0) is None
+
+
+def test_packed_shapes_mix_lengths() -> None:
+    """A batch takes requests in turn until one does not fit, in the smallest shape that holds them."""
+    small, middle, large = (PoolShape(size, texts, packed=True) for size, texts in ((4, 1), (8, 3), (12, 3)))
+    queue = queue_of(small, middle, large)
+    requests = [make_request(range(3, 3 + length)) for length in (5, 2, 6, 1, 1, 1, 3)]
+    for request in requests:
+        queue.add(request)
+    assert queue.take(0) == (middle, requests[:2])  # 6 more tokens would be 13
+    assert queue.take(0) == (middle, requests[2:5])  # a fourth text is too many
+    assert queue.take(0) == (middle, requests[5:])  # the smallest has room for one text only
+    assert queue.take(0) is None
+    assert (len(queue), queue.num_tokens) == (0, 0)
+
+
+def test_a_suspect_is_alone_in_a_packed_batch() -> None:
+    """It neither joins a batch nor takes others along."""
+    queue = queue_of(PoolShape(8, 4, packed=True))
+    requests = [make_request(range(3, 5)) for _ in range(3)]
+    requests[1].worker_losses = 1
+    for request in requests:
+        queue.add(request)
+    taken = [queue.take(0), queue.take(0)]
+    assert [batch[1] for batch in taken if batch] == [[requests[0], requests[2]], [requests[1]]]

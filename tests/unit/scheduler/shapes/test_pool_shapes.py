@@ -24,13 +24,24 @@ def test_shapes_from_settings_are_sorted_and_unique() -> None:
     assert found == (shape(4, 16), shape(1, 64))
 
 
-def test_cheap_graphs_make_more_default_shapes() -> None:
-    """Short prompts have more lengths and batches; long ones the same as otherwise."""
-    shapes = default_shapes(2048, 4096, cheap_graphs=True)
-    assert [one.batch for one in shapes if one.prompt_len == 24] == [1, 2, 4, 8, 16]
-    assert sorted({one.prompt_len for one in shapes})[4:] == [64, 96, 128, 256, 1024, 2048]
-    few = default_shapes(40, 2, cheap_graphs=True)
-    assert format_shapes(few) == "1x16, 2x16, 1x24, 2x24, 1x32, 2x32, 1x40, 2x40 (rows x tokens)"
+def test_packed_default_shapes_waste_few_tokens() -> None:
+    """Any number of tokens up to 512 fits one with a fifth of padding at most, from 40 tokens on."""
+    shapes = default_shapes(2048, 4096, packs_texts=True)
+    assert all(one.packed for one in shapes)
+    for tokens in range(40, 513):
+        smallest = next(one for one in shapes if one.prompt_len >= tokens)
+        assert smallest.num_tokens - tokens <= max(7, smallest.num_tokens / 5)
+    assert [one.prompt_len for one in shapes[-3:]] == [512, 1024, 2048]
+    few = default_shapes(40, 5, packs_texts=True)
+    assert format_shapes(few) == "2/8, 4/16, 5/24, 5/32, 5/40 (texts / tokens)"
+
+
+def test_replicas_share_shapes() -> None:
+    """The shapes of other replicas replace the default; a device that packs no texts refuses packed ones."""
+    fixed = default_shapes(64, 8, packs_texts=True)
+    assert shapes_of((), (), max_context=64, max_batch=8, packs_texts=True, fixed=fixed) == fixed
+    with pytest.raises(ConfigurationRefused, match="this device runs no packed shapes"):
+        shapes_of((), (), max_context=64, max_batch=8, fixed=fixed)
 
 
 def test_results_of_tokens_bound_the_shapes() -> None:

@@ -98,8 +98,8 @@ def test_slots_are_released_and_taken_again() -> None:
 @pytest.mark.parametrize(
     ("work", "text"),
     [
-        (Pool((0,), PoolShape(7, 7)), "pools 1 slots in 7 x 7 tokens"),
-        (Pool((0, 1), SHAPES[0]), "pools 2 slots in 1 x 4 tokens"),
+        (Pool((0,), PoolShape(7, 7)), "pools 1 slots in 7x7 tokens"),
+        (Pool((0, 1), SHAPES[0]), "pools 2 slots in 1x4 tokens"),
         (Pool((0, 0), SHAPES[1]), "names a slot twice"),
         (Pool((2,), SHAPES[1]), "slot 2, which is free"),
         (Pool((1,), SHAPES[1]), "slot 1 has 5 tokens; a row holds 4"),
