@@ -259,6 +259,30 @@ def test_joined_programs_run_in_order(kernels: Kernels) -> None:
         assert torch.equal(out, apart)
 
 
+def test_adapters_run_beside_their_layers_product(kernels: Kernels) -> None:
+    """A product, the A matrices for the same inputs, and what follows have the same bits as one by one."""
+    x, inputs, base, after, shrunk = (torch.zeros(9, 64).bfloat16() for _ in range(5))
+    x.copy_(_random(9, 64))
+    weights = [kernels.pack(_random(64, 64) / 8) for _ in range(3)]
+    a = torch.stack([kernels.pack(_random(64, 64) / 8) for _ in range(2)])
+    b = torch.stack([kernels.pack(_random(64, 64) / 8) for _ in range(2)])
+    slots = torch.tensor([0, 0, 1, -1, 1, 0, 0, 0, 1], dtype=torch.int32)
+    programs = [
+        kernels.linear(x, weights[0], None, inputs), kernels.linear(inputs, weights[1], None, base),
+        kernels.shrink(inputs, a, slots, shrunk), kernels.expand(base, shrunk, b, slots, (64,)),
+        kernels.linear(base, weights[2], None, after),
+    ]  # fmt: skip
+    for program in programs:
+        program()
+    apart = after.clone()
+    joined = Program.join(programs)
+    for _ in range(200):
+        for tensor in (inputs, base, shrunk, after):
+            tensor.fill_(torch.nan)
+        joined()
+        assert torch.equal(after, apart)
+
+
 def test_the_number_of_threads_changes_no_bit(kernels: Kernels) -> None:
     """A product has the same bits for any number of threads."""
     x, weights = _random(40, 576), kernels.pack(_random(960, 576))

@@ -1,7 +1,8 @@
 // Runs programs: all threads walk the same list and take pieces of each operation dynamically.
 //
 // An operation ends when all of its pieces are done, not when every thread has reached it. A thread that was
-// descheduled meanwhile moves on to the next operation, and no other thread waits for it.
+// descheduled meanwhile moves on to the next operation, and no other thread waits for it. Two operations that
+// run beside each other end together.
 
 #include <sched.h>
 
@@ -131,7 +132,7 @@ void triptych_run(const Op* ops, int64_t count, const Plan* const* plans, void* 
   Progress* progress = static_cast<Progress*>(memory);
   for (int64_t i = 0; i < count; i++) new (progress + i) Progress;
 #pragma omp parallel num_threads(threads)
-  for (int64_t i = 0; i < count; i++) {
+  for (int64_t i = 0, ended = 0; i < count; i++) {
     const int64_t pieces = pieces_of(ops[i], plans);
     for (;;) {
       const int64_t piece = progress[i].taken.fetch_add(1, std::memory_order_relaxed);
@@ -139,7 +140,11 @@ void triptych_run(const Op* ops, int64_t count, const Plan* const* plans, void* 
       run_piece(ops[i], plans, scratch, piece);
       progress[i].done.fetch_add(1, std::memory_order_release);
     }
-    for (Patience patience; progress[i].done.load(std::memory_order_acquire) < pieces;) patience.wait();
+    if (ops[i].beside) continue;
+    for (; ended <= i; ended++) {
+      const int64_t needed = pieces_of(ops[ended], plans);
+      for (Patience patience; progress[ended].done.load(std::memory_order_acquire) < needed;) patience.wait();
+    }
   }
 }
 

@@ -23,6 +23,8 @@ struct Op {
   int64_t kind;
   // Index among the plans of a run, for operations that use the cache.
   int64_t plan;
+  // Whether the next operation needs nothing of this one, so that threads without a piece of it go on.
+  int64_t beside;
   void* at[6];
   int64_t n[10];
   double f[2];

@@ -40,6 +40,7 @@ class _Op(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int64),
         ("plan", ctypes.c_int64),
+        ("beside", ctypes.c_int64),
         ("at", ctypes.c_void_p * 6),
         ("n", ctypes.c_int64 * 10),
         ("f", ctypes.c_double * 2),
@@ -339,6 +340,9 @@ class Program:
             if op.kind in _PRODUCTS:
                 op.at[_NEXT] = following
                 following = op.at[1]
+        for op, after in itertools.pairwise(self._ops):
+            # Adapters read the layer's inputs, and so do not wait for its product.
+            op.beside = op.kind in _PRODUCTS and after.kind == _SHRINK and op.at[0] == after.at[0]
         size = library.triptych_progress_bytes(len(ops)) + _LINE
         self._memory = ctypes.create_string_buffer(size)
         start = ctypes.addressof(self._memory)
