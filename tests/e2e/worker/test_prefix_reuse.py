@@ -21,6 +21,7 @@ from worker_svc.model_files.demo_models import fetch
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,  # in the quick tests, tests/e2e/zoo/test_prefixes.py does the same with small models
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing vLLM
 ]
@@ -67,19 +68,9 @@ def gemma3() -> Path:
 
 MODELS = [
     pytest.param("smollm2", GroupKind.PAGED_WINDOW, 128, id="full"),
-    pytest.param(
-        "smollm2", GroupKind.PAGED_WINDOW, 512, id="full, blocks of four chunks", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "gemma3", GroupKind.PAGED_WINDOW, 32, id="hybrid, chunks of four blocks", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "gemma3",
-        GroupKind.IN_PLACE_WINDOW,
-        1024,
-        id="hybrid in place, window below block",
-        marks=pytest.mark.slow,
-    ),
+    pytest.param("smollm2", GroupKind.PAGED_WINDOW, 512, id="full, blocks of four chunks"),
+    pytest.param("gemma3", GroupKind.PAGED_WINDOW, 32, id="hybrid, chunks of four blocks"),
+    pytest.param("gemma3", GroupKind.IN_PLACE_WINDOW, 1024, id="hybrid in place, window below block"),
 ]
 if FULL:
     MODELS += [
@@ -117,7 +108,6 @@ def test_a_shared_prefix_is_computed_once_and_nothing_changes(
         assert cached.logprobs == uncached.logprobs, "the log-probabilities must be equal bit for bit"
 
 
-@pytest.mark.slow
 def test_concurrent_requests_compute_their_prefix_once(gemma3: Path) -> None:
     """Two of three concurrent requests wait for the first one's prefix and prefill only the rest."""
     prompts = [_text(1, PREFIX) + _text(start, 30) for start in (2, 3, 4)]
@@ -129,7 +119,6 @@ def test_concurrent_requests_compute_their_prefix_once(gemma3: Path) -> None:
     assert replica.scheduler.stats.prefill_tokens == PREFIX + 30 + 2 * (PREFIX + 30 - 896)
 
 
-@pytest.mark.slow
 async def test_a_stack_with_in_place_windows_reuses_a_prefix(gemma3: Path, tmp_path: Path) -> None:
     """In real processes, the second request hits the first one's prefix and has the same output."""
     flags = ("--max-model-len", "2048", "--block-size", "512", "--max-num-seqs", "4")

@@ -57,6 +57,7 @@ def _resumed(
     return rest
 
 
+@pytest.mark.slow
 def test_the_same_tokens_alone_in_a_batch_in_another_order_and_after_preemption(
     smollm2: Path, prompts: list[list[int]]
 ) -> None:
