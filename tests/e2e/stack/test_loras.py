@@ -1,10 +1,11 @@
 """A whole stack serves LoRA adapters with the tokens of PEFT: mixed, loaded over HTTP, and after faults."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import httpx
@@ -95,6 +96,29 @@ async def test_tokens_equal_peft_alone_mixed_and_after_faults(
     for (prompt, name), answer in zip(jobs, answers, strict=True):
         assert reference.mismatch(name or None, prompt, answer) == "", name
     assert len({tuple(answer) for answer in answers}) == len(answers), "every adapter changes what is said"
+
+
+def test_an_answer_outlives_the_scheduler_with_its_adapter(stack: Stack) -> None:
+    """The adapter is one of `--lora-modules`, so the next scheduler loads it before the answer goes on."""
+    body = {
+        "model": "a", "prompt": TEXTS[0], "max_tokens": 100, "temperature": 0, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    whole = "".join(texts_of(stack, body))
+    answer = texts_of(stack, body)
+    begun = [next(answer) for _ in range(8)]
+    os.kill(stack.pid("scheduler"), signal.SIGKILL)
+    assert "".join([*begun, *answer]) == whole
+
+
+def texts_of(stack: Stack, body: Mapping[str, object]) -> Iterator[str]:
+    """Yields the pieces of a streamed completion."""
+    with httpx.stream("POST", f"{stack.base_url}/v1/completions", json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            _, _, data = line.partition("data: ")
+            if data and data != "[DONE]":
+                chunk = json.loads(data)
+                assert "error" not in chunk, chunk["error"]["message"]
+                yield chunk["choices"][0]["text"]
 
 
 def test_bad_adapters_are_refused_by_name(stack: Stack, adapters: dict[str, Path]) -> None:
