@@ -62,7 +62,7 @@ class WorkerDescription:
     max_lease_steps: int
     """Decode steps that one lease may span."""
     packs_texts: bool
-    """Whether the worker makes a graph in a moment."""
+    """Whether a pooling step may hold texts of any length beside each other."""
     plans_ahead: bool
     """Whether the worker takes a plan before the last result of the one before."""
     max_logprobs: int

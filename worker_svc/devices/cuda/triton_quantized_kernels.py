@@ -121,6 +121,37 @@ def _raised(words, BYTE: tl.constexpr, HIGH: tl.constexpr, BITS: tl.constexpr, A
 
 
 @triton.jit
+def _group_product(
+    x, packed, lane,
+    INPUTS: tl.constexpr, LANES: tl.constexpr, BITS: tl.constexpr, FIRST: tl.constexpr, RUN: tl.constexpr,
+    PADDED: tl.constexpr, N: tl.constexpr, W: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Multiplies inputs by the codes of RUN places of words, and sums four words: [N, W / 4], not scaled.
+
+    `packed` is the words, as `_four` splits them, and `lane` the numbers of their lanes.
+    """
+    PLACES: tl.constexpr = 16 // BITS  # noqa: N806 - a constant
+    part = tl.zeros([N, W // 4], tl.float32)
+    offset = tl.zeros([1, W // 4], tl.float32)
+    for place in tl.static_range(FIRST, FIRST + RUN):
+        source = lane // LANES * (LANES * PLACES) + place * LANES + lane % LANES
+        if PADDED:  # noqa: SIM108 - Triton chooses at compile time
+            values = tl.load(x + source, mask=source < INPUTS, other=0.0)
+        else:
+            values = tl.load(x + source)
+        halves = tl.split(tl.reshape(values.to(tl.float32), [W, 2]))
+        for half in tl.static_range(2):
+            factors = _four(halves[half], 1, W)
+            for quarter in tl.static_range(4):
+                part += factors[quarter] * _raised(
+                    packed[quarter], 2 * half + place * BITS // 8, place % 2 == 1, BITS, ASSEMBLY
+                )
+            total = factors[0] + factors[1] + factors[2] + factors[3]
+            offset += total * (384.0 if BITS == 8 else (24.0 if place % 2 == 1 else 264.0))
+    return part - offset
+
+
+@triton.jit
 def one_row_kernel(
     x, words, scales, bias, out, outputs,
     INPUTS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
@@ -151,24 +182,7 @@ def one_row_kernel(
         lane = 2 * start + tl.arange(0, 2 * W)
         first_lane = 2 * start + 8 * tl.arange(0, W // 4)
         for first in tl.static_range(0, PLACES, RUN):
-            part = tl.zeros([N, W // 4], tl.float32)
-            offset = tl.zeros([1, W // 4], tl.float32)
-            for place in tl.static_range(first, first + RUN):
-                source = lane // LANES * (LANES * PLACES) + place * LANES + lane % LANES
-                if PADDED:
-                    values = tl.load(x + source, mask=source < INPUTS, other=0.0)
-                else:
-                    values = tl.load(x + source)
-                halves = tl.split(tl.reshape(values.to(tl.float32), [W, 2]))
-                for half in tl.static_range(2):
-                    factors = _four(halves[half], 1, W)
-                    for quarter in tl.static_range(4):
-                        part += factors[quarter] * _raised(
-                            packed[quarter], 2 * half + place * BITS // 8, place % 2 == 1, BITS, ASSEMBLY
-                        )
-                    total = factors[0] + factors[1] + factors[2] + factors[3]
-                    offset += total * (384.0 if BITS == 8 else (24.0 if place % 2 == 1 else 264.0))
-            part -= offset
+            part = _group_product(x, packed, lane, INPUTS, LANES, BITS, first, RUN, PADDED, N, W, ASSEMBLY)
             if GROUP:
                 source = first_lane // LANES * (LANES * PLACES) + first * LANES + first_lane % LANES
                 scale = tl.load(
@@ -209,7 +223,7 @@ def many_rows_kernel(
     for start in range(0, TILES, SPLITS):
         tile = start + tl.arange(0, SPLITS)
         mask = there[None, :, None]
-        if PADDED:
+        if PADDED:  # noqa: SIM108 - Triton chooses at compile time
             mask = mask & (tile < TILES)[:, None, None]
         packed = tl.load(mine + (tile * LANES)[:, None, None], mask=mask, other=0)
         for first in tl.static_range(0, PLACES, RUN):
