@@ -223,7 +223,7 @@ def many_rows_kernel(
     for start in range(0, TILES, SPLITS):
         tile = start + tl.arange(0, SPLITS)
         mask = there[None, :, None]
-        if PADDED:  # noqa: SIM108 - Triton chooses at compile time
+        if PADDED:
             mask = mask & (tile < TILES)[:, None, None]
         packed = tl.load(mine + (tile * LANES)[:, None, None], mask=mask, other=0)
         for first in tl.static_range(0, PLACES, RUN):
