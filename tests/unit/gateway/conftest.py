@@ -1,4 +1,7 @@
-"""Two served models, one with tools and thinking and one with neither; loaded once per module."""
+"""Two served models, one with tools and thinking and one with neither, loaded once per module."""
+
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -6,6 +9,15 @@ from gateway.scheduler_link.served_model import ServedModel
 from tests.support.gateway.serving import smollm2_folder
 from tests.support.gateway.tool_requests import served_with
 from tests.support.gateway.tool_templates import THINKING, folder_with
+
+
+@pytest.fixture(autouse=True)
+def python_stack() -> Iterator[None]:
+    """Gives a test the stack of a gateway's process: compilers in the process raise its limit to 2,000."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
 
 
 @pytest.fixture(scope="module")
