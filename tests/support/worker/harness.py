@@ -19,6 +19,7 @@ from worker_svc.grammars.constraints import Constraints
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.lora.store import AdapterStore
+from worker_svc.ranks.layout import RankLayout
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
 from worker_svc.shapes.geometry import Geometry, group_layers
@@ -50,6 +51,8 @@ def load(
     torch.set_num_threads(1)
     device = device or open_device(device_name)
     key = folder, dtype, compiled, lora
+    if key in _MODELS:
+        _forget_ranks()
     if key not in _MODELS:
         startup.prepare(device.name)
         model = VllmModel(
@@ -64,6 +67,14 @@ def load(
         model.load_weights()
         _MODELS[key] = model
     return _MODELS[key]
+
+
+def _forget_ranks() -> None:
+    """Sets vLLM's groups for one rank: another test in this process may have built one of several."""
+    # Not earlier: it imports vLLM.
+    from worker_svc.vllm_adapter.parallel import set_groups
+
+    set_groups(RankLayout())
 
 
 class Harness:
