@@ -12,6 +12,7 @@ from protos.steps import PoolShape
 from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.requests.request import Request
+from scheduler_svc.shapes.pool_shapes import PACKED_TOKENS
 
 # The largest share of a batch's rows that may be padding: where a step takes about as long with few rows as
 # with many, and where each row has its price.
@@ -140,8 +141,14 @@ class PoolQueue:
     def _take_packed(
         self, first: Request, now: float, avoid: Callable[[Request], bool]
     ) -> tuple[PoolShape, list[Request]]:
-        """Takes requests in turn, from `first` on, until the next one does not fit the largest shape."""
-        largest = self.shapes[-1]
+        """Takes requests in turn, from `first` on, until the next one does not fit.
+
+        They fill a shape of at most `PACKED_TOKENS`, unless `first` needs a longer one.
+        """
+        needed = self.fit(len(first.token_ids))
+        assert needed is not None
+        most = max(needed, PACKED_TOKENS)
+        largest = next(shape for shape in reversed(self.shapes) if shape.prompt_len <= most)
         batch: list[Request] = []
         total = 0
         request: Request | None = first

@@ -11,8 +11,10 @@ _FACTOR = 4
 _SHORTEST_PROMPT = 64
 _TOKENS_PER_BATCH = 1024
 # Packed shapes: up to each of these numbers of tokens they grow by a step, so that little of one is padding.
-# A CPU gains nothing from larger ones, which are only for longer texts and double.
+# From PACKED_TOKENS on they double, because only longer texts need them.
 _PACKED_STEPS = ((64, 8), (128, 16), (256, 32), (512, 64))
+PACKED_TOKENS = _PACKED_STEPS[-1][0]
+"""Texts fill packed shapes up to this many tokens, because a CPU gains nothing from longer steps."""
 _TOKENS_PER_TEXT, _MOST_TEXTS = 4, 64
 
 

@@ -5,6 +5,7 @@ import pytest
 from protos.steps import PoolShape
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.pooling.batching import PoolQueue, choose_batch
+from scheduler_svc.shapes.pool_shapes import default_shapes
 from tests.support.scheduler.factories import make_request
 
 
@@ -121,6 +122,19 @@ def test_packed_shapes_mix_lengths() -> None:
     assert queue.take(0) == (middle, requests[5:])  # the smallest has room for one text only
     assert queue.take(0) is None
     assert (len(queue), queue.num_tokens) == (0, 0)
+
+
+def test_short_texts_do_not_fill_the_context() -> None:
+    """A batch holds at most 512 tokens, unless its first request needs a longer shape."""
+    queue = queue_of(*default_shapes(2048, 4096, packs_texts=True))
+    requests = [make_request([3] * length) for length in (300, 200, 20, 600, 400, 30, 2000)]
+    for request in requests:
+        queue.add(request)
+    taken = [queue.take(0) for _ in range(5)]
+    # The second batch starts because 20 more tokens would be 520. 600 tokens need the shape of 1024.
+    batches = [requests[:2], requests[2:3], requests[3:5], requests[5:6], requests[6:]]
+    assert [one[1] for one in taken if one] == batches
+    assert [one[0].prompt_len for one in taken if one] == [512, 24, 1024, 32, 2048]
 
 
 def test_a_suspect_is_alone_in_a_packed_batch() -> None:
