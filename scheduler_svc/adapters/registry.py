@@ -96,6 +96,9 @@ class AdapterRegistry:
                 f"the adapter {name!r} is loaded; unload it first, or set load_inplace", param="name"
             )
         self._loading.add(name)
+        if expected:
+            # It was refused because no worker ran adapters.
+            self._refused.pop(name, None)
         return Adapter(next(self._ids), name, source)
 
     def loaded(self, adapter: Adapter, facts: LoadedAdapter) -> tuple[Adapter, Adapter | None]:

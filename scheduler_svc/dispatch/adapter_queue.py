@@ -271,13 +271,16 @@ class AdapterQueue:
         """Records that a replica could not load an adapter, and why.
 
         Removes and returns the requests that fail with it: those that waited for it, unless another replica
-        has not failed to load it. The next request tries again everywhere.
+        has not failed to load it or is trying again. The next request tries again everywhere.
         """
         if (host := self._hosts.get(replica_id)) is not None:
             host.memory.failed(adapter_id)
             host.failures.add(adapter_id, error, self._clock())
         self.may_load = True
-        if any(adapter_id not in host.failures for host in self._hosts.values()):
+        if any(
+            adapter_id not in host.failures or host.memory.is_loading(adapter_id)
+            for host in self._hosts.values()
+        ):
             return []
         self._forget_failures(adapter_id)
         return self._release(adapter_id)

@@ -25,9 +25,9 @@ Answer = Callable[[LoadedAdapter | TriptychError], None]
 class AdapterLoader:
     """The LoadAdapter and UnloadAdapter calls of one replica. Each goes to all ranks at once.
 
-    Loads run beside each other, so a slow download or disk delays no other adapter. The calls of one adapter
-    keep their order. A load waits for the unloads before it, so the memory of an adapter is free before
-    another one is loaded in its place.
+    `MAX_LOADS` run beside each other, so one slow download or disk delays no other adapter. The calls of one
+    adapter keep their order. A load waits for the unloads before it, so the memory of an adapter is free
+    before another one is loaded in its place.
     """
 
     def __init__(self, stubs: "Sequence[worker_pb2_grpc.WorkerAsyncStub]", log: FilteringBoundLogger) -> None:

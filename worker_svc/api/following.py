@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
 from functools import partial
 
 from protos.logs import get_logger
@@ -31,7 +30,7 @@ class Following:
         self._loop = asyncio.get_running_loop()
         self._begun = asyncio.Event()
         self._ran = asyncio.Event()
-        # Calls of `until` that wait; without one, no announcement wakes the event loop.
+        # Calls of `unloaded` that wait; without one, no announcement wakes the event loop.
         self._num_waiting = 0
         self.step_limit_s = step_limit_s
         """See the argument; later steps follow a change."""
@@ -45,14 +44,13 @@ class Following:
                 return
             await self._begun.wait()
 
-    async def until(self, done: Callable[[], bool]) -> None:
-        """Waits until an announcement has made `done` true."""
+    async def unloaded(self, adapter_id: int) -> None:
+        """Waits for one announcement that unloads the adapter, for each call another one."""
         self._num_waiting += 1
         try:
-            while not done():
+            while not self._follower.take_unload(adapter_id):
+                await self._ran.wait()
                 self._ran.clear()
-                if not done():
-                    await self._ran.wait()
         finally:
             self._num_waiting -= 1
 

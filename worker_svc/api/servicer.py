@@ -242,8 +242,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         try:
             adapters = self._adapters()
             if self._following is not None:
-                # Rank 0 gets the same call and announces it.
-                await self._following.until(lambda: not adapters.holds(adapter_id))
+                # Rank 0 gets the same call and announces it, whether this rank has the adapter or not.
+                await self._following.unloaded(adapter_id)
             elif self._worker.layout.world_size > 1:
                 await self._thread.submit(
                     lambda: self._worker.unload_adapter(adapter_id),

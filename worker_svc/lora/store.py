@@ -131,10 +131,6 @@ class AdapterStore:
                 " unload one or raise it"
             )
 
-    def holds(self, adapter_id: int) -> bool:
-        """Whether an adapter is on the host, or is being read."""
-        return adapter_id in self._on_host or adapter_id in self._reading
-
     def unload(self, adapter_id: int) -> None:
         """Forgets an adapter on the host. Does nothing for an unknown id."""
         with self._lock:

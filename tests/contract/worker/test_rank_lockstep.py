@@ -5,6 +5,7 @@ import contextlib
 import random
 import threading
 from collections import Counter
+from functools import partial
 from typing import Any, cast
 
 import grpc.aio
@@ -264,6 +265,31 @@ async def test_an_adapter_leaves_behind_the_plan_that_places_it(
             await other
         assert (hosts[1].placed, hosts[1].ids) == ([1], {2})
         await asyncio.gather(*(stub.UnloadAdapter(request) for stub in servers.stubs))
+        assert servers.reasons == []
+
+
+async def test_an_unload_waits_for_rank_0_also_without_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call takes one announcement, so none is left to drop a copy that is loaded later."""
+    async with rank_servers(2, 1, monkeypatch) as servers:
+        hosts = [Hosted(), Hosted()]
+        hosts[1].ids = {2}  # this rank could not load the other one
+        for worker, host in zip(servers.workers, hosts, strict=True):
+            worker.adapters = cast("Any", host)
+        await servers.configure(sizes())
+        first, other = (
+            partial(stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(adapter_id=1))
+            for stub in servers.stubs
+        )
+        for _ in range(2):
+            early = asyncio.ensure_future(other())
+            # The call has arrived once later ones are answered: rank 0's of another adapter is announced.
+            another = worker_pb2.UnloadAdapterRequest(adapter_id=2)
+            await asyncio.gather(*(stub.UnloadAdapter(another) for stub in servers.stubs))
+            assert not early.done()
+            async with asyncio.timeout(20):
+                await asyncio.gather(first(), early)
+            assert hosts[1].ids == set()
+            hosts[1].ids = {1}
         assert servers.reasons == []
 
 

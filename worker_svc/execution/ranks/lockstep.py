@@ -179,6 +179,9 @@ class Follower:
         self.num_begun = 0
         """Configurations that rank 0 has begun."""
         self._num_own = 0
+        # An adapter's id for each announced unload that no call has taken yet. Two threads use it.
+        self._unloads: list[int] = []
+        self._unloads_lock = threading.Lock()
         self._plan = StepPlan(0)
         layout = group.layout
         self._reports = layout.chooses and layout.pipeline > 1
@@ -233,7 +236,7 @@ class Follower:
                 return None
             message = announcement[1 + _COUNT_BYTES :]
             if kind == _UNLOAD:
-                self._unload(int.from_bytes(message, "little"))
+                self._unload_adapter(int.from_bytes(message, "little"))
                 return None
             launched = self._launch(kind, message)
         except PlanRefused:
@@ -249,6 +252,19 @@ class Follower:
         # The next step may overwrite what is not read yet.
         known = launched.read(plan.work)
         return lambda: self._report(plan, lambda: known)
+
+    def _unload_adapter(self, adapter_id: int) -> None:
+        self._unload(adapter_id)
+        with self._unloads_lock:
+            self._unloads.append(adapter_id)
+
+    def take_unload(self, adapter_id: int) -> bool:
+        """Returns whether an announcement has unloaded the adapter, once for each announcement."""
+        with self._unloads_lock:
+            if adapter_id not in self._unloads:
+                return False
+            self._unloads.remove(adapter_id)
+            return True
 
     def _launch(self, kind: bytes, message: bytes) -> LaunchedStep:
         if kind == _PLAN:

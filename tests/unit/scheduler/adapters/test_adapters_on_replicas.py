@@ -131,6 +131,22 @@ def test_a_paused_replica_loads_at_once_what_no_other_one_has() -> None:
     assert rig.sinks["one"].tokens == expected_tokens(PROMPT, 8, weights="a")
 
 
+def test_a_load_that_is_tried_again_keeps_its_requests() -> None:
+    """A replica that joins fails to load the adapter while another one tries again: the requests go on."""
+    rig, second = two_replicas("a")
+    error = Unavailable("no answer within 300 s")
+    second.answer_loads(rig, error=error)
+    busy_with(rig, "one")
+    rig.engine.detach("replica-0", Loss.DIED)
+    third = add_replica(rig, name="replica-2", adapter_slots=2, max_cpu_loras=4)
+    assert [[adapter.name for adapter in each.loads] for each in (second, third)] == [["a"], ["a"]]
+    third.answer_loads(rig, "replica-2", error=error)
+    second.answer_loads(rig)
+    while second.step():
+        pass
+    assert rig.sinks["one"].tokens == expected_tokens(PROMPT, 8, weights="a")
+
+
 def test_requests_do_not_wait_for_ever_for_replicas_that_fail_in_turn() -> None:
     """Both fail so slowly that the other's pause is over by then: the requests get the reason."""
     rig, second = two_replicas("a", hosts=2)

@@ -133,6 +133,7 @@ def test_short_memory_may_pass(tmp_path: Path, error: Exception) -> None:
     source = str(_write(tmp_path))
     with pytest.raises(Overloaded, match="no memory left for adapter a"):
         kept.load(1, "a", source)
-    assert not kept.holds(1)
+    with pytest.raises(Internal, match="not on the host"):
+        kept.place(0, 1)
     kept._model = RecordingModel()
     kept.load(1, "a", source)
