@@ -33,6 +33,8 @@ class DeviceGraph:
 
 
 Graph = KernelGraph | InductorGraph | DeviceGraph
+Inputs = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
+"""Tokens, places and plans of a step; see `RecordableModel`."""
 INDUCTOR_LEVEL = 2
 """The lowest optimization level at which TorchInductor compiles kernels."""
 # By the narrowest dtype of a step's kernels, how far a row of compiled results may be from the model's own,
@@ -237,6 +239,7 @@ class GraphRunner:
         places: torch.Tensor,
         plans: Mapping[str, Any],
         *adapters: torch.Tensor,
+        other: Inputs | None = None,
     ) -> None:
         """Builds the graph of a signature if it is missing, and compares it with the model's own forward.
 
@@ -249,6 +252,8 @@ class GraphRunner:
             plans: of a step of padding. The model runs more than once, and a window in place would slide each
                 time.
             *adapters: the selection of LoRA adapters, if the signature has them.
+            other: a step with other contents, for which graph and model are compared; `None` for one with
+                another token and the next positions.
 
         Raises:
             ConfigurationRefused: if the step is not static although the options require a graph, or does not
@@ -267,7 +272,10 @@ class GraphRunner:
             graph = self._lower(signature, recording)
             compiled = time.perf_counter()
             if not (isinstance(graph, KernelGraph) and str(signature) in self._options.checked):
-                self._check(graph, recording, signature, tokens, places, plans, *adapters)
+                # All rows get the same token: padded rows share a place in the cache, and the order of their
+                # writes is arbitrary.
+                trial = other or (torch.full_like(tokens, 7), places + 1, plans)
+                self._check(graph, recording, trial, *adapters)
             checked = time.perf_counter()
             self.build_times[signature] = BuildTimes(
                 recorded - started, compiled - recorded, checked - compiled
@@ -340,32 +348,15 @@ class GraphRunner:
                 " use -O 1, which needs no compiler"
             ) from error
 
-    def _check(
-        self,
-        graph: Graph,
-        recording: Recording,
-        signature: GraphSignature,
-        tokens: torch.Tensor,
-        places: torch.Tensor,
-        plans: Mapping[str, Any],
-        *adapters: torch.Tensor,
-    ) -> None:
-        """Compares the graph with the model on other tokens than the recorded ones.
-
-        All rows get the same token, because padded rows share a place in the cache and the order of their
-        writes is arbitrary.
+    def _check(self, graph: Graph, recording: Recording, trial: Inputs, *adapters: torch.Tensor) -> None:
+        """Compares the graph with the model on a step with other contents than the recorded one.
 
         Raises:
             NotStatic: if they differ.
         """
-        others = torch.full_like(tokens, 7)
-        # No row of a pooling model is longer than its shape says, and none has a second text: not every model
-        # has a second type of tokens. Packed places say what the plans say.
-        moved = torch.full_like(places, signature.query_len) if signature.kind == "pooling" else places + 1
-        if signature.packed:
-            moved = places
-        expected = self._model.forward(others, moved, plans, *adapters)
-        got = graph.replay((others, moved, *adapters), plans)
+        tokens, places, plans = trial
+        expected = self._model.forward(tokens, places, plans, *adapters)
+        got = graph.replay((tokens, places, *adapters), plans)
         if isinstance(graph, KernelGraph):
             same = torch.allclose(got, expected, rtol=0, atol=0, equal_nan=True)
         else:

@@ -1,5 +1,7 @@
 """Finds an adapter's files: in a folder, or on the hub at a commit."""
 
+import errno
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
 # A branch, tag or commit; nothing that leaves the hub's cache.
 _REVISION = re.compile(r"(?!.*\.\.)[\w][\w./-]{0,255}")
+
+# What the system answers to a process that may not write a folder, or finds no space there.
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ def find_files(source: str, name: str, revision: str = "") -> AdapterFiles:
     Raises:
         NotFound: if there is none.
         InvalidArgument: if the source is neither a path nor an id.
-        Unavailable: if the hub cannot be reached.
+        Unavailable: if the hub cannot be reached, or its cache on this machine cannot be written.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -72,6 +77,14 @@ def _download(repository: str, revision: str, source: str, name: str) -> Path:
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
         causes = (error, error.__cause__)
+        number = next((one.errno for one in causes if isinstance(one, OSError) and one.errno), 0)
+        if number in _NOT_WRITABLE:
+            raise Unavailable(
+                f"adapter {name}: the worker cannot write the hub's cache ({os.strerror(number)}); let it write"
+                " there, free space, or set HF_HUB_CACHE to another folder",
+                param="source",
+                retry_after_ms=5000,
+            ) from error
         if any(isinstance(cause, HfHubHTTPError) and _is_refusal(cause) for cause in causes):
             reason = f"{source} is no folder, and the hub does not have it"
         elif any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):

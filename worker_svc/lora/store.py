@@ -77,7 +77,7 @@ class AdapterStore:
             NotFound: if there is no such adapter.
             InvalidArgument: if it does not fit the model or the settings.
             Overloaded: if the host holds as many adapters as `--max-cpu-loras` allows, or has no memory left.
-            Unavailable: if it was unloaded meanwhile, or the hub cannot be reached.
+            Unavailable: if it was unloaded meanwhile, the hub cannot be reached, or its cache not written.
         """
         known = self._on_host.get(adapter_id)
         if known is not None and (known.name, known.source) == (name, source):

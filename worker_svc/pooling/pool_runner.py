@@ -9,7 +9,13 @@ import torch
 from protos.errors import Internal
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
 from worker_svc.devices.base import Device
-from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature, RecordableModel
+from worker_svc.graphs.graph_runner import (
+    GraphOptions,
+    GraphRunner,
+    GraphSignature,
+    Inputs,
+    RecordableModel,
+)
 from worker_svc.phases import Progress, one_by_one
 from worker_svc.pooling.pooler import activate
 from worker_svc.shapes.geometry import PoolGeometry
@@ -157,17 +163,23 @@ class PoolRunner:
         return requests
 
     def _make(self, signature: GraphSignature) -> None:
-        """Makes a signature's graph on padding, and captures the step around it if the device captures."""
+        """Makes a signature's graph, and captures the step around it if the device captures.
+
+        The graph is made of texts of one token, and compared with the model on texts that fill the shape.
+        """
         row_len = None if signature.packed else signature.query_len
-        given = self._upload(*_inputs([], signature))
-        self.graphs.build(signature, *given, self._model.row_plans(given[1][0], row_len))
+        short, full = (self._upload(*_example(signature, fills=fills)) for fills in (False, True))
+
+        def with_plans(tokens: torch.Tensor, places: torch.Tensor) -> Inputs:
+            return tokens, places, self._model.row_plans(places[0], row_len)
+
+        self.graphs.build(signature, *with_plans(*short), other=with_plans(*full))
 
         def step(tokens: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor]:
-            plans = self._model.row_plans(places[0], row_len)
-            return (self.graphs.run(signature, tokens, places, plans),)
+            return (self.graphs.run(signature, *with_plans(tokens, places)),)
 
         is_captured = self._device.captures and self.graphs.has(signature)
-        self._steps[signature] = self._device.capture(step, given) if is_captured else step
+        self._steps[signature] = self._device.capture(step, short) if is_captured else step
 
     def _pool(self, requests: Sequence[Admission], shape: PoolShape) -> torch.Tensor:
         """Returns the model's result for requests that fit `shape`, on the host.
@@ -262,6 +274,26 @@ def _packed_inputs(
         places[0, text] = len(request.token_ids)
         if request.pooling is not None and request.pooling.second_text_at:
             places[1, text] = request.pooling.second_text_at
+    places[2] = places[0].cumsum(0) - places[0]
+    return tokens, places
+
+
+def _example(signature: GraphSignature, *, fills: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tokens and places of texts that fill the shape together, or that have one token each.
+
+    None is the second text of a pair: not every model has a second type of tokens.
+    """
+    size, batch = signature.query_len, signature.batch
+    # Every vocabulary has at least 8 tokens.
+    tokens = torch.arange(size if signature.packed else batch * size) % 8
+    if not signature.packed:
+        return tokens, torch.tensor([[size if fills else 1] * batch, [size] * batch])
+    texts = min(batch, size)
+    first = size - (texts - 1) * (size // texts) if fills else 1
+    others = size // texts if fills else 1
+    places = torch.zeros((3, batch), dtype=torch.int64)
+    places[0, 0], places[0, 1:texts] = first, others
+    places[1] = size
     places[2] = places[0].cumsum(0) - places[0]
     return tokens, places
 

@@ -1,7 +1,9 @@
 """An adapter's source is a folder, or an id of the hub that stands for one commit."""
 
+import errno
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,6 +149,22 @@ def test_a_hub_that_is_down_may_come_back(hub: Hub, monkeypatch: pytest.MonkeyPa
         find_files("org/adapter", "a")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NotFound, match="HF_HUB_OFFLINE is set"):
+        find_files("org/adapter", "a")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT])
+def test_a_cache_that_cannot_be_written_is_named(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The hub was reached, so the error names the cache and what to change; an operator may change it."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "makedirs", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    text = f"cannot write the hub's cache .{os.strerror(number)}.; .* set HF_HUB_CACHE to another folder"
+    with pytest.raises(Unavailable, match=text):
         find_files("org/adapter", "a")
 
 

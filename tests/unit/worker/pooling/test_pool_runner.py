@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,44 @@ class Dynamic(Echo):
 
     def record(self, token_ids: torch.Tensor, lengths: torch.Tensor, *_: torch.Tensor) -> Recording:
         raise NotStatic("aten.nonzero depends on data")
+
+
+class Lengthy(Echo):
+    """A model whose result depends on the longest text, which a recording does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.planned: list[tuple[list[int], int | None]] = []
+
+    def row_plans(self, lengths: torch.Tensor, row_len: int | None) -> dict[str, Any]:
+        self.planned.append((lengths.tolist(), row_len))
+        return {}
+
+    def forward(self, token_ids: torch.Tensor, places: torch.Tensor, *_: Any) -> torch.Tensor:
+        return token_ids[:, None].float() * int(places[0].numpy().max())
+
+
+@pytest.mark.parametrize(
+    ("shape", "short", "full"),
+    [
+        (PoolShape(11, 3, packed=True), [1, 1, 1], [5, 3, 3]),
+        (PoolShape(2, 4, packed=True), [1, 1, 0, 0], [1, 1, 0, 0]),
+        (PoolShape(8, 1, packed=True), [1], [8]),
+        (PoolShape(8, 2), [1, 1], [8, 8]),
+    ],
+)
+def test_graphs_are_compared_on_longer_texts(shape: PoolShape, short: list[int], full: list[int]) -> None:
+    """A graph is made of texts of one token and compared on texts that fill the shape."""
+    model, options = Lengthy(), GraphOptions(required=True)
+    description = PoolingDescription("MEAN", 1, activates=False)
+    runner = PoolRunner(model, open_device("cpu"), description, PoolGeometry((shape,)), options)
+    row_len = None if shape.packed else shape.prompt_len
+    if short == full:
+        runner.make_graphs(lambda *_: None)
+    else:
+        with pytest.raises(ConfigurationRefused, match="a replay differs from the model's own forward"):
+            runner.make_graphs(lambda *_: None)
+    assert model.planned == [(short, row_len), (full, row_len)]
 
 
 def test_a_shape_that_cannot_be_a_graph_is_refused() -> None:
