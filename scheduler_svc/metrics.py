@@ -67,7 +67,11 @@ _COUNTERS: Final = (
     _Family("triptych:lora_loads", "LoRA adapters loaded into the memory of the hosts."),
     _Family("triptych:lora_evictions", "LoRA adapters freed there for others."),
     _Family("triptych:lora_placements", "LoRA adapters copied to the device."),
-    _Family("triptych:pool_batches", "Batches of a pooling model by shape (rows x tokens).", ("shape",)),
+    _Family(
+        "triptych:pool_batches",
+        "Batches of a pooling model by shape (rows x tokens, or texts/tokens if packed).",
+        ("shape",),
+    ),
     _Family("triptych:pool_rows", "Rows of pooling batches that held a request.", ("shape",)),
     _Family("triptych:pool_padding_rows", "Rows of pooling batches that held padding.", ("shape",)),
     _Family("triptych:pool_tokens", "Prompt tokens in pooling batches.", ("shape",)),

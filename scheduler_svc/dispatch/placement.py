@@ -126,8 +126,9 @@ class Placer:
     def group_of(self, request: Request) -> tuple[Grammar | None, int, str, frozenset[str]]:
         """Returns the key of a skipped request's group: grammar, adapter, tenant and the replicas to use.
 
-        If the oldest request of a group finds no room, no other request of the group does. Keys stay valid
-        until the set of replicas changes.
+        If the oldest request of a group finds no room, no other request of the group does. Keys change with
+        the set of replicas. The key of a request that failed on a replica changes with the clock, too, when
+        the pause of its adapter ends; a skipped request stays in the group of its key at that time.
         """
         usable = frozenset(
             name

@@ -138,8 +138,8 @@ class RowsPlan:
         return cls(mask)
 
 
-# Texts of at most so many tokens attend side by side. The shortest texts share a length, and each further one
-# is twice the one before.
+# Texts of at most so many tokens are padded to it, longer ones to the next power of two. Texts of one padded
+# length attend side by side.
 _SHORT_TEXT = 32
 
 

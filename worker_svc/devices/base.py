@@ -426,7 +426,7 @@ class Device(abc.ABC):
             query, key, value = (
                 each.index_select(0, group.sources) for each in (call.query, call.key, call.value)
             )
-            attended = torch.empty_like(query)
+            attended = call.output.new_empty((len(group.sources), *call.output.shape[1:]))
             self.attend_rows(replace(call, query=query, key=key, value=value, output=attended), group.rows)
             call.output.index_copy_(0, group.targets, attended.index_select(0, group.real))
 

@@ -102,7 +102,7 @@ class Worker:
         self.adapters: AdapterStore | None = None
         """The LoRA adapters; `None` before `prepare` and without `--enable-lora`."""
         self.packs_texts = False
-        """Whether more graphs cost little memory and time; set by `prepare`."""
+        """Whether it runs packed shapes of a pooling model, whose graphs may be many; set by `prepare`."""
         self.grammars = None
         self.groups = ()
 

@@ -74,17 +74,18 @@ def attention(
 def quantized() -> dict[str, Any]:
     """Compiles the kernels of quantized weights, with groups of 64 and per channel."""
     made = {}
+    inputs = 8192  # the loops run several times
     for bits, group in ((4, 64), (8, 0)):
         pointers = dict.fromkeys(("x", "scales", "out"), "*bf16")
-        common: dict[str, Any] = {"INPUTS": 2048, "LANES": 32, "BITS": bits, "GROUP": group}
-        tiles = 2048 // (32 * 16 // bits)
+        common: dict[str, Any] = {"INPUTS": inputs, "LANES": 32, "BITS": bits, "GROUP": group}
+        tiles = inputs // (32 * 16 // bits)
         product = common | {"BIAS": False, "bias": None, "EARLY": True, "ASSEMBLY": True}
         outputs, wide, warps = triton_quantized.one_row_launch(16 * tiles)
         constants = product | {"WORDS": 16 * tiles, "N": outputs, "W": wide}
         made[f"one row, {bits} bits"] = compiled(
             triton_quantized_kernels.one_row_kernel, pointers | {"words": "*i32"}, constants, num_warps=warps
         )
-        outputs, splits, warps = triton_quantized.many_rows_launch(32, 2048, 2048)
+        outputs, splits, warps = triton_quantized.many_rows_launch(32, inputs, inputs)
         constants = product | {"TILES": tiles, "M": 32, "N": outputs, "SPLITS": splits}
         made[f"many rows, {bits} bits"] = compiled(
             triton_quantized_kernels.many_rows_kernel, pointers | {"lanes": "*i16"}, constants,

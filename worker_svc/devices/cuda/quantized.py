@@ -13,8 +13,8 @@ from worker_svc.devices.quantized import (
 
 # Inputs of a tile of the kernels' lanes, by bits.
 _TILE_INPUTS = {4: 128, 8: 64}
-# The fewest inputs of a group that the kernels take.
-_SMALLEST_GROUP = 32
+# Inputs of a group that the kernels take. Other groups would begin or end within a tile, or a place of one.
+_GROUPS = (32, 64, 128)
 
 
 class TritonProducts(QuantizedProducts):
@@ -36,8 +36,7 @@ class TritonProducts(QuantizedProducts):
 
 
 def _serves(inputs: int, groups: int, dtype: torch.dtype) -> bool:
-    whole = groups == 1 or inputs // groups % _SMALLEST_GROUP == 0
-    return dtype in (torch.bfloat16, torch.float16) and whole
+    return dtype in (torch.bfloat16, torch.float16) and (groups == 1 or inputs // groups in _GROUPS)
 
 
 class _TritonQuantizedLinear(torch.nn.Module):

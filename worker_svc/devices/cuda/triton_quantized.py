@@ -98,13 +98,10 @@ def _interpreted() -> bool:
 def _start(device: torch.device) -> dict[str, Any]:
     """Lets a kernel start before the one ahead of it in its stream has ended, if the GPU can.
 
-    It then reads its first weights while the other one ends (CUDA's programmatic dependent launch).
+    It then reads its first weights while the other one ends (CUDA's programmatic dependent launch), so the
+    launch just before a product must not write the product's weights. Only loading a model writes them.
     """
-    early = (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device)[0] >= _HOPPER
-    )
+    early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _HOPPER
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 

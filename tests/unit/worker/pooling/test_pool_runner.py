@@ -268,19 +268,49 @@ def test_rows_attend_as_each_would_alone(causal: bool, kv_heads: int, window: in
     output = torch.full_like(query, math.nan)
     device = open_device("cpu")
     plan = device.plan_rows(torch.tensor(lengths), row_len, shape)
-    device.attend_step(AttentionCall(shape, query, key, value, torch.empty(0), output), plan)
+    call = AttentionCall(shape, query, key, value, torch.empty(0), output)
+    device.attend_step(call, plan)
     assert not output.isnan().any()
     for row, length in enumerate(lengths):
-        real = slice(row * row_len, row * row_len + length)
-        for head in range(heads):
-            kv = head * kv_heads // heads
-            scores = query[real, head] @ key[real, kv].T * 0.3
-            for i in range(length):
-                for j in range(length):
-                    if (causal and j > i) or (window and abs(i - j) >= window):
-                        scores[i, j] = -math.inf
-            expected = scores.softmax(-1) @ value[real, kv]
-            assert torch.allclose(output[real, head], expected, atol=1e-6)
+        check_text(call, slice(row * row_len, row * row_len + length))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 2)])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_packed_texts_attend_as_each_would_alone(
+    causal: bool, kv_heads: int, window: int, dtype: torch.dtype
+) -> None:
+    """Texts of several padded lengths, one without tokens, and padding. Outputs may have their own type."""
+    torch.manual_seed(0)
+    lengths, tokens, heads, size = [5, 40, 1, 33, 0], 90, 4, 8
+    shape = AttentionParams(heads, kv_heads, size, 0.3, window, 0.0, writes=True, causal=causal)
+    query, key, value = (torch.randn(tokens, n, size) for n in (heads, kv_heads, kv_heads))
+    output = torch.full_like(query, math.nan, dtype=dtype)
+    device = open_device("cpu")
+    call = AttentionCall(shape, query, key, value, torch.empty(0), output)
+    device.attend_step(call, device.plan_packed(torch.tensor(lengths), shape))
+    start = 0
+    for length in lengths:
+        check_text(call, slice(start, start + length))
+        start += length
+    assert torch.equal(output[start:], torch.zeros_like(output[start:]))
+
+
+def check_text(call: AttentionCall, real: slice) -> None:
+    """Compares the outputs of a text's tokens with naive attention over them alone."""
+    params, length = call.params, real.stop - real.start
+    assert call.key is not None
+    assert call.value is not None
+    for head in range(params.num_heads):
+        kv = head * params.num_kv_heads // params.num_heads
+        scores = call.query[real, head] @ call.key[real, kv].T * 0.3
+        for i in range(length):
+            for j in range(length):
+                if (params.causal and j > i) or (params.window and abs(i - j) >= params.window):
+                    scores[i, j] = -math.inf
+        expected = scores.softmax(-1) @ call.value[real, kv]
+        assert torch.allclose(call.output[real, head].float(), expected, atol=1e-6)
 
 
 def test_mean_of_half_precision_is_taken_in_full() -> None:

@@ -33,6 +33,24 @@ def _dequantized(weights: QuantizedWeights) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 3, 4, 17, 65])
 def test_products_equal_float64(rows: int, outputs: int, inputs: int, groups: int, bits: int) -> None:
     """Few rows, more rows and chunks, with and without a bias, for groups and padding of any kind."""
+    _compare(rows, outputs, inputs, groups, bits)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("outputs", "inputs", "groups"), [(5, 8192, 128), (3, 4352, 34), (2, 4200, 1)])
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_long_rows(rows: int, outputs: int, inputs: int, groups: int, bits: int) -> None:
+    """The kernels' loops run several times, and part of their last run may be padding."""
+    _compare(rows, outputs, inputs, groups, bits)
+
+
+@pytest.mark.parametrize("rows", [2, pytest.param(33, marks=pytest.mark.slow)])
+def test_many_outputs(rows: int) -> None:
+    """A program has more outputs, and the last one's are not all there."""
+    _compare(rows, 8200, 192, 3, 4)
+
+
+def _compare(rows: int, outputs: int, inputs: int, groups: int, bits: int) -> None:
     weights = _weights(outputs, inputs, groups, bits)
     x = torch.randn(rows, inputs + 8, device=DEVICE).to(DTYPE)[:, :inputs]
     bias = torch.randn(outputs, device=DEVICE).to(DTYPE) if rows % 2 else None
@@ -46,22 +64,23 @@ def test_products_equal_float64(rows: int, outputs: int, inputs: int, groups: in
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * largest)
 
 
-@pytest.mark.parametrize(("inputs", "groups"), [(576, 9), (200, 1), (72, 9)])
+@pytest.mark.parametrize(("inputs", "groups"), [(576, 9), (200, 1), (72, 9), (192, 2)])
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32])
 def test_memory_is_known_before(inputs: int, groups: int, dtype: torch.dtype) -> None:
     """The announced size is that of the layer; types and groups without a kernel are plain PyTorch."""
     weights = _weights(10, inputs, groups, 4)
     layer = TritonProducts().layer(weights, dtype, wide=False)
-    assert isinstance(layer, PlainQuantizedLinear) == (dtype == torch.float32 or inputs == 72)
+    assert isinstance(layer, PlainQuantizedLinear) == (dtype == torch.float32 or inputs in (72, 192))
     stored = sum(parameter.nbytes for parameter in layer.parameters())
     assert stored == TritonProducts().num_bytes(10, inputs, groups, 4, dtype)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the operator runs on GPUs alone")
-def test_the_operator_is_captured() -> None:
-    """A captured product follows its input, and its fake has the same shape."""
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_operator_is_captured(rows: int) -> None:
+    """A captured product follows its input, in both kernels."""
     layer = TritonProducts().layer(_weights(48, 256, 4, 4), DTYPE, wide=False)
-    x = torch.randn(2, 256, device=DEVICE).to(DTYPE)
+    x = torch.randn(rows, 256, device=DEVICE).to(DTYPE)
     expected = layer(x, None)
     static = torch.zeros_like(x)
     for _ in range(2):
