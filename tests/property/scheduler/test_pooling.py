@@ -14,27 +14,34 @@ from scheduler_svc.pooling.engine import PoolEngine, PoolReplica, PoolSubmission
 from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason
+from scheduler_svc.shapes.pool_shapes import PACKED_TOKENS
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import ListSink
 
 pytestmark = pytest.mark.property
 
-SHAPES = st.lists(
-    st.builds(PoolShape, st.integers(1, 12), st.integers(1, 5)), min_size=1, max_size=5, unique=True
-)
+# With packed shapes, lengths are so many times as large: some are above PACKED_TOKENS.
+SCALE = 64
+
+
+def _shapes(*, packed: bool) -> st.SearchStrategy[list[PoolShape]]:
+    lengths = st.integers(1, 12).map(lambda length: length * (SCALE if packed else 1))
+    shape = st.builds(PoolShape, lengths, st.integers(1, 5), st.just(packed))
+    return st.lists(shape, min_size=1, max_size=5, unique=True)
 
 
 class Machine(RuleBasedStateMachine):
     """An engine with up to three replicas, driven by hand."""
 
-    @initialize(shapes=SHAPES)
+    @initialize(shapes=st.booleans().flatmap(lambda packed: _shapes(packed=packed)))
     def start(self, shapes: list[PoolShape]) -> None:
         self.shapes = sorted(shapes)
+        self.packs = shapes[0].packed
         self.now = 0.0
         self.engine = PoolEngine(
             max_waiting=1000, max_waiting_tokens=100_000, clock=lambda: self.now, make_order=PriorityFairOrder
         )
-        self.model = PooledModel(100, frozenset({common_pb2.POOL_TASK_EMBED}), 1, common_pb2.PoolingInfo())
+        self.model = PooledModel(1000, frozenset({common_pb2.POOL_TASK_EMBED}), 1, common_pb2.PoolingInfo())
         self.engine.serve(self.model, tuple(shapes))
         self.sinks: dict[str, ListSink] = {}
         self.prompts: dict[str, tuple[int, ...]] = {}
@@ -43,9 +50,16 @@ class Machine(RuleBasedStateMachine):
         self.woken: set[str] = set()
         self.count = 0
 
-    @rule(length=st.integers(1, 14), priority=st.integers(-1, 1), tenant=st.sampled_from("ab"))
-    def submit(self, length: int, priority: int, tenant: str) -> None:
+    @rule(
+        length=st.integers(1, 14),
+        extra=st.integers(0, SCALE - 1),
+        priority=st.integers(-1, 1),
+        tenant=st.sampled_from("ab"),
+    )
+    def submit(self, length: int, extra: int, priority: int, tenant: str) -> None:
         self.count += 1
+        if self.packs:
+            length = (length - 1) * SCALE + 1 + extra
         name, prompt = f"r{self.count}", tuple(range(1, 1 + length))
         sink = ListSink()
         submission = PoolSubmission(
@@ -109,10 +123,19 @@ class Machine(RuleBasedStateMachine):
         assert plan.work.shape in self.shapes
         assert plan.work.slots == tuple(one.slot for one in plan.admit)
         assert 1 <= len(plan.work.slots) <= plan.work.shape.batch
-        for one in plan.admit:
-            assert self._is_live(one.request_id), "an ended request runs"
-            smallest = min(s.prompt_len for s in self.shapes if s.prompt_len >= len(one.token_ids))
-            assert plan.work.shape.prompt_len == smallest
+        assert all(self._is_live(one.request_id) for one in plan.admit), "an ended request runs"
+        lengths = [len(one.token_ids) for one in plan.admit]
+        if not self.packs:
+            assert all(plan.work.shape.prompt_len == self._smallest(length) for length in lengths)
+            return
+        total, count = sum(lengths), len(lengths)
+        assert total <= max(PACKED_TOKENS, self._smallest(lengths[0]))
+        holding = [shape for shape in self.shapes if shape.prompt_len >= total and shape.batch >= count]
+        assert plan.work.shape == holding[0]
+
+    def _smallest(self, length: int) -> int:
+        """Returns the smallest length of a shape that a prompt fits into."""
+        return min(shape.prompt_len for shape in self.shapes if shape.prompt_len >= length)
 
     def _is_live(self, name: str) -> bool:
         return not self.sinks[name].events

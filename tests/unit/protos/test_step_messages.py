@@ -34,6 +34,7 @@ MAX_CHUNK = 65536
         Prefill(2, 128, 5, sample=True),
         Decode((0, 2), (9, 4), 4, lease=7),
         Pool((1,), PoolShape(prompt_len=8, batch=2)),
+        Pool((1, 4), PoolShape(prompt_len=8, batch=2, packed=True)),
     ],
 )
 def test_a_plan_survives_the_wire(work: Work | None) -> None:

@@ -25,7 +25,7 @@ def test_shapes_from_settings_are_sorted_and_unique() -> None:
 
 
 def test_packed_default_shapes_waste_few_tokens() -> None:
-    """Any number of tokens up to 512 fits one with a fifth of padding at most, from 40 tokens on."""
+    """Texts of 40 to 512 tokens in all have a shape of which at most a fifth is padding."""
     shapes = default_shapes(2048, 4096, packs_texts=True)
     assert all(one.packed for one in shapes)
     for tokens in range(40, 513):
@@ -37,7 +37,7 @@ def test_packed_default_shapes_waste_few_tokens() -> None:
 
 
 def test_replicas_share_shapes() -> None:
-    """The shapes of other replicas replace the default; a device that packs no texts refuses packed ones."""
+    """The shapes of other replicas replace the default; a device without packed shapes refuses them."""
     fixed = default_shapes(64, 8, packs_texts=True)
     assert shapes_of((), (), max_context=64, max_batch=8, packs_texts=True, fixed=fixed) == fixed
     with pytest.raises(ConfigurationRefused, match="this device runs no packed shapes"):
@@ -45,7 +45,7 @@ def test_replicas_share_shapes() -> None:
 
 
 def test_results_of_tokens_bound_the_shapes() -> None:
-    """The default shapes hold at most so many tokens; a larger one of the settings is refused."""
+    """No default shape has too many tokens for a message, and a larger one in the settings is refused."""
     assert format_shapes(default_shapes(512, 8, max_tokens=100)) == "1x64, 1x100 (rows x tokens)"
     with pytest.raises(ConfigurationRefused, match="results of 4x64 tokens are too large for a message"):
         shapes_of((4,), (64,), max_context=64, max_batch=4, max_tokens=255)

@@ -276,6 +276,7 @@ def test_adapters_run_beside_their_layers_product(kernels: Kernels) -> None:
         program()
     apart = after.clone()
     joined = Program.join(programs)
+    assert [op.beside for op in joined._ops] == [0, 1, 0, 0, 0]
     for _ in range(200):
         for tensor in (inputs, base, shrunk, after):
             tensor.fill_(torch.nan)
