@@ -14,8 +14,9 @@ from worker_svc.api.watchdog import EXIT_CODE, WorkerFailed
 from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings
 
-# Threads that may be in torch when the process ends; the last two wait for other ranks.
-_TORCH_THREADS = (MODEL_THREAD, "rank-plans", "rank-results")
+# Beginnings of the names of threads that may be in torch when the process ends. The last two wait for other
+# ranks.
+_TORCH_THREADS = (MODEL_THREAD, "adapters", "rank-plans", "rank-results")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"triptych worker: {error}", file=sys.stderr)
         code = EXIT_CODE
     # A broken device may block a normal exit, too.
-    if code == EXIT_CODE or any(thread.name in _TORCH_THREADS for thread in threading.enumerate()):
+    if code == EXIT_CODE or any(thread.name.startswith(_TORCH_THREADS) for thread in threading.enumerate()):
         # If a thread still runs, a normal exit would destroy torch while the thread uses it.
         sys.stdout.flush()
         sys.stderr.flush()

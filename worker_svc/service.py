@@ -78,6 +78,7 @@ async def serve(settings: Settings) -> None:
         await server.stop(grace_s=0.5)
         await thread.close(wait_s=0.5)
         watchdog.close()
+        servicer.close()
         worker.close()
         log.info("stopped")
 

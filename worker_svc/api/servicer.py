@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 from protos.errors import SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
@@ -21,6 +22,9 @@ from worker_svc.lora.store import AdapterStore
 from worker_svc.model_files import loader
 from worker_svc.phases import Phase, PhaseProgress
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
+
+# A scheduler has four loads under way. A disk that hangs holds a thread beyond its load's deadline.
+_ADAPTER_THREADS = 8
 
 
 class _NotBegunError(Exception):
@@ -73,7 +77,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._ready: Ready | None = None
         self._executing = False
         self._following: Following | None = None
+        # Adapters that cannot be read for long take no threads from other calls.
+        self._adapter_threads = ThreadPoolExecutor(_ADAPTER_THREADS, thread_name_prefix="adapters")
         self._log = get_logger()
+
+    def close(self) -> None:
+        """Lets the threads that read adapters end, without waiting for them."""
+        self._adapter_threads.shutdown(wait=False, cancel_futures=True)
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -215,8 +225,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Reads an adapter on a thread of its own, while steps run."""
         await asyncio.shield(self._prepared)
         try:
-            loaded = await asyncio.to_thread(
-                self._adapters().load, request.adapter_id, request.name, request.source, request.revision
+            loaded = await asyncio.get_running_loop().run_in_executor(
+                self._adapter_threads,
+                self._adapters().load,
+                request.adapter_id,
+                request.name,
+                request.source,
+                request.revision,
             )
         except Exception as error:  # noqa: BLE001 - any error fails this adapter only
             if not isinstance(error, TriptychError):

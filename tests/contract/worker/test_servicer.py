@@ -3,7 +3,9 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import grpc.aio
@@ -75,6 +77,7 @@ async def stub(worker: FakeWorker, reports: Reports) -> AsyncIterator[Any]:
         yield worker_pb2_grpc.WorkerStub(channel)
     await server.stop(0)
     await thread.close(1)
+    servicer.close()
 
 
 async def configure(
@@ -100,6 +103,40 @@ async def refusal(call: Any) -> TriptychError:
 
 def decode(step: int) -> worker_pb2.StepPlan:
     return worker_pb2.StepPlan(step=step, decode=worker_pb2.Decode(slots=[0], positions=[3], bucket=1))
+
+
+class Hanging:
+    """Adapters on a disk that does not answer."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.answers = threading.Event()
+
+    def load(self, *_: Any) -> None:
+        self.begun.release()
+        self.answers.wait()
+        raise Internal("the disk is gone")
+
+
+async def test_adapters_that_hang_hold_no_other_call_up(
+    stub: Any, worker: FakeWorker, tmp_path: Path
+) -> None:
+    """Calls that need threads of the event loop still get one."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    adapters = Hanging()
+    vars(worker).update(adapters=adapters, folder=tmp_path)
+    loads = [
+        asyncio.ensure_future(stub.LoadAdapter(worker_pb2.LoadAdapterRequest(adapter_id=number)))
+        for number in range(4)
+    ]
+    async with asyncio.timeout(20):
+        for _ in loads:
+            await asyncio.to_thread(adapters.begun.acquire, timeout=20)
+        names = [chunk.name async for chunk in stub.GetModelFiles(worker_pb2.GetModelFilesRequest())]
+    assert names == ["tokenizer.json"]
+    adapters.answers.set()
+    assert [str(await refusal(load)) for load in loads] == ["the disk is gone"] * 4
 
 
 async def test_a_configuration_streams_progress_and_its_result(stub: Any) -> None:

@@ -137,6 +137,7 @@ async def _rank(running: RankServers, layout: RankLayout) -> AsyncIterator[Any]:
         yield worker_pb2_grpc.WorkerStub(channel)
     await server.stop(0)
     await thread.close(1)
+    servicer.close()
 
 
 async def _noted(configured: bool) -> None:
