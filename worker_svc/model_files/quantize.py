@@ -30,6 +30,8 @@ _INDEX: Final = "model.safetensors.index.json"
 _PROJECTION: Final = re.compile(r"(.+\.)?layers\.\d+\..+_proj\.weight")
 # Encoders of images and sound, which such servers do not run.
 _OTHER_TOWER: Final = re.compile(r"vision|visual|audio|encoder")
+# GraniteMoe has all experts of a layer in one tensor, under the second kind of name.
+_EXPERTS: Final = re.compile(r"\.experts\.|\.block_sparse_moe\.(input|output)_linear\.")
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -121,7 +123,7 @@ class _Maker:
         if self._config.get("quantization_config"):
             raise ConfigurationRefused(f"{source} is quantized already; choose a model in bfloat16")
         names = {name for shard in self._shards for name in shard.tensors}
-        if expert := next((name for name in sorted(names) if ".experts." in name), None):
+        if expert := next(filter(_EXPERTS.search, sorted(names)), None):
             raise ConfigurationRefused(
                 f"{source} has experts ({expert}), whose quantized form is not served; choose another model"
             )
@@ -170,10 +172,13 @@ class _Maker:
                     yield from self._matrix(_HEAD, tensor, HEAD)
                     if not self._is_tied:
                         continue
-                elif _PROJECTION.fullmatch(name) and tensor.dim() == _MATRIX:
-                    if not _OTHER_TOWER.search(name):
+                elif (
+                    tensor.dim() == _MATRIX and name.endswith(".weight") and name not in (_EMBEDDINGS, _HEAD)
+                ):
+                    if _PROJECTION.fullmatch(name) and not _OTHER_TOWER.search(name):
                         yield from self._matrix(name, tensor, self._scheme)
                         continue
+                    # The configuration must not take it for quantized.
                     self._kept.append(name.removesuffix(".weight"))
                 yield name, tensor
 

@@ -115,6 +115,9 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
         f"{experts} has experts ({_layer(0, 'mlp.experts.0.up_proj')}), whose quantized form is not served;"
         " choose another model"
     )
+    fused = _layer(0, "block_sparse_moe.input_linear")
+    granite = _model(tmp_path / "g", {fused: torch.ones(2, 8, 64)})
+    assert refusal(granite).startswith(f"{granite} has experts ({fused}), whose quantized form is not served")
     integers = _model(tmp_path / "i", {_layer(2, "mlp.up_proj"): torch.ones(2, 64, dtype=torch.int8)})
     assert refusal(integers) == (
         f"{_layer(2, 'mlp.up_proj')} has the type torch.int8; choose a model in bfloat16, float16 or float32"
@@ -161,6 +164,27 @@ def test_a_head_under_a_prefix_stays(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert quantization is not None
     assert quantization.scheme_of("language_model.lm_head") is None
     assert quantization.scheme_of("language_model.model.layers.0.mlp.up_proj") == Scheme(8, None)
+
+
+def test_layers_with_other_names_stay(tmp_path: Path) -> None:
+    """Matrices that are no projections stay as they are, and the configuration says so."""
+    names = (
+        "model.layers.0.mlp.fc1",
+        "model.layers.1.self_attn.dense",
+        "connector.linear",
+        "vision.layers.0.q_proj",
+    )
+    more = {f"{name}.weight": torch.randn(64, 64).bfloat16() for name in names}
+    target = tmp_path / "target"
+    quantize_folder(_model(tmp_path / "source", more), target, Scheme(4, 64), clip=False, head=False)
+    after, quantization = _tensors(target), read(target)
+    assert quantization is not None
+    for name in names:
+        assert torch.equal(after[f"{name}.weight"], more[f"{name}.weight"])
+        assert quantization.scheme_of(name) is None
+    assert quantization.scheme_of("model.layers.0.self_attn.q_proj") == Scheme(4, 64)
+    config = json.loads((target / "config.json").read_text())
+    assert sorted(config["quantization_config"]["ignore"]) == sorted([*names, "lm_head"])
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
