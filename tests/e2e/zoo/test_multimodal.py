@@ -1,5 +1,6 @@
 """Multimodal checkpoints serve text with --language-model-only, as transformers does without an image."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,28 @@ def test_text_is_served(family: str, tmp_path: Path) -> None:
     # Beside the weights there is a table of rotary embeddings, two for Gemma 3.
     table = 4 * 32 * tiny_models.CONTEXT
     assert (model.size.weight_bytes - text_bytes) // table == (2 if family == "gemma3-vision" else 1)
+
+
+@pytest.mark.slow
+def test_a_flat_configuration_is_served(tmp_path: Path) -> None:
+    """Published Qwen2-VL folders have the text model's settings beside the others, in older words."""
+    folder = families.write("qwen2-vl", tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    older = {
+        "torch_dtype": config.pop("dtype"),
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
+    }
+    for name in ("model_type", "layer_types", "dtype"):
+        del text[name]
+    path.write_text(json.dumps(text | config | older))
+    reference = Reference(folder, torch.float32)
+    prompts = [list(range(3, 3 + length)) for length in (3, 64, 130)]
+    job = Job(str(folder), prompts, language_model_only=True)
+    assert differences(reference, prompts, parity_process.run(job)) == []
 
 
 def test_names_of_weights_in_older_and_newer_checkpoints() -> None:
