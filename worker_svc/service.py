@@ -40,8 +40,7 @@ async def serve(settings: Settings) -> None:
             end_process(f"{reason}; the worker ends, so that its supervisor starts another")
 
     worker, thread, worker_id = Worker(settings, give_up), ModelThread(), uuid.uuid4().hex
-    watchdog = _watch(thread, settings)
-    prepared = thread.submit(worker.prepare)
+    watchdog, prepared = _watch(thread, settings), thread.submit(worker.prepare)
     health = _Health(thread, settings.stall_timeout_s)
     failed_steps = FailedSteps(
         settings.max_failed_steps, lambda reason: loop.call_soon_threadsafe(_fail, failed, reason)
