@@ -1,5 +1,6 @@
 """`triptych quantize`: makes a folder with quantized weights from a model in bfloat16, without serving."""
 
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -8,6 +9,8 @@ from deploy.one_line_parser import OneLineParser
 from protos.errors import ConfigurationRefused
 
 _MIB = 2**20
+_OWN_TEXT = Path()
+"""Stands for no file."""
 _BITS = {"w4a16": 4, "w8a16": 8}
 _PER_CHANNEL = "channel"
 _GROUP_SIZES = ("32", "64", "128", _PER_CHANNEL)
@@ -22,17 +25,21 @@ def main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     # After the arguments are checked: importing torch takes seconds.
     from worker_svc.model_files.loader import resolve
-    from worker_svc.model_files.quantize import quantize_folder
+    from worker_svc.model_files.quantize import Calibration, quantize_folder
     from worker_svc.quantization.scheme import Scheme
 
     group = arguments.group_size or ("64" if arguments.scheme == "w4a16" else _PER_CHANNEL)
     scheme = Scheme(_BITS[arguments.scheme], None if group == _PER_CHANNEL else int(group))  # type: ignore[arg-type] # 4 or 8
     head = arguments.lm_head == "w8a16"
+    calibration = None
+    if arguments.calibrate is not None:
+        text = None if arguments.calibrate is _OWN_TEXT else arguments.calibrate
+        calibration = Calibration(text, arguments.calibrate_tokens or Calibration.tokens)
     started = time.monotonic()
     try:
         made = quantize_folder(
-            resolve(arguments.model), arguments.out.absolute(), scheme, clip=arguments.mse_clip,
-            head=head, progress=_show,
+            resolve(arguments.model), arguments.out.absolute(), scheme,
+            clip=arguments.mse_clip or calibration is not None, head=head, calibration=calibration, progress=_show,
         )  # fmt: skip
     except ConfigurationRefused as error:
         print(f"triptych quantize: {error}", file=sys.stderr)
@@ -41,6 +48,12 @@ def main(argv: list[str]) -> int:
         print(
             "triptych quantize: the output head, if the model has one, stays as it is: there is neither"
             " lm_head.weight nor model.embed_tokens.weight",
+            file=sys.stderr,
+        )
+    if made.rounded:
+        print(
+            f"triptych quantize: calibration did not reach {len(made.rounded)} matrices, which were rounded:"
+            f" {', '.join(made.rounded)}",
             file=sys.stderr,
         )
     print(
@@ -55,11 +68,24 @@ def _show(done: int, total: int, name: str) -> None:
         print(f"{done + 1}/{total} {name}", file=sys.stderr, flush=True)
 
 
+def _file(value: str) -> Path:
+    path = Path(value)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {value}")
+    return path
+
+
+def _tokens(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is no number of tokens above 0")
+    return int(value)
+
+
 def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="triptych quantize",
-        description="Quantizes the weights of a model by rounding them to the nearest code, without"
-        " calibration data, and writes a folder in the format of compressed-tensors.",
+        description="Quantizes the weights of a model and writes a folder in the format of compressed-tensors."
+        " Weights are rounded to the nearest code, or chosen by calibration.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a demo model's name or a Hugging Face id")
     parser.add_argument("--scheme", choices=tuple(_BITS), required=True, help="4 or 8 bits a weight")
@@ -72,6 +98,15 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--mse-clip", action="store_true",
         help="choose each scale for the least squared error instead of the largest weight; takes longer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibrate", nargs="?", type=_file, const=_OWN_TEXT, metavar="FILE",
+        help="choose the codes by what the model does on text, which takes minutes: text of FILE, or text that"
+        " the model writes itself",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calibrate-tokens", type=_tokens, metavar="N",
+        help="tokens of that text (default: 16384)",
     )  # fmt: skip
     parser.add_argument(
         "--lm-head", choices=("w8a16", "keep"), default="w8a16",

@@ -1,8 +1,9 @@
 """Compares models with quantized weights with the same model in bfloat16: decode steps and perplexity.
 
 ``python -m tests.bench.quantized [--quick] [--model smollm2|gemma3-270m]`` makes both kinds of quantized
-folders as `triptych quantize` does, runs all three models in this process on all cores, and times decode
-steps of 1, 8 and 32 rows, the models in turn, step by step. Perplexity is that of
+folders as `triptych quantize --mse-clip` does, runs all models in this process on all cores, and times decode
+steps of 1, 8 and 32 rows, the models in turn, step by step. Without `--quick`, one more model has W4A16
+weights that `triptych quantize --calibrate` made, which takes minutes. Perplexity is that of
 `tests/bench/support/quantized_text.txt`. Then it times the products of all projections (W4A16, groups of 64)
 in our kernel and, in turn, in that of vLLM's CPU wheel.
 
@@ -32,7 +33,13 @@ from tests.support.worker.harness import Harness
 from worker_svc.devices import Device, open_device
 from worker_svc.devices.quantized import QuantizedWeights
 from worker_svc.model_files.demo_models import FetchError, fetch
-from worker_svc.model_files.quantize import HEAD, quantization_config, quantization_group, quantize_folder
+from worker_svc.model_files.quantize import (
+    HEAD,
+    Calibration,
+    quantization_config,
+    quantization_group,
+    quantize_folder,
+)
 from worker_svc.quantization import codes
 from worker_svc.quantization.rounding import quantize
 from worker_svc.quantization.scheme import Scheme
@@ -41,6 +48,7 @@ from worker_svc.vllm_adapter.model import VllmModel
 
 PLAIN: Final = "bf16"
 SCHEMES: Final = {"w8a16": Scheme(8, None), "w4a16": Scheme(4, 64)}
+CALIBRATED: Final = "w4a16_calibrated"
 BUCKETS: Final = (1, 8, 32)
 TEXT: Final = Path(__file__).parent / "support" / "quantized_text.txt"
 _CHUNK: Final = 128
@@ -52,11 +60,18 @@ _LAYER_SHAPES: Final = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 _LAYERS: Final = 30
 
 
-def _folders(source: Path, scratch: Path) -> dict[str, Path]:
+def _folders(source: Path, scratch: Path, *, calibrate: bool) -> dict[str, Path]:
     folders = {PLAIN: source}
     for name, scheme in SCHEMES.items():
         folders[name] = scratch / name
         quantize_folder(source, folders[name], scheme, clip=True, head=True)
+    if calibrate:
+        folders[CALIBRATED] = scratch / CALIBRATED
+        started = time.monotonic()
+        quantize_folder(
+            source, folders[CALIBRATED], SCHEMES["w4a16"], clip=True, head=True, calibration=Calibration()
+        )
+        print(f"calibrated in {time.monotonic() - started:.0f} s", file=sys.stderr)
     return folders
 
 
@@ -158,24 +173,25 @@ def _on_cpu(arguments: argparse.Namespace) -> None:
     startup.prepare(device.name)
     text = Tokenizer.from_file(str(source / "tokenizer.json")).encode(TEXT.read_text()).ids[: _MAX_LEN - 1]
     with tempfile.TemporaryDirectory() as scratch:
-        folders = _folders(source, Path(scratch))
+        folders = _folders(source, Path(scratch), calibrate=not arguments.quick)
         harnesses = {name: _harness(folder, device) for name, folder in folders.items()}
     perplexities = {name: perplexity(harness, text) for name, harness in harnesses.items()}
     steps = {bucket: _steps(harnesses, bucket, 10 if arguments.quick else 60) for bucket in BUCKETS}
     products = _products(device, 8 if arguments.quick else 30)
     print(f"{arguments.model}, {device.product_name()}; medians, ms; perplexity of {len(text)} tokens")
-    print(f"{'':<8}" + "".join(f"{f'decode {bucket}':>12}" for bucket in BUCKETS) + f"{'perplexity':>12}")
+    print(f"{'':<17}" + "".join(f"{f'decode {bucket}':>12}" for bucket in BUCKETS) + f"{'perplexity':>12}")
     for name in harnesses:
         print(
-            f"{name:<8}"
+            f"{name:<17}"
             + "".join(f"{steps[bucket][name]:>12.2f}" for bucket in BUCKETS)
             + f"{perplexities[name]:>12.3f}"
         )
+    quantized = [name for name in harnesses if name != PLAIN]
     ratios = {
         f"{PLAIN}_over_{name}_decode_{bucket}": steps[bucket][PLAIN] / steps[bucket][name]
         for bucket in BUCKETS
-        for name in SCHEMES
-    } | {f"perplexity_{name}_over_{PLAIN}": perplexities[name] / perplexities[PLAIN] for name in SCHEMES}
+        for name in quantized
+    } | {f"perplexity_{name}_over_{PLAIN}": perplexities[name] / perplexities[PLAIN] for name in quantized}
     for rows, times in products.items():
         ratios[f"vllm_over_ours_products_{rows}"] = times["vllm"] / times["ours"]
         print(f"products of {rows} rows: ours {times['ours']:.2f} ms, vLLM's {times['vllm']:.2f} ms")
@@ -228,7 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, no calibration")
     parser.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     arguments = parser.parse_args()

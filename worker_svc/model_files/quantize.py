@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint, Shard
 from worker_svc.quantization import codes
+from worker_svc.quantization.calibration import TOKENS, Calibrated, calibrate
 from worker_svc.quantization.rounding import quantize
 from worker_svc.quantization.scheme import Scheme
 
@@ -43,6 +44,16 @@ _WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", "
 
 
 @dataclass(frozen=True)
+class Calibration:
+    """What to calibrate with."""
+
+    text: Path | None = None
+    """A file; `None` for text that the model writes."""
+    tokens: int = TOKENS
+    """Of that text."""
+
+
+@dataclass(frozen=True)
 class Quantized:
     """What was made."""
 
@@ -53,6 +64,8 @@ class Quantized:
     bytes_before: int
     """Of all weight files."""
     bytes_after: int
+    rounded: tuple[str, ...]
+    """Projections that were rounded because calibration did not reach them; empty without calibration."""
 
 
 def quantize_folder(
@@ -62,6 +75,7 @@ def quantize_folder(
     *,
     clip: bool,
     head: bool,
+    calibration: Calibration | None = None,
     progress: Callable[[int, int, str], None] = lambda *_: None,
 ) -> Quantized:
     """Writes the quantized model; `target` is complete or absent.
@@ -74,7 +88,9 @@ def quantize_folder(
         head: whether to quantize the output head, too, to 8 bits per channel. A head that shares its weights
             with the embeddings gets its own; the embeddings keep theirs. A head with another name, such as a
             multimodal model's, stays as it is.
-        progress: called with the number of files written, the total, and the name of the next one.
+        calibration: how to calibrate the projections; by default they are rounded, and so is the head always.
+        progress: called with the number of steps done, the total, and what the next one does: first those of
+            the calibration, then one for each file.
 
     Raises:
         ConfigurationRefused: if the model cannot be quantized so, or a file cannot be read or written, in one
@@ -85,6 +101,8 @@ def quantize_folder(
     checkpoint = Checkpoint.open(source)
     maker = _Maker(source, checkpoint, scheme, clip=clip, head=head)
     try:
+        if calibration is not None:
+            maker.calibrate(calibration, progress)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
             folder = Path(scratch) / target.name
             folder.mkdir()
@@ -131,6 +149,26 @@ class _Maker:
         self._head = head and (_EMBEDDINGS if self._is_tied else _HEAD) in names
         self._count = 0
         self._kept: list[str] = []
+        self._calibrated: Calibrated | None = None
+        self._rounded: list[str] = []
+
+    def calibrate(self, calibration: Calibration, progress: Callable[[int, int, str], None]) -> None:
+        """Finds the codes of all projections that calibration reaches.
+
+        Raises:
+            ConfigurationRefused: if the model cannot be calibrated, or a projection cannot be quantized.
+        """
+        inputs: dict[str, int] = {}
+        for shard in self._shards:
+            with safe_open(shard.path, framework="pt") as file:
+                for name in filter(_is_projection, shard.tensors):
+                    shape = file.get_slice(name).get_shape()
+                    if len(shape) == _MATRIX:
+                        _check_inputs(name, shape[1], self._scheme)
+                        inputs[name.removesuffix(".weight")] = shape[1]
+        self._calibrated = calibrate(
+            self._source, inputs, self._scheme, calibration.text, calibration.tokens, progress
+        )
 
     def write(self, folder: Path, progress: Callable[[int, int, str], None]) -> Quantized:
         """Writes all files."""
@@ -162,7 +200,7 @@ class _Maker:
             _write(folder / _INDEX, {"metadata": {"total_size": after}, "weight_map": weight_map})
         _write(folder / "config.json", self._new_config())
         progress(len(self._shards), len(self._shards), "done")
-        return Quantized(self._count, self._head, before, after)
+        return Quantized(self._count, self._head, before, after, tuple(self._rounded))
 
     def _quantized(self, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(shard.path, framework="pt") as file:
@@ -175,7 +213,7 @@ class _Maker:
                 elif (
                     tensor.dim() == _MATRIX and name.endswith(".weight") and name not in (_EMBEDDINGS, _HEAD)
                 ):
-                    if _PROJECTION.fullmatch(name) and not _OTHER_TOWER.search(name):
+                    if _is_projection(name):
                         yield from self._matrix(name, tensor, self._scheme)
                         continue
                     # The configuration must not take it for quantized.
@@ -188,20 +226,24 @@ class _Maker:
             raise ConfigurationRefused(
                 f"{name} has the type {weight.dtype}; choose a model in bfloat16, float16 or float32"
             )
-        if inputs % (scheme.group or _INPUTS):
-            fitting = [group for group in (128, 64, 32) if inputs % group == 0]
-            way = f"use --group-size {fitting[0]}" if fitting else "choose another model"
-            raise ConfigurationRefused(
-                f"{name} has {inputs} inputs, which is no multiple of {scheme.group or _INPUTS}; {way}"
-            )
+        _check_inputs(name, inputs, scheme)
         if not bool(weight.isfinite().all()):
             raise ConfigurationRefused(f"{name} is not finite; fetch the model again")
-        found, scales = quantize(weight, scheme, clip=self._clip)
         module = name.removesuffix(".weight")
+        found, scales = self._codes(module, weight, scheme)
         self._count += 1
         yield f"{module}.weight_packed", codes.pack(found, scheme.bits)
         yield f"{module}.weight_scale", scales
         yield f"{module}.weight_shape", torch.tensor([outputs, inputs])
+
+    def _codes(self, module: str, weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns a matrix's codes and scales, calibrated if they can be."""
+        if self._calibrated is not None and module != _HEAD.removesuffix(".weight"):
+            if made := self._calibrated.get(module):
+                codes_found, scales = made
+                return codes_found, scales.to(weight.dtype)
+            self._rounded.append(module)
+        return quantize(weight, scheme, clip=self._clip)
 
     def _new_config(self) -> dict[str, Any]:
         groups = {"group_0": quantization_group(self._scheme, ["Linear"])}
@@ -210,6 +252,21 @@ class _Maker:
         ignored = [*self._kept, *([] if self._head else ["lm_head"])]
         config = self._config | {"quantization_config": quantization_config(groups, ignored)}
         return config | ({"tie_word_embeddings": False} if self._head else {})
+
+
+def _is_projection(name: str) -> bool:
+    """Returns whether a tensor of that name, if it is a matrix, is a projection of a decoder layer."""
+    return _PROJECTION.fullmatch(name) is not None and not _OTHER_TOWER.search(name)
+
+
+def _check_inputs(name: str, inputs: int, scheme: Scheme) -> None:
+    """Refuses a matrix whose inputs do not fill groups, and words of codes."""
+    if inputs % (scheme.group or _INPUTS):
+        fitting = [group for group in (128, 64, 32) if inputs % group == 0]
+        way = f"use --group-size {fitting[0]}" if fitting else "choose another model"
+        raise ConfigurationRefused(
+            f"{name} has {inputs} inputs, which is no multiple of {scheme.group or _INPUTS}; {way}"
+        )
 
 
 def quantization_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:

@@ -1,0 +1,193 @@
+"""What calibration learns from text, and the text itself."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from protos.errors import ConfigurationRefused
+from tests.support import tiny_models
+from worker_svc.quantization import calibration, calibration_text
+from worker_svc.quantization.calibration import Calibrated, calibrate
+from worker_svc.quantization.calibration_text import own_text, text_of
+from worker_svc.quantization.codes import dequantize
+from worker_svc.quantization.rounding import quantize
+from worker_svc.quantization.scheme import Scheme
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # importing transformers
+
+SCHEME = Scheme(4, 32)
+QUERY = "model.layers.1.self_attn.q_proj"
+
+
+def _silent(*_: object) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama in float32, with a tokenizer that has a token for each word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tiny_models.write("llama", tmp_path_factory.mktemp("calibration") / "llama")
+    begin, unknown = "<s>", "<unk>"
+    vocabulary = {begin: 0, unknown: 1} | {f"w{n}": n + 2 for n in range(100)}
+    tokenizer: Any = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(source: Path) -> Any:
+    return calibration._load(source)
+
+
+@pytest.fixture(scope="module")
+def modules(model: Any) -> dict[str, int]:
+    return {name: each.in_features for name, each in model.named_modules() if name.endswith("_proj")}
+
+
+@pytest.fixture(scope="module")
+def calibrated(source: Path, modules: dict[str, int]) -> Calibrated:
+    return calibrate(source, modules, SCHEME, None, 1024, _silent)
+
+
+def _divergence(model: Any, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> float:
+    """Returns how far other weights move the distribution of the next token, in nats a token."""
+    expected = model(ids).logits.log_softmax(-1)
+    modules = dict(model.named_modules())
+    saved = {name: modules[name].weight.data for name in weights}
+    for name, weight in weights.items():
+        modules[name].weight.data = weight
+    found = model(ids).logits.log_softmax(-1)
+    for name, weight in saved.items():
+        modules[name].weight.data = weight
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+
+def test_calibration_keeps_more_than_rounding(
+    model: Any, calibrated: Calibrated, modules: dict[str, int]
+) -> None:
+    """On text that calibration did not read, the next token's distribution moves less than with rounding."""
+    assert calibrated.keys() == modules.keys()
+    weights = {name: dequantize(*made, 4) for name, made in calibrated.items()}
+    named = dict(model.named_modules())
+    rounded = {name: dequantize(*quantize(named[name].weight, SCHEME, clip=True), 4) for name in modules}
+    ids = own_text(model, 512, 128, _silent)[:, 1:]
+    assert _divergence(model, weights, ids) < 0.8 * _divergence(model, rounded, ids)
+
+
+def test_the_same_model_gives_the_same_codes(
+    source: Path, modules: dict[str, int], calibrated: Calibrated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calibration is deterministic, and the layers whose Hessians are kept at a time change nothing."""
+    steps: list[str] = []
+    monkeypatch.setattr(calibration, "_HESSIAN_BYTES", 1)
+    again = calibrate(source, modules, SCHEME, None, 1024, lambda *step: steps.append(step[2]))
+    for name, (codes, scales) in calibrated.items():
+        assert torch.equal(codes, again[name][0])
+        assert torch.equal(scales, again[name][1])
+    # Four rows of 256 tokens are one batch, which is read for each of two layers.
+    assert steps.count("reading the calibration text") == 2
+
+
+def test_hessians_are_weighted_by_gradients(model: Any) -> None:
+    """A Hessian is the sum, over tokens, of x * x^T times the mean squared gradient of a drawn token."""
+    module = dict(model.named_modules())[QUERY]
+    ids = own_text(model, 64, 64, _silent)
+    found = calibration._hessians(model, {QUERY: module}, ids, _silent)[QUERY]
+    seen: dict[str, torch.Tensor] = {}
+
+    def keep(_: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        seen["x"], seen["y"] = inputs[0][0], output.requires_grad_()
+        return output
+
+    hook = module.register_forward_hook(keep)
+    logits = model(ids).logits
+    hook.remove()
+    generator = torch.Generator().manual_seed(0)
+    probabilities = logits.detach().softmax(-1)[0]
+    # The same draws, one token after another.
+    points = torch.rand(64, 1, generator=generator)
+    drawn = (probabilities.cumsum(-1) < points).sum(-1)
+    loss = torch.nn.functional.cross_entropy(logits[0], drawn, reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, seen["y"])
+    weights = gradient[0].square().mean(-1)
+    expected = sum(weight * torch.outer(x, x) for weight, x in zip(weights, seen["x"], strict=True))
+    assert isinstance(expected, torch.Tensor)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_module_that_is_no_linear_layer_is_left_out(source: Path, modules: dict[str, int]) -> None:
+    """Names that transformers does not know, or with other shapes, are not calibrated; the rest is."""
+    wanted = {QUERY: modules[QUERY], "model.layers.9.mlp.up_proj": 64, "model.layers.0.mlp.up_proj": 1}
+    assert calibrate(source, wanted, SCHEME, None, 64, _silent).keys() == {QUERY}
+
+
+def test_own_text(model: Any) -> None:
+    """The model's text begins with its first token, has whole rows, is likely and the same each time."""
+    ids = own_text(model, 1000, 100, _silent)
+    assert ids.shape == (10, 100)
+    assert torch.equal(ids, own_text(model, 1000, 100, _silent))
+    assert set(ids[:, 0].tolist()) == {model.config.bos_token_id}
+    assert len(set(ids[:, 1].tolist())) > 5
+    assert not set(ids[:, 2:].flatten().tolist()) & set(calibration_text._ends(model))
+    shuffled = ids[:, torch.randperm(100, generator=torch.Generator().manual_seed(0))]
+    assert _perplexity(model, ids) < 0.8 * _perplexity(model, shuffled)
+
+
+def _perplexity(model: Any, ids: torch.Tensor) -> float:
+    logits = model(ids[:, :-1]).logits
+    return math.exp(float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(f"w{n}" for n in range(100)))
+    return path
+
+
+def test_text_of_a_file(source: Path, file: Path) -> None:
+    """Rows are whole and spread over the file; a short file gives fewer tokens than wanted."""
+    assert text_of(file, source, 1000, 40).tolist() == [[*range(2, 42)], [*range(42, 82)]]
+    spread = text_of(file, source, 30, 10)
+    assert spread[:, 0].tolist() == [2, 32, 62]
+
+
+def test_refusals(source: Path, file: Path, tmp_path: Path) -> None:
+    """What cannot be calibrated is refused in one line."""
+
+    def refusal(folder: Path, text: Path | None = None) -> str:
+        with pytest.raises(ConfigurationRefused) as refused:
+            calibrate(folder, {QUERY: 64}, SCHEME, text, 64, _silent)
+        assert "\n" not in refused.value.message
+        return refused.value.message
+
+    file.write_text("w1 w2")
+    assert refusal(source, file) == (
+        f"the calibration text {file} has 2 tokens, and calibration needs at least 256; choose a longer one"
+    )
+    file.write_bytes(b"\xff")
+    assert refusal(source, file).startswith(f"cannot read the calibration text {file}: 'utf-8' codec")
+    changed = tmp_path / "changed"
+    changed.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
+    assert refusal(changed) == (
+        f"{changed} has the architecture LlamaModel, and only text models (...ForCausalLM) are calibrated; omit"
+        " --calibrate"
+    )
+    (changed / "config.json").write_text(json.dumps(config | {"model_type": "of-tomorrow"}))
+    assert refusal(changed).startswith(f"transformers cannot run {changed}, so it cannot be calibrated: ")
+    (changed / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    tensors.pop(f"{QUERY}.weight")
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    assert refusal(changed) == f"{changed} has no {QUERY}.weight; fetch the model again"
