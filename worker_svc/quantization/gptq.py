@@ -2,7 +2,8 @@
 
 The algorithm is GPTQ (Frantar et al., 2022, arXiv:2210.17323). Inputs are rounded one after another, and
 those that are still to come make up for the error of each. Scales are chosen before, from the weights as
-they are. Rounding can then begin with the most important inputs, and each group keeps its place.
+they are. Rounding can then begin with the most important inputs, and each group keeps its place. Afterwards
+all scales of a row are fitted to its codes together, and each code moves once more if that costs less.
 """
 
 from typing import Final
@@ -45,17 +46,19 @@ def quantize_with(
     damped = _damped(hessian)
     if damped is None:
         return None
-    outputs, inputs = weight.shape
+    inputs = weight.shape[1]
     importance = damped.diagonal().float().view(scheme.groups(inputs), -1)
     scales = torch.cat([_scales(rows, importance, scheme) for rows in weight.split(_ROWS)])
-    spread = scales.float().repeat_interleave(inputs // scales.shape[1], dim=1).t()
     order = torch.argsort(damped.diagonal(), descending=True, stable=True)
     factor = _inverse_factor(damped[order][:, order])
     half = 2 ** (scheme.bits - 1)
-    ordered = _rounded(weight.float().t()[order], spread[order], factor, half)
-    codes = torch.empty(inputs, outputs, dtype=torch.uint8)
-    codes[order] = (ordered + half).to(torch.uint8)
-    return codes.t().contiguous(), scales
+    exact = weight.float().t().contiguous()
+    codes = torch.empty_like(exact)
+    codes[order] = _rounded(exact[order], _spread(scales, inputs)[order], factor, half)
+    hessian = damped.float()
+    scales = _fitted(exact, codes, scales, hessian)
+    codes = _settled(exact, codes, _spread(scales, inputs), hessian, half)
+    return (codes.t() + half).to(torch.uint8).contiguous(), scales
 
 
 def _damped(hessian: torch.Tensor) -> torch.Tensor | None:
@@ -139,3 +142,64 @@ def _rounded(weight: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor, h
             block[i + 1 :].addr_(ahead[i, i + 1 :], errors[i], alpha=-1)
         weight[last:].addmm_(factor[first:last, last:].t(), errors, alpha=-1)
     return codes
+
+
+def _spread(scales: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Returns the scale of each weight, float32 [inputs, outputs], from scales [outputs, groups]."""
+    return scales.float().t().repeat_interleave(inputs // scales.shape[1], dim=0)
+
+
+def _fitted(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, hessian: torch.Tensor
+) -> torch.Tensor:
+    """Returns scales with the least cost for these codes, in the type and shape of `scales`; none is zero.
+
+    Args:
+        weight: float32 [inputs, outputs].
+        codes: around 0, float32 [inputs, outputs].
+        scales: [outputs, groups], kept in rows where rounding the new ones to their type would cost more.
+        hessian: float32 [inputs, inputs].
+    """
+    inputs, outputs = weight.shape
+    groups = scales.shape[1]
+    grouped = codes.view(groups, -1, outputs)
+    products = torch.empty(outputs, groups, groups)
+    for group, members in enumerate(hessian.split(inputs // groups, dim=1)):
+        reached = (members @ grouped[group]).view(groups, -1, outputs)
+        products[:, :, group] = (reached * grouped).sum(dim=1).t()
+    wanted = ((hessian @ weight).view(groups, -1, outputs) * grouped).sum(dim=1).t()
+    diagonal = products.diagonal(dim1=1, dim2=2)
+    diagonal.add_(1e-6 * diagonal.mean(dim=1, keepdim=True) + _TINY)  # groups whose codes are all 0
+    found = torch.linalg.solve(products.double(), wanted.double().unsqueeze(-1)).squeeze(-1).to(scales.dtype)
+    found = torch.where(found.isfinite() & (found != 0), found, scales)
+
+    def cost(tried: torch.Tensor) -> torch.Tensor:
+        error = codes * _spread(tried, inputs) - weight
+        return ((hessian @ error) * error).sum(dim=0)
+
+    return torch.where((cost(found) < cost(scales))[:, None], found, scales)
+
+
+def _settled(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, hessian: torch.Tensor, half: int
+) -> torch.Tensor:
+    """Returns codes of which each, one input after another, was best for those of all other inputs.
+
+    Args:
+        weight: float32 [inputs, outputs].
+        codes: around 0, float32 [inputs, outputs].
+        scales: of each weight, float32 [inputs, outputs].
+        hessian: float32 [inputs, inputs].
+        half: half the number of codes.
+    """
+    settled, slopes = codes.clone(), hessian @ (codes * scales - weight)
+    for first in range(0, len(weight), _BLOCK):
+        last = min(first + _BLOCK, len(weight))
+        moved = torch.empty_like(weight[first:last])
+        for i in range(first, last):
+            best = torch.round(settled[i] - slopes[i] / (hessian[i, i] * scales[i])).clamp_(-half, half - 1)
+            moved[i - first] = (best - settled[i]) * scales[i]
+            settled[i] = best
+            slopes[first:last].addr_(hessian[first:last, i], moved[i - first])
+        slopes[last:].addmm_(hessian[last:, first:last], moved)
+    return settled

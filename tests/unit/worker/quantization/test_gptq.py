@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from worker_svc.quantization import gptq
 from worker_svc.quantization.codes import dequantize
 from worker_svc.quantization.gptq import quantize_with
 from worker_svc.quantization.rounding import quantize
@@ -35,6 +36,23 @@ def test_the_cost_is_less_than_that_of_rounding(scheme: Scheme) -> None:
     assert made is not None
     rounded = quantize(weight, scheme, clip=True)
     assert _cost(weight, made, hessian, scheme.bits) < 0.6 * _cost(weight, rounded, hessian, scheme.bits)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[:2])
+def test_fitting_lowers_the_cost(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fitting scales to the codes lowers the cost, and so does moving codes once more."""
+    weight, hessian = _case()
+    costs = []
+    for kept in ((), ("_settled",), ("_settled", "_fitted")):
+        with monkeypatch.context() as patch:
+            for name in kept:
+                # Both take the codes second and the scales third.
+                place = 1 if name == "_settled" else 2
+                patch.setattr(gptq, name, lambda *given, place=place: given[place])
+            made = quantize_with(weight, hessian, scheme)
+        assert made is not None
+        costs.append(_cost(weight, made, hessian, scheme.bits))
+    assert costs[0] < costs[1] < costs[2]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
