@@ -56,13 +56,17 @@ def _ends(model: Any) -> list[int]:
 def _continued(
     model: Any, starts: torch.Tensor, length: int, ends: list[int], generator: torch.Generator
 ) -> torch.Tensor:
-    ids, cache, new = starts, None, starts
-    while ids.shape[1] < length:
-        output = model(new, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = output.past_key_values, output.logits[:, -1].float()
-        logits[:, ends] = -torch.inf
-        new = drawn(logits.softmax(dim=-1), generator)
-        ids = torch.cat([ids, new], dim=1)
+    ids, cache = starts, None
+    for position in range(length - 1):
+        # Never two tokens at once: for the last one's logits, torch would copy the head's weights for each row.
+        output = model(
+            ids[:, position : position + 1], past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache = output.past_key_values
+        if position + 1 == ids.shape[1]:
+            logits = output.logits[:, -1].float()
+            logits[:, ends] = -torch.inf
+            ids = torch.cat([ids, drawn(logits.softmax(dim=-1), generator)], dim=1)
     return ids
 
 

@@ -20,7 +20,7 @@ from tests.support.worker.parity_process import Job, differences
 from worker_svc.devices.cpu.kernels.ops import kernels
 from worker_svc.execution.memory_budget import check_weights
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.model_files.quantize import quantize_folder
+from worker_svc.model_files.quantize import Calibration, quantize_folder
 from worker_svc.quantization.scheme import Scheme
 
 pytestmark = [
@@ -139,25 +139,30 @@ def test_a_calibrated_folder_is_served(base: Path, source: Path, prompts: list[l
 
 
 @pytest.mark.slow
-def test_what_rounding_costs(base: Path, smollm2: Path) -> None:
-    """On the bench's text, 8 bits raise SmolLM2's perplexity by less than 1 %, 4 bits by less than 35 %."""
+def test_what_quantizing_costs(base: Path, smollm2: Path) -> None:
+    """On the bench's text, SmolLM2's perplexity rises by less than 1 % with 8 bits and by 35 % with 4.
+
+    With calibration on 2,048 tokens of its own text, 4 bits cost less than 20 %.
+    """
     token_ids = Tokenizer.from_file(str(smollm2 / "tokenizer.json")).encode(TEXT.read_text()).ids
     perplexities = []
-    for folder, scheme in (
-        (smollm2, None),
-        (base / "smollm2-w8", SCHEMES["w8"]),
-        (base / "smollm2-w4", SCHEMES["w4"]),
+    for folder, scheme, calibration in (
+        (smollm2, None, None),
+        (base / "smollm2-w8", SCHEMES["w8"], None),
+        (base / "smollm2-w4", SCHEMES["w4"], None),
+        (base / "smollm2-w4-calibrated", SCHEMES["w4"], Calibration(tokens=2048)),
     ):
         if scheme is not None:
-            quantize_folder(smollm2, folder, scheme, clip=True, head=True)
+            quantize_folder(smollm2, folder, scheme, clip=True, head=True, calibration=calibration)
         harness = Harness(
             load(folder, "bfloat16"), max_model_len=1024, max_num_seqs=1, decode_buckets=(1,), backend="eager"
         )
         perplexities.append(perplexity(harness, token_ids))
-    plain, w8, w4 = perplexities
+    plain, w8, w4, calibrated = perplexities
     assert 15 < plain < 25
     assert w8 < 1.01 * plain
     assert w4 < 1.35 * plain
+    assert calibrated < 1.2 * plain
 
 
 @pytest.mark.slow
