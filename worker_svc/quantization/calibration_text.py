@@ -58,7 +58,7 @@ def _continued(
 ) -> torch.Tensor:
     ids, cache = starts, None
     for position in range(length - 1):
-        # Never two tokens at once: for the last one's logits, torch would copy the head's weights for each row.
+        # Never two tokens at once: torch would copy the head's weights for each row of a slice.
         output = model(
             ids[:, position : position + 1], past_key_values=cache, use_cache=True, logits_to_keep=1
         )
