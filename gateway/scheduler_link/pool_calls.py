@@ -1,8 +1,8 @@
-"""Pooling: one unary call per input, a bounded number at once, repeated when the scheduler is lost."""
+"""Pooling: calls with many inputs each, a bounded number at once, repeated when the scheduler is lost."""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import grpc.aio
@@ -15,8 +15,10 @@ from protos.triptych.v1 import inference_pb2 as inference
 if TYPE_CHECKING:
     from protos.triptych.v1.inference_pb2_grpc import InferenceAsyncStub
 
-# Calls of one HTTP request that are under way at once.
-_MAX_CALLS: Final = 64
+# Inputs of one call: they arrive at the scheduler together and fill its batches. While the gateway reads the
+# results of one call, the device has another one's inputs.
+_INPUTS_PER_CALL: Final = 32
+_MAX_CALLS: Final = 2
 
 # A request waits in the queue and runs within this time, seconds; a dead connection is noticed much earlier.
 _TIMEOUT_S: Final = 600.0
@@ -61,13 +63,13 @@ async def pool_all(
             return waited_s < parking.timeout_s and parking.enter(place)
         return waited_s <= resume_timeout_s
 
-    async def one(request: inference.PoolRequest) -> inference.PoolResponse:
+    async def some(part: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
         async with limit:
-            return await _pool(stub, request, may_wait, clock)
+            return await _pool(stub, part, may_wait, clock)
 
-    calls = [asyncio.create_task(one(request)) for request in requests]
+    calls = [asyncio.create_task(some(part)) for part in _parts(requests)]
     try:
-        return await asyncio.gather(*calls)
+        return [response for part in await asyncio.gather(*calls) for response in part]
     finally:
         for call in calls:
             call.cancel()
@@ -77,25 +79,43 @@ async def pool_all(
 
 async def _pool(
     stub: "InferenceAsyncStub",
-    request: inference.PoolRequest,
+    requests: Sequence[inference.PoolRequest],
     may_wait: Callable[[grpc.aio.AioRpcError, float], bool],
     clock: Callable[[], float],
-) -> inference.PoolResponse:
-    """Returns the result of one request; ``may_wait`` decides after each error, with the seconds waited."""
+) -> list[inference.PoolResponse]:
+    """Returns the results of one call; ``may_wait`` decides after each error, with the seconds waited."""
     lost_at: float | None = None
     attempt = 0
+    results: dict[int, inference.PoolResponse] = {}
+    missing = dict(enumerate(requests))
     while True:
+        indexes = {request.request_id: index for index, request in missing.items()}
         try:
-            response: inference.PoolResponse = await stub.Pool(request, timeout=_TIMEOUT_S)
-            return response
+            sent = inference.PoolAllRequest(requests=missing.values())
+            async for message in stub.PoolAll(sent, timeout=_TIMEOUT_S):
+                for response in message.responses:
+                    index = indexes[response.request_id]
+                    results[index] = response
+                    del missing[index]
         except grpc.aio.AioRpcError as error:
             lost_at = clock() if lost_at is None else lost_at
             if not may_wait(error, clock() - lost_at):
                 raise from_rpc_error(error) from error
+        else:
+            return [results[index] for index in range(len(requests))]
         await asyncio.sleep(jittered(_RETRY_PAUSE_S))
-        # A scheduler that has not noticed the loss may still know the old id.
+        # A scheduler that has not noticed the loss may still know the old ids.
         attempt += 1
-        again = inference.PoolRequest()
-        again.CopyFrom(request)
-        again.request_id = f"{request.request_id}.{attempt}"
-        request = again
+        missing = {index: _renamed(requests[index], attempt) for index in missing}
+
+
+def _parts(requests: Sequence[inference.PoolRequest]) -> Iterator[Sequence[inference.PoolRequest]]:
+    for start in range(0, len(requests), _INPUTS_PER_CALL):
+        yield requests[start : start + _INPUTS_PER_CALL]
+
+
+def _renamed(request: inference.PoolRequest, attempt: int) -> inference.PoolRequest:
+    again = inference.PoolRequest()
+    again.CopyFrom(request)
+    again.request_id = f"{request.request_id}.{attempt}"
+    return again

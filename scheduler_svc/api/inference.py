@@ -1,13 +1,14 @@
 """The `Inference` service: each RPC parses its request, calls the engine and builds the answer."""
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protos.errors import (
-    Aborted,
+    InvalidArgument,
     NotFound,
     SchemaMismatch,
     TriptychError,
@@ -28,7 +29,7 @@ from scheduler_svc.convert.inference import (
     event_to_protos,
     lora_to_proto,
     pool_submission_from_proto,
-    pooled_to_proto,
+    pooled_to_protos,
     submission_from_proto,
 )
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
@@ -37,9 +38,9 @@ from scheduler_svc.convert.model import files_to_proto, model_to_proto
 from scheduler_svc.convert.replay import log_to_protos
 from scheduler_svc.dispatch.event_log import EventLogs
 from scheduler_svc.metrics import SchedulerMetrics
+from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event, Sink
-from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import EngineProtocol
@@ -48,6 +49,9 @@ from scheduler_svc.workers.model_files import ServedFiles
 # Shortest interval between two samples of WatchLoad: the load changes with every step.
 _LOAD_SAMPLE_S = 0.1
 
+# Requests that one PoolAll may have.
+_MOST_POOLED = 256
+
 
 def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
     return request.sequence if request.HasField("sequence") else None
@@ -55,6 +59,12 @@ def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
 
 def _shutting_down() -> Unavailable:
     return Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
+
+
+def _nameless() -> InvalidArgument:
+    return InvalidArgument(
+        "request_id is empty; results come in any order, so each request needs an id", param="request_id"
+    )
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -197,26 +207,51 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
         """Runs one request of a pooling model. The end of the call aborts it."""
-        mine: list[str] = []
+        ((response,),) = [responses async for responses in self._pool((request,), context)]
+        return response
+
+    async def PoolAll(
+        self, request: inference_pb2.PoolAllRequest, context: Context
+    ) -> AsyncIterator[inference_pb2.PoolAllResponse]:
+        """Runs several requests of a pooling model. The first failure, or the end of the call, aborts all."""
+        if not all(each.request_id for each in request.requests):
+            await abort(context, _nameless())
+        async with contextlib.aclosing(self._pool(request.requests, context)) as results:
+            async for responses in results:
+                yield inference_pb2.PoolAllResponse(responses=responses)
+
+    async def _pool(
+        self, requests: Sequence[inference_pb2.PoolRequest], context: Context
+    ) -> AsyncGenerator[list[inference_pb2.PoolResponse]]:
+        """Yields the results of requests as batches end, in messages of bounded size."""
+        mine: dict[str, PoolSubmission] = {}
         buffer = self._buffer(mine)
         try:
-            self._check_model(request.model)
-            submission = pool_submission_from_proto(request)
-            with bind_request(submission.request_id):
-                self._engine.submit_pooling(submission, buffer)
-            mine.append(submission.request_id)
-            (event,) = await buffer.take()
-            assert isinstance(event, Event)
-            if event.error is not None:
-                raise event.error
-            if event.finish_reason is FinishReason.ABORT:
-                raise Aborted("the request was aborted")
-            return pooled_to_proto(event, submission)
+            for submission in self._pool_submissions(requests):
+                with bind_request(submission.request_id):
+                    self._engine.submit_pooling(submission, buffer)
+                mine[submission.request_id] = submission
+            while mine:
+                for responses in pooled_to_protos(await buffer.take(), mine):
+                    for response in responses:
+                        del mine[response.request_id]
+                    yield responses
         except TriptychError as error:
             await abort(context, error)
         finally:
             buffer.close()
             self._abort_all(mine)
+
+    def _pool_submissions(self, requests: Sequence[inference_pb2.PoolRequest]) -> list[PoolSubmission]:
+        """Validates all requests before the first one is submitted."""
+        if not 0 < len(requests) <= _MOST_POOLED:
+            raise InvalidArgument(
+                f"requests has {len(requests)} entries; send 1 to {_MOST_POOLED} in one call",
+                param="requests",
+            )
+        for request in requests:
+            self._check_model(request.model)
+        return list(map(pool_submission_from_proto, requests))
 
     def _check_model(self, name: str) -> None:
         """Refuses requests while draining, and requests for another model."""

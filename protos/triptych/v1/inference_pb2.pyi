@@ -735,6 +735,50 @@ class PoolResponse(_message.Message):
 Global___PoolResponse: _TypeAlias = PoolResponse  # noqa: Y015
 
 @_typing.final
+class PoolAllRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolRequest]:
+        """1 to 256, each with a `request_id`."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___PoolRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolAllRequest: _TypeAlias = PoolAllRequest  # noqa: Y015
+
+@_typing.final
+class PoolAllResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESPONSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolResponse]:
+        """In the order in which the requests ended."""
+
+    def __init__(
+        self,
+        *,
+        responses: _abc.Iterable[Global___PoolResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["responses", b"responses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolAllResponse: _TypeAlias = PoolAllResponse  # noqa: Y015
+
+@_typing.final
 class WatchKvEventsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

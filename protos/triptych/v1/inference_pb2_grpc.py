@@ -55,6 +55,11 @@ class InferenceStub:
                 request_serializer=triptych_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_inference__pb2.PoolResponse.FromString,
                 _registered_method=True)
+        self.PoolAll = channel.unary_stream(
+                '/triptych.v1.Inference/PoolAll',
+                request_serializer=triptych_dot_v1_dot_inference__pb2.PoolAllRequest.SerializeToString,
+                response_deserializer=triptych_dot_v1_dot_inference__pb2.PoolAllResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/triptych.v1.Inference/Abort',
                 request_serializer=triptych_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
@@ -153,6 +158,14 @@ class InferenceServicer:
 
     def Pool(self, request, context):
         """Runs one request of a pooling model.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PoolAll(self, request, context):
+        """Runs several requests of a pooling model, which arrive together and share batches. Results come as batches end.
+        The first failure, and the end of the call, ends all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -274,6 +287,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Pool,
                     request_deserializer=triptych_dot_v1_dot_inference__pb2.PoolRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_inference__pb2.PoolResponse.SerializeToString,
+            ),
+            'PoolAll': grpc.unary_stream_rpc_method_handler(
+                    servicer.PoolAll,
+                    request_deserializer=triptych_dot_v1_dot_inference__pb2.PoolAllRequest.FromString,
+                    response_serializer=triptych_dot_v1_dot_inference__pb2.PoolAllResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -449,6 +467,33 @@ class Inference:
             '/triptych.v1.Inference/Pool',
             triptych_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
             triptych_dot_v1_dot_inference__pb2.PoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PoolAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/triptych.v1.Inference/PoolAll',
+            triptych_dot_v1_dot_inference__pb2.PoolAllRequest.SerializeToString,
+            triptych_dot_v1_dot_inference__pb2.PoolAllResponse.FromString,
             options,
             channel_credentials,
             insecure,

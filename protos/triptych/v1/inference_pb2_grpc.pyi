@@ -49,6 +49,10 @@ class InferenceStub:
     """
     Pool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]
     """Runs one request of a pooling model."""
+    PoolAll: _grpc.UnaryStreamMultiCallable[_inference_pb2.PoolAllRequest, _inference_pb2.PoolAllResponse]
+    """Runs several requests of a pooling model, which arrive together and share batches. Results come as batches end.
+    The first failure, and the end of the call, ends all of them.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Aborts a request. Idempotent: unknown and finished ids are no error."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _common_pb2.ModelInfo]
@@ -99,6 +103,10 @@ class InferenceAsyncStub(InferenceStub):
     """
     Pool: _aio.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
     """Runs one request of a pooling model."""
+    PoolAll: _aio.UnaryStreamMultiCallable[_inference_pb2.PoolAllRequest, _inference_pb2.PoolAllResponse]  # type: ignore[assignment]
+    """Runs several requests of a pooling model, which arrive together and share batches. Results come as batches end.
+    The first failure, and the end of the call, ends all of them.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Aborts a request. Idempotent: unknown and finished ids are no error."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _common_pb2.ModelInfo]  # type: ignore[assignment]
@@ -170,6 +178,16 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.PoolResponse, _abc.Awaitable[_inference_pb2.PoolResponse]]:
         """Runs one request of a pooling model."""
+
+    @_abc_1.abstractmethod
+    def PoolAll(
+        self,
+        request: _inference_pb2.PoolAllRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.PoolAllResponse], _abc.AsyncIterator[_inference_pb2.PoolAllResponse]]:
+        """Runs several requests of a pooling model, which arrive together and share batches. Results come as batches end.
+        The first failure, and the end of the call, ends all of them.
+        """
 
     @_abc_1.abstractmethod
     def Abort(

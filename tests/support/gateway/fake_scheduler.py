@@ -24,6 +24,7 @@ from protos.server import Server
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from tests.support.gateway.pool_responses import pool_response, pooling_info
 
 SCHEDULER_METRICS = (
     b"# HELP vllm:num_requests_running Requests that have a slot.\n"
@@ -178,6 +179,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     """The error for a pooling request; ``None`` as the result: answer it."""
     pooled: list[inference.PoolRequest] = field(default_factory=list)
     """Pooling requests so far, in order."""
+    pool_calls: list[int] = field(default_factory=list)
+    """Requests of each call of `PoolAll` so far."""
     pooling: int = 0
     """Pooling requests under way."""
 
@@ -196,6 +199,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         self.pool_gate.set()
         self.requests.clear()
         self.pooled.clear()
+        self.pool_calls.clear()
         self.aborted.clear()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -222,37 +226,25 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             served_name=self.model, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
             eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
             default_sampling=self.sampling_defaults, pooled_size=self.pooled_size,
-            pool_tasks=self.pool_tasks if self.pooled_size else [], pooling=self._pooling_info(),
+            pool_tasks=self.pool_tasks if self.pooled_size else [], pooling=pooling_info(self.pooling_info, self.max_model_len) if self.pooled_size else None,
         )  # fmt: skip
 
-    async def Pool(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
-        self.pooled.append(request)
-        self.pooling += 1
+    async def PoolAll(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
+        count = len(request.requests)
+        self.pooled.extend(request.requests)
+        self.pool_calls.append(count)
+        self.pooling += count
         await self._notify()
         try:
             await self.pool_gate.wait()
-            if (error := self.refuse_pool(request)) is not None:
-                await abort(context, error)
+            # In another order than they came.
+            for each in reversed(request.requests):
+                if (error := self.refuse_pool(each)) is not None:
+                    await abort(context, error)
+                response = pool_response(each, self.pooled_size, self.pool_values)
+                yield inference.PoolAllResponse(responses=[response])
         finally:
-            self.pooling -= 1
-        prompt = list(request.prompt_token_ids)
-        if self.pool_values is not None:
-            values = self.pool_values(request)
-        else:
-            values = [len(prompt), prompt[0], *[0.1] * (self.pooled_size - 2)]
-        of_tokens = request.task in (pb.POOL_TASK_TOKEN_EMBED, pb.POOL_TASK_TOKEN_CLASSIFY)
-        return inference.PoolResponse(
-            request_id=request.request_id, values=values, num_prompt_tokens=len(prompt),
-            shape=[len(prompt), len(values) // len(prompt)] if of_tokens else [len(values)],
-        )  # fmt: skip
-
-    def _pooling_info(self) -> pb.PoolingInfo | None:
-        if not self.pooled_size:
-            return None
-        info = pb.PoolingInfo()
-        info.CopyFrom(self.pooling_info)
-        info.shapes.add(kind=pb.GRAPH_KIND_POOL, batch=4, query_len=self.max_model_len)
-        return info
+            self.pooling -= count
 
     async def GetTokenizer(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         self.num_tokenizer_loads += 1

@@ -229,3 +229,26 @@ async def test_pooling_requests_wait_for_a_worker(scheduler: FakeScheduler, port
         with pytest.raises(Unavailable, match="no worker is ready yet"):
             await client.pool([pool_request()])
         assert len(client.parking) == 0
+
+
+async def test_only_missing_results_are_asked_for_again(scheduler: FakeScheduler, port: int) -> None:
+    """A call that ends early keeps its results; the rest is sent again under other ids."""
+    refusals = iter([Unavailable("the scheduler is shutting down", retry_after_ms=20)])
+    scheduler.refuse_pool = lambda sent: next(refusals, None) if sent.request_id == "b" else None
+    async with serving(scheduler, port), started(port) as client:
+        results = await client.pool([pool_request("a"), pool_request("b"), pool_request("c")])
+    assert [result.request_id for result in results] == ["a.1", "b.1", "c"]
+    assert scheduler.pool_calls == [3, 2]
+
+
+async def test_inputs_share_calls(scheduler: FakeScheduler, port: int) -> None:
+    """Many inputs are sent in a few calls, two at a time; results have the order of the inputs."""
+    scheduler.pool_gate.clear()
+    names = [f"p{index}" for index in range(70)]
+    async with serving(scheduler, port), started(port) as client:
+        asking = asyncio.create_task(client.pool([pool_request(name) for name in names]))
+        await scheduler.until(lambda: len(scheduler.pool_calls) == 2)
+        assert scheduler.pool_calls == [32, 32]
+        scheduler.pool_gate.set()
+        assert [result.request_id for result in await asyncio.wait_for(asking, 20)] == names
+    assert scheduler.pool_calls == [32, 32, 6]
