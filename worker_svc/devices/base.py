@@ -386,7 +386,7 @@ class Device(abc.ABC):
         """
         return mask_of(slots, shape)
 
-    def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> RowsPlan:
+    def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> Any:
         """Prepares one step of a pooling model for its layers with these parameters; see `RowsPlan.of`."""
         return RowsPlan.of(lengths, row_len, params)
 
@@ -408,7 +408,7 @@ class Device(abc.ABC):
         )  # fmt: skip
         by_row(call.output, plan, params).copy_(attended)
 
-    def plan_packed(self, lengths: torch.Tensor, params: AttentionParams) -> PackedPlan:
+    def plan_packed(self, lengths: torch.Tensor, params: AttentionParams) -> Any:
         """Prepares one step of texts in a row for layers with these parameters; see `PackedPlan.of`."""
         return PackedPlan.of(lengths, params)
 

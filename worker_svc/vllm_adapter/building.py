@@ -66,7 +66,12 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
             import worker_svc.vllm_adapter.layers.cpu_moe
         if config.model_config.use_mla:
             import worker_svc.vllm_adapter.layers.latent_attention  # noqa: F401 - registers on import, in seconds
-        return initialize_model(vllm_config=config)
+        model = initialize_model(vllm_config=config)
+    if device.name == "cpu":
+        from worker_svc.vllm_adapter.layers.cpu_layers import use_own_layer_norms
+
+        use_own_layer_norms(model)
+    return model
 
 
 def layers_of_all_stages(arguments: Mapping[str, Any], layout: RankLayout) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
 from worker_svc.devices import gathered, in_place, latent
 from worker_svc.devices.adapter_stack import AdapterStack, StackShape
-from worker_svc.devices.attention import AttentionCall, InPlaceInput, PagedInput, StepInput
+from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.adapter_stack import PackedStack
 from worker_svc.devices.cpu.adapter_stack import serves as serves_adapters
 from worker_svc.devices.cpu.kernels import ops
-from worker_svc.devices.cpu.kernels.program import AttentionPlan, Kernels, Program, serves
+from worker_svc.devices.cpu.kernels.plans import AttentionPlan, TextsPlan
+from worker_svc.devices.cpu.kernels.program import Kernels, Program, serves, serves_texts
 from worker_svc.devices.cpu.quantized import CpuProducts
 from worker_svc.shapes.geometry import KvGroup
 
@@ -161,9 +162,29 @@ class CpuDevice(Device):
         keys, values = call.cache.chunk(2, dim=2)
         _attend_paged(call, keys, values, plan)
 
+    def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> Any:
+        """See the base class."""
+        return TextsPlan(lengths, row_len, params)
+
+    def plan_packed(self, lengths: torch.Tensor, params: AttentionParams) -> Any:
+        """See the base class."""
+        return TextsPlan(lengths, None, params)
+
+    def attend_step(self, call: AttentionCall, plan: Any) -> None:
+        """See the base class."""
+        if not isinstance(plan, TextsPlan):
+            super().attend_step(call, plan)
+        elif (kernels := _kernels_for_texts(call)) is not None:
+            kernels.attention_of_texts(call)(plan)
+        else:
+            super().attend_step(call, plan.plain)
+
     def bind_attention(self, call: AttentionCall) -> Callable[[Any], None]:
         """See the base class."""
         params, cache = call.params, call.cache
+        # A layer of a pooling model has no cache.
+        if not cache.numel() and (texts := _kernels_for_texts(call)) is not None:
+            return texts.attention_of_texts(call)
         if cache.dim() != _PAGED_DIMS:
             return super().bind_attention(call)
         block_size = cache.shape[2] // 2
@@ -214,6 +235,11 @@ def _kernels_for(
     if not serves(num_heads, num_kv_heads, head_size, dtype, block_size):
         return None
     return ops.kernels()
+
+
+def _kernels_for_texts(call: AttentionCall) -> Kernels | None:
+    """Returns our own kernels, or `None` if they do not serve such a layer's attention without a cache."""
+    return ops.kernels() if serves_texts(call) else None
 
 
 def _attend_paged(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, plan: _Plan) -> None:

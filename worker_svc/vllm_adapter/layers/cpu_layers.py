@@ -11,7 +11,7 @@ from torch.nn import functional
 from vllm import _custom_ops as vllm_ops
 from vllm import ir
 from vllm.model_executor.layers import utils as layer_utils
-from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.activation import GELU, GeluAndMul, SiluAndMul
 
 from worker_svc.devices.cpu.kernels.ops import kernels
 
@@ -22,10 +22,10 @@ _own: Any = torch.ops.triptych_cpu
 _MATRIX = 2
 
 
-def _use_own(*tensors: torch.Tensor) -> bool:
+def _use_own(*tensors: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
     """Whether our own kernels are available and serve these activations."""
     return kernels() is not None and all(
-        tensor.dtype == torch.bfloat16 and tensor.dim() and tensor.stride(-1) == 1 for tensor in tensors
+        tensor.dtype == dtype and tensor.dim() and tensor.stride(-1) == 1 for tensor in tensors
     )
 
 
@@ -119,6 +119,38 @@ class CpuGeluAndMul(GeluAndMul):
         return plain
 
 
+@GELU.register_oot
+class CpuGelu(GELU):
+    """GELU by the error function."""
+
+    def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps a tensor of any shape."""
+        if _use_own(x, dtype=torch.float32) and x.is_contiguous():
+            own: torch.Tensor = _own.gelu(x)
+            return own
+        plain: torch.Tensor = super().forward_cpu(x)
+        return plain
+
+
+class CpuLayerNorm(torch.nn.LayerNorm):
+    """The layer norm of encoders."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalizes [tokens, size] over the last dimension."""
+        own = _use_own(x, dtype=torch.float32) and x.dim() == _MATRIX and x.is_contiguous()
+        if own and self.elementwise_affine and self.weight.dtype == x.dtype:
+            normalized: torch.Tensor = _own.layer_norm(x, self.weight, self.bias, self.eps)
+            return normalized
+        return super().forward(x)
+
+
+def use_own_layer_norms(model: torch.nn.Module) -> None:
+    """Gives a model's layer norms our kernel. Encoders use PyTorch's layer, which vLLM's registry lacks."""
+    for module in model.modules():
+        if type(module) is torch.nn.LayerNorm:
+            module.__class__ = CpuLayerNorm
+
+
 _rotary_embedding = vllm_ops.rotary_embedding
 
 
@@ -174,9 +206,8 @@ def dispatch_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
     if not (
         kernels() is not None
         and weight.dim() == _MATRIX
-        and weight.dtype == torch.bfloat16
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0))
         and not weight.is_meta
-        and weight.shape[1] % 2 == 0
         and not getattr(layer, "_cpu_skip_gemm_dispatch", False)
     ):
         _dispatch_gemm(layer, remove_weight)

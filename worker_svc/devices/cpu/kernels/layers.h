@@ -65,11 +65,16 @@ inline const char* next_panel(const Op& op, int64_t bytes, int64_t panel, int64_
   return op.at[4] ? static_cast<const char*>(op.at[4]) + (next - panels) * bytes : nullptr;
 }
 
-inline void linear(const Op& op, int64_t piece, int threads) {
-  const int64_t rows = op.n[0], each = panels_a_piece(op);
+// Computes the panels of a piece for `rows` rows from `row` on, block of rows by block of rows. `tile` takes the
+// number of rows and the number of lines to prefetch a step, known to the compiler, and the first row, the panel and
+// the address to prefetch.
+//   bytes: of a panel.
+template <class Tile>
+inline void by_tile(const Op& op, int64_t piece, int64_t row, int64_t rows, int threads, int64_t bytes,
+                    const Tile& tile) {
+  const int64_t each = panels_a_piece(op);
   const int64_t last = std::min(panels_of(op), (piece + 1) * each);
   const int64_t blocks = (rows + kRows - 1) / kRows;
-  const int64_t bytes = op.n[2] * kPanel * static_cast<int64_t>(sizeof(bf16));
   for (int64_t panel = piece * each; panel < last; panel++) {
     const char* fetch = next_panel(op, bytes, panel, each, threads);
     for (int64_t block = 0; block < blocks; block++) {
@@ -78,14 +83,22 @@ inline void linear(const Op& op, int64_t piece, int threads) {
         // A single block prefetches the whole next panel; of several blocks, the first two prefetch a half
         // each.
         if (!fetch || block > 1)
-          linear_tile<count, 0>(op, from, panel, nullptr);
+          tile(count, std::integral_constant<int, 0>{}, row + from, panel, nullptr);
         else if (blocks == 1)
-          linear_tile<count, 2>(op, from, panel, fetch);
+          tile(count, std::integral_constant<int, 2>{}, row + from, panel, fetch);
         else
-          linear_tile<count, 1>(op, from, panel, fetch + block * op.n[2] / 2 * 64);
+          tile(count, std::integral_constant<int, 1>{}, row + from, panel, fetch + block * bytes / 2);
       });
     }
   }
+}
+
+inline void linear(const Op& op, int64_t piece, int threads) {
+  const int64_t bytes = op.n[2] * kPanel * static_cast<int64_t>(sizeof(bf16));
+  by_tile(op, piece, 0, op.n[0], threads, bytes,
+          [&](auto rows, auto lines, int64_t row, int64_t panel, const char* fetch) {
+            linear_tile<rows, lines>(op, row, panel, fetch);
+          });
   if (op.n[4]) _mm_sfence();
 }
 

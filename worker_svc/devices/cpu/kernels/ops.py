@@ -1,8 +1,7 @@
 """Our kernels as PyTorch operators, `triptych_cpu::*`, so that models call them and graphs record them.
 
 An operator runs a program of one kernel. `lower` gives a graph that program, on the addresses of the
-graph's tensors. All operators are for bfloat16. They take the arguments of `program.Kernels` and allocate
-their results.
+graph's tensors. Operators take the arguments of `program.Kernels` and allocate their results.
 """
 
 import functools
@@ -66,6 +65,14 @@ def _empty_like_x(x: torch.Tensor, *_: Any) -> Result:
 
 def _add_rms_norm(_: Any, *args: Any) -> Program:
     return _loaded().add_norm(*args)
+
+
+def _layer_norm(out: Any, x: torch.Tensor, weight: torch.Tensor, bias: Result, epsilon: float) -> Program:
+    return _loaded().layer_norm(x, weight, bias, epsilon, out)
+
+
+def _gelu(out: Any, x: torch.Tensor) -> Program:
+    return _loaded().gelu(x, out)
 
 
 def _gate(out: Any, x: torch.Tensor, activation: str) -> Program:
@@ -135,6 +142,13 @@ _define(
     _add_rms_norm,
     _no_result,
 )
+_define(
+    "layer_norm",
+    "(Tensor x, Tensor weight, Tensor? bias, float epsilon) -> Tensor",
+    _layer_norm,
+    _empty_like_x,
+)
+_define("gelu", "(Tensor x) -> Tensor", _gelu, _empty_like_x)
 _define("gate", "(Tensor x, str activation) -> Tensor", _gate, _empty_half)
 _define(
     "rotate_",
@@ -157,6 +171,22 @@ _define(
 
 
 def lower(op: Any, args: Sequence[Any], result: Any) -> Program | None:
-    """Returns the program for one call of an operator; `None` if the operator is not ours."""
-    program = _PROGRAMS.get(op)
-    return None if program is None else program(result, *args)
+    """Returns the program for one call of an operator; `None` if there is none.
+
+    Besides our operators there is one for PyTorch's sums in float32, whose result is the same to the bit.
+    """
+    if (program := _PROGRAMS.get(op)) is not None:
+        return program(result, *args)
+    if op is torch.ops.aten.add.Tensor and kernels() is not None and _is_plain_sum(args, result):
+        return _loaded().add(args[0], args[1], result)
+    return None
+
+
+def _is_plain_sum(args: Sequence[Any], result: torch.Tensor) -> bool:
+    return len(args) == len(("x", "y")) and all(
+        isinstance(each, torch.Tensor)
+        and each.dtype == torch.float32
+        and each.shape == result.shape
+        and each.is_contiguous()
+        for each in (*args, result)
+    )

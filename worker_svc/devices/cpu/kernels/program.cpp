@@ -11,6 +11,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "floats.h"
 #include "layers.h"
 #include "quantized.h"
 
@@ -34,6 +35,11 @@ int64_t pieces_of(const Op& op, const Plan* const* plans) {
     case kAttend: return attend_pieces(op, *plans[op.plan]);
     case kShrink: return shrink_pieces(op);
     case kExpand: return expand_pieces(op);
+    case kFloatLinear: return float_linear_pieces(op);
+    case kLayerNorm: return layer_norm_pieces(op);
+    case kAdd: return value_pieces(op);
+    case kGelu: return value_pieces(op);
+    case kAttendTexts: return attend_texts_pieces(op, *plans[op.plan]);
   }
   return 0;
 }
@@ -50,6 +56,11 @@ void run_piece(const Op& op, const Plan* const* plans, Scratch& scratch, int64_t
     case kAttend: return attend(op, *plans[op.plan], scratch, piece);
     case kShrink: return shrink(op, piece);
     case kExpand: return expand(op, piece);
+    case kFloatLinear: return float_linear(op, piece, scratch.threads);
+    case kLayerNorm: return layer_norm(op, piece);
+    case kAdd: return add(op, piece);
+    case kGelu: return gelu(op, piece);
+    case kAttendTexts: return attend_texts(op, *plans[op.plan], piece);
   }
 }
 

@@ -16,6 +16,11 @@ enum Kind : int64_t {
   kShrink = 7,
   kExpand = 8,
   kQuantized = 9,
+  kFloatLinear = 10,
+  kLayerNorm = 11,
+  kAdd = 12,
+  kGelu = 13,
+  kAttendTexts = 14,
 };
 
 // One operation. The comment above its kernel explains its numbers.
@@ -30,7 +35,8 @@ struct Op {
   double f[2];
 };
 
-// One step's attention for one KV group: the fields of PagedInput and numbers derived from them.
+// One step's attention for one KV group: the fields of PagedInput and numbers derived from them. Of texts without
+// a cache it has the lengths, the first tokens, and the numbers of texts and of real tokens.
 struct Plan {
   const int32_t* seq_lens;
   const int32_t* query_start;

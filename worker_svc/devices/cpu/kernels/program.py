@@ -1,6 +1,6 @@
 """Programs: lists of kernels on fixed addresses that all threads run together in one call.
 
-The structures mirror those of `program.h`.
+The structure of an operation mirrors that of `program.h`.
 """
 
 import ctypes
@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch.nn import functional
 
 from worker_svc.devices.attention import AttentionCall, PagedInput
+from worker_svc.devices.cpu.kernels.plans import AttentionPlan, TextsPlan
 
 (
     _LINEAR, _NORM, _ADD_NORM, _GATE, _ROTATE, _WRITE_CACHE, _ATTEND, _SHRINK, _EXPAND, _QUANTIZED,
-) = range(10)  # fmt: skip
+    _FLOAT_LINEAR, _LAYER_NORM, _ADD, _GELU, _ATTEND_TEXTS,
+) = range(15)  # fmt: skip
 GATES: Final = ("silu", "gelu_tanh")
 PANEL: Final = 32
 """Columns of a panel, the unit of packed weights and of cached keys."""
@@ -29,7 +32,7 @@ _MAX_GROUP: Final = 48
 _LINE: Final = 64
 # The index of the address of the next product's weights.
 _NEXT: Final = 4
-_PRODUCTS: Final = (_LINEAR, _QUANTIZED)
+_PRODUCTS: Final = (_LINEAR, _QUANTIZED, _FLOAT_LINEAR)
 _SCALE_BYTES: Final = 2
 # Scales are stored in float16, relative to a power of two near the largest. So those of a layer may differ by
 # 2**28 without losing a bit.
@@ -44,16 +47,6 @@ class _Op(ctypes.Structure):
         ("at", ctypes.c_void_p * 6),
         ("n", ctypes.c_int64 * 10),
         ("f", ctypes.c_double * 2),
-    )
-
-
-class _Plan(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("seq_lens", "query_start", "block_table", "slot_mapping")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("width", "rows", "num_tokens", "total", "block_size", "longest_query", "longest")
-        ),
     )
 
 
@@ -86,13 +79,16 @@ class Kernels:
         """Packs weights [columns, k] in the order in which products read them.
 
         Args:
-            weights: bfloat16, contiguous; `k` is even.
+            weights: float32, or contiguous bfloat16 with an even `k`.
 
         Returns:
-            [panels, k / 2, 32, 2]; columns beyond the last are 0.
+            float32 [panels, k, 32], or bfloat16 [panels, k / 2, 32, 2]; columns beyond the last are 0.
         """
         columns, size = weights.shape
         panels = -(-columns // PANEL)
+        if weights.dtype == torch.float32:
+            padded = functional.pad(weights, (0, 0, 0, panels * PANEL - columns))
+            return padded.view(panels, PANEL, size).transpose(1, 2).contiguous()
         packed = torch.empty((panels, size // 2, PANEL, 2), dtype=torch.bfloat16)
         self._library.triptych_pack(
             weights.data_ptr(), packed.data_ptr(), columns, size, torch.get_num_threads()
@@ -109,14 +105,15 @@ class Kernels:
         """Multiplies by packed weights.
 
         Args:
-            x: bfloat16 [rows, k]; the values of a row are contiguous.
+            x: bfloat16 or float32 [rows, k]; the values of a row are contiguous.
             packed: the result of `pack`.
-            bias: bfloat16 [columns].
-            out: [rows, columns], contiguous, bfloat16 or float32.
+            bias: [columns], like `x`.
+            out: [rows, columns], contiguous, like `x` or float32.
         """
         rows, size = x.shape
         numbers = (rows, out.shape[-1], size, x.stride(0), int(out.dtype == torch.float32))
-        return self._program(_LINEAR, (x, packed, bias, out), numbers)
+        kind = _FLOAT_LINEAR if x.dtype == torch.float32 else _LINEAR
+        return self._program(kind, (x, packed, bias, out), numbers)
 
     def pack_codes(
         self, codes: torch.Tensor, scales: torch.Tensor, bits: int
@@ -192,6 +189,25 @@ class Kernels:
         rows, size = x.shape
         numbers = (rows, 1, size, size, size, int(weight.dtype == torch.float32))
         return self._program(_ADD_NORM, (x, weight, residual), numbers, (epsilon,))
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        epsilon: float,
+        out: torch.Tensor,
+    ) -> "Program":
+        """Computes the layer norm of each row of `x`, float32 [rows, size]; all are contiguous."""
+        return self._program(_LAYER_NORM, (x, weight, bias, out), x.shape, (epsilon,))
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> "Program":
+        """Adds tensors of one shape, float32 and contiguous."""
+        return self._program(_ADD, (x, y, out), (out.numel(),))
+
+    def gelu(self, x: torch.Tensor, out: torch.Tensor) -> "Program":
+        """Computes GELU, by the error function, of a contiguous float32 tensor."""
+        return self._program(_GELU, (x, None, out), (out.numel(),))
 
     def gate(self, x: torch.Tensor, activation: str, out: torch.Tensor) -> "Program":
         """Writes `activation(x[:, :size]) * x[:, size:]` to contiguous `out`; see `GATES`."""
@@ -274,7 +290,23 @@ class Kernels:
             self._program(_ATTEND, tensors, attend, (params.scale, params.softcap), num_plans=1),
         ], num_plans=1)  # fmt: skip
 
-    def plan(self, block_size: int, step: PagedInput) -> "AttentionPlan":
+    def attention_of_texts(self, call: AttentionCall) -> "Program":
+        """Attends within texts that follow one another; see `serves_texts`.
+
+        The program takes the step's `TextsPlan` when it runs. The outputs of padding are zeros.
+        """
+        params, output = call.params, call.output
+        assert call.key is not None
+        assert call.value is not None
+        numbers = (
+            params.num_heads, params.num_heads // params.num_kv_heads, params.head_size, int(params.causal),
+            params.window, call.query.stride(0), call.key.stride(0), call.value.stride(0), output.stride(0),
+            output.shape[0],
+        )  # fmt: skip
+        tensors = (call.query, call.key, call.value, output)
+        return self._program(_ATTEND_TEXTS, tensors, numbers, (params.scale,), num_plans=1)
+
+    def plan(self, block_size: int, step: PagedInput) -> AttentionPlan:
         """Returns the plan that programs of `attention` take for a step."""
         return AttentionPlan(self._library, block_size, step)
 
@@ -308,19 +340,19 @@ def serves(num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
     )
 
 
-class AttentionPlan:
-    """One step's attention for one KV group."""
-
-    def __init__(self, library: ctypes.CDLL, block_size: int, step: PagedInput) -> None:
-        """Stores the addresses of the step's tensors and keeps the tensors alive."""
-        self._step = step
-        self._plan = _Plan(
-            step.seq_lens.data_ptr(), step.query_start.data_ptr(), step.block_table.data_ptr(),
-            step.slot_mapping.data_ptr(), step.block_table.stride(0), step.seq_lens.shape[0], step.num_tokens,
-            step.slot_mapping.shape[0], block_size,
-        )  # fmt: skip
-        self.address = ctypes.addressof(self._plan)
-        library.triptych_prepare(self.address)
+def serves_texts(call: AttentionCall) -> bool:
+    """Whether `Kernels.attention_of_texts` serves such a call, which uses no cache."""
+    params = call.params
+    plain = not (params.softcap or params.sinks or params.slopes)
+    tensors = (call.query, call.key, call.value, call.output)
+    return (
+        plain
+        and params.head_size % PANEL == 0
+        and all(
+            each is not None and each.dtype == torch.float32 and each.stride()[1:] == (params.head_size, 1)
+            for each in tensors
+        )
+    )
 
 
 class Program:
@@ -371,7 +403,7 @@ class Program:
             plans += program._num_plans  # noqa: SLF001
         return cls(programs[0]._native, ops, kept, plans if num_plans is None else num_plans)  # noqa: SLF001
 
-    def __call__(self, *plans: AttentionPlan) -> None:
+    def __call__(self, *plans: AttentionPlan | TextsPlan) -> None:
         """Runs the kernels."""
         for index, plan in enumerate(plans):
             self._plans[index] = plan.address

@@ -1,0 +1,209 @@
+"""Our own CPU kernels for encoders in float32, compared with PyTorch on odd shapes."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn import functional
+
+from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan
+from worker_svc.devices.cpu.device import CpuDevice
+from worker_svc.devices.cpu.kernels import build, ops
+from worker_svc.devices.cpu.kernels.plans import TextsPlan
+from worker_svc.devices.cpu.kernels.program import Kernels, Program, serves_texts
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    """The loaded kernels; skips the test if they are unavailable."""
+    try:
+        return Kernels(build.library())
+    except build.KernelsUnavailable as error:
+        pytest.skip(f"the kernels are unavailable: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compares sums of float32 products, whose orders differ."""
+    tolerance = 16 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("rows", [1, 11, 12, 13, 25, 128])
+@pytest.mark.parametrize(("columns", "size"), [(1152, 384), (70, 64), (33, 1536), (1, 1), (2080, 17)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_product_with_packed_weights(
+    kernels: Kernels, rows: int, columns: int, size: int, has_bias: bool
+) -> None:
+    """A product matches PyTorch for any shape; odd sizes are served, too."""
+    x, weights, bias = torch.randn(rows, size + 6)[:, :size], torch.randn(columns, size), torch.randn(columns)
+    out = torch.full((rows, columns), torch.nan)
+    kernels.linear(x, kernels.pack(weights), bias if has_bias else None, out)()
+    _close(out, x @ weights.t() + (bias if has_bias else 0))
+
+
+def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels) -> None:
+    """A row of a product has the same bits alone and among others."""
+    x, packed = torch.randn(128, 384), kernels.pack(torch.randn(960, 384))
+    alone, together = torch.empty(1, 960), torch.empty(128, 960)
+    kernels.linear(x, packed, None, together)()
+    for row in (0, 11, 64, 127):
+        kernels.linear(x[row : row + 1], packed, None, alone)()
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("size", [1, 64, 70, 384])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norms(kernels: Kernels, size: int, has_bias: bool) -> None:
+    """A layer norm matches PyTorch far from 0, where a sum of squares would lose digits."""
+    x, weight, bias = torch.randn(19, size) + 100, torch.randn(size), torch.randn(size)
+    out = torch.empty_like(x)
+    kernels.layer_norm(x, weight, bias if has_bias else None, 1e-5, out)()
+    expected = functional.layer_norm(
+        x.double(), (size,), weight.double(), bias.double() if has_bias else None, 1e-5
+    )
+    torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-4)
+
+
+def test_gelu(kernels: Kernels) -> None:
+    """GELU matches PyTorch's with the error function, from far below 0 to far above."""
+    x = torch.cat([torch.linspace(-12, 12, 20_001), torch.tensor([-1e30, -0.0, 0.0, 1e30])])
+    out = torch.empty_like(x)
+    kernels.gelu(x, out)()
+    finite = slice(0, 20_001)
+    expected = functional.gelu(x[finite].double()).float()
+    torch.testing.assert_close(out[finite], expected, rtol=1e-6, atol=3e-7)
+    assert out[-1] == x[-1]
+    assert torch.equal(out[-4:-1], torch.zeros(3))
+
+
+@pytest.mark.parametrize("count", [1, 16, 100_003])
+def test_sums_have_the_bits_of_pytorchs(kernels: Kernels, count: int) -> None:
+    """A graph replaces PyTorch's sum, so the result must be the same."""
+    x, y, out = torch.randn(count), torch.randn(count), torch.empty(count)
+    kernels.add(x, y, out)()
+    assert torch.equal(out, x + y)
+
+
+@pytest.mark.parametrize(
+    ("args", "result"),
+    [
+        ((torch.ones(2, 3), torch.ones(3)), torch.empty(2, 3)),
+        ((torch.ones(2, 3), 1.0), torch.empty(2, 3)),
+        ((torch.ones(3, 2).t(), torch.ones(2, 3)), torch.empty(2, 3)),
+        ((torch.ones(2).double(), torch.ones(2).double()), torch.empty(2).double()),
+    ],
+)
+def test_other_sums_stay_pytorchs(args: tuple[object, ...], result: torch.Tensor) -> None:
+    """Sums that are broadcast, not contiguous or not in float32 have no program."""
+    assert ops.lower(torch.ops.aten.add.Tensor, args, result) is None
+
+
+SHAPES = [(12, 12, 32), (4, 2, 64), (2, 1, 96)]
+LENGTHS = [1, 5, 0, 12, 13, 33, 70]
+
+
+def _call(heads: int, kv_heads: int, size: int, tokens: int, *, causal: bool, window: int) -> AttentionCall:
+    params = AttentionParams(heads, kv_heads, size, 0.3, window, 0.0, writes=True, causal=causal)
+    # Parts of one tensor, as a joined projection gives them.
+    states = torch.randn(tokens, heads + 2 * kv_heads, size)
+    query, key, value = torch.split(states, [heads, kv_heads, kv_heads], dim=1)
+    output = torch.full((tokens, heads, size), torch.nan)
+    return AttentionCall(params, query, key, value, torch.empty(0), output)
+
+
+def _naive(call: AttentionCall, places: Iterator[tuple[int, int]]) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Yields each text's tokens and their outputs, head by head."""
+    params = call.params
+    assert call.key is not None
+    assert call.value is not None
+    for start, length in places:
+        real = slice(start, start + length)
+        group = params.num_heads // params.num_kv_heads
+        key, value = (each[real].repeat_interleave(group, dim=1) for each in (call.key, call.value))
+        scores = torch.einsum("qhd,khd->hqk", call.query[real], key) * params.scale
+        behind = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (behind < 0) & params.causal
+        if params.window:
+            hidden |= behind.abs() >= params.window
+        scores.masked_fill_(hidden, -math.inf)
+        yield real, torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (False, 3), (True, 0), (True, 20)])
+@pytest.mark.parametrize("row_len", [None, 70])
+def test_texts_attend_to_themselves(
+    kernels: Kernels, heads: int, kv_heads: int, size: int, causal: bool, window: int, row_len: int | None
+) -> None:
+    """Texts that follow one another, or have a row each, attend as each would alone."""
+    lengths = torch.tensor(LENGTHS)
+    total = int(lengths.sum())
+    tokens = total + 9 if row_len is None else row_len * len(LENGTHS)
+    call = _call(heads, kv_heads, size, tokens, causal=causal, window=window)
+    assert serves_texts(call)
+    kernels.attention_of_texts(call)(TextsPlan(lengths, row_len, call.params))
+    starts = (lengths.cumsum(0) - lengths).tolist() if row_len is None else range(0, tokens, row_len)
+    for real, expected in _naive(call, zip(starts, LENGTHS, strict=True)):
+        if expected.numel():
+            _close(call.output[real], expected)
+    if row_len is None:
+        assert not call.output[total:].any()
+
+
+def test_a_text_has_the_same_bits_in_any_company(kernels: Kernels) -> None:
+    """The result of a text does not depend on the others of its step, nor on the number of threads."""
+    call = _call(4, 4, 32, 60, causal=False, window=0)
+    together = torch.tensor([20, 37, 3])
+    kernels.attention_of_texts(call)(TextsPlan(together, None, call.params))
+    found = call.output[20:57].clone()
+    assert call.key is not None
+    assert call.value is not None
+    query, key, value = (each[20:57] for each in (call.query, call.key, call.value))
+    alone = AttentionCall(call.params, query, key, value, call.cache, torch.empty(37, 4, 32))
+    kernels.attention_of_texts(alone)(TextsPlan(torch.tensor([37]), None, call.params))
+    assert torch.equal(alone.output, found)
+
+
+def test_a_device_attends_with_our_kernels_or_without() -> None:
+    """Both ways give the same for a layer that our kernels serve; other head sizes run without them."""
+    device, lengths = CpuDevice(), torch.tensor([3, 30, 7])
+    served = _call(2, 2, 32, 44, causal=False, window=0)
+    device.attend_step(served, device.plan_packed(lengths, served.params))
+    ours = served.output.clone()
+    device.attend_packed(served, PackedPlan.of(lengths, served.params))
+    _close(ours, served.output)
+    other = _call(2, 2, 8, 44, causal=False, window=0)
+    assert not serves_texts(other)
+    device.bind_attention(other)(device.plan_packed(lengths, other.params))
+    for real, expected in _naive(other, zip([0, 3, 33], [3, 30, 7], strict=True)):
+        _close(other.output[real], expected)
+
+
+def test_an_encoders_layer_is_one_program(kernels: Kernels) -> None:
+    """A device fuses products, attention, sums, norms and GELU; the program takes the step's plan."""
+    x, out, wide = torch.randn(12, 64), torch.empty(12, 64), torch.empty(12, 64)
+    call = _call(2, 2, 32, 12, causal=False, window=0)
+    weight = kernels.pack(torch.randn(64, 64))
+    parts = [
+        kernels.linear(x, weight, None, wide),
+        kernels.attention_of_texts(call),
+        kernels.add(wide, call.output.view(12, 64), out),
+        kernels.layer_norm(out, torch.ones(64), None, 1e-5, wide),
+        kernels.gelu(wide, out),
+    ]
+    ((fused, count),) = CpuDevice().fuse(parts, [0, 1, 0, 0, 0])
+    assert isinstance(fused, Program)
+    assert count == 1
+    plan = TextsPlan(torch.tensor([5, 7]), None, call.params)
+    for part, num_plans in zip(parts, [0, 1, 0, 0, 0], strict=True):
+        part(*[plan] * num_plans)
+    one_by_one = out.clone()
+    out.zero_()
+    fused(plan)
+    assert torch.equal(out, one_by_one)

@@ -1,0 +1,236 @@
+// Kernels in float32, for embedding models: products, layer norms, GELU, sums, and attention within texts.
+#pragma once
+
+#include "layers.h"
+
+namespace triptych {
+
+// Does the same as the function of that name for bfloat16, with a value a step instead of a pair.
+template <int rows, int lines>
+inline void multiply(__m512 (&sums)[rows][2], const float* __restrict x, int64_t x_stride,
+                     const float* __restrict panel, int64_t stride, int64_t count, const char* fetch) {
+  for (int64_t k = 0; k < count; k++) {
+    const __m512 left = _mm512_loadu_ps(panel + k * stride);
+    const __m512 right = _mm512_loadu_ps(panel + k * stride + kLanes);
+    for (int line = 0; line < lines; line++) _mm_prefetch(fetch + (k * lines + line) * 64, _MM_HINT_T1);
+#pragma GCC unroll 12
+    for (int row = 0; row < rows; row++) {
+      const __m512 both = _mm512_set1_ps(x[row * x_stride + k]);
+      sums[row][0] = _mm512_fmadd_ps(both, left, sums[row][0]);
+      sums[row][1] = _mm512_fmadd_ps(both, right, sums[row][1]);
+    }
+  }
+}
+
+// Calls `work` with the first row and the number of rows of each block, which are about equally large.
+template <class Work>
+inline void by_block(int64_t rows, const Work& work) {
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  for (int64_t block = 0; block < blocks; block++) {
+    const int64_t from = rows * block / blocks, to = rows * (block + 1) / blocks;
+    with_rows(static_cast<int>(to - from), [&](auto count) { work(from, count); });
+  }
+}
+
+// ---- float linear: at and n as of the linear product; packed weights have [panels][k][32 columns]
+
+template <int rows, int lines>
+inline void float_tile(const Op& op, int64_t row, int64_t panel, const char* fetch) {
+  const int64_t columns = op.n[1], k = op.n[2], stride = op.n[3];
+  const float* x = static_cast<const float*>(op.at[0]) + row * stride;
+  const float* packed = static_cast<const float*>(op.at[1]) + panel * kPanel * k;
+  const float* bias = static_cast<const float*>(op.at[2]);
+  __m512 sums[rows][2];
+  for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
+  multiply<rows, lines>(sums, x, stride, packed, kPanel, k, fetch);
+  for (int half = 0; half < 2; half++) {
+    const int64_t at = panel * kPanel + half * kLanes;
+    if (at >= columns) break;
+    const __mmask16 mask = first(columns - at);
+    const __m512 added = bias ? _mm512_maskz_loadu_ps(mask, bias + at) : _mm512_setzero_ps();
+    for (int r = 0; r < rows; r++) {
+      float* out = static_cast<float*>(op.at[3]) + (row + r) * columns + at;
+      _mm512_mask_storeu_ps(out, mask, _mm512_add_ps(sums[r][half], added));
+    }
+  }
+}
+
+// Bytes of the inputs that one piece reads: they stay in the second cache while the piece's panels pass.
+constexpr int64_t kInputBytes = 1 << 19;
+
+inline int64_t float_rows_a_piece(const Op& op) {
+  const int64_t fitting = kInputBytes / (op.n[2] * static_cast<int64_t>(sizeof(float)));
+  return std::max<int64_t>(kRows, fitting / kRows * kRows);
+}
+
+inline int64_t float_linear_pieces(const Op& op) {
+  return linear_pieces(op) * ((op.n[0] + float_rows_a_piece(op) - 1) / float_rows_a_piece(op));
+}
+
+inline void float_linear(const Op& op, int64_t piece, int threads) {
+  const int64_t bytes = op.n[2] * kPanel * static_cast<int64_t>(sizeof(float));
+  const int64_t row = piece / linear_pieces(op) * float_rows_a_piece(op);
+  const int64_t rows = std::min(float_rows_a_piece(op), op.n[0] - row);
+  by_tile(op, piece % linear_pieces(op), row, rows, threads, bytes,
+          [&](auto count, auto lines, int64_t from, int64_t panel, const char* fetch) {
+            float_tile<count, lines>(op, from, panel, fetch);
+          });
+}
+
+// ---- layer norm: at = {x, weight, bias or null, out}; n = {rows, size}; f = {epsilon}
+
+inline void layer_norm(const Op& op, int64_t piece) {
+  const int64_t size = op.n[1], last = std::min(op.n[0], (piece + 1) * kRowsAPiece);
+  const float* weight = static_cast<const float*>(op.at[1]);
+  const float* bias = static_cast<const float*>(op.at[2]);
+  for (int64_t row = piece * kRowsAPiece; row < last; row++) {
+    const float* x = static_cast<const float*>(op.at[0]) + row * size;
+    float* out = static_cast<float*>(op.at[3]) + row * size;
+    __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
+    for (int64_t at = 0; at < size; at += kLanes)
+      sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(first(size - at), x + at));
+    const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / static_cast<float>(size));
+    for (int64_t at = 0; at < size; at += kLanes) {
+      const __mmask16 mask = first(size - at);
+      const __m512 apart = _mm512_maskz_sub_ps(mask, _mm512_maskz_loadu_ps(mask, x + at), mean);
+      squares = _mm512_fmadd_ps(apart, apart, squares);
+    }
+    const float variance = _mm512_reduce_add_ps(squares) / static_cast<float>(size);
+    const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(variance + static_cast<float>(op.f[0])));
+    for (int64_t at = 0; at < size; at += kLanes) {
+      const __mmask16 mask = first(size - at);
+      const __m512 apart = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, x + at), mean);
+      const __m512 shift = bias ? _mm512_maskz_loadu_ps(mask, bias + at) : _mm512_setzero_ps();
+      const __m512 factor = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, weight + at));
+      _mm512_mask_storeu_ps(out + at, mask, _mm512_fmadd_ps(apart, factor, shift));
+    }
+  }
+}
+
+inline int64_t layer_norm_pieces(const Op& op) { return (op.n[0] + kRowsAPiece - 1) / kRowsAPiece; }
+
+// ---- by value: add: at = {x, y, out}; GELU: at = {x, null, out}; n = {values}
+
+constexpr int64_t kValuesAPiece = 8192;
+
+inline int64_t value_pieces(const Op& op) { return (op.n[0] + kValuesAPiece - 1) / kValuesAPiece; }
+
+// x (1 + erf(x / sqrt 2)) / 2, which is max(x, 0) - |x| erfc(|x| / sqrt 2) / 2 and so loses no digits below 0. The
+// error of erfc is below 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+inline __m512 gelu(__m512 x) {
+  const __m512 size = _mm512_abs_ps(x), half = _mm512_set1_ps(0.5f), one = _mm512_set1_ps(1.0f);
+  const __m512 z = _mm512_mul_ps(size, _mm512_set1_ps(0.70710678118654752f));
+  const __m512 t = _mm512_div_ps(one, _mm512_fmadd_ps(z, _mm512_set1_ps(0.3275911f), one));
+  __m512 p = _mm512_set1_ps(1.061405429f);
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-1.453152027f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(1.421413741f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(-0.284496736f));
+  p = _mm512_fmadd_ps(p, t, _mm512_set1_ps(0.254829592f));
+  const __m512 decay = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(z, z)));
+  const __m512 erfc = _mm512_mul_ps(_mm512_mul_ps(p, t), decay);
+  return _mm512_fnmadd_ps(_mm512_mul_ps(half, size), erfc, _mm512_max_ps(x, _mm512_setzero_ps()));
+}
+
+template <class Function>
+inline void by_value(const Op& op, int64_t piece, const Function& function) {
+  const int64_t last = std::min(op.n[0], (piece + 1) * kValuesAPiece);
+  for (int64_t at = piece * kValuesAPiece; at < last; at += kLanes)
+    _mm512_mask_storeu_ps(static_cast<float*>(op.at[2]) + at, first(last - at), function(at, first(last - at)));
+}
+
+inline void add(const Op& op, int64_t piece) {
+  by_value(op, piece, [&](int64_t at, __mmask16 mask) {
+    return _mm512_add_ps(_mm512_maskz_loadu_ps(mask, static_cast<const float*>(op.at[0]) + at),
+                         _mm512_maskz_loadu_ps(mask, static_cast<const float*>(op.at[1]) + at));
+  });
+}
+
+inline void gelu(const Op& op, int64_t piece) {
+  by_value(op, piece, [&](int64_t at, __mmask16 mask) {
+    return gelu(_mm512_maskz_loadu_ps(mask, static_cast<const float*>(op.at[0]) + at));
+  });
+}
+
+// ---- attend within texts: at = {query, key, value, out};
+//      n = {heads, heads a key head, head size, causal, window, query stride, key stride, value stride, out stride,
+//      tokens with padding}; f = {scale}. A piece is one head of one text; the last piece zeroes padding.
+
+inline int64_t attend_texts_pieces(const Op& op, const Plan& plan) { return plan.rows * op.n[0] + 1; }
+
+// Turns `count` rows of scores into weights of the visible keys, and returns 1 / their sum for each row.
+inline void soften(const Op& op, float* scores, int64_t width, int64_t row, int count, int64_t length, float* inverse) {
+  const __m512 scale = _mm512_set1_ps(static_cast<float>(op.f[0]));
+  const int64_t causal = op.n[3], window = op.n[4];
+  for (int r = 0; r < count; r++) {
+    float* each = scores + r * width;
+    const int64_t begin = window ? std::max<int64_t>(0, row + r - window + 1) : 0;
+    const int64_t ahead = causal ? 1 : window ? window : length;
+    const int64_t end = std::min(length, row + r + ahead);
+    __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    const auto seen = [&](int64_t at) {
+      return static_cast<__mmask16>(first(std::max<int64_t>(0, end - at)) & ~first(std::max<int64_t>(0, begin - at)));
+    };
+    for (int64_t at = 0; at < length; at += kLanes) {
+      const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(each + at), scale);
+      _mm512_storeu_ps(each + at, scaled);
+      most = _mm512_mask_max_ps(most, seen(at), most, scaled);
+    }
+    const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t at = 0; at < length; at += kLanes) {
+      const __m512 share = exponential(_mm512_sub_ps(_mm512_loadu_ps(each + at), largest));
+      const __m512 kept = _mm512_maskz_mov_ps(seen(at), share);
+      _mm512_storeu_ps(each + at, kept);
+      sum = _mm512_add_ps(sum, kept);
+    }
+    inverse[r] = 1.0f / _mm512_reduce_add_ps(sum);
+  }
+}
+
+inline void attend_texts(const Op& op, const Plan& plan, int64_t piece) {
+  const int64_t heads = op.n[0], size = op.n[2], out_stride = op.n[8];
+  float* out = static_cast<float*>(op.at[3]);
+  if (piece == plan.rows * heads) {
+    for (int64_t token = plan.num_tokens; token < op.n[9]; token++)
+      std::memset(out + token * out_stride, 0, heads * size * sizeof(float));
+    return;
+  }
+  const int64_t text = piece / heads, head = piece % heads;
+  const int64_t length = plan.seq_lens[text], start = plan.query_start[text];
+  if (!length) return;
+  const float* query = static_cast<const float*>(op.at[0]) + start * op.n[5] + head * size;
+  const float* key = static_cast<const float*>(op.at[1]) + start * op.n[6] + head / op.n[1] * size;
+  const float* value = static_cast<const float*>(op.at[2]) + start * op.n[7] + head / op.n[1] * size;
+  const int64_t panels = (length + kPanel - 1) / kPanel, width = panels * kPanel;
+  // Keys in panels, [panels][size][32 keys], and the scores of a block of rows.
+  static thread_local std::vector<float> memory;
+  memory.resize(width * (size + kRows));
+  float* keys = memory.data();
+  float* scores = keys + width * size;
+  for (int64_t at = 0; at < width; at++)
+    for (int64_t i = 0; i < size; i++)
+      keys[(at / kPanel * size + i) * kPanel + at % kPanel] = at < length ? key[at * op.n[6] + i] : 0.0f;
+  by_block(length, [&](int64_t row, auto count) {
+    for (int64_t panel = 0; panel < panels; panel++) {
+      __m512 sums[count][2];
+      for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
+      multiply<count, 0>(sums, query + row * op.n[5], op.n[5], keys + panel * size * kPanel, kPanel, size, nullptr);
+      for (int r = 0; r < count; r++)
+        for (int half = 0; half < 2; half++)
+          _mm512_storeu_ps(scores + r * width + panel * kPanel + half * kLanes, sums[r][half]);
+    }
+    float inverse[count];
+    soften(op, scores, width, row, count, length, inverse);
+    for (int64_t column = 0; column < size; column += kPanel) {
+      __m512 sums[count][2];
+      for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
+      multiply<count, 0>(sums, scores, width, value + column, op.n[7], length, nullptr);
+      for (int r = 0; r < count; r++)
+        for (int half = 0; half < 2; half++)
+          _mm512_storeu_ps(out + (start + row + r) * out_stride + head * size + column + half * kLanes,
+                           _mm512_mul_ps(sums[r][half], _mm512_set1_ps(inverse[r])));
+    }
+  });
+}
+
+}  // namespace triptych
