@@ -88,7 +88,7 @@ def _load(source: Path) -> Any:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         kinds = config.architectures or ["none"]
         if not kinds[0].endswith("ForCausalLM"):
             raise ConfigurationRefused(
@@ -96,12 +96,13 @@ def _load(source: Path) -> Any:
                 " omit --calibrate"
             )
         model, report = AutoModelForCausalLM.from_pretrained(
-            # On CPUs, plain attention is the fastest for such short rows.
             source,
             dtype="auto",
+            # On CPUs, plain attention is the fastest for such short rows.
             attn_implementation="eager",
             output_loading_info=True,
             local_files_only=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]

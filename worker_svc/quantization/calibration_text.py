@@ -103,7 +103,7 @@ def text_of(file: Path, source: Path, tokens: int, length: int) -> torch.Tensor:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationRefused(f"cannot read the calibration text {file}: {error}") from error
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigurationRefused(
