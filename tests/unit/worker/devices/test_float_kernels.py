@@ -97,11 +97,25 @@ def test_sums_have_the_bits_of_pytorchs(kernels: Kernels, count: int) -> None:
         ((torch.ones(2, 3), 1.0), torch.empty(2, 3)),
         ((torch.ones(3, 2).t(), torch.ones(2, 3)), torch.empty(2, 3)),
         ((torch.ones(2).double(), torch.ones(2).double()), torch.empty(2).double()),
+        ((torch.ones(2).bfloat16(), torch.ones(2).bfloat16()), torch.empty(2).bfloat16()),
     ],
 )
 def test_other_sums_stay_pytorchs(args: tuple[object, ...], result: torch.Tensor) -> None:
     """Sums that are broadcast, not contiguous or not in float32 have no program."""
     assert ops.lower(torch.ops.aten.add.Tensor, args, result) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int64])
+def test_copies_join_programs(kernels: Kernels, dtype: torch.dtype) -> None:
+    """A graph copies contiguous tensors of any type and size in a program; other copies stay PyTorch's."""
+    del kernels  # skips where there are none
+    x = torch.randint(0, 2, (3, 33_001)).to(dtype)
+    out = torch.zeros_like(x)
+    program = ops.lower(torch.ops.aten.clone.default, (x,), out)
+    assert isinstance(program, Program)
+    program()
+    assert torch.equal(out, x)
+    assert ops.lower(torch.ops.aten.clone.default, (x.t(),), torch.empty_like(x.t())) is None
 
 
 SHAPES = [(12, 12, 32), (4, 2, 64), (2, 1, 96)]

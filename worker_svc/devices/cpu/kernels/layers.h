@@ -181,6 +181,17 @@ inline void gate(const Op& op, int64_t piece) {
   }
 }
 
+// ---- copy: at = {from, to}; n = {bytes}
+
+constexpr int64_t kBytesAPiece = 1 << 15;
+
+inline int64_t copy_pieces(const Op& op) { return (op.n[0] + kBytesAPiece - 1) / kBytesAPiece; }
+
+inline void copy(const Op& op, int64_t piece) {
+  const int64_t at = piece * kBytesAPiece, bytes = std::min(kBytesAPiece, op.n[0] - at);
+  std::memcpy(static_cast<char*>(op.at[1]) + at, static_cast<const char*>(op.at[0]) + at, bytes);
+}
+
 // ---- rotate: at = {positions, queries, keys or null, cosines and sines};
 //      n = {tokens, query heads, key heads, head size, rotated, query stride, key stride}:
 //      rotates the two halves of the first `rotated` values of each head

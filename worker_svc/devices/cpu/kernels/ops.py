@@ -16,6 +16,8 @@ from worker_svc.devices.cpu.kernels.program import Kernels, Program
 
 Result = torch.Tensor | None
 
+_aten: Any = torch.ops.aten
+
 
 @functools.cache
 def kernels() -> Kernels | None:
@@ -173,19 +175,23 @@ _define(
 def lower(op: Any, args: Sequence[Any], result: Any) -> Program | None:
     """Returns the program for one call of an operator; `None` if there is none.
 
-    Besides our operators there is one for PyTorch's sums in float32, whose result is the same to the bit.
+    Besides our operators these are two of PyTorch's, which would otherwise divide a program: sums in float32,
+    whose bits are the same, and copies.
     """
     if (program := _PROGRAMS.get(op)) is not None:
         return program(result, *args)
-    if op is torch.ops.aten.add.Tensor and kernels() is not None and _is_plain_sum(args, result):
-        return _loaded().add(args[0], args[1], result)
-    return None
+    if op not in (_aten.add.Tensor, _aten.clone.default) or kernels() is None or not _is_plain(args, result):
+        return None
+    if op is _aten.clone.default:
+        return _loaded().copy(args[0], result)
+    return _loaded().add(args[0], args[1], result) if result.dtype == torch.float32 else None
 
 
-def _is_plain_sum(args: Sequence[Any], result: torch.Tensor) -> bool:
-    return len(args) == len(("x", "y")) and all(
+def _is_plain(args: Sequence[Any], result: torch.Tensor) -> bool:
+    """Whether all arguments are tensors of the result's type and shape, and contiguous."""
+    return all(
         isinstance(each, torch.Tensor)
-        and each.dtype == torch.float32
+        and each.dtype == result.dtype
         and each.shape == result.shape
         and each.is_contiguous()
         for each in (*args, result)

@@ -40,6 +40,7 @@ int64_t pieces_of(const Op& op, const Plan* const* plans) {
     case kAdd: return value_pieces(op);
     case kGelu: return value_pieces(op);
     case kAttendTexts: return attend_texts_pieces(op, *plans[op.plan]);
+    case kCopy: return copy_pieces(op);
   }
   return 0;
 }
@@ -61,6 +62,7 @@ void run_piece(const Op& op, const Plan* const* plans, Scratch& scratch, int64_t
     case kAdd: return add(op, piece);
     case kGelu: return gelu(op, piece);
     case kAttendTexts: return attend_texts(op, *plans[op.plan], piece);
+    case kCopy: return copy(op, piece);
   }
 }
 

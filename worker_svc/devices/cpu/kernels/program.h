@@ -21,6 +21,7 @@ enum Kind : int64_t {
   kAdd = 12,
   kGelu = 13,
   kAttendTexts = 14,
+  kCopy = 15,
 };
 
 // One operation. The comment above its kernel explains its numbers.

@@ -19,8 +19,8 @@ from worker_svc.devices.cpu.kernels.plans import AttentionPlan, TextsPlan
 
 (
     _LINEAR, _NORM, _ADD_NORM, _GATE, _ROTATE, _WRITE_CACHE, _ATTEND, _SHRINK, _EXPAND, _QUANTIZED,
-    _FLOAT_LINEAR, _LAYER_NORM, _ADD, _GELU, _ATTEND_TEXTS,
-) = range(15)  # fmt: skip
+    _FLOAT_LINEAR, _LAYER_NORM, _ADD, _GELU, _ATTEND_TEXTS, _COPY,
+) = range(16)  # fmt: skip
 GATES: Final = ("silu", "gelu_tanh")
 PANEL: Final = 32
 """Columns of a panel, the unit of packed weights and of cached keys."""
@@ -204,6 +204,10 @@ class Kernels:
     def add(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> "Program":
         """Adds tensors of one shape, float32 and contiguous."""
         return self._program(_ADD, (x, y, out), (out.numel(),))
+
+    def copy(self, x: torch.Tensor, out: torch.Tensor) -> "Program":
+        """Copies a contiguous tensor of any type."""
+        return self._program(_COPY, (x, out), (x.nbytes,))
 
     def gelu(self, x: torch.Tensor, out: torch.Tensor) -> "Program":
         """Computes GELU, by the error function, of a contiguous float32 tensor."""
