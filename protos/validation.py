@@ -16,6 +16,9 @@ from protos.errors import InvalidArgument
 from protos.limits import MAX_GRAMMAR_BYTES, SAMPLING, FieldBounds, bounds_of
 from protos.triptych.v1 import common_pb2, inference_pb2
 
+TOKEN_TASKS: Final = frozenset({common_pb2.POOL_TASK_TOKEN_EMBED, common_pb2.POOL_TASK_TOKEN_CLASSIFY})
+"""The tasks whose results have a vector for each token."""
+
 EMPTY_CONSTRAINT: Final = (
     "structured_output is empty; set json_schema, json_object, regex, grammar, choice or structural_tag"
 )
@@ -82,6 +85,20 @@ def check_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
         raise InvalidArgument(
             f"'{param}' has the token id {largest}; this model's ids end at {vocab_size - 1}", param=param
         )
+
+
+def count_values(
+    request: inference_pb2.PoolRequest | common_pb2.PoolingParams, num_tokens: int, vector_size: int
+) -> int:
+    """Returns how many values the result of a pooling request has.
+
+    Args:
+        request: names the task and how many values of a vector to keep.
+        num_tokens: of its prompt.
+        vector_size: values of one of the model's vectors.
+    """
+    size = request.dimensions or vector_size
+    return size * num_tokens if request.task in TOKEN_TASKS else size
 
 
 def requested_features(sampling: common_pb2.SamplingParams) -> frozenset[str]:

@@ -22,7 +22,10 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0, or 2 with the reason in one line if the model cannot be quantized so.
     """
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.calibrate_tokens and arguments.calibrate is None:
+        parser.error("--calibrate-tokens has no effect without --calibrate; add it")
     # After the arguments are checked: importing torch takes seconds.
     from worker_svc.model_files.loader import resolve
     from worker_svc.model_files.quantize import Calibration, quantize_folder

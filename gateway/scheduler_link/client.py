@@ -158,13 +158,16 @@ class InferenceClient:
         """Ends every request with ``error``."""
         self._table.fail_all(error)
 
-    async def pool(self, requests: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
+    async def pool(
+        self, requests: Sequence[inference.PoolRequest], *, vector_size: int
+    ) -> list[inference.PoolResponse]:
         """Returns the results of a pooling model, in the order of ``requests``.
 
         A lost scheduler costs a pause. All inputs together have one place among the parked requests.
 
         Args:
             requests: complete, with ids unique in this process.
+            vector_size: values of one of the model's vectors.
 
         Raises:
             Unavailable: if no scheduler is connected and there is no room for the request to wait.
@@ -175,6 +178,7 @@ class InferenceClient:
             self._stub,
             requests,
             self.parking,
+            vector_size=vector_size,
             resume_timeout_s=self._resume_timeout_s,
             is_new=not self._outbox.is_open,
             clock=self._clock,

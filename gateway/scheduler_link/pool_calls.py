@@ -11,6 +11,7 @@ from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.parking import Parking
 from protos.errors import from_rpc_error
 from protos.triptych.v1 import inference_pb2 as inference
+from protos.validation import count_values
 
 if TYPE_CHECKING:
     from protos.triptych.v1.inference_pb2_grpc import InferenceAsyncStub
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 # results of one call, the device has another one's inputs.
 _INPUTS_PER_CALL: Final = 32
 _MAX_CALLS: Final = 2
+
+# Values of the results of a call, unless a single input has more: about 4 MiB.
+_VALUES_PER_CALL: Final = 1 << 20
 
 # A request waits in the queue and runs within this time, seconds; a dead connection is noticed much earlier.
 _TIMEOUT_S: Final = 600.0
@@ -31,6 +35,7 @@ async def pool_all(
     requests: Sequence[inference.PoolRequest],
     parking: Parking,
     *,
+    vector_size: int,
     resume_timeout_s: float,
     is_new: bool = False,
     clock: Callable[[], float] = time.monotonic,
@@ -41,6 +46,7 @@ async def pool_all(
         stub: the scheduler.
         requests: complete, with ids unique in this process.
         parking: has a place for the requests while they wait for a scheduler with a ready worker.
+        vector_size: values of one of the model's vectors.
         resume_timeout_s: how long each call waits for a lost scheduler before it fails.
         is_new: whether no scheduler is connected: the requests wait as new ones do, not as running ones.
         clock: monotonic seconds.
@@ -67,7 +73,7 @@ async def pool_all(
         async with limit:
             return await _pool(stub, part, may_wait, clock)
 
-    calls = [asyncio.create_task(some(part)) for part in _parts(requests)]
+    calls = [asyncio.create_task(some(part)) for part in _parts(requests, vector_size)]
     try:
         return [response for part in await asyncio.gather(*calls) for response in part]
     finally:
@@ -86,32 +92,36 @@ async def _pool(
     """Returns the results of one call; ``may_wait`` decides after each error, with the seconds waited."""
     lost_at: float | None = None
     attempt = 0
-    results: dict[int, inference.PoolResponse] = {}
-    missing = dict(enumerate(requests))
+    sent = requests
     while True:
-        indexes = {request.request_id: index for index, request in missing.items()}
         try:
-            sent = inference.PoolAllRequest(requests=missing.values())
-            async for message in stub.PoolAll(sent, timeout=_TIMEOUT_S):
-                for response in message.responses:
-                    index = indexes[response.request_id]
-                    results[index] = response
-                    del missing[index]
+            answer = await stub.PoolAll(inference.PoolAllRequest(requests=sent), timeout=_TIMEOUT_S)
+            return list(answer.responses)
         except grpc.aio.AioRpcError as error:
             lost_at = clock() if lost_at is None else lost_at
             if not may_wait(error, clock() - lost_at):
                 raise from_rpc_error(error) from error
-        else:
-            return [results[index] for index in range(len(requests))]
         await asyncio.sleep(jittered(_RETRY_PAUSE_S))
         # A scheduler that has not noticed the loss may still know the old ids.
         attempt += 1
-        missing = {index: _renamed(requests[index], attempt) for index in missing}
+        sent = [_renamed(request, attempt) for request in requests]
 
 
-def _parts(requests: Sequence[inference.PoolRequest]) -> Iterator[Sequence[inference.PoolRequest]]:
-    for start in range(0, len(requests), _INPUTS_PER_CALL):
-        yield requests[start : start + _INPUTS_PER_CALL]
+def _parts(
+    requests: Sequence[inference.PoolRequest], vector_size: int
+) -> Iterator[list[inference.PoolRequest]]:
+    """Yields the requests of each call, in order."""
+    part: list[inference.PoolRequest] = []
+    values = 0
+    for request in requests:
+        count = count_values(request, len(request.prompt_token_ids), vector_size)
+        if part and (len(part) == _INPUTS_PER_CALL or values + count > _VALUES_PER_CALL):
+            yield part
+            part, values = [], 0
+        part.append(request)
+        values += count
+    if part:
+        yield part
 
 
 def _renamed(request: inference.PoolRequest, attempt: int) -> inference.PoolRequest:

@@ -1,9 +1,8 @@
 """The `Inference` service: each RPC parses its request, calls the engine and builds the answer."""
 
 import asyncio
-import contextlib
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -15,6 +14,7 @@ from protos.errors import (
     Unavailable,
     abort,
 )
+from protos.limits import bounds_of
 from protos.logs import bind_request, get_logger
 from protos.overload.unread import UnreadLimits
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -26,10 +26,11 @@ from scheduler_svc.api.lora_service import LoraService
 from scheduler_svc.api.pin_service import PinService
 from scheduler_svc.convert.connect_stream import ConnectEncoder
 from scheduler_svc.convert.inference import (
+    check_results_fit,
     event_to_protos,
     lora_to_proto,
     pool_submission_from_proto,
-    pooled_to_protos,
+    pooled_to_proto,
     submission_from_proto,
 )
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
@@ -50,7 +51,7 @@ from scheduler_svc.workers.model_files import ServedFiles
 _LOAD_SAMPLE_S = 0.1
 
 # Requests that one PoolAll may have.
-_MOST_POOLED = 256
+_MOST_POOLED = bounds_of(inference_pb2.PoolAllRequest.DESCRIPTOR)["requests"].max_items
 
 
 def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
@@ -59,12 +60,6 @@ def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
 
 def _shutting_down() -> Unavailable:
     return Unavailable("the scheduler is shutting down; retry on another one", retry_after_ms=1000)
-
-
-def _nameless() -> InvalidArgument:
-    return InvalidArgument(
-        "request_id is empty; results come in any order, so each request needs an id", param="request_id"
-    )
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -207,40 +202,38 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
         """Runs one request of a pooling model. The end of the call aborts it."""
-        ((response,),) = [responses async for responses in self._pool((request,), context)]
+        (response,) = await self._pool((request,), context)
         return response
 
     async def PoolAll(
         self, request: inference_pb2.PoolAllRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.PoolAllResponse]:
+    ) -> inference_pb2.PoolAllResponse:
         """Runs several requests of a pooling model. The first failure, or the end of the call, aborts all."""
-        if not all(each.request_id for each in request.requests):
-            await abort(context, _nameless())
-        async with contextlib.aclosing(self._pool(request.requests, context)) as results:
-            async for responses in results:
-                yield inference_pb2.PoolAllResponse(responses=responses)
+        return inference_pb2.PoolAllResponse(responses=await self._pool(request.requests, context))
 
     async def _pool(
         self, requests: Sequence[inference_pb2.PoolRequest], context: Context
-    ) -> AsyncGenerator[list[inference_pb2.PoolResponse]]:
-        """Yields the results of requests as batches end, in messages of bounded size."""
+    ) -> list[inference_pb2.PoolResponse]:
+        """Returns the results of requests, in their order."""
         mine: dict[str, PoolSubmission] = {}
         buffer = self._buffer(mine)
+        results: dict[str, inference_pb2.PoolResponse] = {}
         try:
-            for submission in self._pool_submissions(requests):
+            submissions = self._pool_submissions(requests)
+            for submission in submissions:
                 with bind_request(submission.request_id):
                     self._engine.submit_pooling(submission, buffer)
                 mine[submission.request_id] = submission
             while mine:
-                for responses in pooled_to_protos(await buffer.take(), mine):
-                    for response in responses:
-                        del mine[response.request_id]
-                    yield responses
+                for event in await buffer.take():
+                    assert isinstance(event, Event)
+                    results[event.request_id] = pooled_to_proto(event, mine.pop(event.request_id))
         except TriptychError as error:
             await abort(context, error)
         finally:
             buffer.close()
             self._abort_all(mine)
+        return [results[submission.request_id] for submission in submissions]
 
     def _pool_submissions(self, requests: Sequence[inference_pb2.PoolRequest]) -> list[PoolSubmission]:
         """Validates all requests before the first one is submitted."""
@@ -251,7 +244,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
         for request in requests:
             self._check_model(request.model)
-        return list(map(pool_submission_from_proto, requests))
+        submissions = list(map(pool_submission_from_proto, requests))
+        if (served := self._deployment.served) is not None and len(submissions) > 1:
+            check_results_fit(submissions, served.model.pooled_size)
+        return submissions
 
     def _check_model(self, name: str) -> None:
         """Refuses requests while draining, and requests for another model."""

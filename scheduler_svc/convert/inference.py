@@ -1,16 +1,16 @@
 """Reads clients' requests, and writes their events and results as messages."""
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from protos.errors import Aborted, InvalidArgument
 from protos.triptych.v1 import common_pb2, inference_pb2
-from protos.validation import check_generate, check_pool
+from protos.validation import TOKEN_TASKS, check_generate, check_pool, count_values
 from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.pooling.engine import PoolSubmission
-from scheduler_svc.pooling.tasks import TOKEN_TASKS
+from scheduler_svc.pooling.tasks import MOST_VALUES
 from scheduler_svc.requests.admission import EventLogSpec, Resumed, Submission
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
@@ -89,7 +89,6 @@ _FINISH_REASONS = {
 # Upper bounds of sizes on the wire: an event without its lists, one token, one token's log-probabilities, and
 # one entry of their top tokens.
 _EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 336, 5, 20, 9
-_VALUE_BYTES = 4
 
 
 def event_to_protos(event: Event | TokenColumns) -> Iterator[tuple[inference_pb2.GenerateEvent, int]]:
@@ -152,36 +151,35 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
     return message
 
 
-def pooled_to_protos(
-    events: Sequence[Event | TokenColumns], submissions: Mapping[str, PoolSubmission]
-) -> Iterator[list[inference_pb2.PoolResponse]]:
-    """Yields the answers to pooling requests that have ended, as many at a time as fit into a message.
+def check_results_fit(submissions: Sequence[PoolSubmission], pooled_size: int) -> None:
+    """Refuses requests whose results do not fit into one message.
 
     Args:
-        events: the last one of each request.
-        submissions: the requests by id.
+        submissions: of one call.
+        pooled_size: values of one of the model's vectors.
 
     Raises:
-        TriptychError: the error of the first request that has failed.
+        InvalidArgument: with the numbers of values.
     """
-    responses: list[inference_pb2.PoolResponse] = []
-    size = 0
-    for event in events:
-        assert isinstance(event, Event)
-        if event.error is not None:
-            raise event.error
-        if event.finish_reason is FinishReason.ABORT:
-            raise Aborted("the request was aborted")
-        if responses and size + _VALUE_BYTES * len(event.pooled) > FULL_MESSAGE_BYTES:
-            yield responses
-            responses, size = [], 0
-        responses.append(_pooled_to_proto(event, submissions[event.request_id]))
-        size += _VALUE_BYTES * len(event.pooled)
-    if responses:
-        yield responses
+    values = sum(count_values(each.pooling, len(each.prompt_token_ids), pooled_size) for each in submissions)
+    if values > MOST_VALUES:
+        raise InvalidArgument(
+            f"the results would have {values} values, and a message holds {MOST_VALUES}; send fewer requests in"
+            " one call",
+            param="requests",
+        )
 
 
-def _pooled_to_proto(event: Event, submission: PoolSubmission) -> inference_pb2.PoolResponse:
+def pooled_to_proto(event: Event, submission: PoolSubmission) -> inference_pb2.PoolResponse:
+    """Returns the answer to a pooling request, given its last event.
+
+    Raises:
+        TriptychError: if the request has failed or was aborted.
+    """
+    if event.error is not None:
+        raise event.error
+    if event.finish_reason is FinishReason.ABORT:
+        raise Aborted("the request was aborted")
     count = len(event.pooled)
     rows = len(submission.prompt_token_ids)
     return inference_pb2.PoolResponse(

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from protos.errors import Internal, InvalidArgument, TriptychError
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
+from protos.validation import count_values
 from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.suspects import Abandoned, Loss
 from scheduler_svc.requests.request import Event, Request, RequestState
@@ -189,7 +190,7 @@ class PoolScheduler:
             return output.error
         count = len(output.pooled) if output is not None else 0
         assert request.pooling is not None
-        expected = self._model.num_values(request.pooling, len(request.token_ids))
+        expected = count_values(request.pooling, len(request.token_ids), self._model.size)
         if count != expected:
             return Internal(
                 f"the worker returned {count} values for request {request.request_id}, not {expected}"

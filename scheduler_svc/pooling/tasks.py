@@ -5,9 +5,10 @@ from typing import Final
 
 from protos.errors import Unsupported
 from protos.triptych.v1 import common_pb2
+from protos.wire import MAX_MESSAGE_BYTES
 
-TOKEN_TASKS: Final = frozenset({common_pb2.POOL_TASK_TOKEN_EMBED, common_pb2.POOL_TASK_TOKEN_CLASSIFY})
-"""The tasks whose results have a vector for each token."""
+MOST_VALUES: Final = (MAX_MESSAGE_BYTES - (1 << 20)) // 4
+"""Values of float32 in one message, with room for the rest of it."""
 
 _EMBEDDINGS: Final = frozenset({common_pb2.POOL_TASK_EMBED, common_pb2.POOL_TASK_TOKEN_EMBED})
 
@@ -64,11 +65,6 @@ class PooledModel:
                 f"dimensions={dimensions} is not supported: this model's embeddings can be cut to {names}",
                 param="dimensions",
             )
-
-    def num_values(self, pooling: common_pb2.PoolingParams, num_tokens: int) -> int:
-        """Returns how many values the result of a prompt of that many tokens has."""
-        size = pooling.dimensions or self.size
-        return size * num_tokens if pooling.task in TOKEN_TASKS else size
 
 
 def _task_name(task: int) -> str:

@@ -6,12 +6,12 @@ from functools import partial
 from protos.logs import get_logger
 from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape
-from protos.wire import MAX_MESSAGE_BYTES
+from protos.validation import TOKEN_TASKS
 from scheduler_svc.convert.configuration import configure_pool_to_proto
 from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.pooling.engine import PoolEngine, PoolReplica
 from scheduler_svc.pooling.scheduler import PoolScheduler
-from scheduler_svc.pooling.tasks import TOKEN_TASKS, PooledModel
+from scheduler_svc.pooling.tasks import MOST_VALUES, PooledModel
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.pool_shapes import shapes_of
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
@@ -21,9 +21,6 @@ from scheduler_svc.workers.generating import make_order
 _IGNORED_SETTINGS = (
     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "enable_prefix_caching",
 )  # fmt: skip
-
-# Values of float32 in a step's result: all of its rows travel in one message.
-_RESULT_VALUES = (MAX_MESSAGE_BYTES - (1 << 20)) // 4
 
 
 class PoolingReplicas:
@@ -54,7 +51,7 @@ class PoolingReplicas:
             self._log.warning("settings_ignored", names=ignored, reason="pooling models run in pool shapes")
         shapes = self.engine.shapes
         limits, model = description.limits, description.model
-        room = _RESULT_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
+        room = MOST_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
         chosen = shapes_of(
             settings.pool_batch_sizes, settings.pool_prompt_lens, fixed=shapes, max_context=limits.max_context, max_batch=limits.max_batch, max_tokens=room,
             packs_texts=description.packs_texts,

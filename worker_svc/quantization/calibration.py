@@ -61,15 +61,19 @@ def calibrate(
         ConfigurationRefused: if transformers does not run the model, or the text cannot be used, in one line.
     """
     model = _load(source)
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LENGTH
-    with torch.no_grad():
-        length = min(LENGTH, context)
-        rows = text_of(text, source, tokens, length) if text else own_text(model, tokens, length, progress)
     found = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and modules.get(name) == module.in_features
     }
+    if not found:
+        raise ConfigurationRefused(
+            f"transformers has no linear layer of {source} under the name that its checkpoint has; omit --calibrate"
+        )
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LENGTH
+    with torch.no_grad():
+        length = min(LENGTH, context)
+        rows = text_of(text, source, tokens, length) if text else own_text(model, tokens, length, progress)
     calibrated: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for part in _parts(found):
         hessians = _hessians(model, part, rows, progress)

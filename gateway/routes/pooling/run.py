@@ -21,7 +21,7 @@ from gateway.text.pooling_inputs import Cuts, PoolInput, encode_text
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from protos.validation import check_ids
+from protos.validation import TOKEN_TASKS, check_ids
 
 # Characters that one request may have the tokenizer read, several times the longest body.
 _MOST_CHARACTERS: Final = 32 * 1024 * 1024
@@ -31,8 +31,6 @@ _VALUES_PER_CHARACTER: Final = 8
 
 # Values that are copied in one call, which holds up other threads.
 _VALUES_AT_ONCE: Final = 64 * 1024
-
-_TOKEN_TASKS: Final = frozenset({pb.POOL_TASK_TOKEN_EMBED, pb.POOL_TASK_TOKEN_CLASSIFY})
 
 T = TypeVar("T")
 
@@ -134,7 +132,8 @@ class PoolCall:
             )
             for index, each in enumerate(inputs)
         ]
-        responses = await while_client_waits(self.request.receive, self.context.client.pool(requests))
+        answers = self.context.client.pool(requests, vector_size=self.served.model.pooled_size)
+        responses = await while_client_waits(self.request.receive, answers)
         note(scope, prompt_tokens=sum(len(each.token_ids) for each in inputs))
         for each in inputs:
             self.context.metrics.finished("stop", len(each.token_ids), self.context.clock() - started)
@@ -159,7 +158,7 @@ class PoolCall:
         self, inputs: Sequence[PoolInput], task: "pb.PoolTask.ValueType", dimensions: int | None, param: str
     ) -> None:
         most, width = self.context.settings.max_pooled_values, dimensions or self.served.model.pooled_size
-        by_token = task in _TOKEN_TASKS
+        by_token = task in TOKEN_TASKS
         vectors = sum(len(each.token_ids) for each in inputs) if by_token else len(inputs)
         if vectors * width > most:
             what = "tokens" if by_token else "inputs"

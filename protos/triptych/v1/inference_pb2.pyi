@@ -740,9 +740,7 @@ class PoolAllRequest(_message.Message):
 
     REQUESTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolRequest]:
-        """1 to 256, each with a `request_id`."""
-
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolRequest]: ...
     def __init__(
         self,
         *,
@@ -763,7 +761,7 @@ class PoolAllResponse(_message.Message):
     RESPONSES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def responses(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolResponse]:
-        """In the order in which the requests ended."""
+        """In the order of the requests."""
 
     def __init__(
         self,

@@ -55,7 +55,7 @@ class InferenceStub:
                 request_serializer=triptych_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_inference__pb2.PoolResponse.FromString,
                 _registered_method=True)
-        self.PoolAll = channel.unary_stream(
+        self.PoolAll = channel.unary_unary(
                 '/triptych.v1.Inference/PoolAll',
                 request_serializer=triptych_dot_v1_dot_inference__pb2.PoolAllRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_inference__pb2.PoolAllResponse.FromString,
@@ -164,8 +164,8 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def PoolAll(self, request, context):
-        """Runs several requests of a pooling model, which arrive together and share batches. Results come as batches end.
-        The first failure, and the end of the call, ends all of them.
+        """Runs several requests of a pooling model, which arrive together and share batches. The first failure, and the end
+        of the call, ends all of them. INVALID_ARGUMENT if their results do not fit into a message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -288,7 +288,7 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=triptych_dot_v1_dot_inference__pb2.PoolRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_inference__pb2.PoolResponse.SerializeToString,
             ),
-            'PoolAll': grpc.unary_stream_rpc_method_handler(
+            'PoolAll': grpc.unary_unary_rpc_method_handler(
                     servicer.PoolAll,
                     request_deserializer=triptych_dot_v1_dot_inference__pb2.PoolAllRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_inference__pb2.PoolAllResponse.SerializeToString,
@@ -488,7 +488,7 @@ class Inference:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
+        return grpc.experimental.unary_unary(
             request,
             target,
             '/triptych.v1.Inference/PoolAll',

@@ -49,9 +49,9 @@ class InferenceStub:
     """
     Pool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]
     """Runs one request of a pooling model."""
-    PoolAll: _grpc.UnaryStreamMultiCallable[_inference_pb2.PoolAllRequest, _inference_pb2.PoolAllResponse]
-    """Runs several requests of a pooling model, which arrive together and share batches. Results come as batches end.
-    The first failure, and the end of the call, ends all of them.
+    PoolAll: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PoolAllRequest, _inference_pb2.PoolAllResponse]
+    """Runs several requests of a pooling model, which arrive together and share batches. The first failure, and the end
+    of the call, ends all of them. INVALID_ARGUMENT if their results do not fit into a message.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]
     """Aborts a request. Idempotent: unknown and finished ids are no error."""
@@ -103,9 +103,9 @@ class InferenceAsyncStub(InferenceStub):
     """
     Pool: _aio.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
     """Runs one request of a pooling model."""
-    PoolAll: _aio.UnaryStreamMultiCallable[_inference_pb2.PoolAllRequest, _inference_pb2.PoolAllResponse]  # type: ignore[assignment]
-    """Runs several requests of a pooling model, which arrive together and share batches. Results come as batches end.
-    The first failure, and the end of the call, ends all of them.
+    PoolAll: _aio.UnaryUnaryMultiCallable[_inference_pb2.PoolAllRequest, _inference_pb2.PoolAllResponse]  # type: ignore[assignment]
+    """Runs several requests of a pooling model, which arrive together and share batches. The first failure, and the end
+    of the call, ends all of them. INVALID_ARGUMENT if their results do not fit into a message.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_inference_pb2.AbortRequest, _inference_pb2.AbortResponse]  # type: ignore[assignment]
     """Aborts a request. Idempotent: unknown and finished ids are no error."""
@@ -184,9 +184,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _inference_pb2.PoolAllRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_inference_pb2.PoolAllResponse], _abc.AsyncIterator[_inference_pb2.PoolAllResponse]]:
-        """Runs several requests of a pooling model, which arrive together and share batches. Results come as batches end.
-        The first failure, and the end of the call, ends all of them.
+    ) -> _typing.Union[_inference_pb2.PoolAllResponse, _abc.Awaitable[_inference_pb2.PoolAllResponse]]:
+        """Runs several requests of a pooling model, which arrive together and share batches. The first failure, and the end
+        of the call, ends all of them. INVALID_ARGUMENT if their results do not fit into a message.
         """
 
     @_abc_1.abstractmethod

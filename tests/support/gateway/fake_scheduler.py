@@ -226,7 +226,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             served_name=self.model, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
             eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
             default_sampling=self.sampling_defaults, pooled_size=self.pooled_size,
-            pool_tasks=self.pool_tasks if self.pooled_size else [], pooling=pooling_info(self.pooling_info, self.max_model_len) if self.pooled_size else None,
+            pool_tasks=self.pool_tasks if self.pooled_size else [],
+            pooling=pooling_info(self.pooling_info, self.max_model_len) if self.pooled_size else None,
         )  # fmt: skip
 
     async def PoolAll(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
@@ -237,14 +238,13 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         await self._notify()
         try:
             await self.pool_gate.wait()
-            # In another order than they came.
-            for each in reversed(request.requests):
+            for each in request.requests:
                 if (error := self.refuse_pool(each)) is not None:
                     await abort(context, error)
-                response = pool_response(each, self.pooled_size, self.pool_values)
-                yield inference.PoolAllResponse(responses=[response])
         finally:
             self.pooling -= count
+        responses = [pool_response(each, self.pooled_size, self.pool_values) for each in request.requests]
+        return inference.PoolAllResponse(responses=responses)
 
     async def GetTokenizer(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         self.num_tokenizer_loads += 1

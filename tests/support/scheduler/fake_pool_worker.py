@@ -38,7 +38,6 @@ class FakePoolWorker(FakeWorker):
     dies_with: int | None = None
     """Ends the stream instead of running a batch that contains this token."""
     max_batch: int = 8
-    max_context: int = 64
     pooled_size: int = 4
     batches: list[tuple[int, int, int]] = field(default_factory=list)
     """Every step in order: (requests, rows of the shape, tokens per row)."""
@@ -55,7 +54,7 @@ class FakePoolWorker(FakeWorker):
     ) -> worker_pb2.DescribeResponse:
         return worker_pb2.DescribeResponse(
             schema_revision=self.schema_revision, worker_id="w", device="cpu", device_name="simulated",
-            model=common_pb2.ModelInfo(source=self.source, architecture="Sum", vocab_size=97, max_model_len=self.max_context,
+            model=common_pb2.ModelInfo(source=self.source, architecture="Sum", vocab_size=97, max_model_len=64,
                                        dtype="float32", pooled_size=self.pooled_size, pooling=self.info),
             max_batch=self.max_batch, graph_kinds=[common_pb2.GRAPH_KIND_POOL], pool_tasks=self.tasks,
         )  # fmt: skip

@@ -138,7 +138,7 @@ class CpuLayerNorm(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes [tokens, size] over the last dimension."""
         own = _use_own(x, dtype=torch.float32) and x.dim() == _MATRIX and x.is_contiguous()
-        if own and self.elementwise_affine and self.weight.dtype == x.dtype:
+        if own and self.elementwise_affine and self.weight.dtype == x.dtype and self.weight.dim() == 1:
             normalized: torch.Tensor = _own.layer_norm(x, self.weight, self.bias, self.eps)
             return normalized
         return super().forward(x)
@@ -241,6 +241,10 @@ class _PackedLinear:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         del weight
         self.pack()
+        if x.dtype != self._packed.dtype:
+            raise TypeError(f"a layer with weights in {self._packed.dtype} got activations in {x.dtype}")
         rows = x.reshape(-1, x.shape[-1])
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
         product: torch.Tensor = _own.linear(rows, self._packed, bias, self._columns, self._wide)
         return product.view(*x.shape[:-1], self._columns)

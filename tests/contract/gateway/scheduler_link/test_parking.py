@@ -96,7 +96,7 @@ async def test_places_are_bounded(scheduler: FakeScheduler, port: int) -> None:
         assert caught.value.retry_after_ms
         client.submit([request("b")])
         with pytest.raises(Unavailable):
-            await client.pool([pool_request()])
+            await client.pool([pool_request()], vector_size=4)
         first.abort()
         assert len(client.parking) == 1
         client.submit([request("d")])
@@ -205,7 +205,7 @@ async def test_pooling_requests_wait_for_a_scheduler_that_is_away(
 ) -> None:
     """All inputs of a request have one place."""
     async with started(port) as client:
-        pooling = asyncio.create_task(client.pool([pool_request("a"), pool_request("b")]))
+        pooling = asyncio.create_task(client.pool([pool_request("a"), pool_request("b")], vector_size=4))
         await asyncio.sleep(0)
         async with asyncio.timeout(10):
             while not len(client.parking):
@@ -221,24 +221,14 @@ async def test_pooling_requests_wait_for_a_worker(scheduler: FakeScheduler, port
     refusals = iter([Unavailable("no worker is ready yet", retry_after_ms=20)])
     scheduler.refuse_pool = lambda _: next(refusals, None)
     async with serving(scheduler, port), started(port, Parking(timeout_s=5.0)) as client:
-        (result,) = await client.pool([pool_request()])
+        (result,) = await client.pool([pool_request()], vector_size=4)
         assert len(result.values) == 4
         assert len(client.parking) == 0
     scheduler.refuse_pool = lambda _: Unavailable("no worker is ready yet", retry_after_ms=20)
     async with serving(scheduler, port), started(port, Parking(timeout_s=0.2)) as client:
         with pytest.raises(Unavailable, match="no worker is ready yet"):
-            await client.pool([pool_request()])
+            await client.pool([pool_request()], vector_size=4)
         assert len(client.parking) == 0
-
-
-async def test_only_missing_results_are_asked_for_again(scheduler: FakeScheduler, port: int) -> None:
-    """A call that ends early keeps its results; the rest is sent again under other ids."""
-    refusals = iter([Unavailable("the scheduler is shutting down", retry_after_ms=20)])
-    scheduler.refuse_pool = lambda sent: next(refusals, None) if sent.request_id == "b" else None
-    async with serving(scheduler, port), started(port) as client:
-        results = await client.pool([pool_request("a"), pool_request("b"), pool_request("c")])
-    assert [result.request_id for result in results] == ["a.1", "b.1", "c"]
-    assert scheduler.pool_calls == [3, 2]
 
 
 async def test_inputs_share_calls(scheduler: FakeScheduler, port: int) -> None:
@@ -246,9 +236,28 @@ async def test_inputs_share_calls(scheduler: FakeScheduler, port: int) -> None:
     scheduler.pool_gate.clear()
     names = [f"p{index}" for index in range(70)]
     async with serving(scheduler, port), started(port) as client:
-        asking = asyncio.create_task(client.pool([pool_request(name) for name in names]))
+        asking = asyncio.create_task(client.pool([pool_request(name) for name in names], vector_size=4))
         await scheduler.until(lambda: len(scheduler.pool_calls) == 2)
         assert scheduler.pool_calls == [32, 32]
         scheduler.pool_gate.set()
         assert [result.request_id for result in await asyncio.wait_for(asking, 20)] == names
     assert scheduler.pool_calls == [32, 32, 6]
+
+
+async def test_large_results_have_calls_of_their_own(scheduler: FakeScheduler, port: int) -> None:
+    """A call's results stay far below the size of a message: matrices count token by token."""
+    thousands = {"a": 3, "b": 2, "c": 0, "d": 9}  # 600,000, 400,000, 200,000 and 1,800,000 values
+    requests = [
+        inference.PoolRequest(
+            request_id=name,
+            prompt_token_ids=[5] * 200,
+            task=pb.POOL_TASK_TOKEN_EMBED,
+            dimensions=1000 * count,
+        )
+        for name, count in thousands.items()
+    ]
+    requests.append(pool_request("e"))
+    async with serving(scheduler, port), started(port) as client:
+        results = await client.pool(requests, vector_size=1000)
+    assert [result.request_id for result in results] == ["a", "b", "c", "d", "e"]
+    assert sorted(scheduler.pool_calls) == [1, 1, 1, 2]

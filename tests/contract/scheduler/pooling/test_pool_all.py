@@ -8,7 +8,7 @@ import pytest
 from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, TriptychError, from_rpc_error
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2
-from protos.wire import FULL_MESSAGE_BYTES
+from scheduler_svc.pooling.tasks import MOST_VALUES
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.fake_pool_worker import POISON, FakePoolWorker, embedding_of, pool_request
 from tests.support.scheduler.running_scheduler import RunningScheduler, joined, run_scheduler
@@ -35,30 +35,34 @@ def request_for(*prompts: list[int]) -> inference_pb2.PoolAllRequest:
     return inference_pb2.PoolAllRequest(requests=named)
 
 
-async def messages_of(
+async def results_of(
     scheduler: RunningScheduler, request: inference_pb2.PoolAllRequest
-) -> list[dict[str, list[float]]]:
-    """Returns the values of each message by request id."""
-    call = scheduler.inference.PoolAll(request)
-    return [
-        {response.request_id: list(response.values) for response in message.responses}
-        async for message in call
-    ]
+) -> list[tuple[str, list[float]]]:
+    """Returns the ids and the values of the answers."""
+    answer = await scheduler.inference.PoolAll(request)
+    return [(response.request_id, list(response.values)) for response in answer.responses]
 
 
 async def failure_of(scheduler: RunningScheduler, request: inference_pb2.PoolAllRequest) -> TriptychError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await messages_of(scheduler, request)
+        await scheduler.inference.PoolAll(request)
     return from_rpc_error(caught.value)
 
 
 async def test_requests_arrive_together(scheduler: RunningScheduler, worker: FakePoolWorker) -> None:
-    """They fill batches from the first step on, and each batch's results come as one message."""
-    prompts = [[5], [1, 2, 3], [6, 7], [9] * 4, [1] * 9]
-    messages = await messages_of(scheduler, request_for(*prompts))
-    expected = {f"p{index}": embedding_of(prompt) for index, prompt in enumerate(prompts)}
-    assert messages == [{name: expected[name] for name in ("p0", "p1", "p2", "p3")}, {"p4": expected["p4"]}]
+    """They fill batches from the first step on, and results have the order of the requests."""
+    prompts = [[5], [1] * 9, [1, 2, 3], [6, 7], [9] * 4]
+    results = await results_of(scheduler, request_for(*prompts))
+    assert results == [(f"p{index}", embedding_of(prompt)) for index, prompt in enumerate(prompts)]
     assert worker.batches == [(4, 4, 4), (1, 2, 16)]
+
+
+async def test_requests_need_no_ids(scheduler: RunningScheduler, worker: FakePoolWorker) -> None:
+    """The scheduler makes ids up."""
+    sent = inference_pb2.PoolAllRequest(requests=[pool_request([5]), pool_request([6])])
+    results = await results_of(scheduler, sent)
+    assert [values for _, values in results] == [embedding_of([5]), embedding_of([6])]
+    assert len({name for name, _ in results}) == 2
 
 
 async def test_a_failure_ends_all(scheduler: RunningScheduler, worker: FakePoolWorker) -> None:
@@ -66,7 +70,7 @@ async def test_a_failure_ends_all(scheduler: RunningScheduler, worker: FakePoolW
     error = await failure_of(scheduler, request_for([POISON], *([n] * 9 for n in range(1, 7))))
     assert type(error) is Internal
     async with asyncio.timeout(10):
-        assert await messages_of(scheduler, request_for([5])) == [{"p0": embedding_of([5])}]
+        assert await results_of(scheduler, request_for([5])) == [("p0", embedding_of([5]))]
     assert scheduler.deployment.load().num_waiting == 0
 
 
@@ -74,9 +78,8 @@ async def test_the_end_of_the_call_aborts_all(scheduler: RunningScheduler, worke
     """A client that goes away leaves nothing in the queue."""
     worker.gate.clear()
     call = scheduler.inference.PoolAll(request_for([5], [1] * 9, [2] * 9))
-    reading = asyncio.create_task(call.read())
     await worker.received.wait()
-    reading.cancel()
+    call.cancel()
     async with asyncio.timeout(10):
         while (load := scheduler.deployment.load()).num_waiting + load.num_running:
             await asyncio.sleep(0.005)
@@ -88,11 +91,6 @@ async def test_the_end_of_the_call_aborts_all(scheduler: RunningScheduler, worke
     [
         (inference_pb2.PoolAllRequest(), InvalidArgument, "requests has 0 entries; send 1 to 256"),
         (request_for(*([5] for _ in range(257))), InvalidArgument, "requests has 257 entries"),
-        (
-            inference_pb2.PoolAllRequest(requests=[pool_request([5])]),
-            InvalidArgument,
-            "request_id is empty; results come in any order",
-        ),
         (
             inference_pb2.PoolAllRequest(requests=[pool_request([5], request_id="same")] * 2),
             InvalidArgument,
@@ -128,18 +126,18 @@ async def test_a_queue_without_room_for_all_refuses_all() -> None:
         error = await failure_of(scheduler, request_for([5], [6], [7]))
         assert type(error) is Overloaded
         assert scheduler.deployment.load().num_waiting == 0
-        assert len(await messages_of(scheduler, request_for([5], [6]))) == 1
+        assert len(await results_of(scheduler, request_for([5], [6]))) == 2
 
 
-async def test_large_results_come_in_several_messages() -> None:
-    """No message is larger than clients accept by default."""
-    tokens = 1 + FULL_MESSAGE_BYTES // (3 * 4 * 4)
-    worker = FakePoolWorker(tasks=(pb.POOL_TASK_TOKEN_EMBED,), max_context=tokens)
-    settings = Settings(pool_batch_sizes=(4,), pool_prompt_lens=(tokens,))
-    request = request_for(*([5] * tokens for _ in range(4)))
+async def test_results_that_fit_no_message_are_refused() -> None:
+    """The error has both numbers of values; nothing runs."""
+    worker = FakePoolWorker(tasks=(pb.POOL_TASK_TOKEN_EMBED,), pooled_size=MOST_VALUES // 8)
+    request = request_for([5] * 4, [6] * 5)
     for each in request.requests:
         each.task = pb.POOL_TASK_TOKEN_EMBED
+    settings = Settings(pool_batch_sizes=(1,), pool_prompt_lens=(8,))
     async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
-        messages = await messages_of(scheduler, request)
-    assert [list(message) for message in messages] == [["p0", "p1"], ["p2", "p3"]]
-    assert all(len(values) == 4 * tokens for message in messages for values in message.values())
+        error = await failure_of(scheduler, request)
+    assert type(error) is InvalidArgument
+    assert f"would have {MOST_VALUES // 8 * 9} values, and a message holds {MOST_VALUES}" in error.message
+    assert worker.batches == []

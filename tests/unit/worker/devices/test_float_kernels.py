@@ -174,7 +174,11 @@ def test_a_text_has_the_same_bits_in_any_company(kernels: Kernels) -> None:
     """The result of a text does not depend on the others of its step, nor on the number of threads."""
     call = _call(4, 4, 32, 60, causal=False, window=0)
     together = torch.tensor([20, 37, 3])
-    kernels.attention_of_texts(call)(TextsPlan(together, None, call.params))
+    torch.set_num_threads(3)
+    try:
+        kernels.attention_of_texts(call)(TextsPlan(together, None, call.params))
+    finally:
+        torch.set_num_threads(1)
     found = call.output[20:57].clone()
     assert call.key is not None
     assert call.value is not None
@@ -182,6 +186,29 @@ def test_a_text_has_the_same_bits_in_any_company(kernels: Kernels) -> None:
     alone = AttentionCall(call.params, query, key, value, call.cache, torch.empty(37, 4, 32))
     kernels.attention_of_texts(alone)(TextsPlan(torch.tensor([37]), None, call.params))
     assert torch.equal(alone.output, found)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_shows_in_the_result(kernels: Kernels, bad: float) -> None:
+    """Queries that see it get NaN, as the request must fail; others of the text and other texts do not."""
+    call = _call(2, 2, 32, 10, causal=True, window=0)
+    assert call.key is not None
+    call.key[4, 1, 7] = bad
+    call.query[:, 1, 7] = 1.0
+    kernels.attention_of_texts(call)(TextsPlan(torch.tensor([7, 3]), None, call.params))
+    broken = call.output.isnan().any(-1)
+    assert broken[4:7, 1].all()
+    assert int(broken.sum()) == 3
+
+
+def test_a_sum_of_a_graph_has_a_program(kernels: Kernels) -> None:
+    """Sums of contiguous float32 tensors join the program around them."""
+    del kernels  # skips where there are none
+    x, y, out = torch.randn(3, 5), torch.randn(3, 5), torch.empty(3, 5)
+    program = ops.lower(torch.ops.aten.add.Tensor, (x, y), out)
+    assert isinstance(program, Program)
+    program()
+    assert torch.equal(out, x + y)
 
 
 def test_a_device_attends_with_our_kernels_or_without() -> None:

@@ -203,3 +203,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         command.main([*arguments, "--group-size", "16"])
     assert ended.value.code == 2
     assert "triptych quantize: argument --group-size: invalid choice: '16'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        command.main([*arguments, "--calibrate-tokens", "64"])
+    assert "--calibrate-tokens has no effect without --calibrate" in capsys.readouterr().err

@@ -22,16 +22,6 @@ inline void multiply(__m512 (&sums)[rows][2], const float* __restrict x, int64_t
   }
 }
 
-// Calls `work` with the first row and the number of rows of each block, which are about equally large.
-template <class Work>
-inline void by_block(int64_t rows, const Work& work) {
-  const int64_t blocks = (rows + kRows - 1) / kRows;
-  for (int64_t block = 0; block < blocks; block++) {
-    const int64_t from = rows * block / blocks, to = rows * (block + 1) / blocks;
-    with_rows(static_cast<int>(to - from), [&](auto count) { work(from, count); });
-  }
-}
-
 // ---- float linear: at and n as of the linear product; packed weights have [panels][k][32 columns]
 
 template <int rows, int lines>
@@ -115,8 +105,8 @@ constexpr int64_t kValuesAPiece = 8192;
 
 inline int64_t value_pieces(const Op& op) { return (op.n[0] + kValuesAPiece - 1) / kValuesAPiece; }
 
-// x (1 + erf(x / sqrt 2)) / 2, which is max(x, 0) - |x| erfc(|x| / sqrt 2) / 2 and so loses no digits below 0. The
-// error of erfc is below 1.5e-7 (Abramowitz and Stegun, 7.1.26).
+// x (1 + erf(x / sqrt 2)) / 2 as max(x, 0) - |x| erfc(|x| / sqrt 2) / 2, whose error stays below 4e-7: nothing cancels
+// below 0. The error of erfc is below 1.5e-7 (Abramowitz and Stegun, 7.1.26).
 inline __m512 gelu(__m512 x) {
   const __m512 size = _mm512_abs_ps(x), half = _mm512_set1_ps(0.5f), one = _mm512_set1_ps(1.0f);
   const __m512 z = _mm512_mul_ps(size, _mm512_set1_ps(0.70710678118654752f));
@@ -157,7 +147,8 @@ inline void gelu(const Op& op, int64_t piece) {
 
 inline int64_t attend_texts_pieces(const Op& op, const Plan& plan) { return plan.rows * op.n[0] + 1; }
 
-// Turns `count` rows of scores into weights of the visible keys, and returns 1 / their sum for each row.
+// Turns `count` rows of scores into weights of the visible keys, and returns 1 / their sum for each row. A row with
+// a visible score that is not finite gets NaN, as its result must not look valid.
 inline void soften(const Op& op, float* scores, int64_t width, int64_t row, int count, int64_t length, float* inverse) {
   const __m512 scale = _mm512_set1_ps(static_cast<float>(op.f[0]));
   const int64_t causal = op.n[3], window = op.n[4];
@@ -167,12 +158,15 @@ inline void soften(const Op& op, float* scores, int64_t width, int64_t row, int 
     const int64_t ahead = causal ? 1 : window ? window : length;
     const int64_t end = std::min(length, row + r + ahead);
     __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    bool finite = true;
     const auto seen = [&](int64_t at) {
       return static_cast<__mmask16>(first(std::max<int64_t>(0, end - at)) & ~first(std::max<int64_t>(0, begin - at)));
     };
     for (int64_t at = 0; at < length; at += kLanes) {
       const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(each + at), scale);
       _mm512_storeu_ps(each + at, scaled);
+      constexpr int kNanOrInfinite = 0x99;
+      finite &= !_mm512_mask_fpclass_ps_mask(seen(at), scaled, kNanOrInfinite);
       most = _mm512_mask_max_ps(most, seen(at), most, scaled);
     }
     const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
@@ -183,7 +177,7 @@ inline void soften(const Op& op, float* scores, int64_t width, int64_t row, int 
       _mm512_storeu_ps(each + at, kept);
       sum = _mm512_add_ps(sum, kept);
     }
-    inverse[r] = 1.0f / _mm512_reduce_add_ps(sum);
+    inverse[r] = finite ? 1.0f / _mm512_reduce_add_ps(sum) : std::numeric_limits<float>::quiet_NaN();
   }
 }
 
@@ -202,15 +196,19 @@ inline void attend_texts(const Op& op, const Plan& plan, int64_t piece) {
   const float* key = static_cast<const float*>(op.at[1]) + start * op.n[6] + head / op.n[1] * size;
   const float* value = static_cast<const float*>(op.at[2]) + start * op.n[7] + head / op.n[1] * size;
   const int64_t panels = (length + kPanel - 1) / kPanel, width = panels * kPanel;
-  // Keys in panels, [panels][size][32 keys], and the scores of a block of rows.
-  static thread_local std::vector<float> memory;
-  memory.resize(width * (size + kRows));
+  // Keys in panels, [panels][size][32 keys], and the scores of a block of rows. A long text's are not kept.
+  constexpr int64_t kMostKept = 1 << 18;
+  static thread_local std::vector<float> kept;
+  std::vector<float> passing;
+  const int64_t needed = width * (size + kRows);
+  std::vector<float>& memory = needed > kMostKept ? passing : kept;
+  if (static_cast<int64_t>(memory.size()) < needed) memory.resize(needed);
   float* keys = memory.data();
   float* scores = keys + width * size;
   for (int64_t at = 0; at < width; at++)
     for (int64_t i = 0; i < size; i++)
       keys[(at / kPanel * size + i) * kPanel + at % kPanel] = at < length ? key[at * op.n[6] + i] : 0.0f;
-  by_block(length, [&](int64_t row, auto count) {
+  by_block(length, [&](int64_t, int64_t row, auto count) {
     for (int64_t panel = 0; panel < panels; panel++) {
       __m512 sums[count][2];
       for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();

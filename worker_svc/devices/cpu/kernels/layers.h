@@ -74,22 +74,17 @@ inline void by_tile(const Op& op, int64_t piece, int64_t row, int64_t rows, int 
                     const Tile& tile) {
   const int64_t each = panels_a_piece(op);
   const int64_t last = std::min(panels_of(op), (piece + 1) * each);
-  const int64_t blocks = (rows + kRows - 1) / kRows;
   for (int64_t panel = piece * each; panel < last; panel++) {
     const char* fetch = next_panel(op, bytes, panel, each, threads);
-    for (int64_t block = 0; block < blocks; block++) {
-      const int64_t from = rows * block / blocks, to = rows * (block + 1) / blocks;
-      with_rows(static_cast<int>(to - from), [&](auto count) {
-        // A single block prefetches the whole next panel; of several blocks, the first two prefetch a half
-        // each.
-        if (!fetch || block > 1)
-          tile(count, std::integral_constant<int, 0>{}, row + from, panel, nullptr);
-        else if (blocks == 1)
-          tile(count, std::integral_constant<int, 2>{}, row + from, panel, fetch);
-        else
-          tile(count, std::integral_constant<int, 1>{}, row + from, panel, fetch + block * bytes / 2);
-      });
-    }
+    by_block(rows, [&](int64_t block, int64_t from, auto count) {
+      // A single block prefetches the whole next panel; of several blocks, the first two prefetch a half each.
+      if (!fetch || block > 1)
+        tile(count, std::integral_constant<int, 0>{}, row + from, panel, nullptr);
+      else if (rows <= kRows)
+        tile(count, std::integral_constant<int, 2>{}, row + from, panel, fetch);
+      else
+        tile(count, std::integral_constant<int, 1>{}, row + from, panel, fetch + block * bytes / 2);
+    });
   }
 }
 

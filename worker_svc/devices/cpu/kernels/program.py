@@ -87,8 +87,9 @@ class Kernels:
         columns, size = weights.shape
         panels = -(-columns // PANEL)
         if weights.dtype == torch.float32:
-            padded = functional.pad(weights, (0, 0, 0, panels * PANEL - columns))
-            return padded.view(panels, PANEL, size).transpose(1, 2).contiguous()
+            missing = panels * PANEL - columns
+            whole = functional.pad(weights, (0, 0, 0, missing)) if missing else weights
+            return whole.reshape(panels, PANEL, size).transpose(1, 2).contiguous()
         packed = torch.empty((panels, size // 2, PANEL, 2), dtype=torch.bfloat16)
         self._library.triptych_pack(
             weights.data_ptr(), packed.data_ptr(), columns, size, torch.get_num_threads()

@@ -102,4 +102,15 @@ inline void with_rows(int rows, const Work& work) {
   }
 }
 
+// Calls `work` with the number, the first row and the number of rows of each block; the blocks are about equally
+// large. The number of rows is known to the compiler.
+template <class Work>
+inline void by_block(int64_t rows, const Work& work) {
+  const int64_t blocks = (rows + kRows - 1) / kRows;
+  for (int64_t block = 0; block < blocks; block++) {
+    const int64_t from = rows * block / blocks, to = rows * (block + 1) / blocks;
+    with_rows(static_cast<int>(to - from), [&](auto count) { work(block, from, count); });
+  }
+}
+
 }  // namespace triptych
