@@ -252,7 +252,7 @@ def test_graphs_over_rows_match_the_reference(causal: bool, window: int, kv_head
     query, key, value = (torch.randn((15, n, size), generator=generator) for n in (heads, kv_heads, kv_heads))
     expected = torch.empty_like(query)
     cpu = open_device("cpu")
-    cpu.attend_rows(
+    cpu.attend_step(
         AttentionCall(params, query, key, value, torch.empty(0), expected), cpu.plan_rows(lengths, 5, params)
     )
     mask = device.plan_rows(lengths, 5, params).mask
