@@ -13,7 +13,7 @@ from tests.support.sampling_params import sampling_params
 from tests.support.worker import parity_process
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from tests.support.worker.parity_process import Job, differences
-from worker_svc.devices.cpu.kernels.build import KernelsUnavailable, library
+from worker_svc.devices.cpu.kernels.ops import product_kernels
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.settings import Backend
 
@@ -97,15 +97,7 @@ def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
         ours = torch.tensor([output.logprobs[0].logprob for output in outputs])
         theirs = reference.logprobs(prompt, tokens).gather(1, torch.tensor(tokens)[:, None])[:, 0]
         differences.append((ours - theirs).abs())
-    assert torch.cat(differences).mean() <= (0.05 if _has_own_kernels() else 0.1)
-
-
-def _has_own_kernels() -> bool:
-    try:
-        library()
-    except KernelsUnavailable:
-        return False
-    return True
+    assert torch.cat(differences).mean() <= (0.05 if product_kernels(torch.bfloat16) else 0.1)
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ from tests.support.quantized_models import Stored
 from tests.support.reference import Reference
 from tests.support.worker import parity_process
 from tests.support.worker.harness import Harness, load
-from tests.support.worker.parity_process import Job, differences
+from tests.support.worker.parity_process import Answer, Job, differences
+from worker_svc.devices.cpu.kernels import build
 from worker_svc.devices.cpu.kernels.ops import kernels
 from worker_svc.execution.memory_budget import check_weights
 from worker_svc.model_files.checkpoint import Checkpoint
@@ -79,11 +80,33 @@ def test_our_kernels_are_near(
     """In bfloat16, our kernels' log-probabilities differ from the reference by rounding alone."""
     folder = _stored(base, source, "compressed-tensors", scheme)
     answers = parity_process.run(Job(str(folder), prompts, backend="compiled", dtype="bfloat16"))
+    _check_near(references[scheme], prompts, answers)
+
+
+def _check_near(reference: Reference, prompts: list[list[int]], answers: list[Answer]) -> None:
     for prompt, answer in zip(prompts, answers, strict=True):
-        expected = references[scheme].logprobs(prompt, answer.tokens)
+        expected = reference.logprobs(prompt, answer.tokens)
         for row, top in zip(expected, answer.top, strict=True):
             ours = torch.tensor(list(top.values()))
             assert float((row[list(map(int, top))] - ours).abs().mean()) < 0.15
+
+
+def test_processors_with_matrix_units(
+    base: Path, source: Path, references: dict[str, Reference], prompts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """On processors with AMX, quantized products are ours; attention and the head are the wheel's."""
+    if kernels() is None:
+        pytest.skip("our kernels are unavailable")
+    monkeypatch.setattr(build, "_processor_flags", lambda: frozenset(build._NEEDED) | {"amx_bf16"})
+    folder = quantized_models.write(source, base / "amx", "compressed-tensors", SCHEMES["w4"])
+    answers = parity_process.run(Job(str(folder), prompts, backend="compiled", dtype="bfloat16"))
+    layers = list(load(folder, "bfloat16")._model.modules())
+    assert any(type(layer).__name__ == "_PackedQuantizedLinear" for layer in layers)
+    multiply = [type(layer.cpu_linear).__name__ for layer in layers if hasattr(layer, "cpu_linear")]
+    assert multiply
+    assert "_PackedLinear" not in multiply
+    _check_near(references["w4"], prompts, answers)
 
 
 def test_memory_is_that_of_packed_weights(base: Path, source: Path) -> None:

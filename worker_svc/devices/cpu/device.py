@@ -231,10 +231,10 @@ class CpuDevice(Device):
 def _kernels_for(
     num_heads: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, block_size: int
 ) -> Kernels | None:
-    """Returns our own kernels, or `None` if they are unavailable or do not serve such a layer's attention."""
+    """Returns our own kernels, or `None` if the wheel's serve such a layer's attention."""
     if not serves(num_heads, num_kv_heads, head_size, dtype, block_size):
         return None
-    return ops.kernels()
+    return ops.product_kernels(dtype)
 
 
 def _kernels_for_texts(call: AttentionCall) -> Kernels | None:

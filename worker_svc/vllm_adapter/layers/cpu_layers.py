@@ -13,7 +13,7 @@ from vllm import ir
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.activation import GELU, GeluAndMul, SiluAndMul
 
-from worker_svc.devices.cpu.kernels.ops import kernels
+from worker_svc.devices.cpu.kernels.ops import kernels, product_kernels
 
 # vLLM's and our namespaces of compiled kernels.
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
@@ -204,7 +204,7 @@ def dispatch_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
     """
     weight: Any = layer.weight
     if not (
-        kernels() is not None
+        product_kernels(weight.dtype) is not None
         and weight.dim() == _MATRIX
         and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0))
         and not weight.is_meta

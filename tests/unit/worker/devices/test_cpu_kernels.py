@@ -12,8 +12,9 @@ import torch
 from torch.nn import functional
 
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
+from worker_svc.devices.cpu import device as device_module
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.devices.cpu.kernels import build
+from worker_svc.devices.cpu.kernels import build, ops
 from worker_svc.devices.cpu.kernels.program import Kernels, Program
 
 BLOCK = 64
@@ -357,11 +358,25 @@ def test_the_command_says_why_it_compiled_nothing(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("flags", [frozenset(), frozenset(build._NEEDED) | {"amx_bf16"}])
-def test_other_processors_get_the_wheels_kernels(
-    flags: frozenset[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processors without bfloat16 instructions, or with AMX, use the kernels of vLLM's wheel."""
-    monkeypatch.setattr(build, "_processor_flags", lambda: flags)
-    with pytest.raises(build.KernelsUnavailable, match="the processor has"):
+@pytest.mark.parametrize("missing", build._NEEDED)
+def test_other_processors_get_the_wheels_kernels(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors without one of the instructions use the kernels of vLLM's wheel."""
+    monkeypatch.setattr(build, "_processor_flags", lambda: frozenset(build._NEEDED) - {missing})
+    with pytest.raises(build.KernelsUnavailable, match=f"the processor has no {missing}$"):
         build.library()
+
+
+@pytest.mark.parametrize("amx", [False, True])
+def test_matrix_units_take_attention_from_the_wheel(
+    kernels: Kernels, amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With AMX, the wheel attends and multiplies in bfloat16; our kernels multiply in float32."""
+    flags = {*build._NEEDED, *(["amx_bf16"] if amx else [])}
+    monkeypatch.setattr(build, "_processor_flags", lambda: frozenset(flags))
+    params = AttentionParams(2, 1, 64, 0.125, 0, 0.0, writes=True)
+    own = device_module._kernels_for(2, 1, 64, torch.bfloat16, BLOCK)
+    assert (own is None) == (ops.product_kernels(torch.bfloat16) is None) == amx
+    assert ops.kernels() is ops.product_kernels(torch.float32) is not None
+    query, key, out = _random(1, 2, 64), _random(1, 1, 64), torch.empty(1, 2, 64).bfloat16()
+    call = AttentionCall(params, query, key, key, _random(2, 1, 2 * BLOCK, 64), out)
+    assert isinstance(CpuDevice().bind_attention(call), Program) == (not amx)

@@ -19,6 +19,7 @@ def layers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
     if request.param == "none":
         monkeypatch.setattr(cpu_layers, "kernels", lambda: None)
+        monkeypatch.setattr(cpu_layers, "product_kernels", lambda _: None)
     torch.manual_seed(0)
     return cpu_layers
 

@@ -21,7 +21,6 @@ _FLAGS: Final = (
 )  # fmt: skip
 # Processor features, as the system names them.
 _NEEDED: Final = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
-# Processors with AMX have matrix units, which vLLM's kernels use and ours do not.
 _AMX: Final = "amx_bf16"
 
 
@@ -33,18 +32,21 @@ def library() -> Path:
     """Returns the compiled kernels; compiles them if they are missing.
 
     Raises:
-        KernelsUnavailable: if this processor cannot run them or has AMX, or if they do not compile.
+        KernelsUnavailable: if this processor cannot run them, or if they do not compile.
     """
     flags = _processor_flags()
     if missing := [name for name in _NEEDED if name not in flags]:
         raise KernelsUnavailable(f"the processor has no {missing[0]}")
-    if _AMX in flags:
-        raise KernelsUnavailable(f"the processor has {_AMX}")
     name = file_name()
     for folder in (_SOURCES, _cache()):
         if (folder / name).exists():
             return folder / name
     return compile_into(_cache())
+
+
+def has_matrix_units() -> bool:
+    """Whether the processor has AMX: matrix units for bfloat16, which vLLM's kernels use and ours do not."""
+    return _AMX in _processor_flags()
 
 
 def file_name() -> str:

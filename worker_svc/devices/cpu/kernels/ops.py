@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from protos.logs import get_logger
-from worker_svc.devices.cpu.kernels.build import KernelsUnavailable, library
+from worker_svc.devices.cpu.kernels.build import KernelsUnavailable, has_matrix_units, library
 from worker_svc.devices.cpu.kernels.program import Kernels, Program
 
 Result = torch.Tensor | None
@@ -27,6 +27,15 @@ def kernels() -> Kernels | None:
     except (KernelsUnavailable, OSError) as error:
         get_logger().info("cpu_kernels_from_wheel", reason=str(error))
         return None
+
+
+def product_kernels(dtype: torch.dtype) -> Kernels | None:
+    """Returns the kernels for products of unquantized weights and for paged attention in a type.
+
+    `None` if they are unavailable, or if the wheel's are faster because the processor has matrix units for
+    that type. A cache has the layout of the kernels that attend, so those kernels must also write it.
+    """
+    return None if dtype == torch.bfloat16 and has_matrix_units() else kernels()
 
 
 def _loaded() -> Kernels:
