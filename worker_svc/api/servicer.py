@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NoReturn
 
 from protos.errors import SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
@@ -11,6 +11,7 @@ from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
+from worker_svc.api.adapter_threads import AdapterThreads
 from worker_svc.api.following import Following
 from worker_svc.api.leases import as_triptych_error, elapsed_us
 from worker_svc.api.model_thread import ModelThread
@@ -22,9 +23,6 @@ from worker_svc.lora.store import AdapterStore
 from worker_svc.model_files import loader
 from worker_svc.phases import Phase, PhaseProgress
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
-
-# A scheduler has four loads under way. A disk that hangs holds a thread beyond its load's deadline.
-_ADAPTER_THREADS = 8
 
 
 class _NotBegunError(Exception):
@@ -77,13 +75,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._ready: Ready | None = None
         self._executing = False
         self._following: Following | None = None
-        # Adapters that cannot be read for long take no threads from other calls.
-        self._adapter_threads = ThreadPoolExecutor(_ADAPTER_THREADS, thread_name_prefix="adapters")
+        self._adapter_threads = AdapterThreads()
         self._log = get_logger()
 
     def close(self) -> None:
         """Lets the threads that read adapters end, without waiting for them."""
-        self._adapter_threads.shutdown(wait=False, cancel_futures=True)
+        self._adapter_threads.close()
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -225,14 +222,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         """Reads an adapter on a thread of its own, while steps run."""
         await asyncio.shield(self._prepared)
         try:
-            loaded = await asyncio.get_running_loop().run_in_executor(
-                self._adapter_threads,
-                self._adapters().load,
-                request.adapter_id,
-                request.name,
-                request.source,
-                request.revision,
+            load = partial(
+                self._adapters().load, request.adapter_id, request.name, request.source, request.revision
             )
+            loaded = await self._adapter_threads.run(request.name, request.source, load)
         except Exception as error:  # noqa: BLE001 - any error fails this adapter only
             if not isinstance(error, TriptychError):
                 self._log.exception("adapter_failed", adapter=request.name)

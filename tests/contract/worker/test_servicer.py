@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,7 @@ from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer
 from worker_svc.api.watchdog import FailedSteps, WorkerFailed
 from worker_svc.execution.worker import Worker
+from worker_svc.lora.store import HostAdapter
 
 pytestmark = pytest.mark.contract
 
@@ -106,37 +107,73 @@ def decode(step: int) -> worker_pb2.StepPlan:
 
 
 class Hanging:
-    """Adapters on a disk that does not answer."""
+    """Adapters on a disk that does not answer, and one on another disk."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
         self.answers = threading.Event()
 
-    def load(self, *_: Any) -> None:
+    def load(self, adapter_id: int, name: str, source: str, revision: str) -> HostAdapter:
+        if source == "/fast":
+            return HostAdapter(name, source, 8, "d", {}, 0)
         self.begun.release()
         self.answers.wait()
         raise Internal("the disk is gone")
 
+    async def wait_for_reads(self, count: int) -> None:
+        for _ in range(count):
+            assert await asyncio.to_thread(self.begun.acquire, timeout=20)
 
-async def test_adapters_that_hang_hold_no_other_call_up(
-    stub: Any, worker: FakeWorker, tmp_path: Path
-) -> None:
+
+@pytest.fixture
+def adapters(worker: FakeWorker, tmp_path: Path) -> Iterator[Hanging]:
+    """Adapters of the worker. No thread outlives the test, however it ends."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    hanging = Hanging()
+    vars(worker).update(adapters=hanging, folder=tmp_path)
+    yield hanging
+    hanging.answers.set()
+
+
+def load_request(adapter_id: int, source: str) -> worker_pb2.LoadAdapterRequest:
+    return worker_pb2.LoadAdapterRequest(adapter_id=adapter_id, name="sql", source=source)
+
+
+async def test_adapters_that_hang_hold_no_other_call_up(stub: Any, adapters: Hanging) -> None:
     """Calls that need threads of the event loop still get one."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    adapters = Hanging()
-    vars(worker).update(adapters=adapters, folder=tmp_path)
     loads = [
-        asyncio.ensure_future(stub.LoadAdapter(worker_pb2.LoadAdapterRequest(adapter_id=number)))
+        asyncio.ensure_future(stub.LoadAdapter(load_request(number, f"/slow/{number}")))
         for number in range(4)
     ]
     async with asyncio.timeout(20):
-        for _ in loads:
-            await asyncio.to_thread(adapters.begun.acquire, timeout=20)
+        await adapters.wait_for_reads(4)
         names = [chunk.name async for chunk in stub.GetModelFiles(worker_pb2.GetModelFilesRequest())]
     assert names == ["tokenizer.json"]
     adapters.answers.set()
     assert [str(await refusal(load)) for load in loads] == ["the disk is gone"] * 4
+
+
+async def test_retries_of_a_source_that_hangs_take_no_threads(stub: Any, adapters: Hanging) -> None:
+    """However often it is retried, one thread waits for it, and other sources are read."""
+    slow = load_request(1, "/slow")
+    async with asyncio.timeout(20):
+        first = stub.LoadAdapter(slow)
+        await adapters.wait_for_reads(1)
+        first.cancel()
+        for _ in range(100):
+            refused = await refusal(stub.LoadAdapter(slow))
+            assert isinstance(refused, Unavailable)
+            assert refused.message == (
+                "adapter sql: an earlier read of /slow hangs; retry once its disk or hub answers"
+            )
+        assert not adapters.begun.acquire(blocking=False)
+        assert (await stub.LoadAdapter(load_request(2, "/fast"))).rank == 8
+        adapters.answers.set()
+        # The thread ends after the disk's answer, at a moment that no call sees.
+        while "earlier read" in (again := await refusal(stub.LoadAdapter(slow))).message:
+            await asyncio.sleep(0)
+    assert again.message == "the disk is gone"
 
 
 async def test_a_configuration_streams_progress_and_its_result(stub: Any) -> None:
