@@ -20,6 +20,8 @@ Format = Literal["compressed-tensors", "gptq", "awq"]
 _BITS: Final[tuple[Bits, ...]] = (4, 8)
 _PACKED: Final = "pack-quantized"
 _OTHER: Final = "choose another checkpoint, or make one with `triptych quantize`"
+# vLLM reads this file of ModelOpt's checkpoints beside config.json.
+_MODELOPT: Final = "hf_quant_config.json"
 
 
 @dataclass(frozen=True)
@@ -54,29 +56,48 @@ class CheckpointQuantization:
         return None
 
 
+def stored_config(config: Mapping[str, Any], folder: Path) -> Any:
+    """Returns what a model's files say about its quantization; `None` if it has none.
+
+    Args:
+        config: its config.json.
+        folder: the model's.
+    """
+    for part in (config, config.get("text_config") or {}):
+        for name in ("quantization_config", "compression_config"):
+            if part.get(name):
+                return part[name]
+    return {"quant_method": "modelopt"} if (folder / _MODELOPT).exists() else None
+
+
 def read(folder: Path) -> CheckpointQuantization | None:
-    """Reads the quantization of a model; `None` if it has none, or one of a method that we do not read.
+    """Reads the quantization of a model; `None` if it has none, or MXFP4, which does not stay quantized.
 
     Raises:
         ConfigurationRefused: if it has one that is not served, in one line.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
-    if not isinstance(found, Mapping):
+    found = stored_config(config, folder)
+    if found is None:
         return None
-    method = str(found.get("quant_method", "")).lower()
     try:
+        method = str(found.get("quant_method", "")).lower().replace("_", "-")
         if method == "compressed-tensors":
             return _compressed_tensors(found)
         if method == "gptq":
             return _gptq(found)
         if method == "awq":
             return _awq(found)
+        if method == "mxfp4" and found is config.get("quantization_config"):
+            return None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigurationRefused(
             f"{folder / 'config.json'} has a quantization_config that cannot be read ({error!r}); fetch it again"
         ) from error
-    return None
+    by = method or "a method that config.json does not name"
+    raise _refuse(
+        f"the checkpoint is quantized by {by} (served: compressed-tensors, gptq, awq, and mxfp4 of gpt-oss)"
+    )
 
 
 def _refuse(what: str) -> ConfigurationRefused:

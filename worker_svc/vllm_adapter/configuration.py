@@ -88,8 +88,9 @@ def configure(
 
 def _without_quantization(config: Any) -> Any:
     """Hides the quantization that we read ourselves, so that vLLM chooses no kernels for it."""
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    for name in ("quantization_config", "compression_config"):
+        if hasattr(config, name):
+            delattr(config, name)
     return config
 
 

@@ -12,6 +12,11 @@ from worker_svc.quantization.checkpoint_config import CheckpointQuantization, re
 from worker_svc.quantization.scheme import Scheme
 
 W4 = Scheme(4, 64)
+GPTQ, AWQ = quantization_config("gptq", W4), quantization_config("awq", W4)
+WAY = "choose another checkpoint, or make one with `triptych quantize`"
+OTHER_METHODS = (
+    "fp8", "fbgemm-fp8", "modelopt", "quark", "torchao", "auto-round", "bitsandbytes", "fp-quant", "hqq", "aqlm",
+)  # fmt: skip
 
 
 def _read(folder: Path, config: dict[str, Any] | None) -> CheckpointQuantization | None:
@@ -38,10 +43,47 @@ def test_the_scheme_is_read(tmp_path: Path, stored: Any, scheme: Scheme) -> None
     assert found.scheme_of("lm_head") is None
 
 
-def test_others_are_left_to_vllm(tmp_path: Path) -> None:
-    """A model without quantization, or with a method that we do not read, has no schemes."""
+def test_models_that_do_not_stay_quantized(tmp_path: Path) -> None:
+    """A model without quantization, or with experts in MXFP4, has no schemes."""
     assert _read(tmp_path, None) is None
-    assert _read(tmp_path, {"quant_method": "fp8"}) is None
+    assert _read(tmp_path, {"quant_method": "mxfp4"}) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "method"),
+    [
+        *(({"quant_method": method}, method) for method in OTHER_METHODS),
+        ({"quant_method": "gptq_marlin"}, "gptq-marlin"),
+        ({"producer": {"name": "modelopt"}}, "a method that config.json does not name"),
+    ],
+)
+def test_other_methods_are_refused(tmp_path: Path, config: dict[str, Any], method: str) -> None:
+    """Every method that is not served is refused by its name."""
+    with pytest.raises(ConfigurationRefused) as refused:
+        _read(tmp_path, config)
+    assert refused.value.message == _by(method)
+
+
+def test_other_places_of_a_configuration(tmp_path: Path) -> None:
+    """The text model's configuration, `compression_config` and ModelOpt's own file count, too."""
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({"compression_config": _compressed() | {"quant_method": "compressed_tensors"}})
+    )
+    assert read(tmp_path) == _read(tmp_path, _compressed())
+    path.write_text(json.dumps({"text_config": {"quantization_config": {"quant_method": "mxfp4"}}}))
+    with pytest.raises(ConfigurationRefused) as refused:
+        read(tmp_path)
+    assert refused.value.message == _by("mxfp4")
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ConfigurationRefused) as refused:
+        _read(tmp_path, None)
+    assert refused.value.message == _by("modelopt")
+
+
+def _by(method: str) -> str:
+    served = "compressed-tensors, gptq, awq, and mxfp4 of gpt-oss"
+    return f"the checkpoint is quantized by {method} (served: {served}), which is not served; {WAY}"
 
 
 def test_layers_by_name(tmp_path: Path) -> None:
@@ -68,10 +110,6 @@ def test_modules_that_awq_leaves_out(tmp_path: Path) -> None:
     assert found is not None
     assert found.scheme_of("model.layers.2.mlp.gate") is None
     assert found.scheme_of("model.layers.2.mlp.up_proj") == W4
-
-
-GPTQ, AWQ = quantization_config("gptq", W4), quantization_config("awq", W4)
-WAY = "choose another checkpoint, or make one with `triptych quantize`"
 
 
 @pytest.mark.parametrize(
