@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import load_file, save_file
 
+from worker_svc.devices.quantized import QuantizedWeights
 from worker_svc.quantization.codes import dequantize
 from worker_svc.quantization.rounding import quantize
 from worker_svc.quantization.scheme import Scheme
@@ -69,6 +70,14 @@ def quantization_config(stored: Stored, scheme: Scheme) -> dict[str, Any]:
         "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
     }  # fmt: skip
+
+
+def exact_weights(weights: QuantizedWeights) -> torch.Tensor:
+    """Returns the weights for which codes and scales stand, float64 [outputs, inputs]."""
+    values = weights.codes.double() - 2 ** (weights.bits - 1)
+    grouped = values.view(*weights.scales.shape, -1) * weights.scales.double().unsqueeze(-1)
+    exact: torch.Tensor = grouped.view_as(values)
+    return exact
 
 
 def words(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -23,6 +23,18 @@ class QuantizedWeights:
     """Bits of a code, 4 or 8."""
 
 
+def activation_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns activations [..., inputs] as [rows, inputs], for kernels that read each row as one piece.
+
+    Raises:
+        TypeError: if they have another type than the layer's, which such kernels would read as garbage.
+    """
+    if x.dtype != dtype:
+        raise TypeError(f"a layer for activations in {dtype} got activations in {x.dtype}")
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 class QuantizedProducts:
     """A device's products with quantized weights; by itself those in plain PyTorch, correct on any device."""
 

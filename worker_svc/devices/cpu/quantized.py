@@ -4,7 +4,12 @@ import torch
 
 from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.program import PANEL
-from worker_svc.devices.quantized import SCALE_BYTES, QuantizedProducts, QuantizedWeights
+from worker_svc.devices.quantized import (
+    SCALE_BYTES,
+    QuantizedProducts,
+    QuantizedWeights,
+    activation_rows,
+)
 
 
 class CpuProducts(QuantizedProducts):
@@ -43,8 +48,13 @@ class _PackedQuantizedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]."""
-        rows = x.reshape(-1, x.shape[-1])
         product: torch.Tensor = torch.ops.triptych_cpu.quantized_linear(
-            rows, self._packed, self._factor, self._bits, bias, self._columns, self._wide
+            activation_rows(x, torch.bfloat16),
+            self._packed,
+            self._factor,
+            self._bits,
+            bias,
+            self._columns,
+            self._wide,
         )
         return product.view(*x.shape[:-1], self._columns)

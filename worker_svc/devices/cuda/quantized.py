@@ -9,6 +9,7 @@ from worker_svc.devices.quantized import (
     PlainQuantizedLinear,
     QuantizedProducts,
     QuantizedWeights,
+    activation_rows,
 )
 
 # Inputs of a tile of the kernels' lanes, by bits.
@@ -54,7 +55,7 @@ class _TritonQuantizedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]."""
-        rows = x.reshape(-1, x.shape[-1])
+        rows = activation_rows(x, self._scales.dtype)
         product: torch.Tensor = torch.ops.triptych_cuda.quantized_linear(
             rows, self._lanes, self._scales, self._bits, bias
         )

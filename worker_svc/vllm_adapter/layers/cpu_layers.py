@@ -14,6 +14,7 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.activation import GELU, GeluAndMul, SiluAndMul
 
 from worker_svc.devices.cpu.kernels.ops import kernels, product_kernels
+from worker_svc.devices.quantized import activation_rows
 
 # vLLM's and our namespaces of compiled kernels.
 _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name
@@ -241,10 +242,6 @@ class _PackedLinear:
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         del weight
         self.pack()
-        if x.dtype != self._packed.dtype:
-            raise TypeError(f"a layer with weights in {self._packed.dtype} got activations in {x.dtype}")
-        rows = x.reshape(-1, x.shape[-1])
-        if rows.stride(-1) != 1:
-            rows = rows.contiguous()
+        rows = activation_rows(x, self._packed.dtype)
         product: torch.Tensor = _own.linear(rows, self._packed, bias, self._columns, self._wide)
         return product.view(*x.shape[:-1], self._columns)

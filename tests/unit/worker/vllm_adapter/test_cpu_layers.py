@@ -74,5 +74,7 @@ def test_activations_of_another_type_are_an_error(layers: Any) -> None:
         pytest.skip("our kernels are unavailable")
     layer: Any = torch.nn.Linear(16, 8, bias=False)
     layers.dispatch_gemm(layer, remove_weight=True)
-    with pytest.raises(TypeError, match=r"weights in torch.float32 got activations in torch.bfloat16"):
+    with pytest.raises(
+        TypeError, match=r"for activations in torch.float32 got activations in torch.bfloat16"
+    ):
         layer.cpu_linear(torch.randn(2, 16).bfloat16(), layer.weight, None)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.quantized_models import exact_weights
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.devices.cpu.kernels import build
 from worker_svc.devices.cpu.kernels.program import Kernels
@@ -23,13 +24,6 @@ def _weights(outputs: int, inputs: int, group: int, bits: int, largest: float = 
     return QuantizedWeights(torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8), scales, bits)
 
 
-def _dequantized(weights: QuantizedWeights) -> torch.Tensor:
-    values = weights.codes.double() - 2 ** (weights.bits - 1)
-    grouped = values.view(*weights.scales.shape, -1) * weights.scales.double().unsqueeze(-1)
-    dequantized: torch.Tensor = grouped.view_as(values)
-    return dequantized
-
-
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
@@ -47,7 +41,7 @@ def test_products_equal_float64(kernels: Kernels, outputs: int, inputs: int, gro
     bias = torch.randn(outputs).bfloat16()
     for rows in (1, 2, 3, 7, 11, 12, 13, 24, 25, 32, 40):
         x = torch.randn(rows, inputs + 6).bfloat16()[:, :inputs]
-        expected = x.double() @ _dequantized(weights).t() + bias.double()
+        expected = x.double() @ exact_weights(weights).t() + bias.double()
         out = torch.full((rows, outputs), torch.nan)
         kernels.quantized(x, packed, factor, bits, bias, out)()
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
@@ -80,8 +74,22 @@ def test_scales_of_any_size(kernels: Kernels, largest: float) -> None:
     packed, factor = kernels.pack_codes(weights.codes, weights.scales, 4)
     x, out = torch.randn(3, 128).bfloat16(), torch.empty(3, 40)
     kernels.quantized(x, packed, factor, 4, None, out)()
-    expected = x.double() @ _dequantized(weights).t()
+    expected = x.double() @ exact_weights(weights).t()
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_the_layout_and_type_of_activations() -> None:
+    """Activations of any strides give the same bits, and those of another type are an error."""
+    layer = CpuDevice().quantized.layer(_weights(70, 64, 32, 4), torch.bfloat16, wide=False)
+    x = torch.randn(3, 64).bfloat16()
+    for same in (x.t().contiguous().t(), x.repeat_interleave(2, dim=1)[:, ::2]):
+        assert torch.equal(layer(same, None), layer(x, None))
+        assert torch.equal(layer(same[:1], None), layer(x[:1], None))
+    with pytest.raises(
+        TypeError, match=r"for activations in torch.bfloat16 got activations in torch.float32"
+    ):
+        layer(x.float(), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -94,7 +102,7 @@ def test_the_device_chooses_a_product(dtype: torch.dtype, wide: bool) -> None:
     out = layer(x, bias)
     is_own = not isinstance(layer, PlainQuantizedLinear)
     assert out.dtype == (torch.float32 if wide and is_own else dtype)
-    expected = x.double() @ _dequantized(weights).t() + bias.double()
+    expected = x.double() @ exact_weights(weights).t() + bias.double()
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
     stored = sum(parameter.nbytes for parameter in layer.parameters())

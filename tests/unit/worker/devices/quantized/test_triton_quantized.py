@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from worker_svc.devices.cuda import triton_quantized
+from tests.support.quantized_models import exact_weights
+from worker_svc.devices.cuda import quantized, triton_quantized
 from worker_svc.devices.cuda.quantized import TritonProducts
 from worker_svc.devices.quantized import PlainQuantizedLinear, QuantizedWeights
 
@@ -17,13 +18,6 @@ def _weights(outputs: int, inputs: int, groups: int, bits: int) -> QuantizedWeig
     torch.manual_seed(0)
     codes = torch.randint(0, 2**bits, (outputs, inputs), dtype=torch.uint8, device=DEVICE)
     return QuantizedWeights(codes, (torch.rand(outputs, groups, device=DEVICE) / 8).to(DTYPE), bits)
-
-
-def _dequantized(weights: QuantizedWeights) -> torch.Tensor:
-    values = weights.codes.double() - 2 ** (weights.bits - 1)
-    grouped = values.view(*weights.scales.shape, -1) * weights.scales.double().unsqueeze(-1)
-    dequantized: torch.Tensor = grouped.view_as(values)
-    return dequantized
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -56,7 +50,7 @@ def _compare(rows: int, outputs: int, inputs: int, groups: int, bits: int) -> No
     bias = torch.randn(outputs, device=DEVICE).to(DTYPE) if rows % 2 else None
     words = triton_quantized.pack(weights)
     out = triton_quantized.multiply(x, words, weights.scales, bits, bias)
-    expected = x.double() @ _dequantized(weights).t() + (0 if bias is None else bias.double())
+    expected = x.double() @ exact_weights(weights).t() + (0 if bias is None else bias.double())
     assert out.dtype == DTYPE
     largest = float(expected.abs().max())
     # A chunk's weights are rounded, too.
@@ -73,6 +67,22 @@ def test_memory_is_known_before(inputs: int, groups: int, dtype: torch.dtype) ->
     assert isinstance(layer, PlainQuantizedLinear) == (dtype == torch.float32 or inputs in (72, 192))
     stored = sum(parameter.nbytes for parameter in layer.parameters())
     assert stored == TritonProducts().num_bytes(10, inputs, groups, 4, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_layout_and_type_of_activations(rows: int) -> None:
+    """Activations of any strides give the same bits, and those of another type are an error."""
+    layer = TritonProducts().layer(_weights(48, 256, 4, 4), DTYPE, wide=False)
+    x = torch.randn(rows, 256, device=DEVICE).to(DTYPE)
+    with torch.library._scoped_library("triptych_cuda", "IMPL") as library:
+        if not ON_GPU:
+            library.impl("quantized_linear", quantized._run, "CPU")
+        expected = layer(x, None)
+        for same in (x.repeat_interleave(2, dim=1)[:, ::2], x.t().contiguous().t()):
+            assert torch.equal(layer(same, None), expected)
+        other = torch.float16 if ON_GPU else torch.bfloat16
+        with pytest.raises(TypeError, match=f"for activations in {DTYPE} got activations in {other}"):
+            layer(x.to(other), None)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the operator runs on GPUs alone")
