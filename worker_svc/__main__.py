@@ -37,12 +37,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"triptych worker: {error}", file=sys.stderr)
         code = EXIT_CODE
     # A broken device may block a normal exit, too.
-    if code == EXIT_CODE or any(thread.name.startswith(_TORCH_THREADS) for thread in threading.enumerate()):
-        # If a thread still runs, a normal exit would destroy torch while the thread uses it.
+    if code == EXIT_CODE or _uses_torch():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _uses_torch() -> bool:
+    """Whether threads may still be in torch: a normal exit would destroy what they use, and abort."""
+    distributed = sys.modules.get("torch.distributed")
+    return any(thread.name.startswith(_TORCH_THREADS) for thread in threading.enumerate()) or (
+        distributed is not None and distributed.is_initialized()
+    )
 
 
 def prepare_process() -> None:

@@ -70,11 +70,7 @@ class RankGroup:
         _meet(layout, host, master, epoch)
         everyone = tuple(range(layout.world_size))
         self._exchange = _group(everyone, host)
-        devices = [""] * len(everyone)
-        if master:
-            refuse_differences([json.loads(each) for each in self.exchange(json.dumps(dict(facts)).encode())])
-            devices = [each.decode() for each in self.exchange(identity.encode())]
-        _refuse_shared_devices(layout, devices)
+        devices = self._agree(facts, identity) if master else [""] * len(everyone)
         self.plans = Channel(_group(everyone, host), 0)
         """From rank 0: the steps, in the order in which all ranks run them."""
         for stage in range(layout.pipeline):
@@ -93,6 +89,18 @@ class RankGroup:
         """Carry hidden states between stages."""
         if master:
             self.links.connect(device)
+
+    def _agree(self, facts: Mapping[str, str], identity: str) -> list[str]:
+        """Compares the ranks' facts and devices; returns all ranks' identities."""
+        try:
+            refuse_differences([json.loads(each) for each in self.exchange(json.dumps(dict(facts)).encode())])
+            devices = [each.decode() for each in self.exchange(identity.encode())]
+            _refuse_shared_devices(self.layout, devices)
+        except ConfigurationRefused:
+            # The threads of an open group may abort the process when it exits: its code would not be 2.
+            distributed.destroy_process_group()
+            raise
+        return devices
 
     def exchange(self, value: bytes) -> list[bytes]:
         """Returns the values of all ranks, in their order. All ranks must call it."""

@@ -59,6 +59,7 @@ def test_ranks_with_other_facts_are_all_refused() -> None:
     )
     ranks = start(0, port, facts), start(1, port, {**facts, "--enable-warm-up": "False"})
     assert printed(*ranks) == [refusal, refusal]
+    assert [rank.returncode for rank in ranks] == [0, 0]
 
 
 def test_ranks_with_equal_facts_join() -> None:

@@ -29,6 +29,7 @@ def main() -> None:
         print(f"{type(error).__name__}: {error.message}")
     else:
         print("joined")
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
