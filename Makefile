@@ -37,7 +37,7 @@ serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 # order, because those with the longest tests have few tests and would otherwise run last, on one core.
 # The second runs tests marked `stack` one by one, because their serving processes use all cores.
 define run_tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
 	@$(BIN)/python -m pytest -m "stack and $(1)" tests/e2e $(ARGS) || $(NONE_CHOSEN)
 endef
 

@@ -4,6 +4,7 @@ Without a GPU, Triton's kernels run in its interpreter, which must be requested 
 Triton.
 """
 
+import faulthandler
 import gc
 import os
 import sys
@@ -23,6 +24,30 @@ if not Path("/dev/nvidiactl").exists():
 # Generated examples have no time limit of their own: on a busy machine, any of them may be slow.
 settings.register_profile("triptych", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("triptych")
+
+
+_STDERR = pytest.StashKey[int]()
+# Beyond a test's timeout. pytest-timeout's signal ends the test before, unless native code runs.
+_GRACE_S = 10.0
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps the process's own stderr: while tests run, pytest redirects it."""
+    config.stash[_STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Ends a process that hangs in native code, such as uvloop's, and prints the stacks of its threads."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(
+        marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
+    )
+    faulthandler.dump_traceback_later(limit_s + _GRACE_S, exit=True, file=item.config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_finish() -> None:
