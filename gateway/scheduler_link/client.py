@@ -181,6 +181,7 @@ class InferenceClient:
             vector_size=vector_size,
             resume_timeout_s=self._resume_timeout_s,
             is_new=not self._outbox.is_open,
+            last_connected_s=self._connection.last_open_s,
             clock=self._clock,
         )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
@@ -51,8 +52,13 @@ class Connection:
         self._outbox = outbox
         self._table = table
         self._clock = clock
+        self._closed_s = -math.inf
         self._on_open: list[Callable[[], None]] = []
         self._log = get_logger(scheduler=address)
+
+    def last_open_s(self) -> float:
+        """Returns when a stream was open last, on `clock`: now if one is, before all times if none was."""
+        return self._clock() if self._outbox.is_open else self._closed_s
 
     def on_open(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` whenever a stream has been opened."""
@@ -72,6 +78,7 @@ class Connection:
             self._outbox.close()
             self.down = error
             if was_open:
+                self._closed_s = self._clock()
                 self._log.warning("connection lost", error=str(error), pending=len(self._table))
             if self._clock() - began > _LONGEST_PAUSE_S:
                 pause = _FIRST_PAUSE_S

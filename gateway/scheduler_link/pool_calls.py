@@ -1,15 +1,16 @@
 """Pooling: calls with many inputs each, a bounded number at once, repeated when the scheduler is lost."""
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
 from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.parking import Parking
-from protos.errors import from_rpc_error
+from protos.errors import Overloaded, from_rpc_error
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import count_values
 
@@ -24,8 +25,8 @@ _MAX_CALLS: Final = 2
 # Values of the results of a call, unless a single input has more: about 4 MiB.
 _VALUES_PER_CALL: Final = 1 << 20
 
-# A request waits in the queue and runs within this time, seconds; a dead connection is noticed much earlier.
-_TIMEOUT_S: Final = 600.0
+# Prompt tokens of a call, unless a single input has more: a few such calls fit into the scheduler's queue.
+_TOKENS_PER_CALL: Final = 1 << 17
 
 _RETRY_PAUSE_S: Final = 0.5
 
@@ -38,6 +39,7 @@ async def pool_all(
     vector_size: int,
     resume_timeout_s: float,
     is_new: bool = False,
+    last_connected_s: Callable[[], float] = lambda: -math.inf,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[inference.PoolResponse]:
     """Returns the results of a pooling model, in the order of ``requests``.
@@ -49,14 +51,12 @@ async def pool_all(
         vector_size: values of one of the model's vectors.
         resume_timeout_s: how long each call waits for a lost scheduler before it fails.
         is_new: whether no scheduler is connected: the requests wait as new ones do, not as running ones.
+        last_connected_s: returns when a scheduler was connected last, on `clock`.
         clock: monotonic seconds.
 
     Raises:
         TriptychError: the first failure; the other requests are cancelled.
     """
-    # A request with thousands of inputs must not fill the scheduler's queue.
-    limit = asyncio.Semaphore(_MAX_CALLS)
-
     place = object()
     if is_new:
         parking.enter(place)
@@ -69,11 +69,8 @@ async def pool_all(
             return waited_s < parking.timeout_s and parking.enter(place)
         return waited_s <= resume_timeout_s
 
-    async def some(part: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
-        async with limit:
-            return await _pool(stub, part, may_wait, clock)
-
-    calls = [asyncio.create_task(some(part)) for part in _parts(requests, vector_size)]
+    turns = _Turns(lambda part: _pool(stub, part, may_wait, last_connected_s, clock))
+    calls = [asyncio.create_task(turns.run(part)) for part in _parts(requests, vector_size)]
     try:
         return [response for part in await asyncio.gather(*calls) for response in part]
     finally:
@@ -83,22 +80,63 @@ async def pool_all(
         parking.leave(place)
 
 
+class _Turns:
+    """Bounds the calls of one request that are under way, so that they do not fill the scheduler's queue."""
+
+    def __init__(
+        self, send: Callable[[Sequence[inference.PoolRequest]], Awaitable[list[inference.PoolResponse]]]
+    ) -> None:
+        self._send = send
+        self._places = asyncio.Semaphore(_MAX_CALLS)
+        self._under_way = 0
+
+    async def run(self, part: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
+        """Returns the results of one call.
+
+        If the queue has no room for it beside the request's other call, it waits until no other is under way.
+        """
+        async with self._places:
+            try:
+                return await self._run(part)
+            except Overloaded:
+                if not self._under_way:
+                    raise
+            async with self._places:
+                return await self._run(part)
+
+    async def _run(self, part: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
+        self._under_way += 1
+        try:
+            return await self._send(part)
+        finally:
+            self._under_way -= 1
+
+
 async def _pool(
     stub: "InferenceAsyncStub",
     requests: Sequence[inference.PoolRequest],
     may_wait: Callable[[grpc.aio.AioRpcError, float], bool],
+    last_connected_s: Callable[[], float],
     clock: Callable[[], float],
 ) -> list[inference.PoolResponse]:
-    """Returns the results of one call; ``may_wait`` decides after each error, with the seconds waited."""
+    """Returns the results of one call; ``may_wait`` decides after each error, with the seconds waited.
+
+    The call has no deadline: the scheduler bounds how long requests wait and run, and a dead connection fails
+    all of its calls.
+    """
     lost_at: float | None = None
     attempt = 0
     sent = requests
     while True:
+        sent_at = clock()
         try:
-            answer = await stub.PoolAll(inference.PoolAllRequest(requests=sent), timeout=_TIMEOUT_S)
+            answer = await stub.PoolAll(inference.PoolAllRequest(requests=sent))
             return list(answer.responses)
         except grpc.aio.AioRpcError as error:
-            lost_at = clock() if lost_at is None else lost_at
+            # The loss of a scheduler that was there meanwhile is a new one; one that refuses is not lost.
+            was_there = last_connected_s() >= sent_at and not error.trailing_metadata()
+            if lost_at is None or was_there:
+                lost_at = clock()
             if not may_wait(error, clock() - lost_at):
                 raise from_rpc_error(error) from error
         await asyncio.sleep(jittered(_RETRY_PAUSE_S))
@@ -112,14 +150,20 @@ def _parts(
 ) -> Iterator[list[inference.PoolRequest]]:
     """Yields the requests of each call, in order."""
     part: list[inference.PoolRequest] = []
-    values = 0
+    values = tokens = 0
     for request in requests:
-        count = count_values(request, len(request.prompt_token_ids), vector_size)
-        if part and (len(part) == _INPUTS_PER_CALL or values + count > _VALUES_PER_CALL):
+        length = len(request.prompt_token_ids)
+        count = count_values(request, length, vector_size)
+        if part and (
+            len(part) == _INPUTS_PER_CALL
+            or tokens + length > _TOKENS_PER_CALL
+            or values + count > _VALUES_PER_CALL
+        ):
             yield part
-            part, values = [], 0
+            part, values, tokens = [], 0, 0
         part.append(request)
         values += count
+        tokens += length
     if part:
         yield part
 

@@ -220,10 +220,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         results: dict[str, inference_pb2.PoolResponse] = {}
         try:
             submissions = self._pool_submissions(requests)
-            for submission in submissions:
-                with bind_request(submission.request_id):
-                    self._engine.submit_pooling(submission, buffer)
-                mine[submission.request_id] = submission
+            self._engine.submit_pooling(submissions, buffer)
+            mine.update((submission.request_id, submission) for submission in submissions)
             while mine:
                 for event in await buffer.take():
                     assert isinstance(event, Event)

@@ -155,14 +155,14 @@ class Engine:
             self._queues.add(request)
         self.dispatch()
 
-    def submit_pooling(self, submission: object, sink: Sink) -> None:
-        """Refuses a pooling request; see :class:`scheduler_svc.workers.engine_protocol.EngineProtocol`.
+    def submit_pooling(self, submissions: object, sink: Sink) -> None:
+        """Refuses pooling requests; see :class:`scheduler_svc.workers.engine_protocol.EngineProtocol`.
 
         Raises:
             Unavailable: no replica has been ready yet.
             Unsupported: otherwise.
         """
-        del submission, sink
+        del submissions, sink
         if self.model is None:
             raise _no_worker()
         raise Unsupported(

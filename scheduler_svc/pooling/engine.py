@@ -5,7 +5,7 @@ once and ends. The requests of a lost replica wait again.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -146,37 +146,45 @@ class PoolEngine:
         del submission, sink
         raise generates_nothing()
 
-    def submit_pooling(self, submission: PoolSubmission, sink: Sink) -> None:
-        """Enqueues a request; its one event goes to `sink`.
+    def submit_pooling(self, submissions: Sequence[PoolSubmission], sink: Sink) -> None:
+        """Enqueues all requests of a call, or none; the one event of each goes to `sink`.
+
+        An empty queue takes a call of any size, because no later time would be better for it.
 
         Raises:
             Unavailable: no replica has been ready yet.
-            InvalidArgument: the id is in use, or a token id cannot be served.
+            InvalidArgument: an id is in use, or a token id cannot be served.
             Unsupported: the model does not serve what is asked of it.
-            ContextExceeded: the prompt fits no shape.
-            Overloaded: the queue is full.
+            ContextExceeded: a prompt fits no shape.
+            Overloaded: the queue has no room for all.
         """
         model, queue = self.model, self._queue
         if model is None or queue is None or self._suspended:
             raise Unavailable("no worker is ready yet; retry in a few seconds", retry_after_ms=2000)
-        if self._live.in_use(submission.request_id, (submission.request_id,)):
-            raise InvalidArgument(
-                f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
-            )
-        self._check(submission, model, queue)
-        count = len(submission.prompt_token_ids)
-        if len(queue) >= self._max_waiting or (
-            queue.num_tokens and queue.num_tokens + count > self._max_waiting_tokens
+        self._check_names(submissions)
+        for submission in submissions:
+            self._check(submission, model, queue)
+        num_tokens = sum(len(submission.prompt_token_ids) for submission in submissions)
+        if len(queue) and (
+            len(queue) + len(submissions) > self._max_waiting
+            or queue.num_tokens + num_tokens > self._max_waiting_tokens
         ):
             raise Overloaded(
                 f"{len(queue)} requests with {queue.num_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,
             )
         now_s = self._clock()
-        request = Request(
+        for submission in submissions:
+            request = self._make_request(submission, sink, now_s)
+            self._live.add((request,))
+            queue.add(request)
+        self._wake_one()
+
+    def _make_request(self, submission: PoolSubmission, sink: Sink, now_s: float) -> Request:
+        return Request(
             request_id=submission.request_id,
             token_ids=list(submission.prompt_token_ids),
-            num_prompt_tokens=count,
+            num_prompt_tokens=len(submission.prompt_token_ids),
             sampling=_NO_SAMPLING,
             arrival=next(self._arrivals),
             arrival_s=now_s,
@@ -187,9 +195,6 @@ class PoolEngine:
             tenant=submission.tenant,
             pooling=submission.pooling,
         )
-        self._live.add((request,))
-        queue.add(request)
-        self._wake_one()
 
     def find(self, request_id: str) -> Request | None:
         """Returns the live request with that id."""
@@ -343,6 +348,15 @@ class PoolEngine:
         request.state = RequestState.FINISHED
         self.forget(request)
         request.sink.push(event)
+
+    def _check_names(self, submissions: Sequence[PoolSubmission]) -> None:
+        seen: set[str] = set()
+        for name in (submission.request_id for submission in submissions):
+            if name in seen or self._live.in_use(name, (name,)):
+                raise InvalidArgument(
+                    f"request id {name!r} is in use; ids must be unique", param="request_id"
+                )
+            seen.add(name)
 
     def _check(self, submission: PoolSubmission, model: PooledModel, queue: PoolQueue) -> None:
         model.check(submission.pooling)

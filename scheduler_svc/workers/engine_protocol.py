@@ -4,7 +4,7 @@ A deployment serves one model. Everything above this module uses these protocols
 of model it is. An operation that the model does not support raises :class:`protos.errors.Unsupported`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -118,8 +118,8 @@ class EngineProtocol(Protocol):
     def submit(self, submission: Submission, sink: Sink) -> None:
         """Enqueues a generating request; its events go to `sink`."""
 
-    def submit_pooling(self, submission: PoolSubmission, sink: Sink) -> None:
-        """Enqueues a pooling request; its one event goes to `sink`."""
+    def submit_pooling(self, submissions: Sequence[PoolSubmission], sink: Sink) -> None:
+        """Enqueues all pooling requests of a call, or none; the one event of each goes to `sink`."""
 
     def find(self, request_id: str) -> Request | None:
         """Returns the live request with that id, or the first of its sequences."""

@@ -67,9 +67,9 @@ class Machine(RuleBasedStateMachine):
         )
         if length > self.shapes[-1].prompt_len:
             with pytest.raises(ContextExceeded):
-                self.engine.submit_pooling(submission, sink)
+                self.engine.submit_pooling([submission], sink)
             return
-        self.engine.submit_pooling(submission, sink)
+        self.engine.submit_pooling([submission], sink)
         self.sinks[name], self.prompts[name] = sink, prompt
 
     @rule(pick=st.randoms(use_true_random=False))

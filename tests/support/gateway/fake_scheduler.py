@@ -181,6 +181,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     """Pooling requests so far, in order."""
     pool_calls: list[int] = field(default_factory=list)
     """Requests of each call of `PoolAll` so far."""
+    pool_deadlines: list[float | None] = field(default_factory=list)
+    """Seconds that each of these calls had left; ``None``: it had no deadline."""
     pooling: int = 0
     """Pooling requests under way."""
 
@@ -200,6 +202,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         self.requests.clear()
         self.pooled.clear()
         self.pool_calls.clear()
+        self.pool_deadlines.clear()
         self.aborted.clear()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -234,13 +237,14 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         count = len(request.requests)
         self.pooled.extend(request.requests)
         self.pool_calls.append(count)
+        self.pool_deadlines.append(context.time_remaining())
         self.pooling += count
         await self._notify()
         try:
-            await self.pool_gate.wait()
             for each in request.requests:
                 if (error := self.refuse_pool(each)) is not None:
                     await abort(context, error)
+            await self.pool_gate.wait()
         finally:
             self.pooling -= count
         responses = [pool_response(each, self.pooled_size, self.pool_values) for each in request.requests]

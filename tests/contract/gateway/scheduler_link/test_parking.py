@@ -229,35 +229,3 @@ async def test_pooling_requests_wait_for_a_worker(scheduler: FakeScheduler, port
         with pytest.raises(Unavailable, match="no worker is ready yet"):
             await client.pool([pool_request()], vector_size=4)
         assert len(client.parking) == 0
-
-
-async def test_inputs_share_calls(scheduler: FakeScheduler, port: int) -> None:
-    """Many inputs are sent in a few calls, two at a time; results have the order of the inputs."""
-    scheduler.pool_gate.clear()
-    names = [f"p{index}" for index in range(70)]
-    async with serving(scheduler, port), started(port) as client:
-        asking = asyncio.create_task(client.pool([pool_request(name) for name in names], vector_size=4))
-        await scheduler.until(lambda: len(scheduler.pool_calls) == 2)
-        assert scheduler.pool_calls == [32, 32]
-        scheduler.pool_gate.set()
-        assert [result.request_id for result in await asyncio.wait_for(asking, 20)] == names
-    assert scheduler.pool_calls == [32, 32, 6]
-
-
-async def test_large_results_have_calls_of_their_own(scheduler: FakeScheduler, port: int) -> None:
-    """A call's results stay far below the size of a message: matrices count token by token."""
-    thousands = {"a": 3, "b": 2, "c": 0, "d": 9}  # 600,000, 400,000, 200,000 and 1,800,000 values
-    requests = [
-        inference.PoolRequest(
-            request_id=name,
-            prompt_token_ids=[5] * 200,
-            task=pb.POOL_TASK_TOKEN_EMBED,
-            dimensions=1000 * count,
-        )
-        for name, count in thousands.items()
-    ]
-    requests.append(pool_request("e"))
-    async with serving(scheduler, port), started(port) as client:
-        results = await client.pool(requests, vector_size=1000)
-    assert [result.request_id for result in results] == ["a", "b", "c", "d", "e"]
-    assert sorted(scheduler.pool_calls) == [1, 1, 1, 2]

@@ -119,14 +119,27 @@ async def test_a_refused_request_refuses_all(
     assert load.num_waiting + load.num_running == 0
 
 
-async def test_a_queue_without_room_for_all_refuses_all() -> None:
-    """The requests that found room are aborted."""
-    settings = SHAPES.model_copy(update={"max_waiting_requests": 2})
-    async with run_scheduler(settings) as scheduler, joined(scheduler, FakePoolWorker()):
-        error = await failure_of(scheduler, request_for([5], [6], [7]))
+@pytest.mark.parametrize("limit", [{"max_waiting_requests": 2}, {"max_waiting_tokens": 5}])
+async def test_a_queue_that_is_not_empty_takes_a_call_whole_or_not_at_all(limit: dict[str, int]) -> None:
+    """A call of any size enters an empty queue; while another request waits, the queue's bounds hold."""
+    worker = FakePoolWorker()
+    call = request_for([5, 5], [6, 6], [7, 7])
+    async with run_scheduler(SHAPES.model_copy(update=limit)) as scheduler, joined(scheduler, worker):
+        assert len(await results_of(scheduler, call)) == 3
+        worker.gate.clear()
+        worker.received.clear()
+        others = [asyncio.ensure_future(scheduler.inference.Pool(pool_request([8])))]
+        await worker.received.wait()
+        others.append(asyncio.ensure_future(scheduler.inference.Pool(pool_request([9]))))
+        async with asyncio.timeout(10):
+            while scheduler.deployment.load().num_waiting < 1:
+                await asyncio.sleep(0.005)
+        error = await failure_of(scheduler, call)
         assert type(error) is Overloaded
-        assert scheduler.deployment.load().num_waiting == 0
-        assert len(await results_of(scheduler, request_for([5], [6]))) == 2
+        assert error.message == "1 requests with 1 tokens are waiting; retry later"
+        assert scheduler.deployment.load().num_waiting == 1
+        worker.gate.set()
+        await asyncio.gather(*others)
 
 
 async def test_results_that_fit_no_message_are_refused() -> None:

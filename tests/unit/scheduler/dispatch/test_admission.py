@@ -228,8 +228,8 @@ def test_a_generating_engine_refuses_pooling_requests() -> None:
     """The refusal is retryable only while the kind of model is unknown."""
     engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
     with pytest.raises(Unavailable, match="no worker is ready yet"):
-        engine.submit_pooling(object(), ListSink())
+        engine.submit_pooling([], ListSink())
     rig = make_rig()
     rig.engine.suspend(Unavailable("gone"))
     with pytest.raises(Unsupported, match="call Generate or Connect"):
-        rig.engine.submit_pooling(object(), ListSink())
+        rig.engine.submit_pooling([], ListSink())
