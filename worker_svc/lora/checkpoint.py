@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from protos.errors import InvalidArgument, NotFound
+from worker_svc.lora.targets import Targets, read_targets
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -75,6 +76,9 @@ class AdapterCheckpoint:
     """By the path of the layer in the base model: A [rank, in] and B [out, rank], float32, B scaled."""
     digest: str
     """Hash of configuration and weights, hexadecimal."""
+    targets: Targets | None = None
+    """The layers that must have matrices, as far as the model has them; `None` if the configuration does not
+    say it in names."""
 
 
 def read_adapter(folder: Path, *, name: str, max_rank: int) -> AdapterCheckpoint:
@@ -91,20 +95,20 @@ def read_adapter(folder: Path, *, name: str, max_rank: int) -> AdapterCheckpoint
     """
     config = _read_config(folder, name)
     _check_config(config, name)
-    tensors, digest = _read_tensors(folder, name, max_rank)
+    tensors, weights_hash = _read_tensors(folder, name, max_rank)
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         path, which = _place_of(key, name)
         if which in pairs.setdefault(path, {}):
             raise InvalidArgument(f"adapter {name} has two matrices {which} of {path}", param="source")
         pairs[path][which] = tensor
-    _check_targets(config, pairs, name)
     matrices = {path: _scaled(config, path, pair, name) for path, pair in sorted(pairs.items())}
     if not matrices:
         raise InvalidArgument(f"adapter {name} has no weights in {WEIGHTS}", param="source")
     rank = max(a.shape[0] for a, _ in matrices.values())
     text = json.dumps(config, sort_keys=True).encode()
-    return AdapterCheckpoint(name, rank, matrices, hashlib.sha256(text + digest).hexdigest())
+    digest = hashlib.sha256(text + weights_hash).hexdigest()
+    return AdapterCheckpoint(name, rank, matrices, digest, read_targets(config))
 
 
 def _read_config(folder: Path, name: str) -> dict[str, Any]:
@@ -166,17 +170,6 @@ def _check_config(config: Mapping[str, Any], name: str) -> None:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1 << 20
-
-
-def _check_targets(config: Mapping[str, Any], paths: Collection[str], name: str) -> None:
-    """Raises InvalidArgument if a layer that the adapter targets has no weights."""
-    targets = config.get("target_modules")
-    for target in targets if isinstance(targets, list) else ():
-        if not any(path == target or path.endswith(f".{target}") for path in paths):
-            raise InvalidArgument(
-                f"adapter {name} is incomplete: it targets {target}, but {WEIGHTS} has no weights of it",
-                param="source",
-            )
 
 
 def _read_tensors(folder: Path, name: str, max_rank: int) -> tuple[dict[str, torch.Tensor], bytes]:

@@ -1,9 +1,13 @@
 """Which adapters fit a model, and what kernels, types and devices make of them."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from protos.errors import ConfigurationRefused, InvalidArgument
 from tests.support import quantized_models, tiny_models
@@ -13,9 +17,11 @@ from tests.support.worker.harness import Harness, load
 from tests.support.worker.parity_process import Job, differences
 from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
 from tests.support.zoo import families
+from tests.unit.worker.lora.test_targets import CASES, PATHS
 from worker_svc.devices import open_device
 from worker_svc.execution.memory_budget import working_bytes
-from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
+from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, AdapterCheckpoint, LoraLimits, read_adapter
+from worker_svc.lora.targets import Targets
 from worker_svc.quantization.scheme import Scheme
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter.configuration import Dtype
@@ -91,6 +97,70 @@ def test_parts_and_whole_layers_fit(moe: Path) -> None:
     assert [pair[1].shape for pair in matrices if pair] == [(64, 2), (32, 2), (32, 2)]
     (path,) = adapted.fit(_checkpoint("model.layers.1.mlp.shared_expert.gate_proj", 96))
     assert path.endswith("shared_expert.gate_up_proj")
+
+
+@pytest.mark.parametrize(("config", "named"), CASES)
+def test_targets_are_read_as_peft_reads_them(config: dict[str, Any], named: tuple[str, ...]) -> None:
+    """Those are the layers that a complete adapter has."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    lora = LoraConfig(**config)
+    assert tuple(path for path in PATHS if check_target_module_exists(lora, path) is True) == named
+
+
+def _adapter(base: Path, folder: Path, **options: Any) -> Path:
+    return write_adapter(base, folder, AdapterSpec(5, targets=("q_proj", "up_proj"), options=options))
+
+
+def _without(folder: Path, path: str) -> None:
+    """Removes a layer's matrices from an adapter."""
+    tensors = load_file(folder / WEIGHTS)
+    kept = {key: tensor for key, tensor in tensors.items() if path not in key}
+    assert len(kept) == len(tensors) - 2
+    save_file(kept, folder / WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.write("llama", tmp_path_factory.mktemp("llama") / "model")
+
+
+@pytest.mark.parametrize("path", ["layers.1.self_attn.q_proj", "layers.0.mlp.up_proj"])
+def test_a_missing_layer_is_refused(llama: Path, tmp_path: Path, path: str) -> None:
+    """Every layer of the model that a target names needs its matrices, however many others have theirs."""
+    folder = _adapter(llama, tmp_path / "all")
+    adapted = load(llama, "float32", lora=LIMITS).adapted
+    assert adapted is not None
+    adapted.fit(read_adapter(folder, name="tuned", max_rank=8))
+    _without(folder, path)
+    with pytest.raises(
+        InvalidArgument, match=f"tuned is incomplete: it targets model.{path}, but its file has"
+    ):
+        adapted.fit(read_adapter(folder, name="tuned", max_rank=8))
+
+
+def test_targets_without_layers_are_fine(llama: Path, tmp_path: Path) -> None:
+    """PEFT ignores names that the model does not have, and trains some layers only if it is told so."""
+    adapted = load(llama, "float32", lora=LIMITS).adapted
+    assert adapted is not None
+    folder = _adapter(llama, tmp_path / "some", layers_to_transform=[1], exclude_modules=["mlp.up_proj"])
+    config = json.loads((folder / CONFIG).read_text())
+    names = ["qkv_proj", "query_key_value", *config["target_modules"]]
+    (folder / CONFIG).write_text(json.dumps({**config, "target_modules": names}))
+    (fitted,) = adapted.fit(read_adapter(folder, name="tuned", max_rank=8))
+    assert fitted == "model.layers.1.self_attn.qkv_proj"
+
+
+@pytest.mark.parametrize("target", ["q_a_proj", "lm_head"])
+def test_a_target_that_takes_no_adapters_is_not_forgotten(latent: Path, target: str) -> None:
+    """An adapter that targets such a layer and has no matrices of it lacks something."""
+    adapted = load(latent, "float32", lora=LIMITS).adapted
+    assert adapted is not None
+    checkpoint = _checkpoint("model.layers.0.self_attn.o_proj", 128, 96)
+    adapted.fit(replace(checkpoint, targets=Targets(["layers.0.self_attn.o_proj"])))
+    with pytest.raises(InvalidArgument, match=f"is incomplete: it targets .*{target}"):
+        adapted.fit(replace(checkpoint, targets=Targets(["layers.0.self_attn.o_proj", target])))
 
 
 def test_embedding_models_take_none(tmp_path: Path) -> None:

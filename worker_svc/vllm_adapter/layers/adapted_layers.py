@@ -1,6 +1,6 @@
 """LoRA adapters in vLLM's linear layers: which layers take them, and what they add to a product."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from protos.errors import InvalidArgument
 from worker_svc.devices.adapter_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
@@ -114,8 +115,10 @@ class AdaptedLayers:
         self._layers: dict[str, _Layer] = {}
         # By a layer's path in checkpoints: the layer, and which of its parts; None for all.
         self._places: dict[str, tuple[str, int | None]] = {}
-        # Paths in checkpoints of linear layers that take none, and the path of the layer of this model.
+        # Paths in checkpoints of layers that take none, and the path of the layer of this model.
         self._unadapted: dict[str, str] = {}
+        # Layers of this model whose parts checkpoints may name one by one.
+        self._fused: set[str] = set()
         self._stacks: dict[str, AdapterStack] = {}
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
         self._elsewhere: list[str] = []
@@ -124,13 +127,16 @@ class AdaptedLayers:
             if type(module).__name__ == "PPMissingLayer":
                 self._elsewhere.append(f"{path}.")
             layer = _layer_of(module, path.rpartition(".")[2])
+            names = _names_of(path, packed)
+            if len(set(names)) > 1:
+                self._fused.add(path)
             if layer is not None:
                 # Layers may have several paths, such as shared experts.
                 first = first_paths.setdefault(id(module), path)
                 self._layers.setdefault(first, layer)
                 self._places.update((place, (first, part)) for place, part in _places_of(path, layer, packed))
-            elif isinstance(module, LinearBase):
-                self._unadapted.update(dict.fromkeys(_names_of(path, packed), path))
+            elif isinstance(module, LinearBase | VocabParallelEmbedding):
+                self._unadapted.update(dict.fromkeys(names, path))
 
     def shapes(self) -> Iterator[tuple[str, StackShape]]:
         """Yields each layer's path and the sizes of its adapters."""
@@ -198,14 +204,17 @@ class AdaptedLayers:
         """See `lora.store.AdaptedModel`.
 
         Raises:
-            InvalidArgument: if the adapter has layers that the model does not have, or of other sizes.
+            InvalidArgument: if the adapter has layers that the model does not have, or of other sizes, or if
+                it lacks some that it targets.
         """
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
+        adapted: set[tuple[str, int | None]] = set()
         for path, (a, b) in checkpoint.matrices.items():
             place = self._place(path, checkpoint.name)
             if place is None:
                 continue
             layer_path, part = place
+            adapted.add(place)
             layer = self._layers[layer_path]
             _check_sizes(checkpoint.name, path, layer, part, a, b)
             parts = found.setdefault(layer_path, [None] * len(layer.parts))
@@ -227,7 +236,34 @@ class AdaptedLayers:
                     continue
                 # A copy: a view would keep the whole matrix.
                 parts[index] = (mine, whole[each.rows].to(dtype, copy=True).contiguous())
+        self._check_complete(checkpoint, adapted)
         return dict(found)
+
+    def _check_complete(
+        self, checkpoint: AdapterCheckpoint, adapted: Collection[tuple[str, int | None]]
+    ) -> None:
+        """Raises InvalidArgument if the adapter targets a layer of this rank and has no matrices of it.
+
+        Args:
+            checkpoint: the adapter.
+            adapted: the places of its matrices.
+        """
+        if checkpoint.targets is None:
+            return
+        last_names = {path.rpartition(".")[2] for path in checkpoint.matrices}
+        for path in (*self._places, *self._unadapted):
+            layer, part = self._places.get(path, (path, None))
+            if (layer, part) in adapted or (layer, None) in adapted:
+                continue
+            # vLLM fuses layers that the original model may have as parts only. The adapter shows which it is.
+            if path in self._fused and path.rpartition(".")[2] not in last_names:
+                continue
+            if checkpoint.targets.include(path):
+                raise InvalidArgument(
+                    f"adapter {checkpoint.name} is incomplete: it targets {path}, but its file has no matrices of"
+                    " that layer; save it again",
+                    param="source",
+                )
 
     def _place(self, path: str, name: str) -> tuple[str, int | None] | None:
         """Returns the layer that a checkpoint's path means, and its part; `None` if another stage has it.
