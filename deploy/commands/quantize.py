@@ -14,6 +14,8 @@ _OWN_TEXT = Path()
 _BITS = {"w4a16": 4, "w8a16": 8}
 _PER_CHANNEL = "channel"
 _GROUP_SIZES = ("32", "64", "128", _PER_CHANNEL)
+_SHOWN = 3
+"""Names in a line that says what calibration did not reach."""
 
 
 def main(argv: list[str]) -> int:
@@ -26,6 +28,8 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.calibrate_tokens and arguments.calibrate is None:
         parser.error("--calibrate-tokens has no effect without --calibrate; add it")
+    if arguments.mse_clip and arguments.calibrate is not None:
+        parser.error("--mse-clip has no effect beside --calibrate, which chooses scales its own way; omit it")
     # After the arguments are checked: importing torch takes seconds.
     from worker_svc.model_files.loader import resolve
     from worker_svc.model_files.quantize import Calibration, quantize_folder
@@ -40,8 +44,10 @@ def main(argv: list[str]) -> int:
         calibration = Calibration(text, arguments.calibrate_tokens or Calibration.tokens)
     started = time.monotonic()
     try:
+        source = resolve(arguments.model)
+        _check_served(source)
         made = quantize_folder(
-            resolve(arguments.model), arguments.out.absolute(), scheme,
+            source, arguments.out.absolute(), scheme,
             clip=arguments.mse_clip or calibration is not None, head=head, calibration=calibration, progress=_show,
         )  # fmt: skip
     except ConfigurationRefused as error:
@@ -54,9 +60,10 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
     if made.rounded:
+        more = len(made.rounded) - _SHOWN
         print(
             f"triptych quantize: calibration did not reach {len(made.rounded)} matrices, which were rounded:"
-            f" {', '.join(made.rounded)}",
+            f" {', '.join(made.rounded[:_SHOWN])}{f' and {more} more' if more > 0 else ''}",
             file=sys.stderr,
         )
     print(
@@ -64,6 +71,28 @@ def main(argv: list[str]) -> int:
         f" {made.bytes_after / _MIB:.0f} MiB, in {time.monotonic() - started:.1f} s"
     )
     return 0
+
+
+def _check_served(source: Path) -> None:
+    """Refuses models whose architecture workers do not serve.
+
+    Raises:
+        ConfigurationRefused: in the worker's own line.
+    """
+    from worker_svc.model_files.quantize import read_config
+
+    if not read_config(source).get("architectures"):
+        return  # nothing to check, so vLLM need not be imported, which takes seconds
+    from worker_svc.devices import choose_device
+    from worker_svc.log_silencing import silence_libraries
+    from worker_svc.vllm_adapter import startup
+
+    silence_libraries()
+    startup.prepare(choose_device("auto"))
+    from worker_svc.vllm_adapter.configuration import refusal_on_error, register_model_class
+
+    with refusal_on_error(f"cannot serve {source}"):
+        register_model_class(source, trust_remote_code=True, language_model_only=True)
 
 
 def _show(done: int, total: int, name: str) -> None:
@@ -74,7 +103,10 @@ def _show(done: int, total: int, name: str) -> None:
 def _file(value: str) -> Path:
     path = Path(value)
     if not path.is_file():
-        raise argparse.ArgumentTypeError(f"there is no file {value}")
+        raise argparse.ArgumentTypeError(
+            f"there is no file {value}; if it is the model, name it before --calibrate, which takes the next word as"
+            " its text"
+        )
     return path
 
 

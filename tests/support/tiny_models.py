@@ -159,3 +159,15 @@ def save_model(config: Any, folder: Path, **save: Any) -> Path:
                 buffer.normal_(std=0.3)
     model.save_pretrained(folder, **save)
     return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Adds a tokenizer: tokens from 2 on for the words w0 to w99, and token 0 at the beginning of a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    begin, unknown = "<s>", "<unk>"
+    vocabulary = {begin: 0, unknown: 1} | {f"w{n}": n + 2 for n in range(100)}
+    tokenizer: Any = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin).save_pretrained(folder)

@@ -9,7 +9,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +23,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint, Shard
 from worker_svc.quantization import codes
 from worker_svc.quantization.calibration import TOKENS, Calibrated, calibrate
+from worker_svc.quantization.checkpoint_config import stored_config
 from worker_svc.quantization.rounding import quantize
 from worker_svc.quantization.scheme import Scheme
 
@@ -33,9 +35,12 @@ _PROJECTION: Final = re.compile(r"(.+\.)?layers\.\d+\..+_proj\.weight")
 _OTHER_TOWER: Final = re.compile(r"vision|visual|audio|encoder")
 # GraniteMoe has all experts of a layer in one tensor, under the second kind of name.
 _EXPERTS: Final = re.compile(r"\.experts\.|\.block_sparse_moe\.(input|output)_linear\.")
+# Attention reads the rows of this projection of a latent vector in place, so codes cannot replace them.
+_LATENT: Final = ".kv_b_proj.weight"
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
-_FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32)
+# As safetensors names them.
+_FLOATS: Final = ("BF16", "F16", "F32")
 _MATRIX: Final = 2
 _INPUTS: Final = 8  # of a word of 4 bits
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
@@ -89,8 +94,9 @@ def quantize_folder(
             with the embeddings gets its own; the embeddings keep theirs. A head with another name, such as a
             multimodal model's, stays as it is.
         calibration: how to calibrate the projections; by default they are rounded, and so is the head always.
-        progress: called with the number of steps done, the total, and what the next one does: first those of
-            the calibration, then one for each file.
+        progress: called with the number of steps done, the total, and what the next one does: with
+            calibration one for each file that is checked and those of the calibration, then one for each
+            file that is written.
 
     Raises:
         ConfigurationRefused: if the model cannot be quantized so, or a file cannot be read or written, in one
@@ -98,24 +104,29 @@ def quantize_folder(
     """
     if target.exists():
         raise ConfigurationRefused(f"{target} exists already; choose another folder for the result")
-    checkpoint = Checkpoint.open(source)
-    maker = _Maker(source, checkpoint, scheme, clip=clip, head=head)
+    maker = _Maker(source, Checkpoint.open(source), scheme, clip=clip, head=head)
+    inputs = maker.check()
     try:
-        if calibration is not None:
-            maker.calibrate(calibration, progress)
+        # Made before calibration, which takes minutes and whose result would otherwise be lost.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+            if calibration is not None:
+                maker.calibrate(calibration, inputs, progress)
             folder = Path(scratch) / target.name
             folder.mkdir()
             made = maker.write(folder, progress)
             folder.rename(target)
             return made
-    except SafetensorError as error:
-        raise ConfigurationRefused(f"cannot read the weights of {source}: {error}") from error
-    except OSError as error:
-        raise ConfigurationRefused(f"cannot write {target}: {error.strerror or error}") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigurationRefused(f"cannot write {target}: {reason}") from error
 
 
-def _read_config(source: Path) -> dict[str, Any]:
+def read_config(source: Path) -> dict[str, Any]:
+    """Returns a model's config.json.
+
+    Raises:
+        ConfigurationRefused: if it cannot be read.
+    """
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -134,16 +145,21 @@ class _Maker:
         """Reads the configuration.
 
         Raises:
-            ConfigurationRefused: if the model is quantized already, or has experts.
+            ConfigurationRefused: if the model is quantized already, or has experts or latent attention.
         """
         self._source, self._shards, self._scheme, self._clip = source, checkpoint.shards, scheme, clip
-        self._config = _read_config(source)
-        if self._config.get("quantization_config"):
+        self._config = read_config(source)
+        if stored_config(self._config, source) is not None:
             raise ConfigurationRefused(f"{source} is quantized already; choose a model in bfloat16")
         names = {name for shard in self._shards for name in shard.tensors}
         if expert := next(filter(_EXPERTS.search, sorted(names)), None):
             raise ConfigurationRefused(
                 f"{source} has experts ({expert}), whose quantized form is not served; choose another model"
+            )
+        if latent := next((name for name in sorted(names) if name.endswith(_LATENT)), None):
+            raise ConfigurationRefused(
+                f"{source} has latent attention ({latent}), whose quantized form is not served;"
+                " choose another model"
             )
         self._is_tied = _HEAD not in names
         self._head = head and (_EMBEDDINGS if self._is_tied else _HEAD) in names
@@ -152,22 +168,62 @@ class _Maker:
         self._calibrated: Calibrated | None = None
         self._rounded: list[str] = []
 
-    def calibrate(self, calibration: Calibration, progress: Callable[[int, int, str], None]) -> None:
-        """Finds the codes of all projections that calibration reaches.
+    def check(self) -> dict[str, int]:
+        """Checks the headers of all files.
+
+        Returns:
+            The inputs of each projection, by its tensor's name.
 
         Raises:
-            ConfigurationRefused: if the model cannot be calibrated, or a projection cannot be quantized.
+            ConfigurationRefused: if there are no projections, or if one cannot be quantized.
         """
         inputs: dict[str, int] = {}
         for shard in self._shards:
-            with safe_open(shard.path, framework="pt") as file:
-                for name in filter(_is_projection, shard.tensors):
+            with _reading(shard.path) as file:
+                for name, tensor in shard.tensors.items():
+                    is_head = self._head and name == (_EMBEDDINGS if self._is_tied else _HEAD)
+                    if not is_head and not _is_projection(name):
+                        continue
                     shape = file.get_slice(name).get_shape()
-                    if len(shape) == _MATRIX:
-                        _check_inputs(name, shape[1], self._scheme)
-                        inputs[name.removesuffix(".weight")] = shape[1]
+                    if len(shape) != _MATRIX:
+                        continue
+                    if tensor.kind not in _FLOATS:
+                        raise ConfigurationRefused(
+                            f"{name} has the type {tensor.kind}; choose a model in bfloat16, float16 or float32"
+                        )
+                    if not is_head:
+                        inputs[name] = shape[1]
+        if not inputs:
+            raise ConfigurationRefused(
+                f"{self._source} has no projections of decoder layers to quantize; choose another model"
+            )
+        _check_inputs(inputs, self._scheme)
+        return inputs
+
+    def calibrate(
+        self,
+        calibration: Calibration,
+        inputs: Mapping[str, int],
+        progress: Callable[[int, int, str], None],
+    ) -> None:
+        """Finds the codes of all projections that calibration reaches.
+
+        Args:
+            calibration: how.
+            inputs: those of each projection, by its tensor's name.
+            progress: see `quantize_folder`.
+
+        Raises:
+            ConfigurationRefused: if the model cannot be calibrated, or a projection is not finite.
+        """
+        for done, shard in enumerate(self._shards):
+            progress(done, len(self._shards), f"checking {shard.path.name}")
+            with _reading(shard.path) as file:
+                for name in inputs.keys() & shard.tensors.keys():
+                    _check_finite(name, file.get_tensor(name))
+        modules = {name.removesuffix(".weight"): each for name, each in inputs.items()}
         self._calibrated = calibrate(
-            self._source, inputs, self._scheme, calibration.text, calibration.tokens, progress
+            self._source, modules, self._scheme, calibration.text, calibration.tokens, progress
         )
 
     def write(self, folder: Path, progress: Callable[[int, int, str], None]) -> Quantized:
@@ -182,10 +238,6 @@ class _Maker:
             weight_map |= dict.fromkeys(tensors, path.name)
             before += sum(tensor.num_bytes for tensor in shard.tensors.values())
             after += sum(tensor.nbytes for tensor in tensors.values())
-        if not self._count:
-            raise ConfigurationRefused(
-                f"{self._source} has no projections of decoder layers to quantize; choose another model"
-            )
         for path in sorted(self._source.iterdir()):
             if (
                 path.is_file()
@@ -203,7 +255,7 @@ class _Maker:
         return Quantized(self._count, self._head, before, after, tuple(self._rounded))
 
     def _quantized(self, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
-        with safe_open(shard.path, framework="pt") as file:
+        with _reading(shard.path) as file:
             for name in shard.tensors:
                 tensor = file.get_tensor(name)
                 if self._head and name == (_EMBEDDINGS if self._is_tied else _HEAD):
@@ -221,20 +273,13 @@ class _Maker:
                 yield name, tensor
 
     def _matrix(self, name: str, weight: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-        outputs, inputs = weight.shape
-        if weight.dtype not in _FLOATS:
-            raise ConfigurationRefused(
-                f"{name} has the type {weight.dtype}; choose a model in bfloat16, float16 or float32"
-            )
-        _check_inputs(name, inputs, scheme)
-        if not bool(weight.isfinite().all()):
-            raise ConfigurationRefused(f"{name} is not finite; fetch the model again")
+        _check_finite(name, weight)
         module = name.removesuffix(".weight")
         found, scales = self._codes(module, weight, scheme)
         self._count += 1
         yield f"{module}.weight_packed", codes.pack(found, scheme.bits)
         yield f"{module}.weight_scale", scales
-        yield f"{module}.weight_shape", torch.tensor([outputs, inputs])
+        yield f"{module}.weight_shape", torch.tensor(weight.shape)
 
     def _codes(self, module: str, weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a matrix's codes and scales, calibrated if they can be."""
@@ -259,14 +304,35 @@ def _is_projection(name: str) -> bool:
     return _PROJECTION.fullmatch(name) is not None and not _OTHER_TOWER.search(name)
 
 
-def _check_inputs(name: str, inputs: int, scheme: Scheme) -> None:
-    """Refuses a matrix whose inputs do not fill groups, and words of codes."""
-    if inputs % (scheme.group or _INPUTS):
-        fitting = [group for group in (128, 64, 32) if inputs % group == 0]
-        way = f"use --group-size {fitting[0]}" if fitting else "choose another model"
-        raise ConfigurationRefused(
-            f"{name} has {inputs} inputs, which is no multiple of {scheme.group or _INPUTS}; {way}"
-        )
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Opens a file of weights.
+
+    Raises:
+        ConfigurationRefused: if it cannot be opened, or read in the context.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationRefused(f"cannot read {path}: {error}") from error
+
+
+def _check_finite(name: str, weight: torch.Tensor) -> None:
+    if not bool(weight.isfinite().all()):
+        raise ConfigurationRefused(f"{name} is not finite; fetch the model again")
+
+
+def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
+    """Refuses matrices whose inputs do not fill groups, and words of codes; names groups that all fill."""
+    unit = scheme.group or _INPUTS
+    unfit = next((name for name, size in inputs.items() if size % unit), None)
+    if unfit is None:
+        return
+    units = {"128": 128, "64": 64, "32": 32, "channel": _INPUTS}
+    fitting = [name for name, each in units.items() if all(size % each == 0 for size in inputs.values())]
+    way = f"use --group-size {fitting[0]}" if fitting else "choose another model"
+    raise ConfigurationRefused(f"{unfit} has {inputs[unfit]} inputs, which is no multiple of {unit}; {way}")
 
 
 def quantization_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def calibrate(
     Raises:
         ConfigurationRefused: if transformers does not run the model, or the text cannot be used, in one line.
     """
-    model = _load(source)
+    model, dtype = _load(source)
     found = {
         name: module
         for name, module in model.named_modules()
@@ -79,13 +79,13 @@ def calibrate(
         hessians = _hessians(model, part, rows, progress)
         for done, (name, hessian) in enumerate(hessians.items()):
             progress(done, len(hessians), name)
-            if made := quantize_with(part[name].weight.detach(), hessian, scheme):
+            if made := quantize_with(part[name].weight.detach().to(dtype), hessian, scheme):
                 calibrated[name] = made
     return calibrated
 
 
-def _load(source: Path) -> Any:
-    """Returns the model of transformers, whose parameters are frozen."""
+def _load(source: Path) -> tuple[Any, torch.dtype]:
+    """Returns the model of transformers, whose parameters are frozen, and the type that it is stored in."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -115,9 +115,10 @@ def _load(source: Path) -> Any:
         ) from error
     if missing := sorted(report["missing_keys"]):
         raise ConfigurationRefused(f"{source} has no {missing[0]}; fetch the model again")
-    if model.dtype == torch.float16:
+    dtype = model.dtype
+    if dtype == torch.float16:
         model = model.float()  # gradients would overflow
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False), dtype
 
 
 def _parts(modules: Mapping[str, torch.nn.Linear]) -> Iterator[dict[str, torch.nn.Linear]]:

@@ -1,6 +1,7 @@
 """Models with quantized weights, in every format and on every kind of kernel."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,51 @@ def test_a_calibrated_folder_is_served(base: Path, source: Path, prompts: list[l
         ]
         means[name] = float(torch.stack(errors).mean())
     assert means["calibrated"] < 0.9 * means["rounded"]
+
+
+def test_the_command_calibrates_with_a_file(
+    base: Path, source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--calibrate FILE` reads that text, and gives other codes than the model's own text."""
+    model = base / "with-tokenizer"
+    shutil.copytree(source, model)
+    tiny_models.write_tokenizer(model)
+    text = base / "text.txt"
+    text.write_text(" ".join(f"w{n * n % 100}" for n in range(600)))
+    made = []
+    for name, file in {"from-file": [str(text)], "from-model": []}.items():
+        arguments = [str(model), "--scheme", "w4a16", "--out", str(base / name), "--calibrate", *file]
+        assert command.main([*arguments, "--calibrate-tokens", "512"]) == 0
+        made.append(load_file(base / name / "model.safetensors"))
+        steps = capsys.readouterr().err
+        assert ("writing the calibration text" in steps) == (not file)
+        assert "reading the calibration text" in steps
+    name = "model.layers.0.self_attn.q_proj.weight_packed"
+    assert not torch.equal(made[0][name], made[1][name])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        (
+            "MambaForCausalLM",
+            "MambaForCausalLM has layers with a state of their own (Mamba or linear attention)",
+        ),
+        ("LlavaForConditionalGeneration", "LlavaForConditionalGeneration is multimodal and not served"),
+        ("SomeForCausalLM", "vLLM does not know the architecture SomeForCausalLM"),
+    ],
+)
+@pytest.mark.parametrize("flags", [[], ["--calibrate"]])
+def test_what_is_not_served_is_not_quantized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], architecture: str, reason: str, flags: list[str]
+) -> None:
+    """`triptych quantize` refuses an architecture in the worker's line, before it reads weights."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert command.main([str(source), "--scheme", "w4a16", "--out", str(target), *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"triptych quantize: {reason}")
+    assert not target.exists()
 
 
 @pytest.mark.slow

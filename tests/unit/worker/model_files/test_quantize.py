@@ -10,9 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from deploy.commands import quantize as command
 from protos.errors import ConfigurationRefused
+from worker_svc.model_files import quantize
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.model_files.quantize import quantize_folder
+from worker_svc.model_files.quantize import Calibration, quantize_folder
 from worker_svc.quantization import codes
+from worker_svc.quantization.calibration import Calibrated
 from worker_svc.quantization.checkpoint_config import read
 from worker_svc.quantization.scheme import Scheme
 
@@ -120,8 +122,23 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     assert refusal(granite).startswith(f"{granite} has experts ({fused}), whose quantized form is not served")
     integers = _model(tmp_path / "i", {_layer(2, "mlp.up_proj"): torch.ones(2, 64, dtype=torch.int8)})
     assert refusal(integers) == (
-        f"{_layer(2, 'mlp.up_proj')} has the type torch.int8; choose a model in bfloat16, float16 or float32"
+        f"{_layer(2, 'mlp.up_proj')} has the type I8; choose a model in bfloat16, float16 or float32"
     )
+    latent = _model(tmp_path / "l", {_layer(1, "self_attn.kv_b_proj"): torch.ones(2, 64)})
+    assert refusal(latent) == (
+        f"{latent} has latent attention ({_layer(1, 'self_attn.kv_b_proj')}), whose quantized form is not served;"
+        " choose another model"
+    )
+    other = _model(tmp_path / "o", {_layer(0, "mlp.up_proj"): torch.ones(2, 1000)})
+    line = f"{_layer(0, 'mlp.up_proj')} has 1000 inputs, which is no multiple of 64; "
+    assert refusal(other) == f"{line}use --group-size channel"
+    odd = _model(tmp_path / "odd", {_layer(0, "mlp.up_proj"): torch.ones(2, 1001)})
+    assert refusal(odd) == f"{line.replace('1000', '1001')}choose another model"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    save_file({EMBEDDINGS: torch.ones(8, 8)}, empty / "model.safetensors")
+    (empty / "config.json").write_text("{}")
+    assert refusal(empty) == f"{empty} has no projections of decoder layers to quantize; choose another model"
     done = tmp_path / "done"
     quantize_folder(source, done, Scheme(8, None), clip=False, head=False)
     assert refusal(done) == f"{done} is quantized already; choose a model in bfloat16"
@@ -129,6 +146,41 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationRefused) as refused:
         quantize_folder(source, target, Scheme(8, None), clip=False, head=True)
     assert refused.value.message == f"{done} exists already; choose another folder for the result"
+
+
+def test_calibration_begins_after_cheap_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result that cannot be written and weights that are not finite are refused before calibration."""
+    monkeypatch.setattr(quantize, "calibrate", lambda *_: pytest.fail("calibrated"))
+    source = _model(tmp_path / "source")
+    broken = torch.ones(2, 64)
+    broken[1, 5] = torch.nan
+    infinite = _model(tmp_path / "infinite", {_layer(1, "mlp.up_proj"): broken})
+    lines = {
+        (source, tmp_path / "no" / "x"): f"cannot write {tmp_path / 'no' / 'x'}: No such file or directory",
+        (infinite, tmp_path / "x"): f"{_layer(1, 'mlp.up_proj')} is not finite; fetch the model again",
+    }
+    for (folder, target), line in lines.items():
+        with pytest.raises(ConfigurationRefused) as refused:
+            quantize_folder(folder, target, Scheme(4, 64), clip=True, head=True, calibration=Calibration())
+        assert refused.value.message == line
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "infinite"}
+
+
+def test_a_model_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of the model that goes away is not taken for a result that cannot be written."""
+    source = _model(tmp_path / "source")
+    path = source / "model-2-of-2.safetensors"
+
+    def calibrate(*_: object) -> Calibrated:
+        path.unlink()
+        return {}
+
+    monkeypatch.setattr(quantize, "calibrate", calibrate)
+    with pytest.raises(ConfigurationRefused, match=f"^cannot read {path}: No such file"):
+        quantize_folder(
+            source, tmp_path / "x", Scheme(4, 64), clip=True, head=True, calibration=Calibration()
+        )
+    assert {each.name for each in tmp_path.iterdir()} == {"source"}
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -203,6 +255,26 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         command.main([*arguments, "--group-size", "16"])
     assert ended.value.code == 2
     assert "triptych quantize: argument --group-size: invalid choice: '16'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        command.main([*arguments, "--calibrate-tokens", "64"])
-    assert "--calibrate-tokens has no effect without --calibrate" in capsys.readouterr().err
+    for more, line in {
+        ("--calibrate-tokens", "64"): "--calibrate-tokens has no effect without --calibrate",
+        ("--calibrate", "--mse-clip"): "--mse-clip has no effect beside --calibrate",
+        ("--calibrate", "smollm2"): (
+            "argument --calibrate: there is no file smollm2; if it is the model, name it before --calibrate"
+        ),
+    }.items():
+        with pytest.raises(SystemExit):
+            command.main([*arguments, *more])
+        assert line in capsys.readouterr().err
+
+
+def test_matrices_that_calibration_did_not_reach(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command says how many they are and names three of them."""
+    monkeypatch.setattr(quantize, "calibrate", lambda *_: {})
+    source = _model(tmp_path / "source")
+    assert command.main([str(source), "--out", str(tmp_path / "x"), "--scheme", "w4a16", "--calibrate"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "triptych quantize: calibration did not reach 4 matrices, which were rounded:"
+        " model.layers.0.mlp.down_proj, model.layers.0.self_attn.q_proj, model.layers.1.mlp.down_proj and 1 more"
+    )

@@ -31,21 +31,14 @@ def _silent(*_: object) -> None:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama in float32, with a tokenizer that has a token for each word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     folder = tiny_models.write("llama", tmp_path_factory.mktemp("calibration") / "llama")
-    begin, unknown = "<s>", "<unk>"
-    vocabulary = {begin: 0, unknown: 1} | {f"w{n}": n + 2 for n in range(100)}
-    tokenizer: Any = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=begin).save_pretrained(folder)
+    tiny_models.write_tokenizer(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def model(source: Path) -> Any:
-    return calibration._load(source)
+    return calibration._load(source)[0]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +74,25 @@ def test_calibration_keeps_more_than_rounding(
     rounded = {name: dequantize(*quantize(named[name].weight, SCHEME, clip=True), 4) for name in modules}
     ids = own_text(model, 512, 128, _silent)[:, 1:]
     assert _divergence(model, weights, ids) < 0.8 * _divergence(model, rounded, ids)
+
+
+def test_a_model_in_float16(
+    model: Any, source: Path, modules: dict[str, int], calibrated: Calibrated, tmp_path: Path
+) -> None:
+    """It runs in float32, and its scales are float16, to which its codes are fitted."""
+    (tmp_path / "config.json").write_text((source / "config.json").read_text().replace("float32", "float16"))
+    halves = {name: each.half() for name, each in load_file(source / "model.safetensors").items()}
+    save_file(halves, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert calibration._load(tmp_path)[0].dtype == torch.float32
+    made = calibrate(tmp_path, modules, SCHEME, None, 1024, _silent)
+    assert {scales.dtype for _, scales in made.values()} == {torch.float16}
+    named = dict(model.named_modules())
+    for name, found in made.items():
+        weight = named[name].weight
+        error, least = (
+            (dequantize(*each, 4) - weight).norm() / weight.norm() for each in (found, calibrated[name])
+        )
+        assert error < 1.05 * least
 
 
 def test_the_same_model_gives_the_same_codes(
