@@ -13,6 +13,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
+    error: TriptychError
     until_s: float
     """When the replica may try again, on the caller's clock; infinity after a refusal."""
     next_pause_s: float
@@ -37,11 +38,15 @@ class LoadFailures:
     def add(self, adapter_id: int, error: TriptychError, now_s: float) -> None:
         """Notes that a load has failed."""
         if not error.retryable:
-            self._failures[adapter_id] = _Failure(_NEVER, FIRST_PAUSE_S)
+            self._failures[adapter_id] = _Failure(error, _NEVER, FIRST_PAUSE_S)
             return
         earlier = self._failures.get(adapter_id)
         pause_s = FIRST_PAUSE_S if earlier is None else earlier.next_pause_s
-        self._failures[adapter_id] = _Failure(now_s + pause_s, min(2 * pause_s, LONGEST_PAUSE_S))
+        self._failures[adapter_id] = _Failure(error, now_s + pause_s, min(2 * pause_s, LONGEST_PAUSE_S))
+
+    def error(self, adapter_id: int) -> TriptychError:
+        """Returns why the last load of an adapter failed; there must be one."""
+        return self._failures[adapter_id].error
 
     def excludes(self, adapter_id: int, now_s: float) -> bool:
         """Whether the replica must not be asked for the adapter now, as long as another one may be."""

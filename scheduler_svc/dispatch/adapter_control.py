@@ -4,7 +4,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from protos.errors import (
-    Internal,
     InvalidArgument,
     NotFound,
     Overloaded,
@@ -150,9 +149,9 @@ class AdapterControl:
             self._log.warning(
                 "adapter_not_loaded", replica=replica_id, name=adapter.name, reason=result.message
             )
-            for request in self._queue.refused(replica_id, adapter_id, result):
-                message = f"no worker could load the adapter {adapter.name!r}: {result.message}"
-                self._fail(request, Unavailable(message, retry_after_ms=5000))
+            requests, reason = self._queue.refused(replica_id, adapter_id, result)
+            for request in requests:
+                self._fail(request, _failure(adapter, reason))
         if introduction is not None and replica_id in introduction.asked:
             introduction.asked.discard(replica_id)
             if isinstance(result, LoadedAdapter):
@@ -214,5 +213,13 @@ def _refusal(adapter: Adapter, introduction: _Introduction) -> TriptychError | N
     return None
 
 
+def _failure(adapter: Adapter, reason: TriptychError) -> TriptychError:
+    """Returns the error of a request whose adapter no worker could load; its kind says whether to retry."""
+    message = f"no worker could load the adapter {adapter.name!r}: {reason.message}"
+    if reason.retryable:
+        return type(reason)(message, retry_after_ms=reason.retry_after_ms or 5000)
+    return type(reason)(message, param="model")
+
+
 def _changed(adapter: Adapter) -> TriptychError:
-    return Internal(f"the files in {adapter.source!r} have changed; load the adapter again with load_inplace")
+    return NotFound(f"the files in {adapter.source!r} have changed; load the adapter again with load_inplace")

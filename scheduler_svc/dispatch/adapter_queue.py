@@ -267,11 +267,16 @@ class AdapterQueue:
         self.may_load = True
         return self._release(adapter_id)
 
-    def refused(self, replica_id: str, adapter_id: int, error: TriptychError) -> list[Request]:
+    def refused(
+        self, replica_id: str, adapter_id: int, error: TriptychError
+    ) -> tuple[list[Request], TriptychError]:
         """Records that a replica could not load an adapter, and why.
 
-        Removes and returns the requests that fail with it: those that waited for it, unless another replica
-        has not failed to load it or is trying again. The next request tries again everywhere.
+        Removes the requests that waited for it, unless another replica has not failed to load it or is trying
+        again. The next request tries again everywhere.
+
+        Returns:
+            The removed requests, and why they fail: an error that may pass, if some replica has one.
         """
         if (host := self._hosts.get(replica_id)) is not None:
             host.memory.failed(adapter_id)
@@ -281,9 +286,10 @@ class AdapterQueue:
             adapter_id not in host.failures or host.memory.is_loading(adapter_id)
             for host in self._hosts.values()
         ):
-            return []
+            return [], error
+        errors = [host.failures.error(adapter_id) for host in self._hosts.values()]
         self._forget_failures(adapter_id)
-        return self._release(adapter_id)
+        return self._release(adapter_id), next((one for one in errors if one.retryable), error)
 
     def _forget_failures(self, adapter_id: int) -> None:
         for host in self._hosts.values():

@@ -119,6 +119,8 @@ class AdapterLoader:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 return Unavailable(f"the worker did not load the adapter within {LOAD_TIMEOUT_S:g} s; retry")
+            if error.code() is grpc.StatusCode.CANCELLED:
+                return Unavailable("the worker ended the call, as it does when it stops; retry")
             return from_rpc_error(error)
         except Exception:  # noqa: BLE001 - any bug; the engine waits for an answer
             self._log.exception("adapter_call_failed")

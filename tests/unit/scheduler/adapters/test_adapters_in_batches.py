@@ -2,7 +2,7 @@
 
 import pytest
 
-from protos.errors import InvalidArgument, NotFound, TriptychError, Unavailable, Unsupported
+from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.steps import AdapterPlacement, StepPlan
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.requests.request import RequestState
@@ -255,17 +255,29 @@ def test_a_bad_adapter_is_refused_and_disturbs_no_other() -> None:
     check(rig, "bad", "better")
 
 
-@pytest.mark.parametrize("changed", [NotFound("no such folder"), "other weights"])
-def test_an_adapter_that_cannot_be_loaded_again_fails_its_requests(changed: str | TriptychError) -> None:
-    """Its files are gone, or have changed, when it comes back to the host; others run on."""
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (NotFound("there is no folder"), NotFound("there is no folder", param="model")),
+        (InvalidArgument("rank 64 is too high"), InvalidArgument("rank 64 is too high", param="model")),
+        ("other weights", NotFound("the files in 'a' have changed; load the adapter again with load_inplace", param="model")),
+        (Unavailable("the disk is away"), Unavailable("the disk is away", retry_after_ms=5000)),
+        (Overloaded("no memory is left", retry_after_ms=70), Overloaded("no memory is left", retry_after_ms=70)),
+    ],
+)  # fmt: skip
+def test_an_adapter_that_cannot_be_loaded_again_fails_its_requests(
+    changed: str | TriptychError, expected: TriptychError
+) -> None:
+    """The kind of the failure is the worker's, so clients retry only what may succeed; others run on."""
     rig = adapter_rig("a", "b", slots=1, hosts=1)
     rig.sources["a"] = changed
     submit(rig, "a", "a")
     submit(rig, "b", "b")
     rig.run()
     error = rig.sinks["a"].events[-1].error
-    assert isinstance(error, Unavailable)
-    assert "'a'" in error.message
+    expected.message = f"no worker could load the adapter 'a': {expected.message}"
+    assert error is not None
+    assert error.to_proto() == expected.to_proto()
     check(rig, "b", "b")
     rig.sources["a"] = "a"
     submit(rig, "again", "a")

@@ -147,6 +147,21 @@ def test_a_load_that_is_tried_again_keeps_its_requests() -> None:
     assert rig.sinks["one"].tokens == expected_tokens(PROMPT, 8, weights="a")
 
 
+def test_a_reason_that_may_pass_outweighs_a_refusal() -> None:
+    """One replica has refused the adapter for good, another may have it later: the client may retry."""
+    rig, second = two_replicas("a", hosts=2)
+    second.answer_loads(rig, error=Unavailable("the disk is away"))
+    rig.sources["a"] = NotFound("there is no folder")
+    rig.engine.detach("replica-0", Loss.DIED)
+    third = add_replica(rig, name="replica-2", adapter_slots=2, max_cpu_loras=2)
+    submit(rig, "one", "a")
+    second.answer_loads(rig, error=Unavailable("the disk is away"))
+    third.answer_loads(rig, "replica-2", error=NotFound("there is no folder"))
+    failed = rig.sinks["one"].events[-1].error
+    assert isinstance(failed, Unavailable)
+    assert failed.message == "no worker could load the adapter 'a': the disk is away"
+
+
 def test_requests_do_not_wait_for_ever_for_replicas_that_fail_in_turn() -> None:
     """Both fail so slowly that the other's pause is over by then: the requests get the reason."""
     rig, second = two_replicas("a", hosts=2)

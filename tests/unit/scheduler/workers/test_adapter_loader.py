@@ -3,7 +3,9 @@
 import asyncio
 from typing import Any, cast
 
-from protos.errors import TriptychError
+import grpc.aio
+
+from protos.errors import TriptychError, Unavailable
 from protos.logs import get_logger
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
@@ -97,4 +99,23 @@ async def test_loads_are_bounded() -> None:
     assert len(rank.open) == most
     await rank.end("load 2")
     assert set(rank.open) == {f"load {number}" for number in range(most + 1) if number != 2}
+    loader.close()
+
+
+async def test_a_call_that_a_worker_ends_may_be_retried() -> None:
+    """A worker that stops cancels its calls; that says nothing against the adapter."""
+
+    class Stopping(Rank):
+        async def LoadAdapter(
+            self, request: worker_pb2.LoadAdapterRequest, **_: object
+        ) -> worker_pb2.LoadAdapterResponse:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    rank = Stopping()
+    loader, answers = loader_of(rank)
+    loader.load(Adapter(1, "a", "a"), answers.append)
+    await settle()
+    await rank.end("unload 1")
+    (answer,) = answers
+    assert isinstance(answer, Unavailable)
     loader.close()
