@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused
-from protos.steps import Admission, Pool, PoolShape, StepPlan
+from protos.steps import PoolShape
 from tests.support.pooling import tiny_classifiers, tiny_embedders
-from tests.support.sampling_params import pooling_params, sampling_params
+from tests.support.pooling.in_process import load_model, make_runner, pool
 from worker_svc.devices import open_device
+from worker_svc.devices.cpu.kernels import ops
+from worker_svc.devices.cpu.kernels.program import Program
+from worker_svc.graphs.replay import KernelGraph
 from worker_svc.pooling.pool_runner import PoolRunner
-from worker_svc.shapes.geometry import PoolGeometry
-from worker_svc.shapes.model_description import PoolingDescription, PoolingTask
-from worker_svc.vllm_adapter import startup
+from worker_svc.shapes.model_description import PoolingDescription
 from worker_svc.vllm_adapter.model import VllmModel
 
 pytestmark = [
@@ -41,44 +42,13 @@ DESCRIPTIONS = {
 }
 
 
-def loaded(folder: Path, task: PoolingTask | None = None) -> VllmModel:
-    startup.prepare("cpu")
-    torch.set_num_threads(1)
-    model = VllmModel(folder, open_device("cpu"), dtype="float32", seed=0, pooling_task=task)
-    model.load_weights()
-    return model
-
-
 def runner_of(model: VllmModel) -> PoolRunner:
-    assert model.description.pooling is not None
-    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((SHAPE,)))
-    runner.make_graphs(lambda *_: None)
-    assert all(runner.graphs.has(signature) for signature in runner.signatures())
-    return runner
+    return make_runner(model, SHAPE)
 
 
-def results(
-    runner: PoolRunner,
-    *,
-    second: list[int] | None = None,
-    use_activation: bool | None = None,
-    dimensions: int = 0,
-) -> list[torch.Tensor]:
-    """Returns each prompt's values, [values] or [tokens, values]."""
-    runner.reset()
-    admit = [
-        Admission(
-            slot, prompt, 0, sampling_params(), {},
-            pooling=pooling_params(use_activation, second_text_at=second[slot] if second else 0, dimensions=dimensions),
-        )
-        for slot, prompt in enumerate(PROMPTS)
-    ]  # fmt: skip
-    outputs = runner.execute(StepPlan(1, admit=admit, work=Pool(range(len(PROMPTS)), SHAPE)))
-    assert [output.error for output in outputs] == [None] * len(PROMPTS)
-    values = [torch.tensor(output.pooled) for output in outputs]
-    if runner._description.of_tokens:
-        return [each.view(len(prompt), -1) for each, prompt in zip(values, PROMPTS, strict=True)]
-    return values
+def results(runner: PoolRunner, **asked: Any) -> list[torch.Tensor]:
+    """Returns the values of each prompt, [values] or [tokens, values]."""
+    return pool(runner, SHAPE, PROMPTS, **asked)
 
 
 def reference(model: Any, second: list[int] | None) -> list[torch.Tensor]:
@@ -105,7 +75,7 @@ ACTIVATIONS: Mapping[str | None, Any] = {
 def test_results_equal_those_of_transformers(kind: tiny_classifiers.Kind, tmp_path: Path) -> None:
     """In a graph, with padding, with and without the activation that the model's authors want."""
     original = tiny_classifiers.write(kind, tmp_path)
-    model = loaded(tmp_path)
+    model = load_model(tmp_path)
     description = model.description.pooling
     assert description == DESCRIPTIONS[kind]
     runner = runner_of(model)
@@ -122,6 +92,17 @@ def test_results_equal_those_of_transformers(kind: tiny_classifiers.Kind, tmp_pa
         ):
             assert found.shape == wanted.shape
             assert (found - wanted).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3"])
+def test_heads_of_32_elements_run_in_our_kernel(kind: tiny_classifiers.Kind, tmp_path: Path) -> None:
+    """Attention in both directions, within a window and causal with grouped heads; the tests above use it."""
+    if ops.kernels() is None:
+        pytest.skip("this processor has no kernels of ours")
+    tiny_classifiers.write(kind, tmp_path)
+    (graph,) = runner_of(load_model(tmp_path)).graphs._graphs.values()
+    assert isinstance(graph, KernelGraph)
+    assert all(isinstance(kernel.run, Program) for kernel in graph._kernels if kernel.layers)
 
 
 def test_a_model_that_generates_becomes_a_reranker(tmp_path: Path) -> None:
@@ -145,7 +126,7 @@ def test_a_model_that_generates_becomes_a_reranker(tmp_path: Path) -> None:
     }  # fmt: skip
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | asked))
-    model = loaded(tmp_path)
+    model = load_model(tmp_path)
     assert model.description.pooling == PoolingDescription(
         "LAST", 1, "classify", "sigmoid", labels=("LABEL_0",)
     )
@@ -174,7 +155,7 @@ def test_an_embedding_model_gives_vectors_of_tokens(tmp_path: Path) -> None:
     from transformers import BertModel
 
     tiny_embedders.write("mean", tmp_path)
-    model = loaded(tmp_path, "token_embed")
+    model = load_model(tmp_path, "token_embed")
     assert model.description.pooling == PoolingDescription("ALL", 20, "token_embed", token_types=True)
     head = model._pooling_head
     assert head is not None
@@ -188,7 +169,7 @@ def test_an_embedding_model_gives_vectors_of_tokens(tmp_path: Path) -> None:
 def test_embeddings_are_cut_before_they_are_scaled(tmp_path: Path) -> None:
     """A request for fewer dimensions gets the first ones, of length 1."""
     tiny_embedders.write("causal", tmp_path)
-    runner = runner_of(loaded(tmp_path))
+    runner = runner_of(load_model(tmp_path))
     raw, cut = results(runner, use_activation=False), results(runner, use_activation=True, dimensions=8)
     for whole, part in zip(raw, cut, strict=True):
         assert torch.allclose(torch.nn.functional.normalize(whole[:8], dim=-1), part, atol=1e-6)
@@ -201,4 +182,4 @@ def test_a_task_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
         ConfigurationRefused,
         match=r"\(RobertaForSequenceClassification\) is for classify, token_classify, not for embed",
     ):
-        loaded(tmp_path, "embed")
+        load_model(tmp_path, "embed")

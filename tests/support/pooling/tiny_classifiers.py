@@ -17,7 +17,8 @@ def write(kind: Kind, folder: Path, *, vocab_size: int = VOCAB_SIZE) -> torch.nn
     Args:
         kind: "bert-pairs" and "qwen3" score with one class; "bert-pairs" tells texts apart by token types,
             and its authors want the bare value. "roberta" and "modernbert" have several classes that
-            exclude each other, "bert" several that do not. "bert-tokens" labels each token.
+            exclude each other, "bert" several that do not. "bert-tokens" labels each token. "bert",
+            "modernbert" and "qwen3" have heads of 32 elements, for which we have kernels; others have 12.
         folder: created if it is missing.
         vocab_size: token ids are below this.
     """
@@ -39,6 +40,7 @@ def write(kind: Kind, folder: Path, *, vocab_size: int = VOCAB_SIZE) -> torch.nn
             config = transformers.BertConfig(**sizes, num_labels=1, **bare)
             model = transformers.BertForSequenceClassification(config)
         case "bert":
+            sizes |= {"hidden_size": 64, "num_attention_heads": 2}
             config = transformers.BertConfig(**sizes, **labels, problem_type="multi_label_classification")
             model = transformers.BertForSequenceClassification(config)
         case "bert-tokens":
@@ -49,13 +51,14 @@ def write(kind: Kind, folder: Path, *, vocab_size: int = VOCAB_SIZE) -> torch.nn
                 transformers.RobertaConfig(**sizes, **labels)
             )
         case "modernbert":
+            sizes |= {"hidden_size": 64, "num_attention_heads": 2}
             windows = {"local_attention": 8, "global_attn_every_n_layers": 3, "classifier_pooling": "mean"}
             config = transformers.ModernBertConfig(
                 **sizes, **labels, **windows, cls_token_id=1, sep_token_id=2, bos_token_id=1, eos_token_id=2
             )
             model = transformers.ModernBertForSequenceClassification(config)
         case "qwen3":
-            config = transformers.Qwen3Config(**sizes, num_labels=1, num_key_value_heads=2, head_dim=12)
+            config = transformers.Qwen3Config(**sizes, num_labels=1, num_key_value_heads=2, head_dim=32)
             model = transformers.Qwen3ForSequenceClassification(config)
     with torch.no_grad():
         for parameter in model.parameters():
