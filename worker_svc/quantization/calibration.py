@@ -42,8 +42,9 @@ def calibrate(
 ) -> Calibrated:
     """Quantizes projections of decoder layers with the model's own sense of what matters.
 
-    The model runs on CPUs in its own type (float16 as float32). Memory holds the model, the activations of
-    four rows of text, 2 GiB of Hessians or those of one layer, and all codes, a byte each.
+    The model runs on CPUs in its own type (float16 as float32). Memory holds the model and all codes, a byte
+    each; the activations of four rows of text; 2 GiB of Hessians or those of one layer; and what `gptq` takes
+    for one matrix.
 
     Args:
         source: a Hugging Face folder.

@@ -1,7 +1,10 @@
 """Matrices that are quantized with a Hessian."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker_svc.quantization import gptq
 from worker_svc.quantization.codes import dequantize
@@ -53,6 +56,34 @@ def test_fitting_lowers_the_cost(scheme: Scheme, monkeypatch: pytest.MonkeyPatch
         assert made is not None
         costs.append(_cost(weight, made, hessian, scheme.bits))
     assert costs[0] < costs[1] < costs[2]
+
+
+class _Pairs(TorchDispatchMode):
+    """Records for how many outputs there are tensors of pairs of 4 groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple) else (result,):
+            if isinstance(each, torch.Tensor) and each.shape[1:] == (4, 4):
+                self.outputs.add(each.shape[0])
+        return result
+
+
+def test_scales_are_fitted_to_some_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of groups are kept for a bounded number of outputs, which changes no result."""
+    weight, hessian = _case()
+    made = quantize_with(weight, hessian, Scheme(4, 32))
+    assert made is not None
+    monkeypatch.setattr(gptq, "_PAIRS", 7 * 4 * 4)
+    with _Pairs() as pairs:
+        again = quantize_with(weight, hessian, Scheme(4, 32))
+    assert again is not None
+    assert all(map(torch.equal, made, again))
+    assert pairs.outputs == {7, 3}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
