@@ -53,13 +53,17 @@ def check_pool(request: inference_pb2.PoolRequest) -> None:
         )
 
 
-def check_fields(message: Message) -> None:
+def check_fields(message: Message, *, entries: bool = True) -> None:
     """Checks a message of ``triptych.v1`` and its submessages against the bounds in the schema.
+
+    Args:
+        message: the message.
+        entries: whether to check the messages in repeated fields, too; their number is always checked.
 
     Raises:
         InvalidArgument: naming the field, its bounds and what was sent.
     """
-    for found in _walk(message):
+    for found in _walk(message, entries=entries):
         _check_value(found)
 
 
@@ -122,8 +126,8 @@ class _Found(NamedTuple):
     """Whether the message is an entry of a repeated field."""
 
 
-def _walk(message: Message, entry_of: str = "") -> Iterator[_Found]:
-    """Yields the bounded fields of a message and its submessages, a field before its entries.
+def _walk(message: Message, entry_of: str = "", *, entries: bool = True) -> Iterator[_Found]:
+    """Yields the bounded fields of a message and its submessages, a field before its entries, if wanted.
 
     Fields that can be absent, and are, count as unbounded.
     """
@@ -136,9 +140,9 @@ def _walk(message: Message, entry_of: str = "") -> Iterator[_Found]:
         if field.message_type is None or _is_map(field):
             continue
         if not field.is_repeated:
-            yield from _walk(value)
+            yield from _walk(value, entries=entries)
             continue
-        for entry in value:
+        for entry in value if entries else ():
             yield from _walk(entry, entry_of or field.name)
 
 
@@ -174,7 +178,8 @@ def _check_value(found: _Found) -> None:
     if too_many:
         raise InvalidArgument(f"{name} takes at most {bounds.max_items} entries, got {count}", param=name)
     if count < bounds.min_items:
-        raise InvalidArgument(f"{name} is empty; send at least one token", param=name)
+        unit = "token" if bounds.token_ids else "entry"
+        raise InvalidArgument(f"{name} is empty; send at least one {unit}", param=name)
     if _is_map(field):
         for number in value.values():
             _check_number(name, bounds, number)

@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protos.errors import (
-    InvalidArgument,
     NotFound,
     SchemaMismatch,
     TriptychError,
     Unavailable,
     abort,
 )
-from protos.limits import bounds_of
 from protos.logs import bind_request, get_logger
 from protos.overload.unread import UnreadLimits
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -49,9 +47,6 @@ from scheduler_svc.workers.model_files import ServedFiles
 
 # Shortest interval between two samples of WatchLoad: the load changes with every step.
 _LOAD_SAMPLE_S = 0.1
-
-# Requests that one PoolAll may have.
-_MOST_POOLED = bounds_of(inference_pb2.PoolAllRequest.DESCRIPTOR)["requests"].max_items
 
 
 def _sequence_of(request: inference_pb2.AbortRequest) -> int | None:
@@ -209,6 +204,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.PoolAllRequest, context: Context
     ) -> inference_pb2.PoolAllResponse:
         """Runs several requests of a pooling model. The first failure, or the end of the call, aborts all."""
+        try:
+            # Each request is checked like one that is sent alone.
+            check_fields(request, entries=False)
+        except TriptychError as error:
+            await abort(context, error)
         return inference_pb2.PoolAllResponse(responses=await self._pool(request.requests, context))
 
     async def _pool(
@@ -235,11 +235,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _pool_submissions(self, requests: Sequence[inference_pb2.PoolRequest]) -> list[PoolSubmission]:
         """Validates all requests before the first one is submitted."""
-        if not 0 < len(requests) <= _MOST_POOLED:
-            raise InvalidArgument(
-                f"requests has {len(requests)} entries; send 1 to {_MOST_POOLED} in one call",
-                param="requests",
-            )
         for request in requests:
             self._check_model(request.model)
         submissions = list(map(pool_submission_from_proto, requests))

@@ -103,6 +103,16 @@ def test_a_pooling_request_is_checked_the_same_way() -> None:
             check_pool(inference_pb2.PoolRequest(**fields))
 
 
+def test_the_entries_of_a_call_are_counted() -> None:
+    """Their own fields can be left to the check of each entry."""
+    entry = inference_pb2.PoolRequest()
+    with pytest.raises(InvalidArgument, match="requests is empty; send at least one entry"):
+        check_fields(inference_pb2.PoolAllRequest(), entries=False)
+    with pytest.raises(InvalidArgument, match="requests takes at most 256 entries, got 257"):
+        check_fields(inference_pb2.PoolAllRequest(requests=[entry] * 257), entries=False)
+    check_fields(inference_pb2.PoolAllRequest(requests=[entry] * 256), entries=False)
+
+
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, 31 * 86400.0, math.nan])
 def test_fields_without_presence_are_checked_when_unset(ttl_s: float) -> None:
     """A pin without a time to live is refused."""

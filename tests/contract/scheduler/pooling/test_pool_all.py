@@ -89,8 +89,12 @@ async def test_the_end_of_the_call_aborts_all(scheduler: RunningScheduler, worke
 @pytest.mark.parametrize(
     ("sent", "kind", "text"),
     [
-        (inference_pb2.PoolAllRequest(), InvalidArgument, "requests has 0 entries; send 1 to 256"),
-        (request_for(*([5] for _ in range(257))), InvalidArgument, "requests has 257 entries"),
+        (inference_pb2.PoolAllRequest(), InvalidArgument, "requests is empty; send at least one entry"),
+        (
+            request_for(*([5] for _ in range(257))),
+            InvalidArgument,
+            "requests takes at most 256 entries, got 257",
+        ),
         (
             inference_pb2.PoolAllRequest(requests=[pool_request([5], request_id="same")] * 2),
             InvalidArgument,
