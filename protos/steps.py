@@ -121,6 +121,12 @@ class PoolShape:
         return f"{self.batch}{'/' if self.packed else 'x'}{self.prompt_len}"
 
 
+def format_shapes(shapes: Sequence[PoolShape]) -> str:
+    """Returns the shapes as text: "1x64, 4x64 (rows x tokens)", or "2/8, 4/16 (texts / tokens)"."""
+    unit = "texts / tokens" if any(shape.packed for shape in shapes) else "rows x tokens"
+    return f"{', '.join(map(str, shapes))} ({unit})"
+
+
 @dataclass(frozen=True, slots=True)
 class Pool:
     """All tokens of some slots, in one static shape of a pooling model."""

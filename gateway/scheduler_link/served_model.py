@@ -13,6 +13,8 @@ from gateway.text.tokenization import TextCodec
 from protos.errors import TriptychError, Unavailable, Unsupported
 from protos.limits import MAX_NAME_BYTES
 from protos.logs import get_logger
+from protos.step_messages import shape_from_proto
+from protos.steps import format_shapes
 from protos.triptych.v1 import common_pb2 as pb
 
 # Poll interval while no model is known: the first request after a replica becomes ready should not wait long.
@@ -91,11 +93,8 @@ class ServedModel:
 
     @property
     def pool_shapes(self) -> str:
-        """The shapes of a pooling model as text: "1x64, 4x64 (rows x tokens)" or "2/8 (texts / tokens)"."""
-        shapes = self.model.pooling.shapes
-        packed = any(shape.packed for shape in shapes)
-        mark, unit = ("/", "texts / tokens") if packed else ("x", "rows x tokens")
-        return f"{', '.join(f'{shape.batch}{mark}{shape.query_len}' for shape in shapes)} ({unit})"
+        """The shapes of a pooling model as text."""
+        return format_shapes(list(map(shape_from_proto, self.model.pooling.shapes)))
 
     @property
     def longest_input(self) -> int:

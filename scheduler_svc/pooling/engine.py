@@ -16,7 +16,7 @@ from protos.errors import (
     TriptychError,
     Unavailable,
 )
-from protos.steps import PoolShape
+from protos.steps import PoolShape, format_shapes
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_ids
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory
@@ -31,7 +31,6 @@ from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.suspects import Detached, Loss, killed_too_many
 from scheduler_svc.requests.request import Delivery, Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
-from scheduler_svc.shapes.pool_shapes import format_shapes
 
 _NO_SAMPLING: Final = Sampling(common_pb2.SamplingParams())
 _NO_STOP: Final = StopRule.of(_NO_SAMPLING, frozenset(), max_tokens=0)

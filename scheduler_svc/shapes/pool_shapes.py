@@ -107,9 +107,3 @@ def shapes_of(
                 f" may have {max_tokens} tokens"
             )
     return shapes or default_shapes(max_context, max_batch, max_tokens, packs_texts=packs_texts)
-
-
-def format_shapes(shapes: Sequence[PoolShape]) -> str:
-    """Returns the shapes as text: "1x64, 4x64 (rows x tokens)", or "2/8, 4/16 (texts / tokens)"."""
-    unit = "texts / tokens" if any(shape.packed for shape in shapes) else "rows x tokens"
-    return f"{', '.join(map(str, shapes))} ({unit})"

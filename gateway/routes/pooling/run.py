@@ -21,7 +21,7 @@ from gateway.text.pooling_inputs import Cuts, PoolInput, encode_text
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from protos.validation import TOKEN_TASKS, check_ids
+from protos.validation import check_ids, count_values
 
 # Characters that one request may have the tokenizer read, several times the longest body.
 _MOST_CHARACTERS: Final = 32 * 1024 * 1024
@@ -113,7 +113,7 @@ class PoolCall:
             TriptychError: whatever the scheduler answers.
         """
         self._check_lengths(inputs, param)
-        self._check_values(inputs, task, dimensions, param)
+        self._check_values(inputs, pb.PoolingParams(task=task, dimensions=dimensions or 0), param)
         scope, started = self.request.scope, self.request.scope["triptych.arrived"]
         tenant, request_id = tenant_of(self.request.headers), unique_wire_id(self.request)
         note(scope, tenant=tenant or None)
@@ -154,17 +154,13 @@ class PoolCall:
                     param=param,
                 )
 
-    def _check_values(
-        self, inputs: Sequence[PoolInput], task: "pb.PoolTask.ValueType", dimensions: int | None, param: str
-    ) -> None:
-        most, width = self.context.settings.max_pooled_values, dimensions or self.served.model.pooled_size
-        by_token = task in TOKEN_TASKS
-        vectors = sum(len(each.token_ids) for each in inputs) if by_token else len(inputs)
-        if vectors * width > most:
-            what = "tokens" if by_token else "inputs"
+    def _check_values(self, inputs: Sequence[PoolInput], pooling: pb.PoolingParams, param: str) -> None:
+        most, size = self.context.settings.max_pooled_values, self.served.model.pooled_size
+        count = sum(count_values(pooling, len(each.token_ids), size) for each in inputs)
+        if count > most:
             raise InvalidArgument(
-                f"'{param}' has {vectors} {what}, whose results would be {vectors * width} values, {width} for each;"
-                f" send fewer or shorter texts at once, {most} values at most (--max-pooled-values)",
+                f"the results of '{param}' would have {count} values; send fewer or shorter texts at once,"
+                f" {most} values at most (--max-pooled-values)",
                 param=param,
             )
 

@@ -144,8 +144,8 @@ async def test_the_values_of_an_answer_are_bounded() -> None:
         refused = await http.post("/pooling", json={"input": [[5] * 6, [6] * 5]})
         assert (refused.status_code, scheduler.pooled) == (400, [])
         assert refused.json()["error"]["message"] == (
-            "'input' has 11 tokens, whose results would be 22 values, 2 for each; send fewer or shorter texts at"
-            " once, 20 values at most (--max-pooled-values)"
+            "the results of 'input' would have 22 values; send fewer or shorter texts at once, 20 values at most"
+            " (--max-pooled-values)"
         )
 
 

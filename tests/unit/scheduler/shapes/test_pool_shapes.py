@@ -3,8 +3,8 @@
 import pytest
 
 from protos.errors import ConfigurationRefused
-from protos.steps import PoolShape
-from scheduler_svc.shapes.pool_shapes import default_shapes, format_shapes, shapes_of
+from protos.steps import PoolShape, format_shapes
+from scheduler_svc.shapes.pool_shapes import default_shapes, shapes_of
 
 
 def shape(batch: int, prompt_len: int) -> PoolShape:
