@@ -4,8 +4,9 @@ A file whose projections are all Q4_0 or all Q8_0 keeps their codes and scales: 
 compressed-tensors with groups of 32. Everything else is dequantized to bfloat16.
 
 A script with the arguments FILE and FOLDER. It runs in its own process, which returns its memory (the weights
-in float32) when it ends. It supports what the demo models need and refuses the rest: other families,
-scaled rotary embeddings, other pre-tokenizers.
+in float32) when it ends. That process may not be able to import this package, so the script packs codes and
+describes them by itself. It supports what the demo models need and refuses the rest: other families, scaled
+rotary embeddings, other pre-tokenizers.
 
 The weights equal those of transformers' converter bit for bit and take a fifth of the time. The tokenizers
 are our own, because transformers' are wrong. For Gemma it takes merge ranks for the scores of a unigram

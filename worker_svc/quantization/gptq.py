@@ -10,13 +10,12 @@ from typing import Final
 
 import torch
 
+from worker_svc.quantization.rounding import SHARES, ScaleSearch
 from worker_svc.quantization.scheme import Scheme
 
 # This share of the mean of the Hessian's diagonal is added to all of the diagonal. A few thousand tokens give
 # a rough Hessian, and with 0.03 GPTQ follows it into errors that other text shows. 0.1 does as well as 0.3.
 _DAMPING: Final = 0.3
-# The largest code stands for these shares of a group's largest weight.
-_SHARES: Final = tuple(1 - step / 40 for step in range(21))
 # Least-squares fits of a scale to its codes, which then round anew.
 _FITS: Final = 2
 _TINY: Final = 1e-12
@@ -91,32 +90,15 @@ def _scales(weight: torch.Tensor, importance: torch.Tensor, scheme: Scheme) -> t
     Returns:
         In the weight's type, [outputs, groups]; none is zero.
     """
-    half = 2 ** (scheme.bits - 1)
-    grouped = weight.float().view(weight.shape[0], *importance.shape)
-    widest = grouped.abs().amax(dim=-1, keepdim=True).clamp_(min=_TINY) / (half - 0.5)
-    smallest = torch.finfo(weight.dtype).tiny
-    least = torch.full_like(widest, float("inf"))
-    scales, codes = torch.ones_like(widest), torch.zeros_like(grouped)
-
-    def attempt(wanted: torch.Tensor) -> None:
-        nonlocal least, scales, codes
-        stored = wanted.to(weight.dtype).float()
-        scale = torch.where(stored.abs() < smallest, torch.full_like(stored, smallest), stored)
-        tried = torch.round(grouped / scale).clamp_(-half, half - 1)
-        error = (tried * scale - grouped).square_().mul_(importance).sum(dim=-1, keepdim=True)
-        better = error < least
-        least = torch.where(better, error, least)
-        scales = torch.where(better, scale, scales)
-        codes = torch.where(better, tried, codes)
-
-    for share in _SHARES:
-        attempt(widest * share)
-        attempt(widest * -share)
+    search = ScaleSearch(weight, scheme, importance)
+    for share in SHARES:
+        search.attempt(search.widest * share)
+        search.attempt(search.widest * -share)
     for _ in range(_FITS):
-        weighted = codes * importance
-        fitted = (weighted * grouped).sum(dim=-1, keepdim=True)
-        attempt(fitted / (weighted * codes).sum(dim=-1, keepdim=True).clamp_(min=_TINY))
-    return scales.squeeze(-1).to(weight.dtype)
+        weighted = search.codes * importance
+        fitted = (weighted * search.grouped).sum(dim=-1, keepdim=True)
+        search.attempt(fitted / (weighted * search.codes).sum(dim=-1, keepdim=True).clamp_(min=_TINY))
+    return search.scales.squeeze(-1).to(weight.dtype)
 
 
 def _rounded(weight: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor, half: int) -> torch.Tensor:
@@ -182,7 +164,7 @@ def _fitted(
 def _settled(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, hessian: torch.Tensor, half: int
 ) -> torch.Tensor:
-    """Returns codes of which each, one input after another, was best for those of all other inputs.
+    """Returns codes after one more pass: each input in turn gets the code that fits those of all others best.
 
     Args:
         weight: float32 [inputs, outputs].

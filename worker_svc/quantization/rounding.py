@@ -6,8 +6,8 @@ import torch
 
 from worker_svc.quantization.scheme import Scheme
 
-# With clipping, the largest code stands for these shares of the largest weight.
-_SHARES: Final = tuple(1 - step / 40 for step in range(21))
+SHARES: Final = tuple(1 - step / 40 for step in range(21))
+"""Shares of a group's largest weight that the largest code may stand for."""
 _TINY: Final = 1e-12
 # Rows that are rounded at a time: rounding takes several times their memory.
 _ROWS: Final = 2048
@@ -31,20 +31,52 @@ def quantize(weight: torch.Tensor, scheme: Scheme, *, clip: bool) -> tuple[torch
 
 
 def _quantized(weight: torch.Tensor, scheme: Scheme, *, clip: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    outputs, inputs = weight.shape
-    half = 2 ** (scheme.bits - 1)
-    grouped = weight.float().view(outputs, scheme.groups(inputs), -1)
-    widest = grouped.abs().amax(dim=-1, keepdim=True).clamp_(min=_TINY) / (half - 0.5)
-    least = torch.full_like(widest, float("inf"))
-    codes, scales = torch.zeros_like(grouped), torch.ones_like(widest)
-    smallest = torch.finfo(weight.dtype).tiny  # tinier scales become 0 in some types
-    for share in _SHARES if clip else (1.0,):
-        # Scales are stored in the weight's type, so the codes must fit the rounded scale.
-        scale = (widest * share).to(weight.dtype).float().clamp_(min=smallest)
-        tried = torch.round(grouped / scale).clamp_(-half, half - 1)
-        error = (tried * scale - grouped).square_().sum(dim=-1, keepdim=True)
-        better = error < least
-        least = torch.where(better, error, least)
-        codes = torch.where(better, tried, codes)
-        scales = torch.where(better, scale, scales)
-    return (codes + half).to(torch.uint8).view(outputs, inputs), scales.squeeze(-1).to(weight.dtype)
+    search = ScaleSearch(weight, scheme)
+    for share in SHARES if clip else (1.0,):
+        search.attempt(search.widest * share)
+    codes = (search.codes + 2 ** (scheme.bits - 1)).to(torch.uint8)
+    return codes.view(weight.shape), search.scales.squeeze(-1).to(weight.dtype)
+
+
+class ScaleSearch:
+    """Keeps, of the scales that are tried for each group, the one with the least squared error."""
+
+    grouped: torch.Tensor
+    """The weights, float32 [outputs, groups, inputs of a group]."""
+    widest: torch.Tensor
+    """The scale of each group that just holds its largest weight, float32 [outputs, groups, 1]."""
+    scales: torch.Tensor
+    """The best scales so far, of that shape; none is zero."""
+    codes: torch.Tensor
+    """Their codes, around 0, in the shape of the weights."""
+
+    def __init__(self, weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> None:
+        """Starts without a scale.
+
+        Args:
+            weight: [outputs, inputs]; scales are rounded to its type, in which they are stored.
+            scheme: of the codes.
+            importance: the weight of each input's errors, float32 [groups, inputs of a group]; by default 1.
+        """
+        outputs, inputs = weight.shape
+        self._half, self._dtype, self._importance = 2 ** (scheme.bits - 1), weight.dtype, importance
+        self.grouped = weight.float().view(outputs, scheme.groups(inputs), -1)
+        largest = self.grouped.abs().amax(dim=-1, keepdim=True)
+        self.widest = largest.clamp_(min=_TINY) / (self._half - 0.5)
+        self.scales, self.codes = torch.ones_like(self.widest), torch.zeros_like(self.grouped)
+        self._least = torch.full_like(self.widest, float("inf"))
+
+    def attempt(self, wanted: torch.Tensor) -> None:
+        """Tries a scale for each group, of the shape of `widest`; it may be negative."""
+        stored = wanted.to(self._dtype).float()
+        smallest = torch.finfo(self._dtype).tiny  # tinier scales become 0 in some types
+        scale = torch.where(stored.abs() < smallest, torch.full_like(stored, smallest), stored)
+        tried = torch.round(self.grouped / scale).clamp_(-self._half, self._half - 1)
+        errors = (tried * scale - self.grouped).square_()
+        if self._importance is not None:
+            errors.mul_(self._importance)
+        error = errors.sum(dim=-1, keepdim=True)
+        better = error < self._least
+        self._least = torch.where(better, error, self._least)
+        self.scales = torch.where(better, scale, self.scales)
+        self.codes = torch.where(better, tried, self.codes)

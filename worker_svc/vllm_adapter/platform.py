@@ -26,10 +26,10 @@ def _attention_class(selector: Any) -> str:
     """Returns the import path of our attention; refuses kinds that it does not serve."""
     if selector.use_mla:
         raise ConfigurationRefused(
-            "models with latent attention (MLA) are not served yet; choose another model"
+            "the model has a form of latent attention (MLA) that is not served; choose another model"
         )
     if selector.use_sparse:
-        raise ConfigurationRefused("models with sparse attention are not served yet; choose another model")
+        raise ConfigurationRefused("models with sparse attention are not served; choose another model")
     return _ATTENTION
 
 

@@ -18,6 +18,7 @@ from tests.support.reference import Reference
 from tests.support.worker import parity_process
 from tests.support.worker.harness import Harness, load
 from tests.support.worker.parity_process import Answer, Job, differences
+from tests.support.zoo import families
 from worker_svc.devices.cpu.kernels import build
 from worker_svc.devices.cpu.kernels.ops import kernels
 from worker_svc.execution.memory_budget import check_weights
@@ -252,12 +253,18 @@ def test_an_npu_equals_dequantized_weights(
 
 
 def test_what_is_not_served_is_refused(base: Path, source: Path) -> None:
-    """Quantized experts, quantized embeddings and half of a merged layer are refused by name."""
+    """Quantized experts, latent attention, embeddings and half of a merged layer are refused by name."""
     experts = tiny_models.write("qwen2-moe", base / "experts")
     refused = quantized_models.write(experts, base / "experts-w4", "gptq", Scheme(4, 32))
     with pytest.raises(
         ConfigurationRefused, match=r"quantizes experts \(model.layers.1.*\), which is not served"
     ):
+        load(refused, "bfloat16")
+
+    latent = families.write("deepseek-v2-lite", base / "latent")
+    refused = quantized_models.write(latent, base / "latent-w4", "compressed-tensors", Scheme(4, 32))
+    line = r"quantizes latent attention \(model.layers.0.self_attn.kv_b_proj\), which is not served"
+    with pytest.raises(ConfigurationRefused, match=line):
         load(refused, "bfloat16")
 
     folder = _stored(base, source, "gptq", "w4")

@@ -24,7 +24,7 @@ _NOTES = """## Notes
 
 - **Latent attention (DeepSeek).** On CPUs and GPUs the paged cache holds one latent vector and one rotated key a token,
   instead of keys and values of all heads, and a plain PyTorch kernel reads it. Prefix sharing works as with other
-  models. NPU kernels take keys and values, so that an NPU expands them and needs more KV memory. Quantized weights are
+  models. NPU kernels take keys and values, so an NPU expands them and needs more KV memory. Quantized weights are
   refused with latent attention, and so is sparse attention (DeepSeek-V3.2).
 - **gpt-oss.** Checkpoints in MXFP4 are dequantized while they are read, and take the memory of bfloat16: about 42 GB for
   gpt-oss-20b. `tests/e2e/zoo/test_mxfp4.py` compares them with transformers. MXFP4 of other architectures is refused.

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.mla import MLAModules, MultiHeadLatentAttentionWrapper
 
 from protos.errors import ConfigurationRefused
@@ -43,20 +42,14 @@ class LatentAttention(MultiHeadLatentAttentionWrapper):
         """Takes vLLM's arguments.
 
         Raises:
-            ConfigurationRefused: for sparse attention and for quantized projections of the latent vector.
+            ConfigurationRefused: for sparse attention.
         """
         torch.nn.Module.__init__(self)
         if mla_modules.is_sparse:
-            raise ConfigurationRefused(
-                "models with sparse attention are not served yet; choose another model"
-            )
+            raise ConfigurationRefused("models with sparse attention are not served; choose another model")
         projection: Any = mla_modules.kv_b_proj
-        if not isinstance(projection.quant_method, UnquantizedLinearMethod):
-            raise ConfigurationRefused(
-                "latent attention (MLA) with quantized weights is not served yet;"
-                " choose a checkpoint in bfloat16, float16 or float32"
-            )
-        # Our products read its rows in place, so that they must keep their layout.
+        # Our products read its rows in place, so that they must keep their layout. `QuantizedLayers` refuses
+        # quantized ones.
         projection._cpu_skip_gemm_dispatch = True  # noqa: SLF001 - vLLM's own mark for this projection
         self.num_heads = num_heads
         self.sizes = (qk_nope_head_dim, qk_rope_head_dim)
