@@ -1,13 +1,17 @@
 """What an embedding model's authors put in front of texts: the prompts of Sentence Transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from gateway.quoting import clip
 from protos.errors import InvalidArgument
 
 FILE = "config_sentence_transformers.json"
+
+# The names of the prompts for both sides of a search, as Sentence Transformers looks them up.
+_QUERY: Final = "query"
+_DOCUMENT: Final = ("document", "passage", "corpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,22 @@ class TextPrompts:
     by_name: Mapping[str, str] = field(default_factory=dict)
     default: str = ""
     """In front of every text unless a request says otherwise."""
+
+    @property
+    def query(self) -> str:
+        """In front of a text that others are compared with."""
+        return self._side((_QUERY,))
+
+    @property
+    def document(self) -> str:
+        """In front of a text that may answer a query."""
+        return self._side(_DOCUMENT)
+
+    def _side(self, names: Iterable[str]) -> str:
+        """Returns the first prompt of these names; the default one only if neither side has a prompt."""
+        if self.by_name.keys().isdisjoint((_QUERY, *_DOCUMENT)):
+            return self.default
+        return next((self.by_name[name] for name in names if name in self.by_name), "")
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> "TextPrompts":

@@ -150,7 +150,8 @@ async def _cosines(
             raise Unsupported(
                 f"{name} is not supported: the scores of an embedding model are cosines; omit it", param=name
             )
-    text, prompt = call.served.text, call.served.text.prompts.default
+    text = call.served.text
+    ask, tell = text.prompts.query, text.prompts.document
 
     def work() -> list[PoolInput]:
         first, second = (
@@ -158,11 +159,11 @@ async def _cosines(
             Cuts(cuts.total, cuts.second, side=cuts.side),
         )
         return [
-            *(encode_text(text.tokenizer, prompt + query, first) for query in queries),
-            *(encode_text(text.tokenizer, prompt + document, second) for document in documents),
+            *(encode_text(text.tokenizer, ask + query, first) for query in queries),
+            *(encode_text(text.tokenizer, tell + document, second) for document in documents),
         ]
 
-    size = sum(len(prompt) + len(each) for each in (*queries, *documents))
+    size = sum(len(ask) + len(query) for query in queries) + sum(len(tell) + len(each) for each in documents)
     inputs = await call.encode(size, work)
     responses = await call.pool(inputs, pb.POOL_TASK_EMBED, param=param, use_activation=True)
     vectors = [response.values for response in responses]

@@ -137,14 +137,14 @@ async def test_long_pairs_are_truncated_as_transformers_does(stack: Stack) -> No
 
 
 async def test_an_embedding_model_gives_cosines(embedder: Stack) -> None:
-    """Each text is embedded once, with the model's default prompt in front, at length 1."""
+    """Each text is embedded once, with the prompt for queries or for documents in front, at length 1."""
     embedder.scheduler.reset()
     body = await post(embedder, "/score", text_1="a", text_2=["b", "c d e"])
     sent = embedder.scheduler.pooled
     assert len(sent) == 3
     assert {each.task for each in sent} == {pb.POOL_TASK_EMBED}
     assert all(each.use_activation and not each.second_text_at for each in sent)
-    counts = [len(found.ids) for found in _encoded("tell: a", "tell: b", "tell: c d e")]
+    counts = [len(found.ids) for found in _encoded("ask: a", "tell: b", "tell: c d e")]
     expected = [math.cos(counts[0] - counts[1]), math.cos(counts[0] - counts[2])]
     assert [entry["score"] for entry in body["data"]] == pytest.approx(expected, abs=1e-6)
     ranked = await post(embedder, "/rerank", query="a", documents=["b", "c d e"])
