@@ -33,7 +33,7 @@ class Group(StrEnum):
     BATCHING = "Batching"
     KV_MEMORY = "KV memory"
     COMPILATION = "Compilation"
-    EMBEDDINGS = "Embedding models"
+    POOLING = "Pooling models"
     STRUCTURED_OUTPUT = "Structured output"
     QUEUE = "Waiting requests"
     HTTP_API = "HTTP API"

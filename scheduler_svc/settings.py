@@ -51,7 +51,7 @@ class Settings(ServiceSettings):
             "max_pinned_share",
         ),
         Group.LORA: ("lora_modules",),
-        Group.EMBEDDINGS: ("pool_batch_sizes", "pool_prompt_lens"),
+        Group.POOLING: ("pool_batch_sizes", "pool_prompt_lens"),
         Group.QUEUE: (
             "order",
             "ageing_s",

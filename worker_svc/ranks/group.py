@@ -1,4 +1,4 @@
-"""The group of a replica's ranks: who has joined, and the ways between them."""
+"""The group of a replica's ranks: which have joined, and the ways between them."""
 
 import json
 import time

@@ -168,7 +168,7 @@ def test_batches_do_not_affect_each_other(runner: PoolRunner, prompts: list[list
 
 
 def test_a_request_can_turn_normalization_off(runner: PoolRunner, prompts: list[list[int]]) -> None:
-    """A request's normalize field overrides the model's default."""
+    """A request's `use_activation` overrides the model's default."""
     raw = values(pooled(runner, prompts[:2], SHAPES[1], normalize=False))
     scaled = values(pooled(runner, prompts[:2], SHAPES[1]))
     assert (raw.norm(dim=-1) - 1).abs().min() > 1e-2

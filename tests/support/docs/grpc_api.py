@@ -215,10 +215,15 @@ def _bounds(field: FieldDescriptorProto) -> str:
         parts.append(f"at least {low:,g}" if high is None else f"{low:,g} to {high:,g}")
     elif high is not None:
         parts.append(f"at most {high:,g}")
-    for unit in ("items", "bytes"):
-        least, most = limits.get(f"min_{unit}"), limits.get(f"max_{unit}")
-        parts += [f"at least {least:,} {unit}"] if least else []
-        parts += [f"at most {most:,} {unit}"] if most else []
+    least, most = limits.get("min_items"), limits.get("max_items")
+    if least and most:
+        parts.append(f"{least:,} to {most:,} items")
+    elif least:
+        parts.append("not empty" if least == 1 else f"at least {least:,} items")
+    elif most:
+        parts.append(f"at most {most:,} items")
+    if longest := limits.get("max_bytes"):
+        parts.append(f"at most {longest:,} bytes")
     return ", ".join(parts)
 
 
