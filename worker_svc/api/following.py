@@ -45,12 +45,18 @@ class Following:
             await self._begun.wait()
 
     async def unloaded(self, adapter_id: int) -> None:
-        """Waits for one announcement that unloads the adapter, for each call another one."""
+        """Waits for one announcement that unloads the adapter, for each call another one.
+
+        If the call is cancelled, the announcement that it waited for is left to no other call.
+        """
         self._num_waiting += 1
         try:
             while not self._follower.take_unload(adapter_id):
                 await self._ran.wait()
                 self._ran.clear()
+        except asyncio.CancelledError:
+            self._follower.forgo_unload(adapter_id)
+            raise
         finally:
             self._num_waiting -= 1
 

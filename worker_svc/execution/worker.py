@@ -209,6 +209,8 @@ class Worker:
         self.join(epoch)
         if self.adapters is not None:
             self.adapters.forget()  # ids are the scheduler's own, and this may be another one
+        if self.follower is not None:
+            self.follower.forget_unloads()
         if self._ready is not None and self.is_configured_as(geometry):
             return self._ready
         engine, phases = self._engine, Phases(progress)

@@ -293,6 +293,42 @@ async def test_an_unload_waits_for_rank_0_also_without_the_adapter(monkeypatch: 
         assert servers.reasons == []
 
 
+async def announced(servers: RankServers) -> None:
+    """Waits until earlier calls have arrived and rank 1 has run what rank 0 announced before."""
+    request = worker_pb2.UnloadAdapterRequest(adapter_id=2)
+    await asyncio.gather(*(stub.UnloadAdapter(request) for stub in servers.stubs))
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "same sizes", "other sizes"])
+async def test_an_announcement_without_its_call_ends_no_later_call(
+    ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call was cancelled before rank 0 announced the unload, or its scheduler is gone."""
+    async with rank_servers(2, 1, monkeypatch) as servers:
+        for worker in servers.workers:
+            worker.adapters = cast("Any", Hosted())
+        await servers.configure(sizes())
+        first, other = (
+            partial(stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(adapter_id=1))
+            for stub in servers.stubs
+        )
+        if ends == "cancelled":
+            call = other()
+            await announced(servers)
+            call.cancel()
+        await first()
+        await announced(servers)
+        if ends != "cancelled":
+            await servers.configure(sizes(int(ends == "other sizes")))
+        for _ in range(2):
+            later = asyncio.ensure_future(other())
+            await announced(servers)
+            assert not later.done()
+            async with asyncio.timeout(20):
+                await asyncio.gather(first(), later)
+        assert servers.reasons == []
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
 async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans interrupt leases, streams are cancelled in the middle, and ranks get other configurations."""

@@ -18,7 +18,7 @@ exception ends the process.
 """
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -179,8 +179,9 @@ class Follower:
         self.num_begun = 0
         """Configurations that rank 0 has begun."""
         self._num_own = 0
-        # An adapter's id for each announced unload that no call has taken yet. Two threads use it.
-        self._unloads: list[int] = []
+        # By adapter: unloads that were announced, less the calls that took one or ended without one. Two
+        # threads use it.
+        self._unloads: Counter[int] = Counter()
         self._unloads_lock = threading.Lock()
         self._plan = StepPlan(0)
         layout = group.layout
@@ -256,15 +257,25 @@ class Follower:
     def _unload_adapter(self, adapter_id: int) -> None:
         self._unload(adapter_id)
         with self._unloads_lock:
-            self._unloads.append(adapter_id)
+            self._unloads[adapter_id] += 1
 
     def take_unload(self, adapter_id: int) -> bool:
         """Returns whether an announcement has unloaded the adapter, once for each announcement."""
         with self._unloads_lock:
-            if adapter_id not in self._unloads:
+            if self._unloads[adapter_id] <= 0:
                 return False
-            self._unloads.remove(adapter_id)
+            self._unloads[adapter_id] -= 1
             return True
+
+    def forgo_unload(self, adapter_id: int) -> None:
+        """Gives up the next announcement that unloads the adapter: the call that waited for it has ended."""
+        with self._unloads_lock:
+            self._unloads[adapter_id] -= 1
+
+    def forget_unloads(self) -> None:
+        """Forgets announcements and ended calls: a scheduler configures the worker, and calls anew."""
+        with self._unloads_lock:
+            self._unloads.clear()
 
     def _launch(self, kind: bytes, message: bytes) -> LaunchedStep:
         if kind == _PLAN:
