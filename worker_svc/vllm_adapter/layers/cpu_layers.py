@@ -4,6 +4,7 @@ They are registered with vLLM's extension points: providers of IR operators, out
 two functions through which its layers call compiled kernels.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ _ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of
 _own: Any = torch.ops.triptych_cpu
 
 _MATRIX = 2
+# Types of activations for which encoders have layers of ours.
+_ENCODER_TYPES = (torch.float32, torch.bfloat16)
 
 
-def _use_own(*tensors: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
+def _use_own(*tensors: torch.Tensor, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> bool:
     """Whether our own kernels are available and serve these activations."""
     return kernels() is not None and all(
-        tensor.dtype == dtype and tensor.dim() and tensor.stride(-1) == 1 for tensor in tensors
+        tensor.dtype in dtypes and tensor.dim() and tensor.stride(-1) == 1 for tensor in tensors
     )
 
 
@@ -126,7 +129,7 @@ class CpuGelu(GELU):
 
     def forward_cpu(self, x: torch.Tensor) -> torch.Tensor:
         """Maps a tensor of any shape."""
-        if _use_own(x, dtype=torch.float32) and x.is_contiguous():
+        if _use_own(x, dtypes=_ENCODER_TYPES) and x.is_contiguous():
             own: torch.Tensor = _own.gelu(x)
             return own
         plain: torch.Tensor = super().forward_cpu(x)
@@ -138,7 +141,7 @@ class CpuLayerNorm(torch.nn.LayerNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalizes [tokens, size] over the last dimension."""
-        own = _use_own(x, dtype=torch.float32) and x.dim() == _MATRIX and x.is_contiguous()
+        own = _use_own(x, dtypes=_ENCODER_TYPES) and x.dim() == _MATRIX and x.is_contiguous()
         if own and self.elementwise_affine and self.weight.dtype == x.dtype and self.weight.dim() == 1:
             normalized: torch.Tensor = _own.layer_norm(x, self.weight, self.bias, self.eps)
             return normalized

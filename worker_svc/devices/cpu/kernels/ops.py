@@ -17,6 +17,8 @@ from worker_svc.devices.cpu.kernels.program import Kernels, Program
 Result = torch.Tensor | None
 
 _aten: Any = torch.ops.aten
+# Types of sums that have a program.
+_SUMMED = (torch.float32, torch.bfloat16)
 
 
 @functools.cache
@@ -184,8 +186,8 @@ _define(
 def lower(op: Any, args: Sequence[Any], result: Any) -> Program | None:
     """Returns the program for one call of an operator; `None` if there is none.
 
-    Besides our operators these are two of PyTorch's, which would otherwise divide a program: sums in float32,
-    whose bits are the same, and copies.
+    Besides our operators these are two of PyTorch's, which would otherwise divide a program: copies, and sums
+    in float32 and bfloat16, whose bits are the same.
     """
     if (program := _PROGRAMS.get(op)) is not None:
         return program(result, *args)
@@ -193,7 +195,7 @@ def lower(op: Any, args: Sequence[Any], result: Any) -> Program | None:
         return None
     if op is _aten.clone.default:
         return _loaded().copy(args[0], result)
-    return _loaded().add(args[0], args[1], result) if result.dtype == torch.float32 else None
+    return _loaded().add(args[0], args[1], result) if result.dtype in _SUMMED else None
 
 
 def _is_plain(args: Sequence[Any], result: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@
 
 #include "adapters.h"
 #include "attention.h"
-#include "floats.h"
+#include "encoders.h"
 #include "layers.h"
 #include "quantized.h"
 

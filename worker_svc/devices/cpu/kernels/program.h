@@ -32,7 +32,7 @@ struct Op {
   // Whether the next operation needs nothing of this one, so that threads without a piece of it go on.
   int64_t beside;
   void* at[6];
-  int64_t n[10];
+  int64_t n[11];
   double f[2];
 };
 

@@ -45,7 +45,7 @@ class _Op(ctypes.Structure):
         ("plan", ctypes.c_int64),
         ("beside", ctypes.c_int64),
         ("at", ctypes.c_void_p * 6),
-        ("n", ctypes.c_int64 * 10),
+        ("n", ctypes.c_int64 * 11),
         ("f", ctypes.c_double * 2),
     )
 
@@ -199,20 +199,24 @@ class Kernels:
         epsilon: float,
         out: torch.Tensor,
     ) -> "Program":
-        """Computes the layer norm of each row of `x`, float32 [rows, size]; all are contiguous."""
-        return self._program(_LAYER_NORM, (x, weight, bias, out), x.shape, (epsilon,))
+        """Computes the layer norm of each row of `x`, [rows, size].
+
+        All are contiguous and of one type, float32 or bfloat16.
+        """
+        numbers = (*x.shape, _is_narrow(x))
+        return self._program(_LAYER_NORM, (x, weight, bias, out), numbers, (epsilon,))
 
     def add(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> "Program":
-        """Adds tensors of one shape, float32 and contiguous."""
-        return self._program(_ADD, (x, y, out), (out.numel(),))
+        """Adds contiguous tensors of one shape and type, float32 or bfloat16."""
+        return self._program(_ADD, (x, y, out), (out.numel(), _is_narrow(x)))
 
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> "Program":
         """Copies a contiguous tensor of any type."""
         return self._program(_COPY, (x, out), (x.nbytes,))
 
     def gelu(self, x: torch.Tensor, out: torch.Tensor) -> "Program":
-        """Computes GELU, by the error function, of a contiguous float32 tensor."""
-        return self._program(_GELU, (x, None, out), (out.numel(),))
+        """Computes GELU, by the error function, of a contiguous tensor in float32 or bfloat16."""
+        return self._program(_GELU, (x, None, out), (out.numel(), _is_narrow(x)))
 
     def gate(self, x: torch.Tensor, activation: str, out: torch.Tensor) -> "Program":
         """Writes `activation(x[:, :size]) * x[:, size:]` to contiguous `out`; see `GATES`."""
@@ -306,7 +310,7 @@ class Kernels:
         numbers = (
             params.num_heads, params.num_heads // params.num_kv_heads, params.head_size, int(params.causal),
             params.window, call.query.stride(0), call.key.stride(0), call.value.stride(0), output.stride(0),
-            output.shape[0],
+            output.shape[0], _is_narrow(output),
         )  # fmt: skip
         tensors = (call.query, call.key, call.value, output)
         return self._program(_ATTEND_TEXTS, tensors, numbers, (params.scale,), num_plans=1)
@@ -354,10 +358,17 @@ def serves_texts(call: AttentionCall) -> bool:
         plain
         and params.head_size % PANEL == 0
         and all(
-            each is not None and each.dtype == torch.float32 and each.stride()[1:] == (params.head_size, 1)
+            each is not None
+            and each.dtype == call.output.dtype
+            and each.dtype in (torch.float32, torch.bfloat16)
+            and each.stride()[1:] == (params.head_size, 1)
             for each in tensors
         )
     )
+
+
+def _is_narrow(tensor: torch.Tensor) -> int:
+    return int(tensor.dtype == torch.bfloat16)
 
 
 class Program:

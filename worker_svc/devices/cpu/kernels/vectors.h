@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace triptych {
 
@@ -42,6 +43,20 @@ inline void store(bf16* at, __m512 values) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), narrow(values));
 }
 inline void store(bf16* at, __m512 values, __mmask16 mask) { _mm256_mask_storeu_epi16(at, mask, narrow(values)); }
+
+inline __m512 load(const float* at) { return _mm512_loadu_ps(at); }
+inline __m512 load(const float* at, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, at); }
+inline void store(float* at, __m512 values) { _mm512_storeu_ps(at, values); }
+inline void store(float* at, __m512 values, __mmask16 mask) { _mm512_mask_storeu_ps(at, mask, values); }
+
+// Calls `work` with a value of the type in which tensors are stored.
+template <class Work>
+inline void with_type(bool is_narrow, const Work& work) {
+  if (is_narrow)
+    work(bf16{});
+  else
+    work(float{});
+}
 
 // e^x, accurate to about one unit in the last place; 0 below -87. With x = n ln 2 + r and |r| <= ln 2 / 2,
 // e^x is 2^n times a polynomial in r (coefficients from Cephes).

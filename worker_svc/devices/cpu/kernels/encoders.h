@@ -1,4 +1,5 @@
-// Kernels in float32, for embedding models: products, layer norms, GELU, sums, and attention within texts.
+// Kernels for encoders: products in float32, and layer norms, GELU, sums and attention within texts, which compute
+// in float32 on tensors in float32 or bfloat16.
 #pragma once
 
 #include "layers.h"
@@ -67,39 +68,42 @@ inline void float_linear(const Op& op, int64_t piece, int threads) {
           });
 }
 
-// ---- layer norm: at = {x, weight, bias or null, out}; n = {rows, size}; f = {epsilon}
+// ---- layer norm: at = {x, weight, bias or null, out}; n = {rows, size, tensors are bfloat16}; f = {epsilon}
 
+template <class T>
 inline void layer_norm(const Op& op, int64_t piece) {
   const int64_t size = op.n[1], last = std::min(op.n[0], (piece + 1) * kRowsAPiece);
-  const float* weight = static_cast<const float*>(op.at[1]);
-  const float* bias = static_cast<const float*>(op.at[2]);
+  const T* weight = static_cast<const T*>(op.at[1]);
+  const T* bias = static_cast<const T*>(op.at[2]);
   for (int64_t row = piece * kRowsAPiece; row < last; row++) {
-    const float* x = static_cast<const float*>(op.at[0]) + row * size;
-    float* out = static_cast<float*>(op.at[3]) + row * size;
+    const T* x = static_cast<const T*>(op.at[0]) + row * size;
+    T* out = static_cast<T*>(op.at[3]) + row * size;
     __m512 sum = _mm512_setzero_ps(), squares = _mm512_setzero_ps();
-    for (int64_t at = 0; at < size; at += kLanes)
-      sum = _mm512_add_ps(sum, _mm512_maskz_loadu_ps(first(size - at), x + at));
+    for (int64_t at = 0; at < size; at += kLanes) sum = _mm512_add_ps(sum, load(x + at, first(size - at)));
     const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / static_cast<float>(size));
     for (int64_t at = 0; at < size; at += kLanes) {
       const __mmask16 mask = first(size - at);
-      const __m512 apart = _mm512_maskz_sub_ps(mask, _mm512_maskz_loadu_ps(mask, x + at), mean);
+      const __m512 apart = _mm512_maskz_sub_ps(mask, load(x + at, mask), mean);
       squares = _mm512_fmadd_ps(apart, apart, squares);
     }
     const float variance = _mm512_reduce_add_ps(squares) / static_cast<float>(size);
     const __m512 scale = _mm512_set1_ps(1.0f / std::sqrt(variance + static_cast<float>(op.f[0])));
     for (int64_t at = 0; at < size; at += kLanes) {
       const __mmask16 mask = first(size - at);
-      const __m512 apart = _mm512_sub_ps(_mm512_maskz_loadu_ps(mask, x + at), mean);
-      const __m512 shift = bias ? _mm512_maskz_loadu_ps(mask, bias + at) : _mm512_setzero_ps();
-      const __m512 factor = _mm512_mul_ps(scale, _mm512_maskz_loadu_ps(mask, weight + at));
-      _mm512_mask_storeu_ps(out + at, mask, _mm512_fmadd_ps(apart, factor, shift));
+      const __m512 apart = _mm512_sub_ps(load(x + at, mask), mean);
+      const __m512 shift = bias ? load(bias + at, mask) : _mm512_setzero_ps();
+      store(out + at, _mm512_fmadd_ps(apart, _mm512_mul_ps(scale, load(weight + at, mask)), shift), mask);
     }
   }
 }
 
+inline void layer_norm(const Op& op, int64_t piece) {
+  with_type(op.n[2], [&](auto zero) { layer_norm<decltype(zero)>(op, piece); });
+}
+
 inline int64_t layer_norm_pieces(const Op& op) { return (op.n[0] + kRowsAPiece - 1) / kRowsAPiece; }
 
-// ---- by value: add: at = {x, y, out}; GELU: at = {x, null, out}; n = {values}
+// ---- by value: add: at = {x, y, out}; GELU: at = {x, null, out}; n = {values, tensors are bfloat16}
 
 constexpr int64_t kValuesAPiece = 8192;
 
@@ -121,29 +125,33 @@ inline __m512 gelu(__m512 x) {
   return _mm512_fnmadd_ps(_mm512_mul_ps(half, size), erfc, _mm512_max_ps(x, _mm512_setzero_ps()));
 }
 
+// Writes function(x, y) of a piece's values; y is 0 without a second input.
 template <class Function>
 inline void by_value(const Op& op, int64_t piece, const Function& function) {
   const int64_t last = std::min(op.n[0], (piece + 1) * kValuesAPiece);
-  for (int64_t at = piece * kValuesAPiece; at < last; at += kLanes)
-    _mm512_mask_storeu_ps(static_cast<float*>(op.at[2]) + at, first(last - at), function(at, first(last - at)));
+  with_type(op.n[1], [&](auto zero) {
+    using T = decltype(zero);
+    const T* x = static_cast<const T*>(op.at[0]);
+    const T* y = static_cast<const T*>(op.at[1]);
+    for (int64_t at = piece * kValuesAPiece; at < last; at += kLanes) {
+      const __mmask16 mask = first(last - at);
+      const __m512 other = y ? load(y + at, mask) : _mm512_setzero_ps();
+      store(static_cast<T*>(op.at[2]) + at, function(load(x + at, mask), other), mask);
+    }
+  });
 }
 
 inline void add(const Op& op, int64_t piece) {
-  by_value(op, piece, [&](int64_t at, __mmask16 mask) {
-    return _mm512_add_ps(_mm512_maskz_loadu_ps(mask, static_cast<const float*>(op.at[0]) + at),
-                         _mm512_maskz_loadu_ps(mask, static_cast<const float*>(op.at[1]) + at));
-  });
+  by_value(op, piece, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); });
 }
 
 inline void gelu(const Op& op, int64_t piece) {
-  by_value(op, piece, [&](int64_t at, __mmask16 mask) {
-    return gelu(_mm512_maskz_loadu_ps(mask, static_cast<const float*>(op.at[0]) + at));
-  });
+  by_value(op, piece, [](__m512 x, __m512) { return gelu(x); });
 }
 
 // ---- attend within texts: at = {query, key, value, out};
 //      n = {heads, heads a key head, head size, causal, window, query stride, key stride, value stride, out stride,
-//      tokens with padding}; f = {scale}. A piece is one head of one text; the last piece zeroes padding.
+//      tokens with padding, tensors are bfloat16}; f = {scale}. A piece is one head of one text; the last piece zeroes padding.
 
 inline int64_t attend_texts_pieces(const Op& op, const Plan& plan) { return plan.rows * op.n[0] + 1; }
 
@@ -181,38 +189,75 @@ inline void soften(const Op& op, float* scores, int64_t width, int64_t row, int 
   }
 }
 
+// Copies `rows` rows of `size` values as floats, one after the other.
+inline const float* widen_rows(const bf16* from, int64_t stride, int64_t rows, int64_t size, float* to) {
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t at = 0; at < size; at += kLanes) store(to + row * size + at, load(from + row * stride + at));
+  return to;
+}
+
+template <class T>
 inline void attend_texts(const Op& op, const Plan& plan, int64_t piece) {
+  constexpr bool is_narrow = std::is_same_v<T, bf16>;
   const int64_t heads = op.n[0], size = op.n[2], out_stride = op.n[8];
-  float* out = static_cast<float*>(op.at[3]);
+  T* out = static_cast<T*>(op.at[3]);
   if (piece == plan.rows * heads) {
     for (int64_t token = plan.num_tokens; token < op.n[9]; token++)
-      std::memset(out + token * out_stride, 0, heads * size * sizeof(float));
+      std::memset(out + token * out_stride, 0, heads * size * sizeof(T));
     return;
   }
   const int64_t text = piece / heads, head = piece % heads;
   const int64_t length = plan.seq_lens[text], start = plan.query_start[text];
   if (!length) return;
-  const float* query = static_cast<const float*>(op.at[0]) + start * op.n[5] + head * size;
-  const float* key = static_cast<const float*>(op.at[1]) + start * op.n[6] + head / op.n[1] * size;
-  const float* value = static_cast<const float*>(op.at[2]) + start * op.n[7] + head / op.n[1] * size;
+  const T* query = static_cast<const T*>(op.at[0]) + start * op.n[5] + head * size;
+  const T* key = static_cast<const T*>(op.at[1]) + start * op.n[6] + head / op.n[1] * size;
+  const T* value = static_cast<const T*>(op.at[2]) + start * op.n[7] + head / op.n[1] * size;
   const int64_t panels = (length + kPanel - 1) / kPanel, width = panels * kPanel;
-  // Keys in panels, [panels][size][32 keys], and the scores of a block of rows. A long text's are not kept.
+  // Keys in panels, [panels][size][32 keys], and the scores of a block of rows; values and a block of queries, if
+  // they must become floats. A long text's are not kept.
   constexpr int64_t kMostKept = 1 << 18;
   static thread_local std::vector<float> kept;
   std::vector<float> passing;
-  const int64_t needed = width * (size + kRows);
+  const int64_t needed = width * (size + kRows) + (is_narrow ? (length + kRows) * size : 0);
   std::vector<float>& memory = needed > kMostKept ? passing : kept;
   if (static_cast<int64_t>(memory.size()) < needed) memory.resize(needed);
   float* keys = memory.data();
   float* scores = keys + width * size;
+  float* widened = scores + width * kRows;
   for (int64_t at = 0; at < width; at++)
-    for (int64_t i = 0; i < size; i++)
-      keys[(at / kPanel * size + i) * kPanel + at % kPanel] = at < length ? key[at * op.n[6] + i] : 0.0f;
+    for (int64_t i = 0; i < size; i++) {
+      float each = 0.0f;
+      if (at < length) {
+        if constexpr (is_narrow)
+          each = widen(key[at * op.n[6] + i]);
+        else
+          each = key[at * op.n[6] + i];
+      }
+      keys[(at / kPanel * size + i) * kPanel + at % kPanel] = each;
+    }
+  const float* values;
+  int64_t value_stride;
+  if constexpr (is_narrow) {
+    values = widen_rows(value, op.n[7], length, size, widened + kRows * size);
+    value_stride = size;
+  } else {
+    values = value;
+    value_stride = op.n[7];
+  }
   by_block(length, [&](int64_t, int64_t row, auto count) {
+    const float* queries;
+    int64_t query_stride;
+    if constexpr (is_narrow) {
+      queries = widen_rows(query + row * op.n[5], op.n[5], count, size, widened);
+      query_stride = size;
+    } else {
+      queries = query + row * op.n[5];
+      query_stride = op.n[5];
+    }
     for (int64_t panel = 0; panel < panels; panel++) {
       __m512 sums[count][2];
       for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
-      multiply<count, 0>(sums, query + row * op.n[5], op.n[5], keys + panel * size * kPanel, kPanel, size, nullptr);
+      multiply<count, 0>(sums, queries, query_stride, keys + panel * size * kPanel, kPanel, size, nullptr);
       for (int r = 0; r < count; r++)
         for (int half = 0; half < 2; half++)
           _mm512_storeu_ps(scores + r * width + panel * kPanel + half * kLanes, sums[r][half]);
@@ -222,13 +267,17 @@ inline void attend_texts(const Op& op, const Plan& plan, int64_t piece) {
     for (int64_t column = 0; column < size; column += kPanel) {
       __m512 sums[count][2];
       for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
-      multiply<count, 0>(sums, scores, width, value + column, op.n[7], length, nullptr);
+      multiply<count, 0>(sums, scores, width, values + column, value_stride, length, nullptr);
       for (int r = 0; r < count; r++)
         for (int half = 0; half < 2; half++)
-          _mm512_storeu_ps(out + (start + row + r) * out_stride + head * size + column + half * kLanes,
-                           _mm512_mul_ps(sums[r][half], _mm512_set1_ps(inverse[r])));
+          store(out + (start + row + r) * out_stride + head * size + column + half * kLanes,
+                _mm512_mul_ps(sums[r][half], _mm512_set1_ps(inverse[r])));
     }
   });
+}
+
+inline void attend_texts(const Op& op, const Plan& plan, int64_t piece) {
+  with_type(op.n[10], [&](auto zero) { attend_texts<decltype(zero)>(op, plan, piece); });
 }
 
 }  // namespace triptych

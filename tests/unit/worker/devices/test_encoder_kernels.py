@@ -1,4 +1,4 @@
-"""Our own CPU kernels for encoders in float32, compared with PyTorch on odd shapes."""
+"""Our own CPU kernels for encoders, compared with PyTorch on odd shapes."""
 
 import math
 from collections.abc import Iterator
@@ -28,10 +28,16 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+TYPES = [torch.float32, torch.bfloat16]
+
+
 def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    """Compares sums of float32 products, whose orders differ."""
+    """Compares sums of float32 products, whose orders differ, or such sums rounded to bfloat16."""
     tolerance = 16 * torch.finfo(torch.float32).eps
-    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    atol = tolerance * float(expected.abs().max())
+    if got.dtype == torch.bfloat16:
+        tolerance = torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(got.float(), expected.float(), rtol=tolerance, atol=atol)
 
 
 @pytest.mark.parametrize("rows", [1, 11, 12, 13, 25, 128])
@@ -59,15 +65,19 @@ def test_rows_do_not_depend_on_their_neighbours(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("size", [1, 64, 70, 384])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_layer_norms(kernels: Kernels, size: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+def test_layer_norms(kernels: Kernels, size: int, has_bias: bool, dtype: torch.dtype) -> None:
     """A layer norm matches PyTorch far from 0, where a sum of squares would lose digits."""
-    x, weight, bias = torch.randn(19, size) + 100, torch.randn(size), torch.randn(size)
+    x, weight, bias = (
+        (torch.randn(shape) + far).to(dtype) for shape, far in (((19, size), 100), ((size,), 0), ((size,), 0))
+    )
     out = torch.empty_like(x)
     kernels.layer_norm(x, weight, bias if has_bias else None, 1e-5, out)()
     expected = functional.layer_norm(
         x.double(), (size,), weight.double(), bias.double() if has_bias else None, 1e-5
     )
-    torch.testing.assert_close(out, expected.float(), rtol=1e-4, atol=1e-4)
+    rtol = 1e-4 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(out.float(), expected.float(), rtol=rtol, atol=1e-4)
 
 
 def test_gelu(kernels: Kernels) -> None:
@@ -82,10 +92,20 @@ def test_gelu(kernels: Kernels) -> None:
     assert torch.equal(out[-4:-1], torch.zeros(3))
 
 
+def test_gelu_in_bfloat16(kernels: Kernels) -> None:
+    """The result is the rounded one of float32."""
+    x = torch.linspace(-12, 12, 4_001).bfloat16()
+    out, wide = torch.empty_like(x), torch.empty(4_001)
+    kernels.gelu(x, out)()
+    kernels.gelu(x.float(), wide)()
+    assert torch.equal(out, wide.bfloat16())
+
+
 @pytest.mark.parametrize("count", [1, 16, 100_003])
-def test_sums_have_the_bits_of_pytorchs(kernels: Kernels, count: int) -> None:
+@pytest.mark.parametrize("dtype", TYPES)
+def test_sums_have_the_bits_of_pytorchs(kernels: Kernels, count: int, dtype: torch.dtype) -> None:
     """A graph replaces PyTorch's sum, so the result must be the same."""
-    x, y, out = torch.randn(count), torch.randn(count), torch.empty(count)
+    x, y, out = torch.randn(count).to(dtype), torch.randn(count).to(dtype), torch.empty(count, dtype=dtype)
     kernels.add(x, y, out)()
     assert torch.equal(out, x + y)
 
@@ -97,11 +117,11 @@ def test_sums_have_the_bits_of_pytorchs(kernels: Kernels, count: int) -> None:
         ((torch.ones(2, 3), 1.0), torch.empty(2, 3)),
         ((torch.ones(3, 2).t(), torch.ones(2, 3)), torch.empty(2, 3)),
         ((torch.ones(2).double(), torch.ones(2).double()), torch.empty(2).double()),
-        ((torch.ones(2).bfloat16(), torch.ones(2).bfloat16()), torch.empty(2).bfloat16()),
+        ((torch.ones(2).half(), torch.ones(2).half()), torch.empty(2).half()),
     ],
 )
 def test_other_sums_stay_pytorchs(args: tuple[object, ...], result: torch.Tensor) -> None:
-    """Sums that are broadcast, not contiguous or not in float32 have no program."""
+    """Sums that are broadcast, not contiguous or of other types have no program."""
     assert ops.lower(torch.ops.aten.add.Tensor, args, result) is None
 
 
@@ -122,12 +142,21 @@ SHAPES = [(12, 12, 32), (4, 2, 64), (2, 1, 96)]
 LENGTHS = [1, 5, 0, 12, 13, 33, 70]
 
 
-def _call(heads: int, kv_heads: int, size: int, tokens: int, *, causal: bool, window: int) -> AttentionCall:
+def _call(
+    heads: int,
+    kv_heads: int,
+    size: int,
+    tokens: int,
+    *,
+    causal: bool,
+    window: int,
+    dtype: torch.dtype = torch.float32,
+) -> AttentionCall:
     params = AttentionParams(heads, kv_heads, size, 0.3, window, 0.0, writes=True, causal=causal)
     # Parts of one tensor, as a joined projection gives them.
-    states = torch.randn(tokens, heads + 2 * kv_heads, size)
+    states = torch.randn(tokens, heads + 2 * kv_heads, size).to(dtype)
     query, key, value = torch.split(states, [heads, kv_heads, kv_heads], dim=1)
-    output = torch.full((tokens, heads, size), torch.nan)
+    output = torch.full((tokens, heads, size), torch.nan, dtype=dtype)
     return AttentionCall(params, query, key, value, torch.empty(0), output)
 
 
@@ -139,8 +168,8 @@ def _naive(call: AttentionCall, places: Iterator[tuple[int, int]]) -> Iterator[t
     for start, length in places:
         real = slice(start, start + length)
         group = params.num_heads // params.num_kv_heads
-        key, value = (each[real].repeat_interleave(group, dim=1) for each in (call.key, call.value))
-        scores = torch.einsum("qhd,khd->hqk", call.query[real], key) * params.scale
+        key, value = (each[real].float().repeat_interleave(group, dim=1) for each in (call.key, call.value))
+        scores = torch.einsum("qhd,khd->hqk", call.query[real].float(), key) * params.scale
         behind = torch.arange(length)[:, None] - torch.arange(length)
         hidden = (behind < 0) & params.causal
         if params.window:
@@ -152,14 +181,22 @@ def _naive(call: AttentionCall, places: Iterator[tuple[int, int]]) -> Iterator[t
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), SHAPES)
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (False, 3), (True, 0), (True, 20)])
 @pytest.mark.parametrize("row_len", [None, 70])
+@pytest.mark.parametrize("dtype", TYPES)
 def test_texts_attend_to_themselves(
-    kernels: Kernels, heads: int, kv_heads: int, size: int, causal: bool, window: int, row_len: int | None
+    kernels: Kernels,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    causal: bool,
+    window: int,
+    row_len: int | None,
+    dtype: torch.dtype,
 ) -> None:
     """Texts that follow one another, or have a row each, attend as each would alone."""
     lengths = torch.tensor(LENGTHS)
     total = int(lengths.sum())
     tokens = total + 9 if row_len is None else row_len * len(LENGTHS)
-    call = _call(heads, kv_heads, size, tokens, causal=causal, window=window)
+    call = _call(heads, kv_heads, size, tokens, causal=causal, window=window, dtype=dtype)
     assert serves_texts(call)
     kernels.attention_of_texts(call)(TextsPlan(lengths, row_len, call.params))
     starts = (lengths.cumsum(0) - lengths).tolist() if row_len is None else range(0, tokens, row_len)
@@ -202,7 +239,7 @@ def test_a_score_that_is_not_finite_shows_in_the_result(kernels: Kernels, bad: f
 
 
 def test_a_sum_of_a_graph_has_a_program(kernels: Kernels) -> None:
-    """Sums of contiguous float32 tensors join the program around them."""
+    """Sums of contiguous tensors join the program around them."""
     del kernels  # skips where there are none
     x, y, out = torch.randn(3, 5), torch.randn(3, 5), torch.empty(3, 5)
     program = ops.lower(torch.ops.aten.add.Tensor, (x, y), out)
