@@ -19,7 +19,8 @@ from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
-from worker_svc.lora.store import AdapterStore
+from worker_svc.lora.checkpoint import is_named_like
+from worker_svc.lora.store import AdapterStore, HostAdapter
 from worker_svc.model_files import loader
 from worker_svc.phases import Phase, PhaseProgress
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
@@ -76,6 +77,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._executing = False
         self._following: Following | None = None
         self._adapter_threads = AdapterThreads()
+        # Sources of adapters whose base model has another name.
+        self._warned_of: set[str] = set()
         self._log = get_logger()
 
     def close(self) -> None:
@@ -234,12 +237,26 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             "adapter_loaded", adapter=request.name, adapter_id=request.adapter_id, rank=loaded.rank,
             bytes=loaded.num_bytes, revision=loaded.revision,
         )  # fmt: skip
+        if self._worker.layout.leads:
+            self._warn_of_base(loaded)
         return worker_pb2.LoadAdapterResponse(
             rank=loaded.rank,
             digest=loaded.digest,
             memory_bytes=loaded.num_bytes,
             revision=loaded.revision,
         )
+
+    def _warn_of_base(self, adapter: HostAdapter) -> None:
+        """Warns once of an adapter whose base model has another name than the served model."""
+        served = (self._model, loader.display_name(self._model))
+        if is_named_like(adapter.base_model, served) or adapter.source in self._warned_of:
+            return
+        self._warned_of.add(adapter.source)
+        self._log.warning(
+            "adapter_of_another_base", adapter=adapter.name, source=adapter.source,
+            base_model=adapter.base_model, model=self._model,
+            advice="the names differ; check that the adapter was trained on the weights that are served",
+        )  # fmt: skip
 
     async def UnloadAdapter(
         self, request: worker_pb2.UnloadAdapterRequest, context: Context

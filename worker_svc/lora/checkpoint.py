@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +79,21 @@ class AdapterCheckpoint:
     targets: Targets | None = None
     """The layers that must have matrices, as far as the model has them; `None` if the configuration does not
     say it in names."""
+    base_model: str = ""
+    """The folder or id of the model that it was trained on, as the trainer wrote it; may be empty."""
+
+
+def is_named_like(base_model: str, served: Iterable[str]) -> bool:
+    """Whether the base model in an adapter's configuration has the name of a served one; True if it has none.
+
+    Compares the last components of folders and ids without case. Equal weights may still have two names, and
+    different ones the same.
+    """
+    return not base_model or _last_component(base_model) in map(_last_component, served)
+
+
+def _last_component(model: str) -> str:
+    return re.split(r"[/\\]", model.rstrip("/\\"))[-1].casefold()
 
 
 def read_adapter(folder: Path, *, name: str, max_rank: int) -> AdapterCheckpoint:
@@ -108,7 +123,10 @@ def read_adapter(folder: Path, *, name: str, max_rank: int) -> AdapterCheckpoint
     rank = max(a.shape[0] for a, _ in matrices.values())
     text = json.dumps(config, sort_keys=True).encode()
     digest = hashlib.sha256(text + weights_hash).hexdigest()
-    return AdapterCheckpoint(name, rank, matrices, digest, read_targets(config))
+    base_model = config.get("base_model_name_or_path")
+    return AdapterCheckpoint(
+        name, rank, matrices, digest, read_targets(config), base_model if isinstance(base_model, str) else ""
+    )
 
 
 def _read_config(folder: Path, name: str) -> dict[str, Any]:

@@ -48,6 +48,8 @@ class HostAdapter:
     """Memory of the matrices."""
     revision: str = ""
     """The commit at which the hub had it; empty for a folder."""
+    base_model: str = ""
+    """See `AdapterCheckpoint`."""
 
 
 class AdapterStore:
@@ -96,7 +98,9 @@ class AdapterStore:
         num_bytes = sum(
             matrix.nbytes for parts in layers.values() for pair in parts if pair for matrix in pair
         )
-        loaded = HostAdapter(name, source, checkpoint.rank, checkpoint.digest, layers, num_bytes, found)
+        loaded = HostAdapter(
+            name, source, checkpoint.rank, checkpoint.digest, layers, num_bytes, found, checkpoint.base_model
+        )
         with self._lock:
             if self._reading.get(adapter_id) is not call:
                 raise Unavailable(f"adapter {name} was unloaded while it was read")

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import grpc.aio
 import pytest
+from structlog.testing import capture_logs
 
 from protos.errors import (
     ConfigurationRefused,
@@ -174,6 +175,25 @@ async def test_retries_of_a_source_that_hangs_take_no_threads(stub: Any, adapter
         while "earlier read" in (again := await refusal(stub.LoadAdapter(slow))).message:
             await asyncio.sleep(0)
     assert again.message == "the disk is gone"
+
+
+class Loading:
+    """Adapters that are trained on the base models that their names say."""
+
+    def load(self, adapter_id: int, name: str, source: str, revision: str) -> HostAdapter:
+        return HostAdapter(name, source, 8, "d", {}, 0, base_model=name)
+
+
+async def test_an_adapter_of_another_base_is_served_with_one_warning(stub: Any, worker: FakeWorker) -> None:
+    """The weights may be the same under another name, so nothing is refused."""
+    vars(worker).update(adapters=Loading())
+    with capture_logs() as logs:
+        for name in ("org/m", "/models/M", "org/other", "org/other"):
+            request = worker_pb2.LoadAdapterRequest(adapter_id=1, name=name, source=f"/adapters/{name}")
+            assert (await stub.LoadAdapter(request)).rank == 8
+    (warning,) = (line for line in logs if line["log_level"] == "warning")
+    assert warning["event"] == "adapter_of_another_base"
+    assert (warning["base_model"], warning["model"]) == ("org/other", "m")
 
 
 async def test_a_configuration_streams_progress_and_its_result(stub: Any) -> None:

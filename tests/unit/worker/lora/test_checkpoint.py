@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import InvalidArgument, NotFound, TriptychError
-from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, read_adapter
+from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, is_named_like, read_adapter
 
 PATH = "model.layers.0.self_attn.q_proj"
 CONFIGURATION: dict[str, Any] = {
@@ -71,6 +71,30 @@ def test_the_digest_follows_configuration_and_weights(tmp_path: Path) -> None:
     assert digest() == first
     assert digest(lora_alpha=9) != first
     assert digest({key: tensor + 1 for key, tensor in _tensors().items()}) != first
+
+
+@pytest.mark.parametrize(
+    ("base_model", "named_like"),
+    [
+        ("meta-llama/Llama-3.2-1B", True),
+        ("mirror/llama-3.2-1b", True),
+        ("/models/Llama-3.2-1B/", True),
+        (r"C:\models\Llama-3.2-1B", True),
+        ("", True),
+        ("meta-llama/Llama-3.2-1B-Instruct", False),
+        ("Llama-3.2-1B/checkpoint-500", False),
+    ],
+)
+def test_names_of_base_models(base_model: str, named_like: bool) -> None:
+    """The last component counts, without case; an adapter that names no base is not suspect."""
+    assert is_named_like(base_model, ("/srv/current", "meta-llama/Llama-3.2-1B")) == named_like
+
+
+@pytest.mark.parametrize(("value", "base_model"), [("org/base", "org/base"), (None, ""), (3, "")])
+def test_the_base_model_is_kept(tmp_path: Path, value: object, base_model: str) -> None:
+    """It is what the trainer wrote, if that is a name."""
+    folder = _write(tmp_path, base_model_name_or_path=value)
+    assert read_adapter(folder, name="a", max_rank=4).base_model == base_model
 
 
 def _no_config(folder: Path) -> None:
