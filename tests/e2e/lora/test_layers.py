@@ -1,5 +1,6 @@
 """Which adapters fit a model, and what kernels, types and devices make of them."""
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,17 @@ from tests.support.zoo import families
 from tests.unit.worker.lora.test_targets import CASES, PATHS
 from worker_svc.devices import open_device
 from worker_svc.execution.memory_budget import working_bytes
-from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, AdapterCheckpoint, LoraLimits, read_adapter
+from worker_svc.execution.worker import Worker
+from worker_svc.lora.checkpoint import (
+    CONFIG,
+    WEIGHTS,
+    AdapterCheckpoint,
+    LoraLimits,
+    read_adapter,
+)
 from worker_svc.lora.targets import Targets
 from worker_svc.quantization.scheme import Scheme
-from worker_svc.settings import Backend
+from worker_svc.settings import Backend, Settings
 from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel
 
@@ -202,6 +210,63 @@ def test_quantized_models_take_adapters(tmp_path: Path, dtype: Dtype, tolerance:
     for prompt, path, answer in zip(prompts, adapters, parity_process.run(job), strict=True):
         with reference.using(None if path is None else "all"):
             assert _distance(reference.logprobs(prompt, answer.tokens), answer.top) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora_dtype", "tolerance"),
+    [("float32", "bfloat16", 0.02), ("float32", "float16", 0.01), ("bfloat16", "float32", 0.2)],
+)
+def test_adapters_have_a_type_of_their_own(
+    llama: Path, tmp_path: Path, dtype: Dtype, lora_dtype: Dtype, tolerance: float
+) -> None:
+    """With --lora-dtype, the adapters' memory has that type, and the answers stay near PEFT's in float32."""
+    adapter = write_adapter(llama, tmp_path / "all", AdapterSpec(5))
+    reference = PeftReference(llama, {"all": adapter})
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21], [8, 9], [100, 3]]
+    adapters = [str(adapter), None, str(adapter), str(adapter), None]
+    job = Job(str(llama), prompts, dtype=dtype, adapters=adapters, lora_dtype=lora_dtype)
+    for prompt, path, answer in zip(prompts, adapters, parity_process.run(job), strict=True):
+        with reference.using("all" if path else None):
+            assert _distance(reference.logprobs(prompt, answer.tokens), answer.top) < tolerance
+        with reference.using(None if path else "all"):
+            assert _distance(reference.logprobs(prompt, answer.tokens), answer.top) > 0.2
+    adapted = load(llama, dtype, lora=job.lora).adapted
+    assert adapted is not None
+    matrices = [matrix for stack in adapted._stacks.values() for matrix in (stack._a, stack._b)]
+    assert {matrix.dtype for matrix in matrices} == {getattr(torch, lora_dtype)}
+    assert sum(matrix.nbytes for matrix in matrices) == adapted.num_bytes
+
+
+def test_the_setting_gives_the_type(llama: Path) -> None:
+    """A worker plans its adapters' memory in the type of --lora-dtype, whatever the model's is."""
+    worker = Worker(
+        Settings(
+            model=str(llama), device="cpu", dtype="float32", cpu_threads=1, kv_memory=0.01, enable_lora=True,
+            lora_dtype="bfloat16",
+        )
+    )  # fmt: skip
+    worker.prepare()
+    assert worker._model is not None
+    assert worker._model.adapted is not None
+    assert {shape.dtype for _, shape in worker._model.adapted.shapes()} == {torch.bfloat16}
+    worker.close()
+
+
+@pytest.mark.parametrize(("lora_dtype", "fits"), [("float16", False), ("bfloat16", True), ("auto", True)])
+def test_matrices_that_exceed_their_type(llama: Path, lora_dtype: Dtype, fits: bool) -> None:
+    """They are refused, with the setting that gives them a wider one."""
+    adapted = load(llama, "float32", lora=replace(LIMITS, dtype=lora_dtype)).adapted
+    assert adapted is not None
+    path = "model.layers.0.self_attn.q_proj"
+    matrices = {path: (torch.ones(2, HIDDEN), torch.full((2 * HIDDEN, 2), 1e5))}
+    with (
+        contextlib.nullcontext()
+        if fits
+        else pytest.raises(
+            InvalidArgument, match=f"the matrices of {path} exceed torch.float16; see --lora-dtype"
+        )
+    ):
+        adapted.fit(AdapterCheckpoint("tuned", 2, matrices, ""))
 
 
 def _distance(expected: torch.Tensor, top: list[dict[str, float]]) -> float:

@@ -54,6 +54,12 @@ class Job:
     level: int | None = None
     adapters: list[str | None] = dataclasses.field(default_factory=list)
     """Folder of each prompt's LoRA adapter; `None` for the base model. Empty: none has one."""
+    lora_dtype: Dtype = "auto"
+
+    @property
+    def lora(self) -> LoraLimits | None:
+        """How many adapters the worker holds, if any prompt may have one."""
+        return LoraLimits(3, max_rank=16, max_cpu_loras=3, dtype=self.lora_dtype) if self.adapters else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +78,7 @@ def run(job: Job) -> list[Answer]:
         load(
             Path(job.folder), job.dtype, device=device, compiled=job.device == "cpu" or job.backend != "eager",
             language_model_only=job.language_model_only,
-            lora=LoraLimits(max_loras=3, max_rank=16, max_cpu_loras=3) if job.adapters else None,
+            lora=job.lora,
         ),
         max_model_len=job.max_model_len, max_num_seqs=max(BUCKETS), block_size=job.block_size,
         decode_buckets=BUCKETS, device=device, window_kind=GroupKind(job.window_kind), backend=job.backend,
