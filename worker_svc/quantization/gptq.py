@@ -72,7 +72,7 @@ def _inverse_factor(hessian: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     Row i says, per unit of input i's error, how inputs from i on change when those before i are settled.
     """
     # Each step's float64 matrix replaces the last one's: these are the largest ones of calibration.
-    matrix = hessian[order[:, None], order].double()
+    matrix: torch.Tensor = hessian[order[:, None], order].double()
     matrix = torch.linalg.cholesky(matrix)
     matrix = torch.cholesky_inverse(matrix)
     matrix = torch.linalg.cholesky(matrix, upper=True)

@@ -78,6 +78,32 @@ def test_a_flat_configuration_is_served(tmp_path: Path) -> None:
     assert differences(reference, prompts, parity_process.run(job)) == []
 
 
+def test_gemmas_older_configuration_is_served(tmp_path: Path) -> None:
+    """Gemma 3's published folders describe windows and rotary positions in older words."""
+    folder = families.write("gemma3-vision", tmp_path)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    text = config["text_config"]
+    config["torch_dtype"] = config.pop("dtype")
+    for name in ("layer_types", "rope_parameters", "dtype"):
+        text.pop(name, None)
+    text |= {
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window_pattern": 2,
+    }
+    path.write_text(json.dumps(config))
+    reference = Reference(folder, torch.float32)
+    prompts = [list(range(3, 3 + length)) for length in (3, 64, 130)]
+    answers = parity_process.run(Job(str(folder), prompts, language_model_only=True))
+    assert differences(reference, prompts, answers) == []
+    config["text_config"] |= {"rope_scaling": None}
+    path.write_text(json.dumps(config))
+    # The reference applied the factor, too.
+    assert differences(Reference(folder, torch.float32), prompts, answers) != []
+
+
 def test_names_of_weights_in_older_and_newer_checkpoints() -> None:
     """Both ways to name a text model's weights become its own names; other parts are left out."""
     expected = "model.layers.0.mlp.up_proj.weight"

@@ -1,10 +1,13 @@
 """The table in docs/models.md is that of the code: its small models, its refusals and its tests."""
 
+from pathlib import Path
+
 import pytest
 from transformers.models.auto import modeling_auto
 
 from tests.support.paths import ROOT
 from tests.support.zoo import families
+from tests.support.zoo.gpu_stand_in import refusals
 from tests.support.zoo.table import REFUSALS, ROWS, Row
 from worker_svc.vllm_adapter.architectures import TEXT_MODELS
 
@@ -15,6 +18,18 @@ def test_every_small_model_is_in_one_row() -> None:
     """No row lacks a model that tests run, and no model that they run lacks a row."""
     assert sorted(family for row in ROWS for family in row.families) == sorted(SMALL)
     assert set(families.NOT_ON_NPU) <= set(SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # importing transformers
+def test_a_gpu_refuses_what_the_table_says(tmp_path: Path) -> None:
+    """Device cuda refuses these families by name, and builds another one with experts."""
+    names = (*families.NOT_ON_GPU, "mixtral")
+    found = refusals({family: families.write(family, tmp_path / family) for family in names})
+    assert found.pop("mixtral") == ""
+    assert found.keys() == families.NOT_ON_GPU.keys()
+    for family, reason in families.NOT_ON_GPU.items():
+        assert found[family] == f"{reason} so far; use it or choose another model"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.architecture)

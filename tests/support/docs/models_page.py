@@ -15,9 +15,10 @@ padding, eagerly and in graphs. Other architectures that vLLM knows may work as 
 ## What is served
 
 Every row runs on CPUs. The column GPU was measured on one H200 (2026-11-23) at `-O 1` and `-O 2`, in CUDA graphs
-(`tests/e2e/zoo/test_gpu.py`); Qwen2.5-VL and Qwen3-VL ran there at `-O 1` only. DeepSeek's graphs failed the comparison
-with the model's own forward, so a worker logs that and runs without them. The column NPU is true for graphs that pass
-the rules of `rbln-check`; no real NPU has run them. Most of these tests are slow ones: `make test-slow` runs them.
+(`tests/e2e/zoo/test_gpu.py`); Qwen2.5-VL and Qwen3-VL ran there at `-O 1` only, and Llama 3's scaled rotary positions
+have not run there. DeepSeek's graphs failed the comparison with the model's own forward, so a worker logs that and runs
+without them. The column NPU is true for graphs that pass the rules of `rbln-check`; no real NPU has run them. Most of
+these tests are slow ones: `make test-slow` runs them.
 """
 
 _NOTES = """## Notes

@@ -42,6 +42,22 @@ def _phi3_long() -> Any:
     )
 
 
+def _llama3() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **COMMON,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    )
+
+
 def _granite() -> Any:
     from transformers import GraniteConfig
 
@@ -292,6 +308,7 @@ MULTIMODAL: dict[str, Callable[[], Any]] = {
 """The same for multimodal models. Their text models are those of other families."""
 FAMILIES: dict[str, Callable[[], Any]] = {
     **tiny_models.FAMILIES,
+    "llama3": _llama3,
     "mistral": _mistral,
     "phi3": _phi3,
     "phi3-long": _phi3_long,

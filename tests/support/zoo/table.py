@@ -57,7 +57,7 @@ class Row:
 
 
 ROWS: Final = (
-    Row("LlamaForCausalLM", "Llama 2 and 3, SmolLM2", ("llama",), "", (_OLDER, _LAYOUTS, _QUANTIZED, _LORA_LAYERS), ("ranks", "LoRA", "4 and 8 bits")),
+    Row("LlamaForCausalLM", "Llama 2 and 3, SmolLM2", ("llama", "llama3"), "scaled rotary positions in Llama 3", (_OLDER, _PARITY, _NPU, _LAYOUTS, _QUANTIZED, _LORA_LAYERS), ("ranks", "LoRA", "4 and 8 bits")),
     Row("Qwen2ForCausalLM", "Qwen2, Qwen2.5", ("qwen2",), "biases", (_OLDER,)),
     Row("Qwen3ForCausalLM", "Qwen3", ("qwen3",), "norms of queries and keys", (_OLDER, _SPLIT, _LORA), ("ranks", "LoRA")),
     Row("MistralForCausalLM", "Mistral 7B v0.1", ("mistral",), "a window in every layer, so no layer keeps a whole sequence", (_PARITY, _NPU, _PREFIXES)),

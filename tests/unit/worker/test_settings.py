@@ -79,6 +79,8 @@ def test_the_cache_has_a_folder_per_device() -> None:
         ("VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS", "1", "require_precompiled", True),
         ("VLLM_SPYRE_DYNAMO_BACKEND", "eager", "backend", "eager"),
         ("RBLN_USE_CUSTOM_KERNEL", "1", "rbln_use_custom_kernel", True),
+        ("VLLM_RBLN_DISABLE_MM", "1", "language_model_only", True),
+        ("VLLM_RBLN_DISABLE_MM", "0", "language_model_only", False),
     ],
 )
 def test_variables_of_other_stacks(

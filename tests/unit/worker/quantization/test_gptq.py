@@ -58,11 +58,11 @@ def test_fitting_lowers_the_cost(scheme: Scheme, monkeypatch: pytest.MonkeyPatch
     assert costs[0] < costs[1] < costs[2]
 
 
-class _Pairs(TorchDispatchMode):
+class _Pairs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records for how many outputs there are tensors of pairs of 4 groups."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.outputs: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
