@@ -9,6 +9,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_adapter.configuration import configure
+from worker_svc.vllm_adapter.pooling.colbert import project_late
 
 
 def names_of_states(model: Any, model_config: Any) -> tuple[str, ...]:
@@ -66,6 +67,8 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
             import worker_svc.vllm_adapter.layers.cpu_moe
         if config.model_config.use_mla:
             import worker_svc.vllm_adapter.layers.latent_attention  # noqa: F401 - registers on import, in seconds
+        if "ColBERT" in config.model_config.architecture:
+            project_late()
         model = initialize_model(vllm_config=config)
     if device.name == "cpu":
         from worker_svc.vllm_adapter.layers.cpu_layers import use_own_layer_norms

@@ -10,6 +10,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.shapes.model_description import Activation, PoolingDescription, PoolingMethod, PoolingTask
+from worker_svc.vllm_adapter.pooling.colbert import late_projection
 
 # The first one that a model has is what it is made for, unless its class says that it is for tokens.
 _TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "token_embed", "token_classify")
@@ -89,7 +90,10 @@ def describe_pooling(
         )
     is_embedding = chosen in ("embed", "token_embed")
     hf_config = model_config.hf_config
-    size = _embedding_size(head, model_config, name) if is_embedding else int(hf_config.num_labels)
+    if (projection := late_projection(model, head, hf_config, name)) is not None:
+        steps, size = [*steps, projection], projection.size
+    else:
+        size = _embedding_size(head, model_config, name) if is_embedding else int(hf_config.num_labels)
     takes_types = bool(give_types(model))
     description = PoolingDescription(
         method=method,
@@ -143,7 +147,8 @@ def _read(pooler: Any, name: str) -> tuple[PoolingMethod, list[Layer], Any]:
     if hasattr(pooling, "pooling"):  # a pooler with layers of its own in front of the classifier
         method, steps, _ = _read(pooling, name)
     else:
-        what = type(pooler if pooling is None else pooling).__name__
+        # SPLADE's pooler has a name there.
+        what = type(pooler if pooling is None or isinstance(pooling, str) else pooling).__name__
         if what not in _METHODS:
             raise ConfigurationRefused(
                 f"{name} pools by {what}, which is not served yet; choose another model"

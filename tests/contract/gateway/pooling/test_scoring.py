@@ -177,14 +177,25 @@ def _encoded(*texts: str) -> list[Any]:
     return [tokenizer.encode(text) for text in texts]
 
 
-async def test_a_template_writes_pairs_with_an_instruction(tmp_path: Path) -> None:
+LOOPING = (
+    "{{ instruction | default('judge') }}: {% for turn in messages %}"
+    "{% if turn.role == 'query' %}q {% elif turn.role == 'document' %}d {% endif %}{{ turn.content }} {% endfor %}"
+)
+# The shape of vLLM's template for Qwen3-Reranker: turns are selected by role, and the task has three sources.
+SELECTING = (
+    '{{ instruction | default(instruct | default(messages | selectattr("role", "eq", "system") |'
+    ' map(attribute="content") | first | default("judge", true), true), true) }}: q '
+    '{{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }} d '
+    '{{ messages | selectattr("role", "eq", "document") | map(attribute="content") | first }} '
+)
+
+
+@pytest.mark.parametrize("template", [LOOPING, SELECTING])
+async def test_a_template_writes_pairs_with_an_instruction(template: str, tmp_path: Path) -> None:
     """A chat template with the roles "query" and "document" decides what the model reads."""
     for path in minilm_folder().iterdir():
         shutil.copy(path, tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(
-        "{{ instruction | default('judge') }}: {% for turn in messages %}"
-        "{% if turn.role == 'query' %}q {% elif turn.role == 'document' %}d {% endif %}{{ turn.content }} {% endfor %}"
-    )
+    (tmp_path / "chat_template.jinja").write_text(template)
     scheduler = scheduler_of(tmp_path, **SCORER | {"pooling_info": pb.PoolingInfo()})
     async for stack in stack_of(scheduler):
         await post(stack, "/score", text_1="one", text_2="two")
