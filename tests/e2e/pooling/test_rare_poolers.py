@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -63,14 +64,37 @@ def test_colbert_gives_a_projected_vector_for_each_token(tmp_path: Path) -> None
     check_colbert(tmp_path, model, projection, PoolingDescription("ALL", 16, "token_embed", token_types=True))
 
 
-def test_colbert_on_modernbert(tmp_path: Path) -> None:
-    """The same with another encoder."""
+@pytest.mark.parametrize("staged", [False, True])
+def test_colbert_on_modernbert(staged: bool, tmp_path: Path) -> None:
+    """The same with another encoder, also with the projection in a Dense stage of Sentence Transformers."""
     torch.manual_seed(0)
     marks = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2, "local_attention": 8}
     model, projection = ModernBertModel(ModernBertConfig(**SIZES, **marks)).eval(), torch.randn(16, 48)
-    named = {"architectures": ["ColBERTModernBertModel"], "colbert_dim": 16}
-    save(model, tmp_path, "model", {"linear.weight": projection}, **named)
+    architectures, weights = ["ColBERTModernBertModel"], {"linear.weight": projection}
+    if staged:
+        save(model, tmp_path, "model", {}, architectures=architectures)
+        write_dense(tmp_path, weights)
+    else:
+        save(model, tmp_path, "model", weights, architectures=architectures, colbert_dim=16)
     check_colbert(tmp_path, model, projection, PoolingDescription("ALL", 16, "token_embed"))
+
+
+def write_dense(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    stages = (("", "sentence_transformers.models.Transformer"), ("1_Dense", "pylate.models.Dense.Dense"))
+    modules = [
+        {"idx": index, "name": str(index), "path": path, "type": kind}
+        for index, (path, kind) in enumerate(stages)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    dense = {
+        "in_features": 48,
+        "out_features": 16,
+        "bias": False,
+        "activation_function": "torch.nn.modules.linear.Identity",
+    }
+    (folder / "1_Dense").mkdir()
+    (folder / "1_Dense" / "config.json").write_text(json.dumps(dense))
+    save_file(weights, folder / "1_Dense" / "model.safetensors")
 
 
 def check_colbert(

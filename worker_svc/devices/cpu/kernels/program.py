@@ -302,7 +302,8 @@ class Kernels:
     def attention_of_texts(self, call: AttentionCall) -> "Program":
         """Attends within texts that follow one another; see `serves_texts`.
 
-        The program takes the step's `TextsPlan` when it runs. The outputs of padding are zeros.
+        The program takes the step's `TextsPlan` when it runs. The outputs behind packed texts are zeros.
+        Padding of rows keeps what the output held, and no result reads it.
         """
         params, output = call.params, call.output
         assert call.key is not None
