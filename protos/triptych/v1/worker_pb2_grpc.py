@@ -111,7 +111,8 @@ class WorkerServicer:
     def LoadAdapter(self, request, context):
         """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
         Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
-        settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras.
+        settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras;
+        UNAVAILABLE while a read of the same source hangs that an earlier call has given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

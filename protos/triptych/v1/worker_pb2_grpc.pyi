@@ -59,7 +59,8 @@ class WorkerStub:
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]
     """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
     Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
-    settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras.
+    settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras;
+    UNAVAILABLE while a read of the same source hangs that an earlier call has given up.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]
     """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
@@ -91,7 +92,8 @@ class WorkerAsyncStub(WorkerStub):
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.LoadAdapterRequest, _worker_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
     Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
-    settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras.
+    settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras;
+    UNAVAILABLE while a read of the same source hangs that an earlier call has given up.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.UnloadAdapterRequest, _worker_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Frees an adapter's memory on the host. What plans have placed on the device stays there until another
@@ -150,7 +152,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.LoadAdapterResponse, _abc.Awaitable[_worker_pb2.LoadAdapterResponse]]:
         """Reads a LoRA adapter into the host's memory, so that plans may place it on the device. Steps run meanwhile.
         Idempotent for an id that is loaded. INVALID_ARGUMENT if the adapter does not fit this model or the
-        settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras.
+        settings; NOT_FOUND if the folder is not there; RESOURCE_EXHAUSTED beyond LoraLimits.max_cpu_loras;
+        UNAVAILABLE while a read of the same source hangs that an earlier call has given up.
         """
 
     @_abc_1.abstractmethod
