@@ -3,10 +3,11 @@
 ``python -m tests.bench.pooling.vs_vllm_embeddings [--quick] [--dtype TYPE]`` starts vLLM with its default
 thread binding, vLLM on all cores, and ``triptych up``, all with ``--dtype TYPE`` (float32). With ``auto``,
 each serves in its own default for this checkpoint: vLLM in float16, Triptych in float32. A client sends
-requests of 1, 8 and 32 texts, one after the other. The contenders take turns request by request and get the
-same texts, because the machine's speed drifts. Those without a request are stopped, because vLLM's threads
-spin while they wait and would take a core from the others. Texts are random words of 3 to 40 tokens and never
-sent twice to one server. All embeddings are compared, too.
+requests of 1, 8 and 32 texts, one after the other. The contenders take short turns and get the same texts,
+because the machine's speed drifts. Those whose turn it is not are stopped, because vLLM's threads spin while
+they wait and would take a core from the others. The first request of a turn is not timed: processes that were
+stopped have missed their timers. Texts are random words of 3 to 40 tokens and never sent twice to one server.
+All embeddings are compared, too.
 
 vLLM runs in a separate environment (``.cache/vllm-peer/``); the first run makes it, which takes minutes.
 Otherwise the bench takes about five minutes on two cores, mostly for vLLM's starts. ``--quick`` leaves out
@@ -45,8 +46,8 @@ from worker_svc.model_files.demo_models import FetchError, fetch
 OURS: Final = "triptych"
 MODEL: Final = "minilm"
 SIZES: Final = (1, 8, 32)
-REQUESTS: Final = 64
-_WARM_UP: Final = 4
+TURNS: Final = 8
+_REQUESTS_A_TURN: Final = 9
 _WORDS: Final = [
     "the",
     "a",
@@ -123,33 +124,35 @@ class Rates:
     """Processor time of all its processes for one text, milliseconds."""
 
 
-def measure(servers: Mapping[str, Server], size: int, requests: int) -> tuple[dict[str, Rates], float]:
+def measure(servers: Mapping[str, Server], size: int, turns: int) -> tuple[dict[str, Rates], float]:
     """Returns the rates of each contender, and the largest difference between their embeddings.
 
     Args:
         servers: healthy servers by contender.
         size: texts of a request.
-        requests: how many to send to each.
+        turns: of each contender, after one that is not measured.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
     before: dict[str, float] = {}
     clients = {name: _client(server) for name, server in servers.items()}
     furthest = 0.0
-    for number in range(-_WARM_UP, requests):
-        if number == 0:
+    for turn in range(turns + 1):
+        if turn == 1:
+            seconds.clear()
             before = {name: _cpu_seconds(server) for name, server in servers.items()}
-        inputs = texts(1000 * size + number, size)
-        answers = {}
+        answers: dict[str, list[list[float]]] = defaultdict(list)
         for name, client in clients.items():
             with _alone(name, servers):
-                taken, answers[name] = embed(client, inputs)
-            if number >= 0:
-                seconds[name].append(taken)
+                for number in range(_REQUESTS_A_TURN):
+                    taken, embeddings = embed(client, texts(1000 * size + 10 * turn + number, size))
+                    answers[name] += embeddings
+                    if number:
+                        seconds[name].append(taken)
         furthest = max(furthest, _largest_difference(answers))
     return {
         name: Rates(
             size / statistics.median(seconds[name]),
-            1000 * (_cpu_seconds(server) - before[name]) / (size * requests),
+            1000 * (_cpu_seconds(server) - before[name]) / (size * turns * _REQUESTS_A_TURN),
         )
         for name, server in servers.items()
     }, furthest
@@ -258,7 +261,7 @@ def _bench(dtype: str, *, quick: bool) -> None:
             place = scratch / contender.name.replace(", ", "-").replace(" ", "-")
             servers[contender.name] = stack.enter_context(running(contender, place, place / "caches"))
         for size in SIZES:
-            measured, difference = measure(servers, size, REQUESTS // 4 if quick else REQUESTS)
+            measured, difference = measure(servers, size, TURNS // 4 if quick else TURNS)
             furthest = max(furthest, difference)
             for name, rate in measured.items():
                 figures[name][size] = rate
