@@ -48,7 +48,7 @@ def _uses_torch() -> bool:
     """Whether threads may still be in torch: a normal exit would destroy what they use, and abort."""
     distributed = sys.modules.get("torch.distributed")
     return any(thread.name.startswith(_TORCH_THREADS) for thread in threading.enumerate()) or (
-        distributed is not None and distributed.is_initialized()
+        distributed is not None and distributed.is_available() and distributed.is_initialized()
     )
 
 

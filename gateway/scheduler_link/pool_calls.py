@@ -96,10 +96,12 @@ class _Turns:
         If the queue has no room for it beside the request's other call, it waits until no other is under way.
         """
         async with self._places:
+            others = self._under_way
             try:
                 return await self._run(part)
             except Overloaded:
-                if not self._under_way:
+                # A call that was under way when this one was refused may have ended by now.
+                if not (others or self._under_way):
                     raise
             async with self._places:
                 return await self._run(part)

@@ -9,7 +9,7 @@ from protos.errors import InvalidArgument
 
 FILE = "config_sentence_transformers.json"
 
-# The names of the prompts for both sides of a search, as Sentence Transformers looks them up.
+# The names of the prompts for both sides of a search, in the order that Sentence Transformers documents.
 _QUERY: Final = "query"
 _DOCUMENT: Final = ("document", "passage", "corpus")
 

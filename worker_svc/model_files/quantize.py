@@ -162,7 +162,9 @@ class _Maker:
                 " choose another model"
             )
         self._is_tied = _HEAD not in names
-        self._head = head and (_EMBEDDINGS if self._is_tied else _HEAD) in names
+        stored = _EMBEDDINGS if self._is_tied else _HEAD
+        # The tensor of the head that is to be quantized.
+        self._head = stored if head and stored in names else None
         self._count = 0
         self._kept: list[str] = []
         self._calibrated: Calibrated | None = None
@@ -181,7 +183,7 @@ class _Maker:
         for shard in self._shards:
             with _reading(shard.path) as file:
                 for name, tensor in shard.tensors.items():
-                    is_head = self._head and name == (_EMBEDDINGS if self._is_tied else _HEAD)
+                    is_head = name == self._head
                     if not is_head and not _is_projection(name):
                         continue
                     shape = file.get_slice(name).get_shape()
@@ -216,10 +218,11 @@ class _Maker:
         Raises:
             ConfigurationRefused: if the model cannot be calibrated, or a projection is not finite.
         """
+        quantized = {*inputs, *([self._head] if self._head else [])}
         for done, shard in enumerate(self._shards):
             progress(done, len(self._shards), f"checking {shard.path.name}")
             with _reading(shard.path) as file:
-                for name in inputs.keys() & shard.tensors.keys():
+                for name in quantized & shard.tensors.keys():
                     _check_finite(name, file.get_tensor(name))
         modules = {name.removesuffix(".weight"): each for name, each in inputs.items()}
         self._calibrated = calibrate(
@@ -252,13 +255,13 @@ class _Maker:
             _write(folder / _INDEX, {"metadata": {"total_size": after}, "weight_map": weight_map})
         _write(folder / "config.json", self._new_config())
         progress(len(self._shards), len(self._shards), "done")
-        return Quantized(self._count, self._head, before, after, tuple(self._rounded))
+        return Quantized(self._count, self._head is not None, before, after, tuple(self._rounded))
 
     def _quantized(self, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
         with _reading(shard.path) as file:
             for name in shard.tensors:
                 tensor = file.get_tensor(name)
-                if self._head and name == (_EMBEDDINGS if self._is_tied else _HEAD):
+                if name == self._head:
                     yield from self._matrix(_HEAD, tensor, HEAD)
                     if not self._is_tied:
                         continue

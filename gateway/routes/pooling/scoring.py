@@ -151,7 +151,7 @@ async def _cosines(
                 f"{name} is not supported: the scores of an embedding model are cosines; omit it", param=name
             )
     text = call.served.text
-    ask, tell = text.prompts.query, text.prompts.document
+    query_prompt, document_prompt = text.prompts.query, text.prompts.document
 
     def work() -> list[PoolInput]:
         first, second = (
@@ -159,11 +159,12 @@ async def _cosines(
             Cuts(cuts.total, cuts.second, side=cuts.side),
         )
         return [
-            *(encode_text(text.tokenizer, ask + query, first) for query in queries),
-            *(encode_text(text.tokenizer, tell + document, second) for document in documents),
+            *(encode_text(text.tokenizer, query_prompt + query, first) for query in queries),
+            *(encode_text(text.tokenizer, document_prompt + document, second) for document in documents),
         ]
 
-    size = sum(len(ask) + len(query) for query in queries) + sum(len(tell) + len(each) for each in documents)
+    size = sum(len(query_prompt) + len(query) for query in queries)
+    size += sum(len(document_prompt) + len(document) for document in documents)
     inputs = await call.encode(size, work)
     responses = await call.pool(inputs, pb.POOL_TASK_EMBED, param=param, use_activation=True)
     vectors = [response.values for response in responses]

@@ -20,6 +20,6 @@ from gateway.text.prompts import TextPrompts
 def test_each_side_of_a_search_has_its_prompt(
     prompts: dict[str, str], default: str | None, query: str, document: str
 ) -> None:
-    """As Sentence Transformers looks them up; the default prompt serves if neither side has one."""
+    """The first of its names counts; the default prompt serves if neither side has one."""
     found = TextPrompts.read({"prompts": prompts, "default_prompt_name": default})
     assert (found.query, found.document) == (query, document)

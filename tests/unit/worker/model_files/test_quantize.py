@@ -155,15 +155,17 @@ def test_calibration_begins_after_cheap_checks(tmp_path: Path, monkeypatch: pyte
     broken = torch.ones(2, 64)
     broken[1, 5] = torch.nan
     infinite = _model(tmp_path / "infinite", {_layer(1, "mlp.up_proj"): broken})
+    no_head = _model(tmp_path / "no_head", {EMBEDDINGS: broken})
     lines = {
         (source, tmp_path / "no" / "x"): f"cannot write {tmp_path / 'no' / 'x'}: No such file or directory",
         (infinite, tmp_path / "x"): f"{_layer(1, 'mlp.up_proj')} is not finite; fetch the model again",
+        (no_head, tmp_path / "x"): f"{EMBEDDINGS} is not finite; fetch the model again",
     }
     for (folder, target), line in lines.items():
         with pytest.raises(ConfigurationRefused) as refused:
             quantize_folder(folder, target, Scheme(4, 64), clip=True, head=True, calibration=Calibration())
         assert refused.value.message == line
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "infinite"}
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "infinite", "no_head"}
 
 
 def test_a_model_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,8 @@ inline void gelu(const Op& op, int64_t piece) {
 
 // ---- attend within texts: at = {query, key, value, out};
 //      n = {heads, heads a key head, head size, causal, window, query stride, key stride, value stride, out stride,
-//      tokens with padding, tensors are bfloat16}; f = {scale}. A piece is one head of one text; the last piece zeroes padding.
+//      tokens with padding, tensors are bfloat16}; f = {scale}. A piece is one head of one text; the last one zeroes
+//      padding.
 
 inline int64_t attend_texts_pieces(const Op& op, const Plan& plan) { return plan.rows * op.n[0] + 1; }
 
