@@ -39,15 +39,27 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Ends a process that hangs in native code, such as uvloop's, and prints the stacks of its threads."""
-    marker = item.get_closest_marker("timeout")
-    limit_s = float(
-        marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
-    )
-    faulthandler.dump_traceback_later(limit_s + _GRACE_S, exit=True, file=item.config.stash[_STDERR])
+    limit_s = _limit_of(item)
+    if limit_s and not item.config.getoption("usepdb"):
+        faulthandler.dump_traceback_later(limit_s + _GRACE_S, exit=True, file=item.config.stash[_STDERR])
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_enter_pdb() -> None:
+    """Lets a debugger take its time."""
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _limit_of(item: pytest.Item) -> float:
+    """Returns the seconds that pytest-timeout allows; 0 for any time."""
+    marker = item.get_closest_marker("timeout")
+    if marker is not None:
+        return float(marker.args[0])
+    chosen = item.config.getoption("timeout")
+    return float(item.config.getini("timeout") if chosen is None else chosen)
 
 
 def pytest_collection_finish() -> None:
