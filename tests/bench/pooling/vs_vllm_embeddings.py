@@ -14,9 +14,9 @@ Otherwise the bench takes about five minutes on two cores, mostly for vLLM's sta
 vLLM's default binding and sends a quarter of the texts.
 
 Figures are texts per second, from the median time of a request, and the processor time of a text, which
-depends less on other work of the machine. Ratios are ours divided by the better of vLLM's two settings. The
-bound is the rate of the model's matrix products alone, in oneDNN with packed weights and on all cores, for
-the real tokens of a request of mean size: nothing that computes in float32 is faster.
+depends less on other work of the machine. Ratios are ours divided by the better of vLLM's two settings. In
+float32 there is also the rate of the model's matrix products alone, in oneDNN with packed weights and on all
+cores, for the real tokens of a request of mean size.
 """
 
 import argparse
@@ -185,7 +185,7 @@ def _alone(name: str, servers: Mapping[str, Server]) -> Iterator[None]:
 
 
 def bound(folder: Path, size: int) -> float:
-    """Returns texts per second of the matrix products alone, in float32; see the module."""
+    """Returns texts per second of the matrix products alone; see the module."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     # A word is a token, and two tokens frame a text.
