@@ -48,17 +48,25 @@ class Following:
         """Waits for one announcement that unloads the adapter, for each call another one.
 
         If the call is cancelled, the announcement that it waited for is left to no other call.
+
+        Raises:
+            Unavailable: if a scheduler configures the worker meanwhile.
         """
         self._num_waiting += 1
+        generation = self._follower.await_unload(adapter_id)
         try:
-            while not self._follower.take_unload(adapter_id):
+            while not self._follower.take_unload(adapter_id, generation):
                 await self._ran.wait()
                 self._ran.clear()
         except asyncio.CancelledError:
-            self._follower.forgo_unload(adapter_id)
+            self._follower.forgo_unload(adapter_id, generation)
             raise
         finally:
             self._num_waiting -= 1
+
+    def configured(self) -> None:
+        """Ends the calls of `unloaded` that began before a configuration."""
+        self._ran.set()
 
     def _run(self) -> None:
         while True:

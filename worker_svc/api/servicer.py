@@ -126,6 +126,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             while (event := await events.get()) is not None:
                 yield event
             following = self._follow()
+            if following is not None:
+                following.configured()
             try:
                 ready = configuring.result()
             except _NotBegunError:

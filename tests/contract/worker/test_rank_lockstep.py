@@ -329,6 +329,69 @@ async def test_an_announcement_without_its_call_ends_no_later_call(
         assert servers.reasons == []
 
 
+async def gave_up(servers: RankServers) -> None:
+    """Waits until no call waits for the unload on rank 1."""
+    follower = servers.workers[1].follower
+    assert follower is not None
+    async with asyncio.timeout(20):
+        while follower._unload_calls[1]:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("ends", ["refused", "cancelled"])
+@pytest.mark.parametrize("number", [0, 1], ids=["same sizes", "other sizes"])
+async def test_a_call_of_an_earlier_scheduler_holds_no_unload_up(
+    number: int, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new configuration ends the call, which takes no announcement of the new scheduler."""
+    async with rank_servers(2, 1, monkeypatch) as servers:
+        for worker in servers.workers:
+            worker.adapters = cast("Any", Hosted())
+        await servers.configure(sizes())
+        first, other = (
+            partial(stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(adapter_id=1))
+            for stub in servers.stubs
+        )
+        early = other()
+        await announced(servers)
+        await servers.configure(sizes(number))
+        async with asyncio.timeout(20):
+            if ends == "cancelled":
+                early.cancel()
+            else:
+                with pytest.raises(grpc.aio.AioRpcError, match="configured this worker") as caught:
+                    await early
+                assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            for _ in range(2):
+                await asyncio.gather(other(), first())
+        assert servers.reasons == []
+
+
+async def test_an_unload_that_rank_0_never_announces_holds_no_later_one_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0's call failed, and the other rank's ended at its deadline."""
+    async with rank_servers(2, 1, monkeypatch) as servers:
+        for worker in servers.workers:
+            worker.adapters = cast("Any", Hosted())
+        await servers.configure(sizes())
+        first, other = (
+            partial(stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(adapter_id=1))
+            for stub in servers.stubs
+        )
+        for _ in range(2):
+            call = other()
+            await announced(servers)
+            call.cancel()
+            await gave_up(servers)
+            later = asyncio.ensure_future(other())
+            await announced(servers)
+            assert not later.done()
+            async with asyncio.timeout(20):
+                await asyncio.gather(first(), later)
+        assert servers.reasons == []
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)
 async def test_no_rank_runs_a_step_more(tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans interrupt leases, streams are cancelled in the middle, and ranks get other configurations."""

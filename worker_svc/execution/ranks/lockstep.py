@@ -179,9 +179,11 @@ class Follower:
         self.num_begun = 0
         """Configurations that rank 0 has begun."""
         self._num_own = 0
-        # By adapter: unloads that were announced, less the calls that took one or ended without one. Two
-        # threads use it.
+        # By adapter: unloads that were announced, less the calls that took one or ended without one; and the
+        # calls that wait for one. Two threads use them.
         self._unloads: Counter[int] = Counter()
+        self._unload_calls: Counter[int] = Counter()
+        self._unload_generation = 0
         self._unloads_lock = threading.Lock()
         self._plan = StepPlan(0)
         layout = group.layout
@@ -259,23 +261,49 @@ class Follower:
         with self._unloads_lock:
             self._unloads[adapter_id] += 1
 
-    def take_unload(self, adapter_id: int) -> bool:
-        """Returns whether an announcement has unloaded the adapter, once for each announcement."""
+    def await_unload(self, adapter_id: int) -> int:
+        """Notes that a call waits for an announcement that unloads the adapter.
+
+        Returns:
+            The generation for `take_unload` and `forgo_unload`, one of which ends the wait.
+        """
         with self._unloads_lock:
+            if not self._unload_calls[adapter_id]:
+                # Rank 0 may never announce what ended calls gave up.
+                self._unloads[adapter_id] = max(self._unloads[adapter_id], 0)
+            self._unload_calls[adapter_id] += 1
+            return self._unload_generation
+
+    def take_unload(self, adapter_id: int, generation: int) -> bool:
+        """Returns whether an announcement has unloaded the adapter, once for each announcement.
+
+        Raises:
+            Unavailable: if `forget_unloads` was called since `await_unload`.
+        """
+        with self._unloads_lock:
+            if generation != self._unload_generation:
+                raise Unavailable(
+                    "a scheduler has configured this worker, which unloads all adapters; load yours again"
+                )
             if self._unloads[adapter_id] <= 0:
                 return False
             self._unloads[adapter_id] -= 1
+            self._unload_calls[adapter_id] -= 1
             return True
 
-    def forgo_unload(self, adapter_id: int) -> None:
+    def forgo_unload(self, adapter_id: int, generation: int) -> None:
         """Gives up the next announcement that unloads the adapter: the call that waited for it has ended."""
         with self._unloads_lock:
-            self._unloads[adapter_id] -= 1
+            if generation == self._unload_generation:
+                self._unloads[adapter_id] -= 1
+                self._unload_calls[adapter_id] -= 1
 
     def forget_unloads(self) -> None:
-        """Forgets announcements and ended calls: a scheduler configures the worker, and calls anew."""
+        """Forgets announcements and calls: a scheduler configures the worker, and calls anew."""
         with self._unloads_lock:
             self._unloads.clear()
+            self._unload_calls.clear()
+            self._unload_generation += 1
 
     def _launch(self, kind: bytes, message: bytes) -> LaunchedStep:
         if kind == _PLAN:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from protos.errors import ConfigurationRefused, Internal
+from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.steps import Decode, StepPlan, StepResult
 from tests.support.ranks.fake_ranks import FakeGroup, Ranks
 from worker_svc.execution.engine import PlanRefused
@@ -57,3 +57,18 @@ def test_a_step_that_fails_on_one_rank_ends_the_process(error: Exception, reason
     else:
         assert follower.run(announcement) is None
     assert given_up == [f"rank 1 cannot go on with its group ({reason})" for reason in reasons]
+
+
+def test_calls_before_a_configuration_and_after_it_share_no_unloads() -> None:
+    """An earlier call that ends takes nothing from the later one, and gets nothing of it."""
+    group = cast("Any", FakeGroup(Ranks(2, 1), 1))
+    follower = Follower(FailingSteps(RuntimeError()), group, lambda _: None, lambda: None, lambda _: None)
+    early = follower.await_unload(1)
+    follower.forget_unloads()
+    late = follower.await_unload(1)
+    follower._unload_adapter(1)
+    with pytest.raises(Unavailable, match="configured this worker"):
+        follower.take_unload(1, early)
+    follower.forgo_unload(1, early)
+    assert follower.take_unload(1, late)
+    assert not follower.take_unload(1, follower.await_unload(1))
