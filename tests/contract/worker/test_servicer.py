@@ -55,8 +55,8 @@ def reports() -> Reports:
 
 
 @pytest.fixture
-async def stub(worker: FakeWorker, reports: Reports) -> AsyncIterator[Any]:
-    """A client of the service."""
+async def servicer(worker: FakeWorker, reports: Reports) -> AsyncIterator[WorkerServicer]:
+    """The service."""
     thread = ModelThread()
 
     async def on_configured(configured: bool) -> None:
@@ -71,6 +71,14 @@ async def stub(worker: FakeWorker, reports: Reports) -> AsyncIterator[Any]:
         on_configured=on_configured,
         failed_steps=FailedSteps(3, reports.failures.append),
     )
+    yield servicer
+    await thread.close(1)
+    servicer.close()
+
+
+@pytest.fixture
+async def stub(servicer: WorkerServicer) -> AsyncIterator[Any]:
+    """A client of the service."""
     server = grpc.aio.server()
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -78,8 +86,6 @@ async def stub(worker: FakeWorker, reports: Reports) -> AsyncIterator[Any]:
     async with open_channel(f"127.0.0.1:{port}") as channel:
         yield worker_pb2_grpc.WorkerStub(channel)
     await server.stop(0)
-    await thread.close(1)
-    servicer.close()
 
 
 async def configure(
@@ -155,13 +161,17 @@ async def test_adapters_that_hang_hold_no_other_call_up(stub: Any, adapters: Han
     assert [str(await refusal(load)) for load in loads] == ["the disk is gone"] * 4
 
 
-async def test_retries_of_a_source_that_hangs_take_no_threads(stub: Any, adapters: Hanging) -> None:
+async def test_retries_of_a_source_that_hangs_take_no_threads(
+    stub: Any, servicer: WorkerServicer, adapters: Hanging
+) -> None:
     """However often it is retried, one thread waits for it, and other sources are read."""
     slow = load_request(1, "/slow")
     async with asyncio.timeout(20):
         first = stub.LoadAdapter(slow)
         await adapters.wait_for_reads(1)
         first.cancel()
+        while not servicer._adapter_threads._abandoned:
+            await asyncio.sleep(0)
         for _ in range(100):
             refused = await refusal(stub.LoadAdapter(slow))
             assert isinstance(refused, Unavailable)
