@@ -1,8 +1,8 @@
 """Which layers of a model an adapter's configuration names, by PEFT's rules."""
 
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 # PEFT reads these as expressions. Matching some expressions takes for ever, so only names are compared.
@@ -30,6 +30,18 @@ class Targets:
             return False
         # PEFT applies the numbers only to names that are ends of paths.
         return path in self.names or (_matches(path, self.names) and self._has_number(path))
+
+    def with_names(self, others: Callable[[str], Iterable[str]]) -> "Targets":
+        """Returns targets that include and exclude layers by further names, too.
+
+        Args:
+            others: returns the further names of what a name means.
+        """
+        return replace(
+            self,
+            names={*self.names, *(other for name in self.names for other in others(name))},
+            excluded={*self.excluded, *(other for name in self.excluded for other in others(name))},
+        )
 
     def _has_number(self, path: str) -> bool:
         if not self.numbers:

@@ -160,6 +160,55 @@ def test_targets_without_layers_are_fine(llama: Path, tmp_path: Path) -> None:
     assert fitted == "model.layers.1.self_attn.qkv_proj"
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.write("gpt-oss", tmp_path_factory.mktemp("gpt-oss") / "model")
+
+
+def _check_targets(adapted: Any, path: str, removed: str) -> None:
+    """Checks an adapter that has matrices of layer 1 alone, with names of targets that lack a beginning."""
+    first, second = path.format(0), path.format(1)
+    layer = adapted._layers[adapted._place(second, "tuned")[0]]
+    checkpoint = _checkpoint(second, layer.parts[0].whole, layer.whole_inputs)
+    last = second.rpartition(".")[2]
+    names = [first.removeprefix(removed), second.removeprefix(removed)]
+    for targets in (Targets([f"self_attn.{last}"], names[:1]), Targets(names[1:]), Targets(names, names[:1])):
+        adapted.fit(replace(checkpoint, targets=targets))
+    for targets in (
+        Targets([f"self_attn.{last}"]),
+        Targets(names),
+        Targets([f"self_attn.{last}"], names[1:]),
+    ):
+        with pytest.raises(InvalidArgument, match=rf"is incomplete: it targets model\.layers\.0\..*{last},"):
+            adapted.fit(replace(checkpoint, targets=targets))
+
+
+@pytest.mark.parametrize("removed", ["", "model."], ids=["whole path", "end"])
+def test_targets_where_vllm_renames_a_component(gpt_oss: Path, removed: str) -> None:
+    """Targets and exclusions are the checkpoint's names, also where vLLM has a layer at another path."""
+    adapted = load(gpt_oss, "float32", lora=LIMITS).adapted
+    assert adapted is not None
+    assert any(".attn.o_proj" in path for path in adapted._layers)
+    _check_targets(adapted, "model.layers.{}.self_attn.o_proj", removed)
+
+
+@pytest.mark.parametrize("removed", ["", "model."], ids=["whole path", "end"])
+@pytest.mark.parametrize("last", ["o_proj", "q_proj"])
+def test_targets_where_vllm_renames_a_prefix(
+    llama: Path, last: str, removed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An end of a path may begin inside the prefix, as PEFT's shortest names do; parts stay parts."""
+    model = load(llama, "float32", lora=LIMITS)
+    assert model.adapted is not None
+    mapper = replace(model._model.hf_to_vllm_mapper, orig_to_new_prefix={"model.language_model.": "model."})
+    assert ".q_proj" in mapper.orig_to_new_stacked
+    monkeypatch.setattr(type(model._model), "hf_to_vllm_mapper", mapper)
+    adapted = type(model.adapted)(
+        model._model, LIMITS, open_device("cpu"), architecture="llama", dtype=torch.float32
+    )
+    _check_targets(adapted, f"model.language_model.layers.{{}}.self_attn.{last}", removed)
+
+
 @pytest.mark.parametrize("target", ["q_a_proj", "lm_head"])
 def test_a_target_that_takes_no_adapters_is_not_forgotten(latent: Path, target: str) -> None:
     """An adapter that targets such a layer and has no matrices of it lacks something."""

@@ -1,7 +1,7 @@
 """LoRA adapters in vLLM's linear layers: which layers take them, and what they add to a product."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -111,7 +111,9 @@ class AdaptedLayers:
         self._dtype: torch.dtype = dtype if limits.dtype == "auto" else getattr(torch, limits.dtype)
         self._activations = dtype
         self._selection = _Selection()
-        self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+        mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+        # A part of a fused layer keeps its name: its matrices are not the whole layer's.
+        self._mapper: Any = mapper and replace(mapper, orig_to_new_stacked={})
         self._layers: dict[str, _Layer] = {}
         # By a layer's path in checkpoints: the layer, and which of its parts; None for all.
         self._places: dict[str, tuple[str, int | None]] = {}
@@ -250,6 +252,7 @@ class AdaptedLayers:
         """
         if checkpoint.targets is None:
             return
+        targets = checkpoint.targets.with_names(self._names_here)
         last_names = {path.rpartition(".")[2] for path in checkpoint.matrices}
         for path in (*self._places, *self._unadapted):
             layer, part = self._places.get(path, (path, None))
@@ -258,7 +261,7 @@ class AdaptedLayers:
             # vLLM fuses layers that the original model may have as parts only. The adapter shows which it is.
             if path in self._fused and path.rpartition(".")[2] not in last_names:
                 continue
-            if checkpoint.targets.include(path):
+            if targets.include(path):
                 raise InvalidArgument(
                     f"adapter {checkpoint.name} is incomplete: it targets {path}, but its file has no matrices of"
                     " that layer; save it again",
@@ -271,13 +274,13 @@ class AdaptedLayers:
         Raises:
             InvalidArgument: if no stage has such a layer, or it takes no adapters.
         """
-        place, mapped = self._places.get(path), None
-        if place is None and self._mapper is not None:
-            mapped = self._mapper.map_name(f"{path}.weight")
-            place = self._places.get((mapped or "").removesuffix(".weight"))
+        place, mapped = self._places.get(path), ""
+        if place is None:
+            mapped = self._map(path)
+            place = self._places.get(mapped)
         if place is not None:
             return place
-        if path.startswith(tuple(self._elsewhere)) or (mapped or "").startswith(tuple(self._elsewhere)):
+        if path.startswith(tuple(self._elsewhere)) or mapped.startswith(tuple(self._elsewhere)):
             return None
         last = path.rpartition(".")[2]
         if last in ("embed_tokens", "wte", "lm_head", "embed_out"):
@@ -292,6 +295,25 @@ class AdaptedLayers:
         else:
             why = f"{self._architecture} has no such layer; is it for another base model?"
         raise InvalidArgument(f"adapter {name} adapts {path}, but {why}", param="source")
+
+    def _map(self, path: str) -> str:
+        """Returns the path in this model of a checkpoint's layer; empty if the model drops the layer."""
+        if self._mapper is None:
+            return path
+        mapped: str | None = self._mapper.map_name(f"{path}.weight")
+        return (mapped or "").removesuffix(".weight")
+
+    def _names_here(self, name: str) -> Iterator[str]:
+        """Yields the names in this model of layers that a checkpoint names by their path, or by its end."""
+        if self._mapper is None:
+            return
+        yield self._map(name)
+        yield self._map(f".{name}").removeprefix(".")
+        # An end of a path may begin inside a prefix that the model maps.
+        for prefix in self._mapper.orig_to_new_prefix:
+            for dot in (index for index, each in enumerate(prefix[:-1], 1) if each == "."):
+                if name.startswith(prefix[dot:]):
+                    yield self._map(prefix[:dot] + name)
 
     def place(self, slot: int, matrices: Mapping[str, LayerWeights]) -> None:
         """See `lora.store.AdaptedModel`."""
