@@ -276,10 +276,7 @@ async def test_an_unload_waits_for_rank_0_also_without_the_adapter(monkeypatch: 
         for worker, host in zip(servers.workers, hosts, strict=True):
             worker.adapters = cast("Any", host)
         await servers.configure(sizes())
-        first, other = (
-            partial(stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(adapter_id=1))
-            for stub in servers.stubs
-        )
+        first, other = unloads(servers)
         for _ in range(2):
             early = asyncio.ensure_future(other())
             # The call has arrived once later ones are answered: rank 0's of another adapter is announced.
@@ -291,6 +288,12 @@ async def test_an_unload_waits_for_rank_0_also_without_the_adapter(monkeypatch: 
             assert hosts[1].ids == set()
             hosts[1].ids = {1}
         assert servers.reasons == []
+
+
+def unloads(servers: RankServers) -> list[Any]:
+    """Returns the call that unloads adapter 1 for each rank."""
+    request = worker_pb2.UnloadAdapterRequest(adapter_id=1)
+    return [partial(stub.UnloadAdapter, request) for stub in servers.stubs]
 
 
 async def announced(servers: RankServers) -> None:
@@ -308,10 +311,7 @@ async def test_an_announcement_without_its_call_ends_no_later_call(
         for worker in servers.workers:
             worker.adapters = cast("Any", Hosted())
         await servers.configure(sizes())
-        first, other = (
-            partial(stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(adapter_id=1))
-            for stub in servers.stubs
-        )
+        first, other = unloads(servers)
         if ends == "cancelled":
             call = other()
             await announced(servers)
@@ -348,10 +348,7 @@ async def test_a_call_of_an_earlier_scheduler_holds_no_unload_up(
         for worker in servers.workers:
             worker.adapters = cast("Any", Hosted())
         await servers.configure(sizes())
-        first, other = (
-            partial(stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(adapter_id=1))
-            for stub in servers.stubs
-        )
+        first, other = unloads(servers)
         early = other()
         await announced(servers)
         await servers.configure(sizes(number))
@@ -375,10 +372,7 @@ async def test_an_unload_that_rank_0_never_announces_holds_no_later_one_up(
         for worker in servers.workers:
             worker.adapters = cast("Any", Hosted())
         await servers.configure(sizes())
-        first, other = (
-            partial(stub.UnloadAdapter, worker_pb2.UnloadAdapterRequest(adapter_id=1))
-            for stub in servers.stubs
-        )
+        first, other = unloads(servers)
         for _ in range(2):
             call = other()
             await announced(servers)

@@ -20,15 +20,6 @@ from worker_svc.devices.cpu.kernels.program import Kernels, Program
 BLOCK = 64
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    """The loaded kernels; skips the test if they are unavailable."""
-    try:
-        return Kernels(build.library())
-    except build.KernelsUnavailable as error:
-        pytest.skip(f"the kernels are unavailable: {error}")
-
-
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape).bfloat16()
 

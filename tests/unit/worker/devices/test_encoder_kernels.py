@@ -9,18 +9,9 @@ from torch.nn import functional
 
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.devices.cpu.kernels import build, ops
+from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.plans import TextsPlan
 from worker_svc.devices.cpu.kernels.program import Kernels, Program, serves_texts
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    """The loaded kernels; skips the test if they are unavailable."""
-    try:
-        return Kernels(build.library())
-    except build.KernelsUnavailable as error:
-        pytest.skip(f"the kernels are unavailable: {error}")
 
 
 @pytest.fixture(autouse=True)

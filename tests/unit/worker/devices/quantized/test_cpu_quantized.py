@@ -5,18 +5,8 @@ import torch
 
 from tests.support.quantized_models import exact_weights
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.devices.cpu.kernels import build
 from worker_svc.devices.cpu.kernels.program import Kernels
 from worker_svc.devices.quantized import PlainQuantizedLinear, QuantizedWeights
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    """The loaded kernels; skips the test if they are unavailable."""
-    try:
-        return Kernels(build.library())
-    except build.KernelsUnavailable as error:
-        pytest.skip(f"the kernels are unavailable: {error}")
 
 
 def _weights(outputs: int, inputs: int, group: int, bits: int, largest: float = 0.01) -> QuantizedWeights:
