@@ -9,7 +9,7 @@ from typing import Final
 from gateway.answers.answer_reader import AnswerReader, finish_reason
 from gateway.answers.generation import Delta
 from gateway.answers.logprobs import TokenReport
-from gateway.answers.responses import ChatChunks
+from gateway.answers.streaming import ChatChunks
 from gateway.parsers.events import CallRevoked, CallStart, Event
 
 # The ids that our parsers and vLLM's make up. Others are the model's own.

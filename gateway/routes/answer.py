@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from gateway.answers.generation import Delta, Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
-from gateway.answers.responses import DONE, EVENT_STREAM, Chunks, EventStream, collect
 from gateway.answers.resumable import ChunkNumbers
+from gateway.answers.streaming import DONE, EVENT_STREAM, Chunks, EventStream, collect
 from gateway.http.middleware import note, tenant_of
 from gateway.routes.answer_beginning import AnswerBeginning, begin_answer, submit
 from gateway.routes.context import context_of

@@ -13,7 +13,7 @@ from gateway.answers.answer_plan import AnswerPlan, plan_answer
 from gateway.answers.answer_reader import CollectedMessage, finish_reason
 from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.generation import Delta
-from gateway.answers.responses import ChatChunks
+from gateway.answers.streaming import ChatChunks
 from gateway.routes.answer import AnswerFormat, CollectedExtras, respond
 from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented, event_stream

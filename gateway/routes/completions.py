@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.generation import Delta
-from gateway.answers.responses import CompletionChunks
+from gateway.answers.streaming import CompletionChunks
 from gateway.routes.answer import AnswerFormat, CollectedExtras, respond
 from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented, event_stream

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from gateway.answers.responses import while_client_waits
+from gateway.answers.streaming import while_client_waits
 from gateway.http.middleware import note
 from gateway.metrics import Metrics
 from gateway.scheduler_link.client import InferenceClient

@@ -11,7 +11,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers.responses import while_client_waits
+from gateway.answers.streaming import while_client_waits
 from gateway.http.middleware import note, tenant_of
 from gateway.routes.answer import unique_wire_id
 from gateway.routes.context import Context, context_of

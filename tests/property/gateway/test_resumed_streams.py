@@ -15,8 +15,8 @@ from gateway.answers.answer_plan import AnswerPlan, plan_answer
 from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.generation import Generation, Timing
 from gateway.answers.logprobs import Reporter
-from gateway.answers.responses import ChatChunks, Chunks, CompletionChunks, EventStream
 from gateway.answers.resumable import ChunkNumbers
+from gateway.answers.streaming import ChatChunks, Chunks, CompletionChunks, EventStream
 from gateway.metrics import Metrics
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import RequestGroup

@@ -10,7 +10,7 @@ from gateway.answers.answer_reader import AnswerReader
 from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.generation import Delta
 from gateway.answers.logprobs import Reporter, TokenReport
-from gateway.answers.responses import DONE, ChatChunks, Chunks, CompletionChunks, error_event
+from gateway.answers.streaming import DONE, ChatChunks, Chunks, CompletionChunks, error_event
 from gateway.parsers.reasoning import Thinking, ThinkParser
 from protos.errors import Unavailable
 
