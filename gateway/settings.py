@@ -25,6 +25,7 @@ class Settings(ServiceSettings):
         Group.HTTP_API: (
             "tool_call_parser",
             "reasoning_parser",
+            "strict_requests",
             "max_body_bytes",
             "max_prompts",
             "max_inputs",
@@ -206,6 +207,14 @@ class Settings(ServiceSettings):
             "or vllm:NAME for a parser of an installed vLLM."
         ),
     ] = "auto"
+
+    strict_requests: Annotated[
+        bool,
+        Field(
+            description="Refuse request fields that are unknown or have no effect, for example metadata. Without it,"
+            " a debug line of the log names them."
+        ),
+    ] = False
 
     @field_validator("tool_call_parser", "reasoning_parser")
     @classmethod

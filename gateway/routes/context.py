@@ -11,9 +11,10 @@ from gateway.http.middleware import note
 from gateway.metrics import Metrics
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModel, ServedModelWatcher
-from gateway.schemas.base import RequestModel, parse
+from gateway.schemas.base import IgnoredFields, RequestModel, parse
 from gateway.settings import Settings
 from gateway.text.tokenization import TextWorker
+from protos.logs import get_logger
 from protos.triptych.v1.inference_pb2 import LoraInfo
 
 M = TypeVar("M", bound=RequestModel)
@@ -43,8 +44,15 @@ def context_of(request: Request) -> Context:
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """Parses the request's body as ``model``; :func:`gateway.schemas.base.parse` lists what it raises."""
-    body = parse(model, await request.body())
+    """Parses the request's body as ``model``; one line of the log names the fields that have no effect.
+
+    Raises:
+        InvalidArgument: as :func:`gateway.schemas.base.parse`.
+    """
+    ignored = None if context_of(request).settings.strict_requests else IgnoredFields()
+    body = parse(model, await request.body(), ignored)
+    if ignored is not None and ignored.names:
+        get_logger().debug("the request has fields without effect", fields=ignored.names)
     note(request.scope, model=getattr(body, "model", None), user=getattr(body, "user", None))
     return body
 

@@ -32,7 +32,12 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
         return node
     if "$ref" in node:
         return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inline(value, definitions) for key, value in node.items()}
+    # Unknown fields are dropped, not refused, unless the gateway is strict.
+    return {
+        key: _inline(value, definitions)
+        for key, value in node.items()
+        if (key, value) != ("additionalProperties", False)
+    }
 
 
 def documented(

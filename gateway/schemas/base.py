@@ -1,11 +1,12 @@
 """Parses request bodies and words refusals."""
 
 import difflib
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
 
 from gateway.quoting import clip, quote
@@ -20,6 +21,9 @@ _MAX_COMPARED_NAME: Final = 40
 # No request object has as many fields. Beyond this, checking each of them would take seconds.
 _MAX_FIELDS: Final = 256
 
+# Ignored fields that are kept for the log.
+_MAX_IGNORED: Final = 32
+
 
 class Unserved(NamedTuple):
     """A parameter that clients send out of habit, accepted only with values that change nothing.
@@ -33,30 +37,92 @@ class Unserved(NamedTuple):
     """The advice in the error."""
 
 
+class IgnoredFields:
+    """Collects the fields of one body that have no effect.
+
+    It is pydantic's context of a tolerant validation, which drops fields that are unknown or cannot change
+    the output. A validation without it refuses them.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, None] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Each name once, behind the field that has the object: ``messages.name``."""
+        return list(self._names)
+
+    def add(self, name: str, field: str | None = None) -> None:
+        """Adds ``name``, which an object in ``field`` has."""
+        if len(self._names) < _MAX_IGNORED:
+            self._names[clip(f"{field}.{name}" if field else name)] = None
+
+
+def ignore(info: ValidationInfo, name: str, hint: str) -> None:
+    """Accepts and collects a field without effect, for validators of objects that are no models.
+
+    Raises:
+        ValueError: with ``hint``, unless the validation is tolerant.
+    """
+    if not isinstance(info.context, IgnoredFields):
+        raise ValueError(f"{clip(name)} is not supported: {hint}")  # noqa: TRY004 - pydantic's signal
+    info.context.add(name, info.field_name)
+
+
 class RequestModel(BaseModel):
-    """A request body, or an object in one: strict types, no unknown fields."""
+    """A request body, or an object in one, with strict types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
     unserved: ClassVar[Mapping[str, Unserved]] = {}
-    """Known parameters that are not served, by name."""
+    """Known parameters that would change the output and are not served, by name."""
+    tolerated: ClassVar[Mapping[str, str]] = {}
+    """Known parameters that cannot change the output, by name; the advice if they are refused."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unserved(cls, data: Any) -> Any:
+    def _drop_or_refuse(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"is an object of {len(data)} fields; send at most {_MAX_FIELDS}")
-        if not cls.unserved.keys() & data.keys():
+        if data.keys() <= _served_names(cls):
             return data
         # In the body's order, so that the same body is always refused in the same words.
-        for name, value in data.items():
-            if (row := cls.unserved.get(name)) is None:
-                continue
+        return {name: value for name, value in data.items() if cls._takes(name, value, info)}
+
+    @classmethod
+    def _takes(cls, name: str, value: Any, info: ValidationInfo) -> bool:
+        """Whether to validate a field; if not, it is dropped.
+
+        Raises:
+            ValueError: if the field would change the output and is not served.
+        """
+        if (row := cls.unserved.get(name)) is not None:
             if value is not None and not any(_same(value, neutral) for neutral in row.neutral):
                 raise ValueError(f"{name}={quote(value)} is not supported: {row.hint}")
-        return {name: value for name, value in data.items() if name not in cls.unserved}
+            return False
+        if (hint := cls.tolerated.get(name)) is not None:
+            if value is not None:
+                ignore(info, name, hint)
+            return False
+        if name in _served_names(cls) or not isinstance(info.context, IgnoredFields):
+            return True  # pydantic refuses an unknown field, and knows its path
+        info.context.add(name, info.field_name)
+        return False
+
+
+@functools.cache
+def _served_names(cls: type[RequestModel]) -> frozenset[str]:
+    """Returns the names that the fields of ``cls`` have in JSON."""
+    names: set[str] = set()
+    for name, field in cls.model_fields.items():
+        alias = field.validation_alias
+        if isinstance(alias, AliasChoices):
+            names |= {choice for choice in alias.choices if isinstance(choice, str)}
+        else:
+            names.add(alias if isinstance(alias, str) else name)
+    return frozenset(names)
 
 
 def _same(value: Any, neutral: Any) -> bool:
@@ -72,8 +138,13 @@ def path_of(location: tuple[int | str, ...]) -> str:
     return text
 
 
-def parse(model: type[M], body: bytes) -> M:
+def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> M:
     """Parses a JSON body.
+
+    Args:
+        model: the body's.
+        body: JSON text.
+        ignored: collects fields that have no effect; ``None``: such fields are refused.
 
     Raises:
         InvalidArgument: one line that names the first invalid parameter and what to change.
@@ -87,7 +158,7 @@ def parse(model: type[M], body: bytes) -> M:
     if not isinstance(data, dict):
         raise InvalidArgument(f"the body must be a JSON object, got {quote(data)}")
     try:
-        return model.model_validate(data)
+        return model.model_validate(data, context=ignored)
     except ValidationError as error:
         raise refusal(model, error.errors(include_url=False)[0]) from error
 

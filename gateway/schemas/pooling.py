@@ -99,14 +99,24 @@ class InputBody(PoolingBody):
     ] = None
 
 
+# Older names of vLLM's. Ignoring them would change the values.
+_RENAMED: Mapping[str, Unserved] = dict.fromkeys(
+    ("activation", "softmax", "normalize"), Unserved((), "send 'use_activation'")
+)
+
+
 class ClassificationRequest(InputBody):
     """A request to classify one or more texts."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {**COMMON_UNSERVED, **_RENAMED}
 
     use_activation: Activation = None
 
 
 class PoolingRequest(InputBody):
     """A request for a model's results as they are."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {**COMMON_UNSERVED, **_RENAMED}
 
     task: Annotated[
         Literal["embed", "classify", "score", "token_embed", "token_classify"] | None,
@@ -158,6 +168,11 @@ class ScoreRequest(_PairBody):
 
 class RerankRequest(_PairBody):
     """A request to sort documents by how well they answer a query."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        **COMMON_UNSERVED,
+        "rank_fields": Unserved((), "send the text of each document"),
+    }
 
     query: Annotated[str, Field(description="The query.")]
     documents: Annotated[Texts, Field(description="Texts, or objects with `text`.")]

@@ -149,9 +149,11 @@ async def test_the_values_of_an_answer_are_bounded() -> None:
         )
 
 
-async def test_fields_without_effect_are_refused_by_name(running: Stack) -> None:
-    """Nothing that a client asks for is ignored."""
-    for path, field in (("/pooling", "include_prompt"), ("/classify", "normalize"), ("/pooling", "softmax")):
+async def test_fields_that_would_change_the_values_are_refused_by_name(running: Stack) -> None:
+    """The older names of use_activation are not ignored."""
+    for path, field in (("/pooling", "activation"), ("/classify", "normalize"), ("/pooling", "softmax")):
         refused = await running.http.post(path, json={"input": "a", field: False})
         assert refused.status_code == 400
-        assert f"unknown parameter '{field}'" in refused.json()["error"]["message"]
+        assert refused.json()["error"]["message"] == (
+            f"{field}=false is not supported: send 'use_activation'"
+        )

@@ -136,7 +136,6 @@ async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
         ({"input": "x", "prompt_name": "query"}, "prompt_name", "no prompt called 'query': it has none"),
         ({"input": "x", "prompt_name": "a", "prompt": "b"}, "prompt", "exclude each other"),
         ({"input": [1, 2], "prompt": "b"}, "prompt", "need inputs that are texts"),
-        ({"input": "x", "inputs": "y"}, "inputs", "did you mean 'input'?"),
         ({"input": [49152]}, "input", "ids end at 49151"),
         ({"input": [[1]] * 101}, "input", "send at most 100"),
         ({"input": [[1], [1] * 65]}, "input", "has 65 tokens and fits none of the shapes 4x64"),

@@ -217,7 +217,7 @@ async def test_a_template_writes_pairs_with_an_instruction(template: str, tmp_pa
         ("/score", {"text_1": "a " * 30, "text_2": "b"}, "text_2", "fits none of the shapes 4x24 (rows x tokens)"),
         ("/rerank", {"query": "a"}, "documents", "is required"),
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "greater than or equal to 0"),
-        ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["x"]}, "rank_fields", "unknown parameter"),
+        ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["x"]}, "rank_fields", "not supported"),
         ("/v1/embeddings", {"input": "a"}, "model", "serves classify, score, not embed; use /classify or /score"),
         ("/v1/completions", {"prompt": "a"}, "model", "does not generate text; use /classify or /score"),
         ("/pooling", {"input": "a", "task": "token_embed"}, "model", "serves classify, score, not token_embed"),

@@ -1,0 +1,96 @@
+"""Bodies may have fields that have no effect."""
+
+import json
+from typing import Annotated, Any, ClassVar
+
+import pytest
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
+
+from gateway.schemas.base import IgnoredFields, RequestModel, Unserved, ignore, parse
+from protos.errors import InvalidArgument, Unsupported
+
+
+def _part(value: Any, info: ValidationInfo) -> Any:
+    if value.pop("hint", None):
+        ignore(info, "hint", "omit it")
+    return value
+
+
+class Inner(RequestModel):
+    """An object in a body."""
+
+    size: int = 0
+
+
+class Outer(RequestModel):
+    """A body."""
+
+    unserved: ClassVar = {"best": Unserved((1,))}
+    tolerated: ClassVar = {"metadata": "nothing is stored; omit it"}
+
+    name: Annotated[str, Field(alias="called")] = ""
+    other: Annotated[str, Field(validation_alias=AliasChoices("other", "another"))] = ""
+    inner: list[Inner] = Field(default_factory=list)
+    part: Annotated[dict[str, Any], BeforeValidator(_part)] = Field(default_factory=dict)
+
+
+def body(**fields: Any) -> bytes:
+    """Returns a body of ``fields``."""
+    return json.dumps(fields).encode()
+
+
+def test_fields_without_effect_are_dropped_and_named() -> None:
+    """A tolerant validation collects unknown and tolerated fields, nested ones with the field around them."""
+    ignored = IgnoredFields()
+    parsed = parse(
+        Outer,
+        body(
+            called="x",
+            another="y",
+            metadata={"a": 1},
+            unheard_of=[1],
+            best=1,
+            inner=[{"size": 1, "colour": 2}, {"colour": 3}],
+            part={"hint": True},
+        ),
+        ignored,
+    )
+    assert (parsed.name, parsed.other, parsed.inner[0].size) == ("x", "y", 1)
+    assert ignored.names == ["metadata", "unheard_of", "inner.colour", "part.hint"]
+
+
+def test_null_is_not_named() -> None:
+    """A known field that is null says nothing."""
+    ignored = IgnoredFields()
+    parse(Outer, body(metadata=None, best=None), ignored)
+    assert ignored.names == []
+
+
+def test_names_are_bounded() -> None:
+    """A body with many long names fills no log."""
+    ignored = IgnoredFields()
+    parse(Outer, body(**{f"{number}{'x' * 100}": 1 for number in range(200)}), ignored)
+    assert len(ignored.names) == 32
+    assert max(map(len, ignored.names)) < 70
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "text"),
+    [
+        ({"metadata": {}}, "metadata", "metadata is not supported: nothing is stored; omit it"),
+        ({"oter": 1}, "oter", "unknown parameter 'oter'; did you mean 'other'?"),
+        ({"inner": [{"colour": 1}]}, "inner[0].colour", "unknown parameter 'inner[0].colour'; omit it"),
+        ({"part": {"hint": 1}}, "part", "'part' hint is not supported: omit it"),
+    ],
+)
+def test_strict_validation_refuses_them(fields: dict[str, Any], param: str, text: str) -> None:
+    """A validation that collects nothing refuses fields without effect."""
+    with pytest.raises(InvalidArgument) as refused:
+        parse(Outer, body(**fields))
+    assert (refused.value.param, refused.value.message) == (param, text)
+
+
+def test_fields_that_would_change_the_output_are_always_refused() -> None:
+    """Tolerance ends where silence would change the output."""
+    with pytest.raises(Unsupported, match=r"^best=2 is not supported"):
+        parse(Outer, body(best=2), IgnoredFields())
