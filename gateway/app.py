@@ -28,10 +28,10 @@ from protos.logs import get_logger
 
 # Opens the OpenAPI document.
 _DESCRIPTION: Final = (
-    "OpenAI's HTTP interface, with vLLM's extensions. Bodies are JSON objects; unknown parameters are refused"
-    " by name. Every answer has the header X-Request-Id: the client's own, if it sent a usable one. The"
-    " request header X-Tenant names the tenant; the scheduler shares capacity fairly among tenants. Statuses"
-    " 429 and 503 carry Retry-After."
+    "OpenAI's HTTP interface, with vLLM's extensions. Bodies are JSON objects. Parameters without effect are"
+    " accepted; parameters that would change the output but are not served are refused by name. Every answer has"
+    " the header X-Request-Id: the client's own, if it sent a usable one. The request header X-Tenant names the"
+    " tenant; the scheduler shares capacity fairly among tenants. Statuses 429 and 503 carry Retry-After."
 )
 
 
@@ -108,13 +108,13 @@ def _preparation(settings: Settings) -> Callable[[TextCodec], None]:
     return lambda _: None
 
 
-def _on_triptych_error(_: Request, error: Exception) -> Response:
+def _on_triptych_error(request: Request, error: Exception) -> Response:
     if not isinstance(error, TriptychError):
         raise error
     # "Retry later" is an answer, not a fault: health checks get it every second while a model loads.
     if error.http_status >= 500 and not error.retryable:
         get_logger().warning("request failed", error=str(error), code=type(error).__name__)
-    return error_response(error)
+    return error_response(error, path=request.url.path)
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -125,9 +125,11 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     match error.status_code:
         case 404:
-            return error_response(UnknownRoute(f"there is no {path} here; the API is under /v1/"), headers)
+            return error_response(
+                UnknownRoute(f"there is no {path} here; the API is under /v1/"), headers, path=path
+            )
         case 405:
             allowed = f"; use {headers['Allow']}" if "Allow" in headers else ""
-            return error_response(WrongMethod(f"{path} does not take {method}{allowed}"), headers)
+            return error_response(WrongMethod(f"{path} does not take {method}{allowed}"), headers, path=path)
         case _:
-            return error_response(InvalidArgument(str(error.detail)), headers)
+            return error_response(InvalidArgument(str(error.detail)), headers, path=path)

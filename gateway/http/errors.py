@@ -17,6 +17,7 @@
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import orjson
@@ -130,11 +131,37 @@ def error_body(error: TriptychError) -> dict[str, Any]:
     }
 
 
-def error_response(error: TriptychError, headers: dict[str, str] | None = None) -> Response:
+ErrorBody = Callable[[TriptychError], dict[str, Any]]
+
+# The bodies of errors below a path, for protocols other than OpenAI's.
+_BODIES: Final[dict[str, ErrorBody]] = {}
+
+
+def shape_errors(prefix: str, body: ErrorBody) -> None:
+    """Gives ``prefix`` and all paths below it another form of error, also where no route is reached."""
+    _BODIES[prefix] = body
+
+
+def body_for(path: str) -> ErrorBody:
+    """Returns the function that writes the errors of ``path``: OpenAI's, unless :func:`shape_errors` set it."""
+    for prefix, body in _BODIES.items():
+        if path == prefix or path.startswith(f"{prefix}/"):
+            return body
+    return error_body
+
+
+def error_response(
+    error: TriptychError, headers: dict[str, str] | None = None, *, path: str = ""
+) -> Response:
     """Returns the HTTP response for ``error``.
 
     Retry-After says when a retry makes sense. X-Should-Retry tells OpenAI's clients when it makes none: they
     would otherwise retry every 5xx and 408.
+
+    Args:
+        error: the error.
+        headers: further headers.
+        path: the request's path, which decides the form of the body.
     """
     headers = dict(headers or {})
     if error.retryable:
@@ -146,7 +173,7 @@ def error_response(error: TriptychError, headers: dict[str, str] | None = None) 
     if isinstance(error, PayloadTooLarge | RequestTooSlow):
         # The rest of the body stays unread, so the connection cannot be reused.
         headers["connection"] = "close"
-    return Response(orjson.dumps(error_body(error)), error.http_status, headers, "application/json")
+    return Response(orjson.dumps(body_for(path)(error)), error.http_status, headers, "application/json")
 
 
 def internal(error: BaseException) -> Internal:

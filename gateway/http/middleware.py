@@ -110,14 +110,14 @@ class RequestMiddleware:
                 if int(headers.get("content-length") or 0) > self._max_body_bytes:
                     if "expect" not in headers:
                         await self._discard(receive)
-                    await error_response(self._too_large())(scope, receive, send_with_id)
+                    await error_response(self._too_large(), path=scope["path"])(scope, receive, send_with_id)
                 else:
                     await self._app(scope, self._limited(receive), send_with_id)
             except Exception as error:
                 self._log.exception("unexpected exception")
                 if status:
                     raise  # the response has begun: only the server can end it now
-                await error_response(internal(error))(scope, receive, send_with_id)
+                await error_response(internal(error), path=scope["path"])(scope, receive, send_with_id)
             finally:
                 self._record(scope, status, began)
 

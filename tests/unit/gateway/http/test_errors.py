@@ -6,6 +6,7 @@ import httpx2
 import openai
 import pytest
 
+from gateway.http import errors as http_errors
 from gateway.http.errors import (
     ClientGone,
     PayloadTooLarge,
@@ -13,9 +14,12 @@ from gateway.http.errors import (
     UnknownModel,
     UnknownRoute,
     WrongMethod,
+    body_for,
+    error_body,
     error_response,
     internal,
     row_of,
+    shape_errors,
 )
 from protos import errors
 
@@ -50,6 +54,16 @@ def test_each_error_has_its_status_and_body(
     assert response.status_code == status
     body = json.loads(bytes(response.body))
     assert body == {"error": {"message": "m", "type": kind, "param": error.param or None, "code": code}}
+
+
+def test_a_family_of_paths_has_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A protocol other than OpenAI's shapes the errors of its path and of all paths below it."""
+    monkeypatch.setattr(http_errors, "_BODIES", {})
+    shape_errors("/v1/words", lambda error: {"word": error.message})
+    response = error_response(errors.NotFound("m"), path="/v1/words/3")
+    assert (response.status_code, bytes(response.body)) == (404, b'{"word":"m"}')
+    for path in ("", "/v1", "/v1/wordsworth", "/v1/chat/completions"):
+        assert body_for(path) is error_body
 
 
 def test_every_error_of_the_tree_has_a_row() -> None:
