@@ -1,21 +1,24 @@
-"""The second half of both completions endpoints: submit the prompts, then stream or collect the answer."""
+"""The part that all generating endpoints share: submit the prompts, then stream or collect the answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answers.answer_plan import AnswerPlan, plan_answer
+from gateway.answers.chunks import DONE, Chunks, ChunkWriter
 from gateway.answers.generation import Delta, Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
-from gateway.answers.streaming import DONE, EVENT_STREAM, Chunks, EventStream, collect
+from gateway.answers.streaming import EVENT_STREAM, EventStream, StreamWriter, collect
 from gateway.http.middleware import note, tenant_of
 from gateway.routes.answer_beginning import AnswerBeginning, begin_answer, submit
-from gateway.routes.context import context_of
-from gateway.routes.request_builder import bad_word_tokens, generate_requests
+from gateway.routes.context import context_of, generating_model
+from gateway.routes.request_builder import bad_word_tokens, encode_chat, generate_requests, truncated
 from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
 from gateway.scheduler_link.served_model import ServedModel
+from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.sampling import SamplingRequest
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -40,12 +43,37 @@ class CollectedExtras(NamedTuple):
         return {"prompt_logprobs": self.prompt_logprobs[sequence // self.n]}
 
 
+class StreamStart(NamedTuple):
+    """The parts of an answer that the writer of its stream needs."""
+
+    answer_id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    reporter: Reporter
+    usage_so_far: Callable[[], Usage]
+    numbers: ChunkNumbers | None
+    """Puts ids on the chunks of a resumable stream."""
+
+    def chunk_writer(
+        self, body: SamplingRequest, chunks: Chunks, write: Callable[[Delta], bytes]
+    ) -> ChunkWriter:
+        """Returns the writer of a stream in OpenAI's chunks; ``write`` encodes each delta."""
+        return ChunkWriter(
+            chunks,
+            write,
+            with_usage=body.include_usage,
+            usage_so_far=self.usage_so_far if body.continuous_usage else None,
+            numbers=self.numbers,
+        )
+
+
 class AnswerFormat(NamedTuple):
     """How one endpoint writes its answers."""
 
     id_prefix: str
-    stream: Callable[..., tuple[Chunks, Callable[[Delta], bytes]]]
-    """Makes the encoder of a streamed answer, and the function that encodes each delta with it."""
+    stream: Callable[[StreamStart], StreamWriter]
+    """Makes the writer of a streamed answer."""
     body: Callable[[str, int, str, list[Delta], CollectedExtras], bytes]
     """Encodes a collected answer from its id, time of creation, model, whole texts and extras."""
     markers: frozenset[str] | None = frozenset()
@@ -54,6 +82,44 @@ class AnswerFormat(NamedTuple):
     """The grammar that the output must match; ``None``: any text is fine."""
     constraint_param: str = ""
     """The request's parameter that set the constraint."""
+    headers: Mapping[str, str] | None = None
+    """Further headers of the HTTP response."""
+
+
+async def respond_to_chat(
+    request: Request, body: ChatCompletionRequest, write: Callable[[AnswerPlan], AnswerFormat]
+) -> Response:
+    """Answers a conversation in the form of one protocol.
+
+    Args:
+        request: the HTTP request.
+        body: the conversation; protocols other than chat completions convert theirs.
+        write: returns how the planned answer is written; its markers and constraint are set here.
+
+    Raises:
+        TriptychError: if the request is refused or fails before the first byte of the answer.
+    """
+    context = context_of(request)
+    served = await generating_model(request, body.model)
+    size = len(await request.body())
+    prompt = await encode_chat(
+        served,
+        context.text_worker,
+        body.messages,
+        tools=body.tools,
+        may_call=body.tool_choice != "none",
+        add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=bool(body.add_special_tokens),
+        variables=body.chat_template_kwargs,
+        size=size,
+    )
+    prompt = truncated(served, body, prompt)
+    effort = size if body.tools or body.constrained else 0
+    plan = await context.text_worker.run(effort, lambda: plan_answer(context.settings, served, body, prompt))
+    form = write(plan)._replace(
+        markers=plan.markers, constraint=plan.constraint, constraint_param=plan.constraint_param
+    )
+    return await respond(request, form, body, served, [prompt])
 
 
 async def respond(
@@ -93,17 +159,9 @@ async def respond(
         wanted=body.num_logprobs is not None,
     )
     if body.stream:
-        chunks, write = form.stream(
-            answer_id, created, model, with_usage=body.include_usage, reporter=reporter
-        )
-        return EventStream(
-            generation,
-            chunks,
-            write,
-            include_usage=body.include_usage,
-            continuous_usage=body.continuous_usage,
-            numbers=ChunkNumbers(answer_id, beginning.seen) if body.resumable else None,
-        )
+        numbers = ChunkNumbers(answer_id, beginning.seen) if body.resumable else None
+        start = StreamStart(answer_id, created, model, reporter, lambda: generation.usage, numbers)
+        return EventStream(generation, form.stream(start), form.headers)
     ends = await collect(generation, request.scope, request.receive)
 
     def encode() -> bytes:
@@ -112,7 +170,7 @@ async def respond(
         return form.body(answer_id, created, model, ends, extras)
 
     content = await context.text_worker.finish(_effort(body, generation, ends), encode)
-    return Response(content, media_type="application/json")
+    return Response(content, headers=form.headers, media_type="application/json")
 
 
 async def _begin(

@@ -1,6 +1,5 @@
 """``/v1/chat/completions``."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,15 +8,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers.answer_plan import AnswerPlan, plan_answer
+from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.answer_reader import CollectedMessage, finish_reason
 from gateway.answers.chat_stream_writer import ChatStreamWriter
+from gateway.answers.chunks import ChatChunks
 from gateway.answers.generation import Delta
-from gateway.answers.streaming import ChatChunks
-from gateway.routes.answer import AnswerFormat, CollectedExtras, respond
-from gateway.routes.context import context_of, generating_model, read_body
+from gateway.answers.streaming import StreamWriter
+from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond_to_chat
+from gateway.routes.context import read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
-from gateway.routes.request_builder import encode_chat, truncated
 from gateway.schemas.answers import ChatCompletion
 from gateway.schemas.chat import ChatCompletionRequest
 
@@ -37,38 +36,17 @@ async def chat_completions(request: Request) -> Response:
     calls. With `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
     body = await read_body(request, ChatCompletionRequest)
-    context = context_of(request)
-    served = await generating_model(request, body.model)
-    prompt = await encode_chat(
-        served,
-        context.text_worker,
-        body.messages,
-        tools=body.tools,
-        may_call=body.tool_choice != "none",
-        add_generation_prompt=body.add_generation_prompt,
-        add_special_tokens=bool(body.add_special_tokens),
-        variables=body.chat_template_kwargs,
-        size=len(await request.body()),
-    )
-    prompt = truncated(served, body, prompt)
-    size = len(await request.body()) if body.tools or body.constrained else 0
-    plan = await context.text_worker.run(size, lambda: plan_answer(context.settings, served, body, prompt))
-    form = AnswerFormat(
-        "chatcmpl-",
-        partial(_stream, plan),
-        partial(_completion, plan),
-        plan.markers,
-        plan.constraint,
-        plan.constraint_param,
-    )
-    return await respond(request, form, body, served, [prompt])
+    return await respond_to_chat(request, body, partial(_format, body))
 
 
-def _stream(plan: AnswerPlan, *args: Any, **options: Any) -> tuple[ChatChunks, Callable[[Delta], bytes]]:
-    chunks = ChatChunks(*args, **options)
-    if plan.plain:
-        return chunks, chunks.write
-    return chunks, ChatStreamWriter(chunks, plan.reader, named=plan.named).write
+def _format(body: ChatCompletionRequest, plan: AnswerPlan) -> AnswerFormat:
+    return AnswerFormat("chatcmpl-", partial(_stream, body, plan), partial(_completion, plan))
+
+
+def _stream(body: ChatCompletionRequest, plan: AnswerPlan, start: StreamStart) -> StreamWriter:
+    chunks = ChatChunks(*start[:3], with_usage=body.include_usage, reporter=start.reporter)
+    write = chunks.write if plan.plain else ChatStreamWriter(chunks, plan.reader, named=plan.named).write
+    return start.chunk_writer(body, chunks, write)
 
 
 def _choice(plan: AnswerPlan, end: Delta, extras: CollectedExtras) -> dict[str, Any]:

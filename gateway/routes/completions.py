@@ -1,16 +1,16 @@
 """``/v1/completions``."""
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.answers.chunks import CompletionChunks
 from gateway.answers.generation import Delta
-from gateway.answers.streaming import CompletionChunks
-from gateway.routes.answer import AnswerFormat, CollectedExtras, respond
+from gateway.answers.streaming import StreamWriter
+from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond
 from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.routes.request_builder import encode_prompts, truncated
@@ -59,7 +59,7 @@ async def completions(request: Request) -> Response:
         ]
     form = AnswerFormat(
         "cmpl-",
-        _stream,
+        partial(_stream, body),
         _completion,
         constraint=body.constraint(),
         constraint_param=body.constraint_param,
@@ -86,9 +86,9 @@ def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
         )
 
 
-def _stream(*args: Any, **options: Any) -> tuple[CompletionChunks, Callable[[Delta], bytes]]:
-    chunks = CompletionChunks(*args, **options)
-    return chunks, chunks.write
+def _stream(body: CompletionRequest, start: StreamStart) -> StreamWriter:
+    chunks = CompletionChunks(*start[:3], with_usage=body.include_usage, reporter=start.reporter)
+    return start.chunk_writer(body, chunks, chunks.write)
 
 
 def _completion(

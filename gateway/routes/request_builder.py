@@ -5,7 +5,7 @@ from typing import Final
 
 from gateway.quoting import quote
 from gateway.scheduler_link.served_model import ServedModel
-from gateway.schemas.chat import ChatCompletionRequest, Message
+from gateway.schemas.chat import Message
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import Tool
 from gateway.text.tokenization import TextCodec, TextWorker
@@ -256,9 +256,8 @@ def generate_requests(
     Raises:
         InvalidArgument: see :func:`check_length` and :func:`sampling_of`.
     """
-    param = "messages" if isinstance(body, ChatCompletionRequest) else "prompt"
     for prompt in prompts:
-        check_length(served, prompt, body.output_limit, param=param)
+        check_length(served, prompt, body.output_limit, param=body.prompt_param)
     sampling = sampling_of(body, served.model, constraint)
     for token_ids in bad_words:
         sampling.bad_words.add(token_ids=token_ids)

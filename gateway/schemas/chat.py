@@ -162,6 +162,8 @@ CONVERSATION_UNSERVED: Final[Mapping[str, Unserved]] = {
 class ChatCompletionRequest(SamplingRequest, Conversation):
     """A request for a chat completion."""
 
+    prompt_param: ClassVar[str] = "messages"
+
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **COMMON_UNSERVED,
         **CONVERSATION_UNSERVED,

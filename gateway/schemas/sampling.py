@@ -144,6 +144,9 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
 class SamplingRequest(RequestModel):
     """The common part of both completions endpoints."""
 
+    prompt_param: ClassVar[str] = "prompt"
+    """The client's name for the prompt, in errors."""
+
     model: Annotated[
         ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
     ] = None

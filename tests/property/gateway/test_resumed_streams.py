@@ -13,10 +13,11 @@ from starlette.types import Message
 
 from gateway.answers.answer_plan import AnswerPlan, plan_answer
 from gateway.answers.chat_stream_writer import ChatStreamWriter
+from gateway.answers.chunks import ChatChunks, Chunks, ChunkWriter, CompletionChunks
 from gateway.answers.generation import Generation, Timing
 from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
-from gateway.answers.streaming import ChatChunks, Chunks, CompletionChunks, EventStream
+from gateway.answers.streaming import EventStream
 from gateway.metrics import Metrics
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.pending_request import RequestGroup
@@ -176,11 +177,9 @@ async def stream(
     async def receive() -> Message:
         return await asyncio.Future()
 
-    chunks, write = case.writer(served)
     numbers = ChunkNumbers(ANSWER_ID, seen)
-    response = EventStream(
-        generation, chunks, write, include_usage=True, continuous_usage=False, numbers=numbers
-    )
+    writer = ChunkWriter(*case.writer(served), with_usage=True, numbers=numbers)
+    response = EventStream(generation, writer)
     await response({"type": "http"}, receive, send)
     worker.close()
     found = []

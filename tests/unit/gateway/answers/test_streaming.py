@@ -8,9 +8,9 @@ import pytest
 
 from gateway.answers.answer_reader import AnswerReader
 from gateway.answers.chat_stream_writer import ChatStreamWriter
-from gateway.answers.generation import Delta
+from gateway.answers.chunks import DONE, ChatChunks, Chunks, ChunkWriter, CompletionChunks, error_event
+from gateway.answers.generation import Delta, Usage
 from gateway.answers.logprobs import Reporter, TokenReport
-from gateway.answers.streaming import DONE, ChatChunks, Chunks, CompletionChunks, error_event
 from gateway.parsers.reasoning import Thinking, ThinkParser
 from protos.errors import Unavailable
 
@@ -100,6 +100,22 @@ def test_errors_and_the_end() -> None:
     """An error in mid-stream is OpenAI's error object."""
     assert read(error_event(Unavailable("gone")))[0]["error"]["message"] == "gone"
     assert DONE == b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("with_usage", [True, False])
+def test_a_stream_opens_each_choice_once_and_ends_with_its_usage(with_usage: bool) -> None:
+    """Each opening comes with its choice's first delta, and the usage, if asked for, just before the end."""
+    chunks, usage = make(ChatChunks, with_usage=with_usage), Usage(2, 3, 0)
+    writer = ChunkWriter(chunks, chunks.write, with_usage=with_usage)
+    assert writer.begin() == b""
+    for choice in (0, 1):
+        roles = [chunk["choices"][0]["delta"].get("role") for chunk in read(writer.write(Delta(choice, "a")))]
+        assert roles == ["assistant", None]
+        assert len(read(writer.write(Delta(choice, "b")))) == 1
+    end = writer.end(usage)
+    assert end.endswith(DONE)
+    assert [chunk["usage"] for chunk in read(end.removesuffix(DONE))] == [usage.body()] * with_usage
+    assert writer.error(Unavailable("gone")) == error_event(Unavailable("gone")) + DONE
 
 
 def test_parsed_chunks_report_every_token_once() -> None:

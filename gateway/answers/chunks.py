@@ -1,0 +1,204 @@
+"""The chunks of OpenAI's completions, and the writer that sends them as a stream.
+
+Chunks are OpenAI's byte for byte. The parts that are the same in every chunk are encoded once per answer: a
+chunk then costs one small JSON string.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import orjson
+
+from gateway.answers.generation import Delta, Usage
+from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.answers.resumable import ChunkNumbers
+from gateway.answers.streaming import StreamWriter
+from gateway.http.errors import error_body
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from protos.errors import TriptychError
+
+DONE: Final = b"data: [DONE]\n\n"
+
+
+def error_event(error: TriptychError) -> bytes:
+    """Returns the event for an error in mid-stream, after the status line has been sent."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+
+
+class Chunks(ABC):
+    """Encodes the chunks of one streamed answer.
+
+    Subclasses define the form of a choice.
+    """
+
+    object: str
+    answer_id: str
+    """The answer's id."""
+    _before_text: bytes
+    _after_text: bytes
+
+    def __init__(
+        self, answer_id: str, created: int, model: str, *, with_usage: bool, reporter: Reporter | None = None
+    ) -> None:
+        """Encodes the constant parts.
+
+        Args:
+            answer_id: the answer's id.
+            created: seconds since the epoch.
+            model: the served name.
+            with_usage: whether a usage chunk will follow; every other chunk then has ``"usage":null``, as
+                OpenAI's do.
+            reporter: writes log-probabilities, if they were asked for.
+        """
+        self.answer_id = answer_id
+        fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
+        self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
+        self._starts: dict[int, bytes] = {}
+        self._reporter = reporter
+
+    def set_usage(self, usage: dict[str, Any]) -> None:
+        """Puts ``usage`` into every chunk from now on."""
+        self._tail = b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    @abstractmethod
+    def opening(self, index: int) -> bytes:
+        """Returns the chunk before a choice's first text."""
+
+    @abstractmethod
+    def write(self, delta: Delta) -> bytes:
+        """Returns the chunks for a delta, without looking for thinking or calls in its text."""
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """Returns the chunk without choices that ends a stream with usage."""
+        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+
+    def _text(self, index: int, text: str) -> bytes:
+        """Returns a chunk with nothing but text."""
+        start = self._starts.get(index)
+        if start is None:
+            start = self._starts[index] = self._head + b'{"index":%d,' % index + self._before_text
+        return start + orjson.dumps(text) + self._after_text + self._tail
+
+    def _choice(self, choice: dict[str, Any]) -> bytes:
+        return self._head + orjson.dumps(choice) + self._tail
+
+
+class ChatChunks(Chunks):
+    """Chunks of a chat completion."""
+
+    object = "chat.completion.chunk"
+    _before_text = b'"delta":{"content":'
+    _after_text = b'},"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int) -> bytes:
+        """Returns the chunk with the role."""
+        return self._delta(index, {"role": "assistant", "content": "", "refusal": None}, ())
+
+    def write(self, delta: Delta) -> bytes:
+        """Returns a chunk with more content, if any, and at the end a separate chunk with the reason."""
+        index, text, reason, stop_reason, tokens = delta
+        content = self.text(index, text, tokens) if text or tokens else b""
+        return content if reason is None else content + self.end(index, reason, stop_reason)
+
+    def text(self, index: int, text: str, tokens: Sequence[TokenReport] = ()) -> bytes:
+        """Returns a chunk with more content, and with log-probabilities if there are ``tokens``."""
+        return self._delta(index, {"content": text}, tokens) if tokens else self._text(index, text)
+
+    def event(self, index: int, event: Event, tokens: Sequence[TokenReport] = ()) -> bytes:
+        """Returns the chunk for an event; nothing for a revoked call, which a stream cannot take back."""
+        delta: dict[str, Any]
+        match event:
+            case Text(text):
+                return self.text(index, text, tokens)
+            case Reasoning(text):
+                # Under both names that clients know: vLLM's and DeepSeek's.
+                delta = {"reasoning": text, "reasoning_content": text}
+            case CallStart(call, id_, name):
+                function = {"name": name, "arguments": ""}
+                delta = {"tool_calls": [{"index": call, "id": id_, "type": "function", "function": function}]}
+            case CallArguments(call, fragment):
+                delta = {"tool_calls": [{"index": call, "function": {"arguments": fragment}}]}
+            case CallRevoked():
+                return b""
+        return self._delta(index, delta, tokens)
+
+    def end(self, index: int, finish_reason: str, stop_reason: str | int | None) -> bytes:
+        """Returns the chunk with an empty delta and the finish reason."""
+        return self._choice({
+            "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
+        })  # fmt: skip
+
+    def _delta(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenReport]) -> bytes:
+        logprobs = self._reporter.chat(tokens) if self._reporter and tokens else None
+        return self._choice({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
+
+
+class CompletionChunks(Chunks):
+    """Chunks of a plain completion."""
+
+    object = "text_completion"
+    _before_text = b'"text":'
+    _after_text = b',"logprobs":null,"finish_reason":null}'
+
+    def opening(self, index: int) -> bytes:  # noqa: ARG002 - as the base's
+        """Returns nothing: plain completions have no role."""
+        return b""
+
+    def write(self, delta: Delta) -> bytes:
+        """Returns a chunk with more text; the last one also has the reason."""
+        index, text, reason, stop_reason, tokens = delta
+        if reason is None and not tokens:
+            return self._text(index, text) if text else b""
+        logprobs = self._reporter.completion(tokens) if self._reporter and tokens else None
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return self._choice(choice if reason is None else {**choice, "stop_reason": stop_reason})
+
+
+class ChunkWriter(StreamWriter):
+    """Writes a stream of chunks that ends with ``[DONE]``."""
+
+    def __init__(
+        self,
+        chunks: Chunks,
+        write: Callable[[Delta], bytes],
+        *,
+        with_usage: bool = False,
+        usage_so_far: Callable[[], Usage] | None = None,
+        numbers: ChunkNumbers | None = None,
+    ) -> None:
+        """Creates a writer.
+
+        Args:
+            chunks: encodes openings and usage.
+            write: encodes each delta.
+            with_usage: end with a usage chunk.
+            usage_so_far: returns the usage that every chunk carries; ``None``: chunks carry none.
+            numbers: puts ids on the chunks of a resumable stream.
+        """
+        self._chunks = chunks
+        self._write = write
+        self._with_usage = with_usage
+        self._usage_so_far = usage_so_far
+        self._numbers = numbers
+        self._opened: set[int] = set()
+
+    def write(self, delta: Delta) -> bytes:
+        """Returns the chunks for a delta, behind the choice's opening if it is the first."""
+        if self._usage_so_far is not None:
+            self._chunks.set_usage(self._usage_so_far().body())
+        choice, chunks = delta.sequence, self._write(delta)
+        if choice not in self._opened:
+            self._opened.add(choice)
+            chunks = self._chunks.opening(choice) + chunks
+        return self._numbers.number(choice, chunks) if self._numbers else chunks
+
+    def end(self, usage: Usage) -> bytes:
+        """Returns the usage chunk, if it was asked for, and ``[DONE]``."""
+        last = self._chunks.usage(usage.body()) if self._with_usage else b""
+        return (self._numbers.last(last) if self._numbers else last) + DONE
+
+    def error(self, error: TriptychError) -> bytes:
+        """Returns OpenAI's error object and ``[DONE]``."""
+        return error_event(error) + DONE
