@@ -79,3 +79,8 @@ def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
 def bind_request(request_id: str) -> AbstractContextManager[Any]:
     """Adds ``request_id`` to every line that is logged within the ``with`` block."""
     return structlog.contextvars.bound_contextvars(request_id=request_id)
+
+
+def request_id() -> str:
+    """Returns the id that :func:`bind_request` has bound; empty outside of a request."""
+    return str(structlog.contextvars.get_contextvars().get("request_id", ""))

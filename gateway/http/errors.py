@@ -131,23 +131,36 @@ def error_body(error: TriptychError) -> dict[str, Any]:
     }
 
 
-ErrorBody = Callable[[TriptychError], dict[str, Any]]
+class ShapedError(NamedTuple):
+    """An error in the form of a protocol other than OpenAI's."""
 
-# The bodies of errors below a path, for protocols other than OpenAI's.
-_BODIES: Final[dict[str, ErrorBody]] = {}
+    status: int
+    body: dict[str, Any]
+    headers: dict[str, str]
 
 
-def shape_errors(prefix: str, body: ErrorBody) -> None:
+ErrorShape = Callable[[TriptychError], ShapedError]
+
+# The shapes of errors below a path, for protocols other than OpenAI's.
+_SHAPES: Final[dict[str, ErrorShape]] = {}
+
+
+def shape_errors(prefix: str, shape: ErrorShape) -> None:
     """Gives ``prefix`` and all paths below it another form of error, also where no route is reached."""
-    _BODIES[prefix] = body
+    _SHAPES[prefix] = shape
 
 
-def body_for(path: str) -> ErrorBody:
-    """Returns the function that writes the errors of ``path``: OpenAI's, unless :func:`shape_errors` set it."""
-    for prefix, body in _BODIES.items():
-        if path == prefix or path.startswith(f"{prefix}/"):
-            return body
-    return error_body
+def shape_for(path: str) -> ErrorShape:
+    """Returns the function that shapes the errors of ``path``: OpenAI's, unless there is another."""
+    for prefix, shape in _SHAPES.items():
+        # The path may begin with the prefix of a proxy (--root-path).
+        if path.endswith(prefix) or f"{prefix}/" in path:
+            return shape
+    return _openai_shape
+
+
+def _openai_shape(error: TriptychError) -> ShapedError:
+    return ShapedError(error.http_status, error_body(error), {})
 
 
 def error_response(
@@ -161,7 +174,7 @@ def error_response(
     Args:
         error: the error.
         headers: further headers.
-        path: the request's path, which decides the form of the body.
+        path: the request's path, which decides the form of the answer.
     """
     headers = dict(headers or {})
     if error.retryable:
@@ -173,7 +186,8 @@ def error_response(
     if isinstance(error, PayloadTooLarge | RequestTooSlow):
         # The rest of the body stays unread, so the connection cannot be reused.
         headers["connection"] = "close"
-    return Response(orjson.dumps(body_for(path)(error)), error.http_status, headers, "application/json")
+    shaped = shape_for(path)(error)
+    return Response(orjson.dumps(shaped.body), shaped.status, headers | shaped.headers, "application/json")
 
 
 def internal(error: BaseException) -> Internal:

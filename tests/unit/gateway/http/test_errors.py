@@ -11,15 +11,15 @@ from gateway.http.errors import (
     ClientGone,
     PayloadTooLarge,
     RequestTooSlow,
+    ShapedError,
     UnknownModel,
     UnknownRoute,
     WrongMethod,
-    body_for,
-    error_body,
     error_response,
     internal,
     row_of,
     shape_errors,
+    shape_for,
 )
 from protos import errors
 
@@ -58,12 +58,14 @@ def test_each_error_has_its_status_and_body(
 
 def test_a_family_of_paths_has_its_own_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A protocol other than OpenAI's shapes the errors of its path and of all paths below it."""
-    monkeypatch.setattr(http_errors, "_BODIES", {})
-    shape_errors("/v1/words", lambda error: {"word": error.message})
-    response = error_response(errors.NotFound("m"), path="/v1/words/3")
-    assert (response.status_code, bytes(response.body)) == (404, b'{"word":"m"}')
+    monkeypatch.setattr(http_errors, "_SHAPES", {})
+    shape_errors("/v1/words", lambda error: ShapedError(444, {"word": error.message}, {"x-word": "w"}))
+    for path in ("/v1/words", "/v1/words/3", "/behind/a/proxy/v1/words"):
+        response = error_response(errors.NotFound("m"), path=path)
+        assert (response.status_code, bytes(response.body)) == (444, b'{"word":"m"}')
+        assert (response.headers["x-word"], response.headers["x-should-retry"]) == ("w", "false")
     for path in ("", "/v1", "/v1/wordsworth", "/v1/chat/completions"):
-        assert body_for(path) is error_body
+        assert shape_for(path)(errors.NotFound("m")).status == 404
 
 
 def test_every_error_of_the_tree_has_a_row() -> None:
