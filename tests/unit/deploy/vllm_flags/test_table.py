@@ -1,0 +1,46 @@
+"""The table of vLLM's flags: it is complete, true of vLLM, and true of our settings."""
+
+import subprocess
+import sys
+
+import pytest
+
+from deploy.vllm_flags.table import FLAGS
+
+# Prints the names and the form of each flag of vLLM's own parser.
+_PROGRAM = """
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+for action in make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))._actions:
+    names = [name for name in action.option_strings if not name.startswith("--no-")]
+    if action.option_strings and "--help" not in names:
+        form = "values" if action.nargs == "+" else "switch" if action.nargs == 0 else "value"
+        print("FLAG", form, *sorted(names))
+"""
+
+
+@pytest.mark.slow
+def test_the_table_has_every_flag_of_vllm_with_its_names_and_form() -> None:
+    """A flag that vLLM adds, renames or removes shows up as a difference."""
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
+    theirs = {line.removeprefix("FLAG ") for line in done.stdout.splitlines() if line.startswith("FLAG ")}
+    ours = {" ".join([flag.form, *sorted((flag.name, *flag.short))]) for flag in FLAGS}
+    assert ours == theirs
+
+
+def test_no_flag_is_listed_twice() -> None:
+    """Each name belongs to one row."""
+    names = [name for flag in FLAGS for name in (flag.name, *flag.short)]
+    assert len(names) == len(set(names))
+
+
+def test_rows_say_what_their_kind_needs() -> None:
+    """Mapped flags have a conversion, refused and moot ones a reason; reasons read on after the name."""
+    for flag in FLAGS:
+        assert (flag.kind == "mapped") == (flag.convert is not None), flag.name
+        assert bool(flag.ours) == (flag.kind in {"alias", "mapped"}), flag.name
+        assert flag.reason or flag.kind == "alias", flag.name
+        assert not flag.reason.endswith("."), flag.name
+        assert (
+            flag.reason[:1].islower() or flag.reason.startswith(("/", "-", "`", "KV", "/")) or not flag.reason
+        )

@@ -1,0 +1,89 @@
+"""Command lines of `vllm serve` become ours."""
+
+import pytest
+
+from deploy.vllm_flags.translate import translate
+from protos.errors import ConfigurationRefused
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("Qwen/Qwen3-0.6B --port 8000", ["Qwen/Qwen3-0.6B", "--port=8000"]),
+        ("--max_model_len 8K", ["--max-model-len=8192"]),
+        ("--max-model-len=8k", ["--max-model-len=8000"]),
+        ("-tp 2 -pp=2 -dp 3", ["--tensor-parallel-size=2", "--pipeline-parallel-size=2", "--workers=3"]),
+        ("-O3", ["--optimization-level=3"]),
+        ("-O 1", ["--optimization-level=1"]),
+        ("--dtype half", ["--dtype=float16"]),
+        ("--served-model-name a b --enable-lora", ["--served-model-name", "a", "b", "--enable-lora"]),
+        ("--lora-modules a=/a b=/b", ["--lora-modules", "a=/a", "b=/b"]),
+        ("--no-enable-prefix-caching", ["--no-enable-prefix-caching"]),
+        ("--enforce-eager", ["--backend=eager"]),
+        ("--no-enforce-eager", []),
+        ("--kv-cache-memory-bytes 4G", ["--kv-memory=4"]),
+        ("--tool-call-parser hermes --enable-auto-tool-choice", ["--tool-call-parser=hermes"]),
+        ("--tool-call-parser qwen3_coder", ["--tool-call-parser=vllm:qwen3_coder"]),
+        ("--scheduling-policy fcfs", ["--order=arrival"]),
+        ("--compilation-config 3", ["--compilation-config=3"]),
+        ("--compilation-config.mode VLLM_COMPILE", ['--compilation-config={"level": 3}']),
+        ("-cc.compile_sizes+ 1,2", ['--compilation-config={"candidate_compile_sizes": [1, 2]}']),
+        ("-cc.cudagraph_mode FULL", []),
+        ("--kv-cache-dtype auto --cpu-offload-gb 0 --quantization awq", []),
+        ("--no-enable-sleep-mode --disable-log-stats", []),
+        ("--runner pooling --convert embed", ["--pooling-task=embed"]),
+        ("--workers 2 --nonsense", ["--workers", "2", "--nonsense"]),
+    ],
+)
+def test_command_lines(theirs: str, ours: list[str]) -> None:
+    """Flags keep their order; what vLLM does not know stays as it is."""
+    assert translate(theirs.split()).argv == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "note"),
+    [
+        (
+            "--gpu-memory-utilization 0.9",
+            "--gpu-memory-utilization 0.9 is --kv-share=0.9 here: it has another base: vLLM counts",
+        ),
+        ("--enable-chunked-prefill", "--enable-chunked-prefill has no effect: prompts are always prefilled"),
+        ("--disable-log-stats", "--disable-log-stats has no effect: the gateway"),
+        ("--enforce-eager", "--enforce-eager is --backend=eager here: it is"),
+        (
+            "-cc.cudagraph_mode FULL",
+            '--compilation-config {"cudagraph_mode": "FULL"} has no effect: it takes',
+        ),
+    ],
+)
+def test_a_flag_without_the_same_effect_is_noted(theirs: str, note: str) -> None:
+    """One line says what the flag is here."""
+    (line,) = translate(theirs.split()).notes
+    assert line.startswith(note)
+
+
+def test_flags_with_the_same_meaning_are_not_noted() -> None:
+    """Nothing is said of flags that do what they do in vLLM."""
+    assert translate(["--max-model-len", "4096", "--dtype", "bfloat16", "--port", "1"]).notes == []
+
+
+@pytest.mark.parametrize(
+    ("theirs", "refusal"),
+    [
+        (
+            "--kv-cache-dtype fp8",
+            "--kv-cache-dtype is not supported: KV caches have the model's type; omit it",
+        ),
+        ("--quantization=fp8", "--quantization is read from the checkpoint's config.json; omit it"),
+        ("--enable-sleep-mode", "--enable-sleep-mode is not served; stop the worker to free its memory"),
+        ("--max-model-len auto", "--max-model-len should be a number, for example 8192, 8k .8000. or"),
+        ("--port", "--port expects a value"),
+        ("--port --host x", "--port expects a value"),
+        ("-cc.mode FAST", "--compilation-config should have a mode of NONE, "),
+    ],
+)
+def test_refusals_are_one_line(theirs: str, refusal: str) -> None:
+    """The refusal names the flag and what to use instead."""
+    with pytest.raises(ConfigurationRefused, match=rf"^{refusal}") as caught:
+        translate(theirs.split())
+    assert "\n" not in str(caught.value)
