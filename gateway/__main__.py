@@ -127,6 +127,7 @@ def serve(settings: Settings) -> None:
         call_timeout_s=settings.call_timeout_s,
         parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
         unread=unread_limits(settings.max_unread_tokens_per_answer, settings.max_unread_answer_tokens),
+        security=settings.link_security(),
     )
     config = http_config(settings, create_app(settings, client))
     allow_files(settings.max_connections + _OTHER_FILES)

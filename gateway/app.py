@@ -14,6 +14,7 @@ from starlette.responses import Response
 from gateway import version
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
+from gateway.messages import routes as messages
 from gateway.metrics import Metrics
 from gateway.routes import chat, completions, loras, models, ops, tokenize
 from gateway.routes.context import Context
@@ -86,7 +87,7 @@ def create_app(
     app.state.context = Context(
         settings, client, watcher, metrics, text_worker, new_id=new_id, clock=clock, wall_clock=wall_clock
     )
-    for family in (chat, completions, embeddings, scoring, classification, models, loras, tokenize, ops):
+    for family in (chat, completions, messages, embeddings, scoring, classification, models, loras, tokenize, ops):
         app.include_router(family.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -9,14 +9,15 @@ from pydantic_settings import SettingsConfigDict
 
 from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS
 from protos.logs import LogFormat, LogLevel
-from protos.settings import Group, ServiceSettings
+from protos.security.settings import CallSecuritySettings
+from protos.settings import Group
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
 _VLLM_PARSER = re.compile(r"vllm:[\w.-]+")
 
 
-class Settings(ServiceSettings):
+class Settings(CallSecuritySettings):
     """Serves the HTTP API of one scheduler."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych gateway")

@@ -38,6 +38,7 @@ class Group(StrEnum):
     QUEUE = "Waiting requests"
     HTTP_API = "HTTP API"
     ADDRESSES = "Addresses"
+    LINKS = "Security between services"
     TIMEOUTS = "Timeouts and shutdown"
     LOGGING = "Logging and statistics"
     LAUNCHER = "Launcher"

@@ -31,19 +31,23 @@ async def serve(settings: Settings) -> None:
         ConfigurationRefused: the address cannot be bound.
     """
     log = get_logger()
+    security = settings.link_security()
     deployment = Deployment(settings)
     inference = InferenceServicer(deployment, settings)
     registry = RegistryServicer(
         deployment,
         step_timeout_s=settings.step_timeout_s,
         detach_after_failed_steps=settings.detach_after_failed_steps,
+        security=security,
     )
 
     def register(server: "grpc.aio.Server") -> None:
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         registry_pb2_grpc.add_WorkerRegistryServicer_to_server(registry, server)
 
-    server = Server((INFERENCE, REGISTRY), register, max_concurrent_rpcs=settings.max_concurrent_rpcs)
+    server = Server(
+        (INFERENCE, REGISTRY), register, max_concurrent_rpcs=settings.max_concurrent_rpcs, security=security
+    )
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):

@@ -14,7 +14,8 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
-from protos.settings import Group, ServiceSettings
+from protos.security.settings import LinkSecuritySettings
+from protos.settings import Group
 from scheduler_svc.adapters.modules import name_and_path, split_modules
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
 from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets
@@ -22,7 +23,7 @@ from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets
 _BUCKET = "VLLM_RBLN_DECODE_BATCH_BUCKET"
 
 
-class Settings(ServiceSettings):
+class Settings(LinkSecuritySettings):
     """Schedules requests to the workers that register. An unset size takes the default of the workers."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych scheduler", use_attribute_docstrings=True)

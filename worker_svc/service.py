@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protos.logs import get_logger
+from protos.security.links import LinkSecurity
 from protos.server import Server
 from protos.triptych.v1 import worker_pb2_grpc
 from worker_svc.api.model_thread import ModelThread
@@ -39,6 +40,7 @@ async def serve(settings: Settings) -> None:
         if not stop.is_set():  # otherwise the ranks stop together
             end_process(f"{reason}; the worker ends, so that its supervisor starts another")
 
+    security = settings.link_security()
     worker, thread, worker_id = Worker(settings, give_up), ModelThread(), uuid.uuid4().hex
     watchdog, prepared = _watch(thread, settings), thread.submit(worker.prepare)
     health = _Health(thread, settings.stall_timeout_s)
@@ -52,13 +54,14 @@ async def serve(settings: Settings) -> None:
         first_step_timeout_s=settings.first_step_timeout_s,
     )  # fmt: skip
     register = functools.partial(worker_pb2_grpc.add_WorkerServicer_to_server, servicer)
-    server = Server((SERVICE,), register, max_concurrent_rpcs=settings.max_concurrent_rpcs)
+    server = Server((SERVICE,), register, max_concurrent_rpcs=settings.max_concurrent_rpcs, security=security)
     health.server = server
     port = await server.start(settings.host, settings.port, settings.socket)
     log.info("listening", host=settings.host, port=port, worker_id=worker_id)
     registered = _register(
-        worker, settings, prepared, watchdog, leaving, worker_id=worker_id, port=port, give_up=give_up
-    )
+        worker, settings, prepared, watchdog, leaving, worker_id=worker_id, port=port, give_up=give_up,
+        security=security,
+    )  # fmt: skip
     tasks = [asyncio.create_task(health.watch()), asyncio.create_task(registered)]
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
@@ -70,7 +73,7 @@ async def serve(settings: Settings) -> None:
         leaving.set()
         await health.stop()
         if settings.scheduler_address:
-            await leave(settings.scheduler_address, worker_id=worker_id)
+            await leave(settings.scheduler_address, worker_id=worker_id, security=security)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -85,6 +88,7 @@ async def serve(settings: Settings) -> None:
 async def _register(
     worker: Worker, settings: Settings, prepared: asyncio.Future[None], watchdog: Watchdog,
     leaving: asyncio.Event, *, worker_id: str, port: int, give_up: Callable[[str], None],
+    security: LinkSecurity,
 ) -> None:  # fmt: skip
     """Keeps a prepared worker registered. Ends only by raising."""
     await asyncio.shield(prepared)  # raises if the model cannot be served
@@ -108,6 +112,7 @@ async def _register(
             on_hung=hung,
             on_rank_lost=rank_lost,
             leaving=leaving,
+            security=security,
             socket=settings.socket and settings.socket.absolute(),
         )
     await asyncio.Event().wait()

@@ -11,7 +11,8 @@ from pydantic_settings import SettingsConfigDict
 
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
-from protos.settings import Group, ServiceSettings
+from protos.security.settings import LinkSecuritySettings
+from protos.settings import Group
 from worker_svc.ranks.layout import RankLayout
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -37,7 +38,7 @@ class CompilationConfig(BaseModel):
     """Decode buckets to generate kernels for. Default: all."""
 
 
-class Settings(ServiceSettings, cli_prog_name="triptych worker"):
+class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Runs one model on one device for a scheduler, which sets the shapes."""
 
     model_config = SettingsConfigDict(

@@ -101,25 +101,29 @@ async def respond_to_chat(
     """
     context = context_of(request)
     served = await generating_model(request, body.model)
+    prompt = truncated(served, body, await chat_prompt(request, served, body))
     size = len(await request.body())
-    prompt = await encode_chat(
-        served,
-        context.text_worker,
-        body.messages,
-        tools=body.tools,
-        may_call=body.tool_choice != "none",
-        add_generation_prompt=body.add_generation_prompt,
-        add_special_tokens=bool(body.add_special_tokens),
-        variables=body.chat_template_kwargs,
-        size=size,
-    )
-    prompt = truncated(served, body, prompt)
     effort = size if body.tools or body.constrained else 0
     plan = await context.text_worker.run(effort, lambda: plan_answer(context.settings, served, body, prompt))
     form = write(plan)._replace(
         markers=plan.markers, constraint=plan.constraint, constraint_param=plan.constraint_param
     )
     return await respond(request, form, body, served, [prompt])
+
+
+async def chat_prompt(request: Request, served: ServedModel, body: ChatCompletionRequest) -> list[int]:
+    """Returns the token ids of a conversation; :func:`encode_chat` lists what it raises."""
+    return await encode_chat(
+        served,
+        context_of(request).text_worker,
+        body.messages,
+        tools=body.tools,
+        may_call=body.tool_choice != "none",
+        add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=bool(body.add_special_tokens),
+        variables=body.chat_template_kwargs,
+        size=len(await request.body()),
+    )
 
 
 async def respond(

@@ -17,6 +17,9 @@ def body_schema(model: type[RequestModel]) -> dict[str, Any]:
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     # Definitions are inlined: FastAPI adds no components for bodies that it does not read.
     definitions = schema.pop("$defs", {})
+    # A subclass may list an inherited field as unserved or tolerated.
+    for name in (*model.unserved, *model.tolerated):
+        schema["properties"].pop(name, None)
     return {
         "requestBody": {
             "required": True,
@@ -44,6 +47,9 @@ def documented(
     answer: type[BaseModel] | None = None,
     description: str = "The answer.",
     content: dict[str, Any] | None = None,
+    *,
+    error: type[BaseModel] = ErrorAnswer,
+    api: str = "OpenAI",
 ) -> dict[int | str, dict[str, Any]]:
     """Returns ``responses`` for a route: its answer, and the one shape of all errors.
 
@@ -51,14 +57,16 @@ def documented(
         answer: the JSON of a 200; ``None``: the route answers with something else.
         description: of the 200.
         content: further media types of the 200.
+        error: the JSON of any other status.
+        api: whose error object that is.
     """
     success: dict[str, Any] = {"description": description}
     if answer is not None:
         success["model"] = answer
     if content is not None:
         success["content"] = content
-    error = {"model": ErrorAnswer, "description": "Any other status: OpenAI's error object."}
-    return {200: success, "default": error}
+    failure = {"model": error, "description": f"Any other status: {api}'s error object."}
+    return {200: success, "default": failure}
 
 
 def event_stream(events: str) -> dict[str, Any]:

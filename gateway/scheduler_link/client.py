@@ -19,9 +19,9 @@ from gateway.scheduler_link.pending_request import RequestGroup
 from gateway.scheduler_link.pool_calls import pool_all
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from gateway.scheduler_link.tokenizer_download import download_tokenizer
-from protos import wire
 from protos.errors import TriptychError, Unavailable, from_rpc_error
 from protos.overload.unread import UnreadLimits
+from protos.security.links import PLAIN, LinkSecurity
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceStub
@@ -62,6 +62,7 @@ class InferenceClient:
         call_timeout_s: float = 5.0,
         parking: Parking | None = None,
         unread: UnreadLimits | None = None,
+        security: LinkSecurity = PLAIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares the client; :meth:`start` connects it.
@@ -72,9 +73,11 @@ class InferenceClient:
             call_timeout_s: deadline of unary calls.
             parking: the places of new requests that wait for a scheduler; ``None``: as many as by default.
             unread: bounds what waits for HTTP clients; ``None``: as by default.
+            security: how the connection is protected.
             clock: monotonic seconds.
         """
         self._address = address
+        self._security = security
         self._resume_timeout_s = resume_timeout_s
         self._call_timeout_s = call_timeout_s
         self._clock = clock
@@ -89,7 +92,7 @@ class InferenceClient:
 
     async def start(self) -> None:
         """Starts to connect and returns at once: a gateway may start before its scheduler."""
-        self._channel = wire.open_channel(self._address)
+        self._channel = self._security.open_channel(self._address)
         self._stub = InferenceStub(self._channel)
         self._task = asyncio.create_task(
             self._connection.run(self._channel, self._stub), name="inference-connect"

@@ -12,8 +12,9 @@ import grpc.aio
 from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos import wire
-from protos.errors import TriptychError, Unavailable, from_rpc_error
+from protos.errors import TriptychError, Unauthenticated, Unavailable, from_rpc_error
 from protos.logs import get_logger
+from protos.security.waiting import wait_until_ready
 from protos.triptych.v1 import inference_pb2 as inference
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Connection:
         self._table = table
         self._clock = clock
         self._closed_s = -math.inf
+        self._address = address
+        self._refusal = ""
         self._on_open: list[Callable[[], None]] = []
         self._log = get_logger(scheduler=address)
 
@@ -80,11 +83,19 @@ class Connection:
             if was_open:
                 self._closed_s = self._clock()
                 self._log.warning("connection lost", error=str(error), pending=len(self._table))
+            self._log_refusal(error)
             if self._clock() - began > _LONGEST_PAUSE_S:
                 pause = _FIRST_PAUSE_S
             self._table.mark_all_lost()
             await asyncio.sleep(jittered(pause))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _log_refusal(self, error: TriptychError) -> None:
+        """Logs once that the scheduler wants another service token."""
+        refusal = error.message if isinstance(error, Unauthenticated) else ""
+        if refusal and refusal != self._refusal:
+            self._log.error("refused", reason=refusal, retry="until it succeeds")
+        self._refusal = refusal
 
     async def _session(self, channel: grpc.aio.Channel, stub: "InferenceAsyncStub") -> TriptychError:
         """Runs one stream until it ends; returns the reason."""
@@ -93,7 +104,7 @@ class Connection:
         try:
             # A stream opened on a dead channel fails only after its first write. A ready channel has a
             # scheduler.
-            await channel.channel_ready()
+            await wait_until_ready(channel, self._address)
             call = stub.Connect()
             await call.write(_HELLO)
             self._outbox.open()

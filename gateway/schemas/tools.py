@@ -41,7 +41,7 @@ def _name(value: Any) -> Any:
 ToolName = Annotated[str, BeforeValidator(_name)]
 
 
-def _bounded(tools: Any) -> Any:
+def bounded(tools: Any) -> Any:
     """Refuses too many, too large or too deep tools, with bounded effort."""
     if not isinstance(tools, list):
         return tools
@@ -72,7 +72,8 @@ def _bounded(tools: Any) -> Any:
     return tools
 
 
-def _schema(value: Any) -> Any:
+def object_schema(value: Any) -> Any:
+    """Refuses a schema that no object can match."""
     if isinstance(value, dict) and value.get("type", "object") != "object":
         raise ValueError(
             f'must be the schema of an object ("type": "object"), got "type": {quote(value["type"])}'
@@ -87,7 +88,7 @@ class Function(RequestModel):
     description: Annotated[str | None, Field(description="What the function does, for the model.")] = None
     parameters: Annotated[
         dict[str, Any] | None,
-        BeforeValidator(_schema),
+        BeforeValidator(object_schema),
         Field(description="JSON schema of the arguments, of type object; omitted: no parameters."),
     ] = None
     strict: Annotated[bool | None, Field(description="Enforce the schema even if the call is optional.")] = (
@@ -149,7 +150,7 @@ Tools = Annotated[
     list[Tool],
     Field(fail_fast=True),
     AfterValidator(_distinct),
-    BeforeValidator(_bounded),
+    BeforeValidator(bounded),
     or_default([]),
 ]
 ToolChoice = Annotated[

@@ -4,6 +4,7 @@ The code follows ``transformers.utils.chat_template_utils``. Importing transform
 installed (175 MB and a second, measured with 5.17). The rendering itself is a page.
 """
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -82,6 +83,16 @@ class ChatTemplate:
         self.knows_tools = "tools" in self.variables
         self.knows_calls = "tool_calls" in source
         self.source = source
+
+    @functools.cached_property
+    def wants_system_first(self) -> bool:
+        """Whether the template refuses a system message behind the first turn."""
+        turns = [{"role": role, "content": "probe"} for role in ("system", "user", "system", "user")]
+        try:
+            self.render(turns, add_generation_prompt=False)
+        except InvalidArgument:
+            return True
+        return False
 
     def render(
         self,

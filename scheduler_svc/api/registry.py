@@ -15,6 +15,7 @@ from protos.errors import (
     abort,
 )
 from protos.logs import get_logger
+from protos.security.links import PLAIN, LinkSecurity
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, unix_address
 from scheduler_svc.ranks.driver import ReplicaDriver
@@ -96,7 +97,12 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     """
 
     def __init__(
-        self, deployment: Deployment, *, step_timeout_s: float, detach_after_failed_steps: int
+        self,
+        deployment: Deployment,
+        *,
+        step_timeout_s: float,
+        detach_after_failed_steps: int,
+        security: LinkSecurity = PLAIN,
     ) -> None:
         """Adds replicas to `deployment`.
 
@@ -104,8 +110,10 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             deployment: the deployment.
             step_timeout_s: a replica that takes longer for a step counts as lost.
             detach_after_failed_steps: a replica that fails that many steps in a row loses its registration.
+            security: how the connections to workers are protected.
         """
         self._deployment = deployment
+        self._security = security
         self._step_timeout_s = step_timeout_s
         self._detach_after_failed_steps = detach_after_failed_steps
         # Workers that lost their registration after a failed step.
@@ -190,6 +198,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             step_timeout_s=self._step_timeout_s,
             failed_steps=failed_steps,
             on_ready=on_ready,
+            security=self._security,
         )
 
     async def Leave(self, request: registry_pb2.LeaveRequest, context: Context) -> registry_pb2.LeaveResponse:

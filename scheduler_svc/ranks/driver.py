@@ -8,8 +8,9 @@ import grpc.aio
 
 from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
 from protos.logs import get_logger
+from protos.security.links import PLAIN, LinkSecurity
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from protos.wire import SCHEMA_REVISION, open_channel
+from protos.wire import SCHEMA_REVISION
 from scheduler_svc.ranks.configuring import Configured, Configuring, ConnectedRank, lost
 from scheduler_svc.ranks.rank import RankAddress, ReplicaLost
 from scheduler_svc.replica.suspects import Loss
@@ -43,6 +44,7 @@ class ReplicaDriver:
         step_timeout_s: float,
         failed_steps: FailedSteps,
         on_ready: Callable[[], None],
+        security: LinkSecurity = PLAIN,
     ) -> None:
         """Prepares to dial the ranks.
 
@@ -52,6 +54,7 @@ class ReplicaDriver:
             step_timeout_s: a replica that takes longer for one step counts as lost.
             failed_steps: counts the failed steps of rank 0.
             on_ready: called once the replica receives steps.
+            security: how the connections to the ranks are protected.
         """
         self._addresses = ranks
         first = ranks[0]
@@ -60,6 +63,7 @@ class ReplicaDriver:
         self._step_timeout_s = step_timeout_s
         self._failed_steps = failed_steps
         self._on_ready = on_ready
+        self._security = security
         self._log = get_logger(replica=first.replica_id, worker=first.worker_id, target=first.target)
         self._ranks: list[ConnectedRank] = []
         self._attached = False
@@ -101,7 +105,7 @@ class ReplicaDriver:
     async def _run(self) -> None:
         async with AsyncExitStack() as stack:
             for address in self._addresses:
-                channel = await stack.enter_async_context(open_channel(address.target))
+                channel = await stack.enter_async_context(self._security.open_channel(address.target))
                 self._ranks.append(ConnectedRank(address, worker_pb2_grpc.WorkerStub(channel)))
             compiler = GrammarCompiler(self._ranks[self._addresses[0].sizes.grammar_rank].stub, self._log)
             loop = self._loop = StepLoop(

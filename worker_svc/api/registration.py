@@ -11,8 +11,10 @@ import grpc.aio
 
 from protos.errors import ConfigurationRefused, InvalidArgument, from_rpc_error
 from protos.logs import get_logger
+from protos.security.links import PLAIN, LinkSecurity
+from protos.security.waiting import wait_until_ready
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
-from protos.wire import SCHEMA_REVISION, is_unix, open_channel
+from protos.wire import SCHEMA_REVISION, is_unix
 from worker_svc.ranks.layout import RankLayout
 
 _FIRST_DELAY_S = 0.2
@@ -43,6 +45,7 @@ async def stay_registered(
     on_hung: Callable[[str], None] = lambda _: None,
     on_rank_lost: Callable[[str], None] = lambda _: None,
     leaving: asyncio.Event | None = None,
+    security: LinkSecurity = PLAIN,
 ) -> None:
     """Keeps one Register stream open and opens another when it ends, until the worker leaves.
 
@@ -57,6 +60,7 @@ async def stay_registered(
         on_rank_lost: called with the reason when the replica is lost with another rank.
         socket: the absolute path of the Unix socket that a scheduler of this machine connects to instead.
         leaving: set when the worker shuts down; it registers no more.
+        security: how the connection is protected.
 
     Raises:
         ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
@@ -68,13 +72,14 @@ async def stay_registered(
         registry_pb2.RegisterEvent.STATE_HUNG: on_hung,
         registry_pb2.RegisterEvent.STATE_RANK_LOST: on_rank_lost,
     }
-    async with open_channel(scheduler) as channel:
+    async with security.open_channel(scheduler) as channel:
         stub = registry_pb2_grpc.WorkerRegistryStub(channel)
         while True:
             served_since = math.inf
             try:
-                # wait_for_ready waits for a scheduler that is not up yet, with the channel's backoff.
-                async for event in stub.Register(request, wait_for_ready=True):
+                # Waits for a scheduler that is not up yet, with the channel's backoff.
+                await wait_until_ready(channel, scheduler)
+                async for event in stub.Register(request):
                     if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
                         served_since, last_reason = time.monotonic(), ""
                     if (note := notes.get(event.state)) is not None:
@@ -118,12 +123,12 @@ def _reason(error: grpc.aio.AioRpcError, scheduler: str) -> str:
     return failure.message
 
 
-async def leave(scheduler: str, *, worker_id: str) -> None:
+async def leave(scheduler: str, *, worker_id: str, security: LinkSecurity = PLAIN) -> None:
     """Tells the scheduler that the worker shuts down, and waits until its requests are taken over.
 
     Does not raise: a worker ends, whatever the scheduler does.
     """
-    async with open_channel(scheduler) as channel:
+    async with security.open_channel(scheduler) as channel:
         stub = registry_pb2_grpc.WorkerRegistryStub(channel)
         try:
             await stub.Leave(registry_pb2.LeaveRequest(worker_id=worker_id), timeout=_LEAVE_TIMEOUT_S)

@@ -1,0 +1,103 @@
+"""The routes of the Messages API."""
+
+from typing import Any, Final
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answers.answer_plan import AnswerPlan
+from gateway.answers.generation import Delta
+from gateway.http.errors import shape_errors
+from gateway.messages.answer_body import ID_PREFIX, message_body
+from gateway.messages.answers import AnthropicErrorAnswer, MessageAnswer, TokenCount
+from gateway.messages.conversion import ConvertedRequest, to_chat
+from gateway.messages.error_shape import shape
+from gateway.messages.message_stream_writer import MessageStreamWriter
+from gateway.messages.schemas import CountTokensRequest, MessagesRequest, PromptRequest
+from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, chat_prompt, respond_to_chat
+from gateway.routes.context import generating_model, read_body
+from gateway.routes.openapi import body_schema, documented
+from gateway.scheduler_link.served_model import ServedModel
+from protos.logs import get_logger, request_id
+
+PATH: Final = "/v1/messages"
+
+SKIPPED_TOOLS_HEADER: Final = "x-skipped-tools"
+
+router = APIRouter(tags=["Messages"])
+shape_errors(PATH, shape)
+
+_EVENTS: Final[dict[str, Any]] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "string",
+            "description": "Anthropic's events: message_start, ping, content_block_start, content_block_delta,"
+            " content_block_stop, message_delta, and message_stop or error as the last one.",
+        }
+    }
+}
+
+
+@router.post(
+    PATH,
+    summary="Answer a conversation (Anthropic's API)",
+    openapi_extra=body_schema(MessagesRequest),
+    responses=documented(MessageAnswer, content=_EVENTS, error=AnthropicErrorAnswer, api="Anthropic"),
+)
+async def create_message(request: Request) -> Response:
+    """Generates the assistant's next turn for a conversation, as Anthropic's endpoint does.
+
+    The model's chat template turns system prompt, messages and tools into a prompt. With `stream`, the answer
+    arrives as server-sent events.
+    """
+    body = await read_body(request, MessagesRequest)
+    served = await generating_model(request, body.model)
+    headers = {"request-id": request_id(), **_skipped_tools(body)}
+    omit_thinking = body.thinking is not None and body.thinking.display == "omitted"
+
+    def write(plan: AnswerPlan) -> AnswerFormat:
+        def stream(start: StreamStart) -> MessageStreamWriter:
+            return MessageStreamWriter(
+                start.answer_id, start.model, plan, start.usage_so_far, omit_thinking=omit_thinking
+            )
+
+        def collected(
+            answer_id: str, _: int, model: str, ends: list[Delta], extras: CollectedExtras
+        ) -> bytes:
+            events = plan.reader().whole(ends[0].text)
+            return orjson.dumps(
+                message_body(answer_id, model, ends[0], events, extras.usage, omit_thinking=omit_thinking)
+            )
+
+        return AnswerFormat(ID_PREFIX, stream, collected, headers=headers)
+
+    return await respond_to_chat(request, _chat(body, served), write)
+
+
+@router.post(
+    f"{PATH}/count_tokens",
+    summary="Count the tokens of a prompt (Anthropic's API)",
+    openapi_extra=body_schema(CountTokensRequest),
+    responses=documented(TokenCount, error=AnthropicErrorAnswer, api="Anthropic"),
+)
+async def count_tokens(request: Request) -> Response:
+    """Returns the number of tokens that the same messages, system prompt and tools have as a prompt."""
+    body = await read_body(request, CountTokensRequest)
+    served = await generating_model(request, body.model)
+    prompt = await chat_prompt(request, served, _chat(body, served))
+    headers = {"request-id": request_id(), **_skipped_tools(body)}
+    return Response(orjson.dumps({"input_tokens": len(prompt)}), 200, headers, "application/json")
+
+
+def _chat(body: PromptRequest, served: ServedModel) -> ConvertedRequest:
+    return to_chat(body, served.text.tool_template if body.tools else served.text.chat_template)
+
+
+def _skipped_tools(body: PromptRequest) -> dict[str, str]:
+    """Returns the header that names the tools which are not served; logs them, too."""
+    if not (skipped := list(dict.fromkeys(body.skipped_tools))):
+        return {}
+    get_logger().info("the request has tools that are not served", skipped=skipped)
+    return {SKIPPED_TOOLS_HEADER: ", ".join(skipped)}
