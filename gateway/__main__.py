@@ -22,6 +22,7 @@ from gateway.scheduler_link.request_table import unread_limits
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
 from protos import logs
+from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.settings import load
 
@@ -149,6 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
         vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
         logs.configure("gateway", level=settings.log_level, log_format=settings.log_format)
+        check_for_service(os.environ)
         serve(settings)
     except ConfigurationRefused as error:
         print(f"triptych gateway: {error}", file=sys.stderr)

@@ -52,6 +52,12 @@ class Settings(CallSecuritySettings):
         Group.LOGGING: ("log_level", "log_format"),
     }
 
+    reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
+        "keep_alive_s": "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
+        "max_prompts": "VLLM_MAX_COMPLETION_PROMPTS",
+        "log_level": "VLLM_LOGGING_LEVEL",
+    }
+
     host: Annotated[str, Field(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
         int, Field(ge=0, le=65535, description="HTTP port; 0 picks a free one, which the log names.")

@@ -8,12 +8,17 @@ import contextlib
 import logging
 import sys
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TextIO, cast
+from typing import Annotated, Any, Literal, TextIO, cast
 
 import structlog
+from pydantic import BeforeValidator
 
 LogFormat = Literal["json", "console"]
-LogLevel = Literal["debug", "info", "warning", "error"]
+# vLLM's variable has upper-case levels and one more.
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    BeforeValidator(lambda value: {"critical": "error"}.get(str(value).lower(), str(value).lower())),
+]
 
 
 class _UnfailingStream:

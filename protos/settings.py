@@ -50,8 +50,8 @@ class ServiceSettings(BaseSettings):
     The class variables describe the fields of the class that declares them; a subclass inherits the rest.
     """
 
-    reference_names: ClassVar[Mapping[str, str]] = {}
-    """By field: the variable with the same meaning in vLLM, vLLM-RBLN or vLLM-Spyre."""
+    reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {}
+    """By field: the variable with the same meaning in vLLM, vLLM-RBLN or vLLM-Spyre, or its several names."""
     reference_opposites: ClassVar[Mapping[str, str]] = {}
     """By field: another stack's variable that turns the field off if it is true."""
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {}
@@ -106,6 +106,12 @@ def group_of(cls: type[BaseSettings], field: str) -> Group | None:
     return None
 
 
+def reference_variables(cls: type[BaseSettings], field: str) -> tuple[str, ...]:
+    """Returns the variables of other stacks that set a field."""
+    names: str | tuple[str, ...] = declared(cls, "reference_names").get(field, ())
+    return (names,) if isinstance(names, str) else names
+
+
 class _NotFixed(PydanticBaseSettingsSource):
     """Another source without the fixed fields."""
 
@@ -128,8 +134,11 @@ class _ReferenceNames(PydanticBaseSettingsSource):
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
         if self._is_turned_off(field_name):
             return False, field_name, False
-        variable = declared(self.settings_cls, "reference_names").get(field_name, "")
-        return os.environ.get(variable) or None, field_name, False
+        names = reference_variables(self.settings_cls, field_name)
+        given = {name: text for name in names if (text := os.environ.get(name))}
+        if len(set(given.values())) > 1:
+            raise ConfigurationRefused(f"{' and '.join(given)} set one setting, and differ; unset one of them")
+        return next(iter(given.values()), None), field_name, False
 
     def _is_turned_off(self, field_name: str) -> bool:
         variable = declared(self.settings_cls, "reference_opposites").get(field_name, "")
@@ -230,7 +239,9 @@ def load(cls: type[S], argv: list[str] | None = None) -> S:
         if not first["loc"]:  # settings that contradict each other: the text names them
             raise ConfigurationRefused(text) from error
         name = str(first["loc"][0])
-        flag = f"--{name.replace('_', '-')} (TRIPTYCH_{name.upper()})"
+        names = [f"TRIPTYCH_{name.upper()}"]
+        names += [other for other in reference_variables(cls, name) if os.environ.get(other) == first["input"]]
+        flag = f"--{name.replace('_', '-')} ({', '.join(names)})"
         raise ConfigurationRefused(f"{flag} {text}, got {first['input']!r}") from error
     except SettingsError as error:
         raise ConfigurationRefused(" ".join(str(error).split())) from error

@@ -1,12 +1,14 @@
 """The scheduler service: reads its settings, builds its parts and serves until SIGTERM or SIGINT."""
 
 import asyncio
+import os
 import signal
 import sys
 from typing import TYPE_CHECKING
 
 import uvloop
 
+from protos.environment.table import check_for_service
 from protos.errors import TriptychError
 from protos.logs import configure, get_logger
 from protos.server import Server
@@ -84,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(Settings, argv)
         configure("scheduler", level=settings.log_level, log_format=settings.log_format)
+        check_for_service(os.environ)
         uvloop.run(serve(settings))
     except TriptychError as error:
         print(f"triptych scheduler: {error.message}", file=sys.stderr)

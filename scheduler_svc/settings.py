@@ -28,6 +28,7 @@ class Settings(LinkSecuritySettings):
 
     model_config = SettingsConfigDict(cli_prog_name="triptych scheduler", use_attribute_docstrings=True)
 
+    section: ClassVar[str] = "scheduler"
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.MODEL: ("served_model_name", "max_model_len"),
         Group.BATCHING: (
@@ -78,16 +79,17 @@ class Settings(LinkSecuritySettings):
         Group.LOGGING: ("log_level", "log_format", "state_dir", "batchsize_log_interval_s"),
     }
 
-    reference_names: ClassVar[Mapping[str, str]] = {
+    reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
         "decode_bucket_strategy": f"{_BUCKET}_STRATEGY",
         "decode_bucket_min": f"{_BUCKET}_MIN",
         "decode_bucket_step": f"{_BUCKET}_STEP",
         "decode_bucket_limit": f"{_BUCKET}_LIMIT",
         "decode_buckets": f"{_BUCKET}_MANUAL_BUCKETS",
-        "pool_batch_sizes": "VLLM_SPYRE_WARMUP_BATCH_SIZES",
-        "pool_prompt_lens": "VLLM_SPYRE_WARMUP_PROMPT_LENS",
+        "pool_batch_sizes": ("VLLM_SPYRE_WARMUP_BATCH_SIZES", "SENDNN_INFERENCE_WARMUP_BATCH_SIZES"),
+        "pool_prompt_lens": ("VLLM_SPYRE_WARMUP_PROMPT_LENS", "SENDNN_INFERENCE_WARMUP_PROMPT_LENS"),
         "sub_block_cache": "VLLM_RBLN_SUB_BLOCK_CACHE",
         "batchsize_log_interval_s": "VLLM_LOG_BATCHSIZE_INTERVAL",
+        "log_level": "VLLM_LOGGING_LEVEL",
     }
 
     host: str = Field("127.0.0.1")

@@ -6,6 +6,7 @@ import threading
 
 import uvloop
 
+from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused
 from protos.logs import configure
 from protos.settings import load
@@ -13,6 +14,7 @@ from worker_svc.api.model_thread import MODEL_THREAD
 from worker_svc.api.watchdog import EXIT_CODE, WorkerFailed
 from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings
+from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 # Beginnings of the names of threads that may be in torch when the process ends. The last two wait for other
 # ranks.
@@ -24,6 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(Settings, argv)
         configure("worker", level=settings.log_level, log_format=settings.log_format)
+        if PLATFORM_VARIABLE not in os.environ:  # a standby has set some of vLLM's variables itself
+            check_for_service(os.environ)
         prepare_process()
         # Imported late, so that a bad flag is reported before torch takes seconds to import.
         from worker_svc.service import serve

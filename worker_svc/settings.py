@@ -23,6 +23,8 @@ _HANG_FACTOR = 1.5
 _USUAL_STEP_TIMEOUT_S = 120.0
 _MAX_PORT = 65_535
 _SET_SIZES = "set --tensor-parallel-size or --pipeline-parallel-size"
+# The variable that vLLM-RBLN's runtime reads, and vLLM-RBLN's own name of it.
+_PROFILERS = ("RBLN_PROFILER", "VLLM_RBLN_PROFILER")
 # The compilers that vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND may name.
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
 
@@ -45,6 +47,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         cli_shortcuts={"optimization-level": "O"}, use_attribute_docstrings=True
     )
 
+    section: ClassVar[str] = "worker"
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.MODEL: (
             "model",
@@ -117,21 +120,27 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     needs_master: ClassVar[bool] = True
     """Whether several ranks need an address to meet at; a launcher chooses it."""
 
-    reference_names: ClassVar[Mapping[str, str]] = {
+    reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
         "language_model_only": "VLLM_RBLN_DISABLE_MM",
-        "backend": "VLLM_SPYRE_DYNAMO_BACKEND",
+        "backend": ("VLLM_SPYRE_DYNAMO_BACKEND", "SENDNN_INFERENCE_DYNAMO_BACKEND"),
         "compile_strict": "VLLM_RBLN_COMPILE_STRICT_MODE",
         "compile_only": "VLLM_RBLN_COMPILE_ONLY",
         "enable_warm_up": "VLLM_RBLN_ENABLE_WARM_UP",
         "compile_cache_root": "VLLM_CACHE_ROOT",
         "compile_cache_dir": "TORCH_SENDNN_CACHE_DIR",
         "compile_cache": "TORCH_SENDNN_CACHE_ENABLE",
-        "require_precompiled": "VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS",
+        "require_precompiled": (
+            "VLLM_SPYRE_REQUIRE_PRECOMPILED_DECODERS",
+            "SENDNN_INFERENCE_REQUIRE_PRECOMPILED_DECODERS",
+        ),
         "rbln_use_device_tensor": "VLLM_RBLN_USE_DEVICE_TENSOR",
-        "rbln_num_devices_per_local_rank": "VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK",
-        "rbln_use_custom_kernel": "RBLN_USE_CUSTOM_KERNEL",
+        "rbln_num_devices_per_local_rank": ("VLLM_RBLN_NUM_DEVICES_PER_LOCAL_RANK", "VLLM_RBLN_TP_SIZE"),
+        "rbln_use_custom_kernel": ("RBLN_USE_CUSTOM_KERNEL", "VLLM_RBLN_USE_CUSTOM_KERNEL"),
         "rbln_moe_use_opt_kernel": "VLLM_RBLN_MOE_USE_OPT_KERNEL",
         "rbln_moe_custom_kernel": "VLLM_RBLN_MOE_CUSTOM_KERNEL",
+        "kv_memory": "VLLM_CPU_KVCACHE_SPACE",
+        "grammar_cache_mib": "VLLM_XGRAMMAR_CACHE_MB",
+        "log_level": "VLLM_LOGGING_LEVEL",
     }
     reference_opposites: ClassVar[Mapping[str, str]] = {"compile_cache": "VLLM_DISABLE_COMPILE_CACHE"}
 
@@ -327,10 +336,11 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             raise ValueError(
                 "VLLM_PP_LAYER_PARTITION is not supported; unset it, and stages get layers evenly"
             )
-        if count > 1 and os.environ.get("RBLN_PROFILER", "0") not in {"", "0"}:
-            raise ValueError(
-                f"RBLN_PROFILER works in one process, and this replica has {count}; unset it or use one rank"
-            )
+        for name in _PROFILERS:
+            if count > 1 and os.environ.get(name, "").lower() not in {"", "0", "false"}:
+                raise ValueError(
+                    f"{name} works in one process, and this replica has {count}; unset it or use one rank"
+                )
         if self.needs_master and count > 1 and not (self.master and self.replica_id):
             raise ValueError(
                 f"a replica of {count} ranks needs --master host:port, where rank 0 listens for the others,"

@@ -18,9 +18,11 @@ from pydantic_settings import SettingsConfigDict
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.service_flags import scheduler_flags, worker_flags
 from deploy.launcher.settings import LaunchSettings
+from deploy.vllm_flags.dialect import VllmDialect
+from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import configure
-from protos.settings import load
+from protos.settings import CONFIG_VARIABLE, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings as WorkerSettings
@@ -57,10 +59,12 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0; 2 for a bad setting or a graph that does not compile.
     """
     try:
-        settings = load(CompileSettings, argv)
+        settings = load(CompileSettings, argv, VllmDialect())
         if settings.layout.world_size > 1 and "rank" not in settings.model_fields_set:
             return _compile_all(settings.layout.world_size, sys.argv[1:] if argv is None else argv)
         configure("compile", level=settings.log_level, log_format="console")
+        check_for_service(os.environ)
+        os.environ.pop(CONFIG_VARIABLE, None)  # all its settings become flags of the services
         silence_libraries()
         print(_compile(settings))
     except ConfigurationRefused as error:

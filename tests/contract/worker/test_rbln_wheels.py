@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,10 @@ def test_head_sizes_are_those_of_the_kernels(wheel: Wheel) -> None:
 
 def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None:
     """An existing deployment's environment keeps its meaning."""
+    from protos.settings import reference_variables
     from worker_svc.settings import Settings
 
-    name = Settings.reference_names["rbln_use_custom_kernel"]
+    name, _ = reference_variables(Settings, "rbln_use_custom_kernel")
     assert f"os.environ.get('{name}', 'False')" in ast.unparse(wheel.modules["vllm_rbln/envs.py"])
 
 
@@ -280,3 +282,18 @@ def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:
     assert passed - {"guard_filter_fn"} <= {*taken}
     if is_newest(wheel):
         assert passed - {"guard_filter_fn"} == {*taken}
+
+
+def test_every_variable_of_the_plugin_has_a_row(wheel: Wheel) -> None:
+    """`triptych doctor` and the services know what each of its variables does here."""
+    from protos.environment.table import VARIABLES
+
+    envs = [module for name, module in wheel.modules.items() if name.endswith("envs.py")]
+    named = {
+        node.value
+        for module in envs
+        for node in ast.walk(module)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert envs
+    assert {name for name in named if re.fullmatch(r"(VLLM_)?RBLN_[A-Z0-9_]+", name)} <= VARIABLES.keys()

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
-from protos.settings import Group, ServiceSettings, declared, fixed_fields, group_of
+from protos.settings import Group, ServiceSettings, declared, fixed_fields, group_of, reference_variables
 from scheduler_svc.settings import Settings as SchedulerSettings
 from tests.support.docs.pages import NOTICE, anchor, page, table
 from worker_svc.settings import Settings as WorkerSettings
@@ -101,8 +101,8 @@ def _row(cls: type[ServiceSettings], name: str, field: FieldInfo) -> tuple[str, 
     shortcuts: dict[str, Any] = dict(cls.model_config.get("cli_shortcuts") or {})
     short = shortcuts.get(flag[2:])
     names = [flag, *([f"-{short}"] if short else []), f"TRIPTYCH_{name.upper()}"]
-    alias, opposite = (declared(cls, kind).get(name) for kind in ("reference_names", "reference_opposites"))
-    shown = "<br>".join(f"`{text}`" for text in (*names, *([alias] if alias else [])))
+    opposite = declared(cls, "reference_opposites").get(name)
+    shown = "<br>".join(f"`{text}`" for text in (*names, *reference_variables(cls, name)))
     if opposite:
         shown += f"<br>`{opposite}=1` turns it off"
     return shown, kind_of(field), _default(field), field.description or ""

@@ -1,0 +1,32 @@
+"""What every command does with a variable that is refused."""
+
+import importlib
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "flags"),
+    [
+        ("gateway", "gateway.__main__", []),
+        ("scheduler", "scheduler_svc.__main__", []),
+        ("worker", "worker_svc.__main__", ["--model=x"]),
+        ("compile", "deploy.commands.compile", []),
+        ("up", "deploy.commands.up", []),
+    ],
+)
+def test_a_refused_variable_stops_the_start(
+    command: str,
+    module: str,
+    flags: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With exit code 2 and one line that says what to change."""
+    monkeypatch.setenv("VLLM_RBLN_USE_VLLM_MODEL", "0")
+    monkeypatch.setattr("structlog.configure", lambda **_: None)
+    assert importlib.import_module(module).main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"triptych {command}: VLLM_RBLN_USE_VLLM_MODEL=0 is not supported: 1 is the only path"
+    )
