@@ -10,6 +10,7 @@
     ├── Overloaded             queues are full; retry later
     ├── Unavailable            no replica is ready; retry later
     ├── TimedOut               the request waited longer than a setting allows; retry later
+    ├── Unauthenticated        the call lacks the service token of the peer
     ├── SchemaMismatch         the two ends were built from different schemas
     ├── ConfigurationRefused   settings that do not work together or on this device
     ├── Unimplemented          a method that this build does not serve
@@ -120,6 +121,17 @@ class TimedOut(TriptychError):
     retryable = True
 
 
+class Unauthenticated(TriptychError):
+    """The call lacks the service token of the peer.
+
+    HTTP clients cannot help it: for them the service is unavailable until the tokens agree.
+    """
+
+    code = pb.ERROR_CODE_UNAUTHENTICATED
+    grpc_code = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 503
+
+
 class SchemaMismatch(TriptychError):
     """The peer was built from another revision of the schema."""
 
@@ -161,7 +173,7 @@ _BY_CODE: dict[int, type[TriptychError]] = {
     cls.code: cls
     for cls in (
         InvalidArgument, Unsupported, ContextExceeded, NotFound, Overloaded, Unavailable, TimedOut,
-        SchemaMismatch, ConfigurationRefused, Unimplemented, Aborted, Internal,
+        Unauthenticated, SchemaMismatch, ConfigurationRefused, Unimplemented, Aborted, Internal,
     )
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from protos.errors import ConfigurationRefused
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.overload.call_limit import CallLimit
+from protos.security.links import PLAIN, LinkSecurity
 from protos.wire import MAX_SOCKET_PATH_BYTES, SERVER_OPTIONS, unix_address
 
 
@@ -41,6 +42,7 @@ class Server:
         register: Callable[[grpc.aio.Server], None],
         *,
         max_concurrent_rpcs: int = MAX_CONCURRENT_RPCS,
+        security: LinkSecurity = PLAIN,
     ) -> None:
         """Prepares the server.
 
@@ -48,10 +50,13 @@ class Server:
             service_names: full names of the services, for health and reflection ("triptych.v1.Inference").
             register: adds the servicers; called once.
             max_concurrent_rpcs: calls that may run at once.
+            security: what connections and calls must have.
         """
         self._names = tuple(service_names)
-        limit = CallLimit(max_concurrent_rpcs)
-        self._server = grpc.aio.server(interceptors=(limit,), options=SERVER_OPTIONS)
+        self._security = security
+        # Refused calls take no place among those that may run.
+        interceptors = (*security.interceptors(), CallLimit(max_concurrent_rpcs))
+        self._server = grpc.aio.server(interceptors=interceptors, options=SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         register(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -83,11 +88,12 @@ class Server:
             # Try a plain socket first: gRPC prints an internal trace when it cannot bind.
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             socket.create_server((host, port), family=family).close()
-            self.port = self._server.add_insecure_port(address)
+            self.port = self._security.add_port(self._server, address)
         except (OSError, RuntimeError) as error:
             raise ConfigurationRefused(
                 f"cannot listen on {address}: {error}; choose another host or port"
             ) from error
+        self._security.warn_if_open(host)
         await self._server.start()
         return self.port
 
@@ -104,6 +110,8 @@ class Server:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.bind(str(path))
             self._server.add_insecure_port(unix_address(path))
+            # Whoever can write to the file can call; the umask decides about the group.
+            path.chmod(path.stat().st_mode & ~0o007)
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise ConfigurationRefused(

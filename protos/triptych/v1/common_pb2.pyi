@@ -56,6 +56,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     """A method that this build does not serve."""
     ERROR_CODE_TIMED_OUT: _ErrorCode.ValueType  # 12
     """The scheduler's --queue-timeout-s or --token-timeout-s has passed. Retryable."""
+    ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 13
+    """The call has no service token, or another one than the service that is called."""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """Why a request failed, for programs. Unary and server-streaming calls carry it as a detail of the gRPC
@@ -88,6 +90,8 @@ ERROR_CODE_UNIMPLEMENTED: ErrorCode.ValueType  # 11
 """A method that this build does not serve."""
 ERROR_CODE_TIMED_OUT: ErrorCode.ValueType  # 12
 """The scheduler's --queue-timeout-s or --token-timeout-s has passed. Retryable."""
+ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 13
+"""The call has no service token, or another one than the service that is called."""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 class _FinishReason:

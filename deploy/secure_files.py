@@ -1,0 +1,227 @@
+"""Makes what a secure deployment needs: certificates, a service token and an API key.
+
+The key of the CA is never written: it signs two certificates and is forgotten. New files therefore have a new
+CA.
+"""
+
+import contextlib
+import datetime as dt
+import ipaddress
+import os
+import secrets
+import socket
+import ssl
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    # Imported late: most commands need no cryptography.
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+
+SERVICE_NAME: Final = "triptych.internal"
+"""The name that the certificate of all services has: ``--grpc-tls-name``."""
+
+_VALID: Final = dt.timedelta(days=397)
+_RENEW_BEFORE: Final = dt.timedelta(days=30)
+# Clocks differ between machines.
+_EARLIER: Final = dt.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class SecureFiles:
+    """Where the files are."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        """The CA's certificate, for all clients. It is no secret."""
+        return self.folder / "ca.pem"
+
+    @property
+    def service_cert(self) -> Path:
+        """The certificate of the services between one another."""
+        return self.folder / "service.pem"
+
+    @property
+    def service_key(self) -> Path:
+        """Its key."""
+        return self.folder / "service-key.pem"
+
+    @property
+    def http_cert(self) -> Path:
+        """The certificate of the HTTP API."""
+        return self.folder / "http.pem"
+
+    @property
+    def http_key(self) -> Path:
+        """Its key."""
+        return self.folder / "http-key.pem"
+
+    @property
+    def service_token(self) -> Path:
+        """The token that the services share."""
+        return self.folder / "service-token"
+
+    @property
+    def api_key(self) -> Path:
+        """The first key of the HTTP API."""
+        return self.folder / "api-key"
+
+
+def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
+    """Makes the files that a folder lacks, and new certificates if they expire within 30 days.
+
+    Args:
+        folder: the folder; it is created for its owner alone.
+        hosts: further names and addresses of the HTTP API, beside this machine's.
+
+    Raises:
+        OSError: the folder cannot be written.
+        ModuleNotFoundError: cryptography is not installed.
+    """
+    files = SecureFiles(folder)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for secret in (files.service_token, files.api_key):
+        if not secret.exists():
+            _write(secret, f"{secrets.token_urlsafe(32)}\n".encode())
+    names = list(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1", socket.gethostname()]))
+    if not _are_valid(files, names):
+        _make_certificates(files, names)
+    return files
+
+
+def _make_certificates(files: SecureFiles, names: Sequence[str]) -> None:
+    from cryptography.x509.oid import ExtendedKeyUsageOID
+
+    ca = issue(f"Triptych CA {secrets.token_hex(4)}")
+    both = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
+    service = issue(SERVICE_NAME, (SERVICE_NAME, "localhost", "127.0.0.1", "::1"), both, ca)
+    http = issue("Triptych HTTP API", names, both[:1], ca)
+    _write(files.service_key, service.key_pem)
+    _write(files.http_key, http.key_pem)
+    _write(files.service_cert, service.pem)
+    _write(files.http_cert, http.pem)
+    _write(files.ca, ca.pem)
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A certificate and its key."""
+
+    certificate: "x509.Certificate"
+    key: "EllipticCurvePrivateKey"
+
+    @property
+    def pem(self) -> bytes:
+        """The certificate's file."""
+        from cryptography.hazmat.primitives.serialization import Encoding
+
+        return self.certificate.public_bytes(Encoding.PEM)
+
+    @property
+    def key_pem(self) -> bytes:
+        """The key's file, unencrypted."""
+        from cryptography.hazmat.primitives import serialization as form
+
+        return self.key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+
+
+def issue(
+    subject: str,
+    names: Sequence[str] = (),
+    usages: Sequence["x509.ObjectIdentifier"] = (),
+    issuer: Issued | None = None,
+    *,
+    lasts: dt.timedelta = _VALID,
+) -> Issued:
+    """Returns a new certificate; a CA's if it has no issuer.
+
+    Args:
+        subject: its common name.
+        names: host names and addresses that it is for.
+        usages: what it is for.
+        issuer: the CA that signs it.
+        lasts: how long from now on.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
+    signer, issuer_name = (key, name) if issuer is None else (issuer.key, issuer.certificate.subject)
+    now = dt.datetime.now(dt.UTC)
+    is_ca = issuer is None
+    usage = {
+        "digital_signature": not is_ca, "key_cert_sign": is_ca, "crl_sign": is_ca, "content_commitment": False,
+        "key_encipherment": False, "data_encipherment": False, "key_agreement": False,
+        "encipher_only": False, "decipher_only": False,
+    }  # fmt: skip
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(issuer_name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLIER)
+        .not_valid_after(now + lasts)
+        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=0 if is_ca else None), critical=True)
+        .add_extension(x509.KeyUsage(**usage), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+        )
+    )
+    if names:
+        general = [_general_name(text) for text in names]
+        builder = builder.add_extension(x509.SubjectAlternativeName(general), critical=False)
+    if usages:
+        builder = builder.add_extension(x509.ExtendedKeyUsage(list(usages)), critical=False)
+    return Issued(builder.sign(signer, hashes.SHA256()), key)
+
+
+def _general_name(text: str) -> "x509.GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        return x509.DNSName(text)
+
+
+def _are_valid(files: SecureFiles, names: Iterable[str]) -> bool:
+    """Whether all certificates are there, belong together, last for a while, and have the names."""
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        ca, *signed = (
+            x509.load_pem_x509_certificate(path.read_bytes())
+            for path in (files.ca, files.service_cert, files.http_cert)
+        )
+        for certificate in signed:
+            certificate.verify_directly_issued_by(ca)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files.service_cert, files.service_key)
+        context.load_cert_chain(files.http_cert, files.http_key)
+    except (OSError, ValueError, InvalidSignature):
+        return False
+    soon = dt.datetime.now(dt.UTC) + _RENEW_BEFORE
+    has = signed[-1].extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    lasting = all(one.not_valid_after_utc > soon for one in (ca, *signed))
+    return lasting and {_general_name(name) for name in names} <= set(has)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replaces a file at once by one that only its owner can read."""
+    new = path.with_name(f".{path.name}.new")
+    with contextlib.suppress(FileNotFoundError):
+        new.unlink()
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    new.replace(path)
