@@ -1,21 +1,27 @@
 """The HTTP application: routes, middleware, error handlers, and the lifespan of the scheduler client."""
 
+import asyncio
 import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from typing import Final
+from typing import Any, Final
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import version
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
+from gateway.keys.guard import KeyGuard
+from gateway.keys.key_ring import KeyRing
+from gateway.keys.usage import KeyUsage
 from gateway.messages import routes as messages
 from gateway.metrics import Metrics
+from gateway.responses import routes as responses
 from gateway.routes import chat, completions, loras, models, ops, tokenize
 from gateway.routes.context import Context
 from gateway.routes.pooling import classification, embeddings, scoring
@@ -60,17 +66,24 @@ def create_app(
     """
     watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=_preparation(settings))
     metrics = Metrics(
-        lambda: watcher.model_name, lambda: client.num_pending, lambda: len(client.parking), client.unread
+        lambda: watcher.model_name,
+        lambda: client.num_pending,
+        lambda: len(client.parking),
+        client.unread,
+        lambda: watcher.max_model_len,
     )
     text_worker = TextWorker(settings.max_waiting_texts)
+    keys = KeyRing.of(settings, clock)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await client.start()
         watcher.start()
+        watching = asyncio.create_task(keys.watch.run(), name="watch-key-file")
         try:
             yield
         finally:
+            watching.cancel()
             await watcher.close()
             await client.close()
             text_worker.close()
@@ -85,12 +98,36 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.context = Context(
-        settings, client, watcher, metrics, text_worker, new_id=new_id, clock=clock, wall_clock=wall_clock
+        settings,
+        client,
+        watcher,
+        metrics,
+        text_worker,
+        keys,
+        new_id=new_id,
+        clock=clock,
+        wall_clock=wall_clock,
     )
-    for family in (chat, completions, messages, embeddings, scoring, classification, models, loras, tokenize, ops):
+    for family in (
+        chat,
+        completions,
+        messages,
+        responses,
+        embeddings,
+        scoring,
+        classification,
+        models,
+        loras,
+        tokenize,
+        ops,
+    ):
         app.include_router(family.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    # The middleware that is added last runs first.
+    app.add_middleware(KeyGuard, keys=keys, usage=KeyUsage(metrics.registry))
+    if settings.allowed_origins:
+        app.add_middleware(CORSMiddleware, **_cross_origin(settings))
     app.add_middleware(
         RequestMiddleware,
         metrics=metrics,
@@ -100,6 +137,17 @@ def create_app(
         clock=clock,
     )
     return app
+
+
+def _cross_origin(settings: Settings) -> dict[str, Any]:
+    """Returns the arguments of the middleware that lets web pages of other origins call the API."""
+    return {
+        "allow_origins": settings.allowed_origins,
+        "allow_methods": settings.allowed_methods,
+        "allow_headers": settings.allowed_headers,
+        "allow_credentials": settings.allow_credentials,
+        "expose_headers": ("*",),
+    }
 
 
 def _preparation(settings: Settings) -> Callable[[TextCodec], None]:

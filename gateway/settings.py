@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS
+from gateway.security_settings import SecuritySettings
 from protos.logs import LogFormat, LogLevel
 from protos.security.settings import CallSecuritySettings
 from protos.settings import Group
@@ -17,11 +18,12 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 _VLLM_PARSER = re.compile(r"vllm:[\w.-]+")
 
 
-class Settings(CallSecuritySettings):
+class Settings(CallSecuritySettings, SecuritySettings):
     """Serves the HTTP API of one scheduler."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych gateway")
 
+    section: ClassVar[str] = "gateway"
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.HTTP_API: (
             "tool_call_parser",
@@ -31,7 +33,6 @@ class Settings(CallSecuritySettings):
             "max_prompts",
             "max_inputs",
             "max_pooled_values",
-            "admin_api_key",
             "model_poll_s",
             "keep_alive_s",
             "max_parked_requests",
@@ -103,14 +104,6 @@ class Settings(CallSecuritySettings):
             " for tasks of tokens, times the size of a vector.",
         ),
     ] = 8 * 1024 * 1024
-    admin_api_key: Annotated[
-        SecretStr | None,
-        Field(
-            min_length=1,
-            description="Key that lets clients load and unload LoRA adapters, as bearer token. Without it, these"
-            " routes answer 403. Prefer the variable: other users of the machine see flags.",
-        ),
-    ] = None
     resume_timeout_s: Annotated[
         float,
         Field(ge=0, le=3600, description="How long running requests wait for a lost scheduler, seconds."),

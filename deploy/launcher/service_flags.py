@@ -1,5 +1,6 @@
 """Translates the launcher's settings into the command line of each service."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from pydantic import BaseModel, SecretStr
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
-from protos.settings import ServiceSettings
+from protos.settings import ServiceSettings, is_secret
 from protos.wire import unix_address
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
@@ -147,17 +148,24 @@ def _given_flags(
     """
     given = [name for name in service.model_fields if name in settings.model_fields_set]
     values = {name: getattr(settings, name) for name in given} | launcher_values
-    shown = {name: value for name, value in values.items() if not isinstance(value, SecretStr)}
+    shown = {name: value for name, value in values.items() if not is_secret(service, name)}
     return [_flag(name, value) for name, value in shown.items() if value is not None]
 
 
-def secrets_of(settings: ServiceSettings) -> dict[str, str]:
-    """Returns the variables of the secret settings: other users of the machine would see flags."""
+def secrets_of(settings: ServiceSettings, service: type[ServiceSettings]) -> dict[str, str]:
+    """Returns the variables of a service's secret settings: other users of the machine would see flags."""
     return {
-        f"TRIPTYCH_{name.upper()}": value.get_secret_value()
+        f"TRIPTYCH_{name.upper()}": _secret(getattr(settings, name))
         for name in settings.model_fields_set
-        if isinstance(value := getattr(settings, name), SecretStr)
+        if is_secret(service, name) and getattr(settings, name)
     }
+
+
+def _secret(value: SecretStr | tuple[SecretStr, ...]) -> str:
+    """Returns the text of a variable: that of one secret, or a JSON list of several."""
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return json.dumps([each.get_secret_value() for each in value])
 
 
 def _flag(name: str, value: object) -> str:

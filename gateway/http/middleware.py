@@ -4,22 +4,28 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import ClientGone, PayloadTooLarge, RequestTooSlow, error_response, internal
+from gateway.http.errors import (
+    ClientGone,
+    PayloadTooLarge,
+    RequestTooSlow,
+    error_code,
+    error_response,
+    internal,
+)
+from gateway.http.security_headers import security_headers
 from gateway.metrics import Metrics
-from protos.errors import InvalidArgument
-from protos.limits import MAX_NAME_BYTES
 from protos.logs import bind_request, get_logger
 
 _ACCESS_FIELDS: Final = "triptych.access"
+_HEADERS: Final = "triptych.headers"
+_STATUS: Final = "triptych.status"
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-TENANT_HEADER: Final = "x-tenant"
-
 # Machines poll these every few seconds, so they are logged at debug level only.
 _QUIET: Final = frozenset({"/health", "/metrics"})
 
@@ -42,27 +48,24 @@ def request_id_of(headers: Headers, new_id: Callable[[], str]) -> str:
     return given if _REQUEST_ID.fullmatch(given) else new_id()
 
 
-def tenant_of(headers: Headers) -> str:
-    """Returns the tenant that the scheduler accounts the request to; empty for the common tenant.
+def add_headers(scope: MutableMapping[str, Any], make: Callable[[], list[tuple[bytes, bytes]]]) -> None:
+    """Adds headers to the request's answer; ``make`` is called when the answer begins."""
+    scope[_HEADERS] = make
 
-    Raises:
-        InvalidArgument: if the header appears twice, is too long, or is not printable UTF-8.
-    """
-    given = headers.getlist(TENANT_HEADER)
-    if not given:
-        return ""
-    if len(given) > 1:
-        raise InvalidArgument("there are several X-Tenant headers; send one", param="X-Tenant")
-    raw = given[0].encode("latin-1")
-    if len(raw) > MAX_NAME_BYTES:
-        raise InvalidArgument(f"X-Tenant is longer than {MAX_NAME_BYTES} bytes; shorten it", param="X-Tenant")
-    try:
-        tenant = raw.decode()
-    except UnicodeDecodeError:
-        raise InvalidArgument("X-Tenant is not UTF-8", param="X-Tenant") from None
-    if not tenant.isprintable():
-        raise InvalidArgument("X-Tenant has unprintable characters; remove them", param="X-Tenant")
-    return tenant
+
+class Outcome(NamedTuple):
+    """How a request has ended."""
+
+    status: int
+    """0 if there was no answer."""
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def outcome_of(scope: MutableMapping[str, Any]) -> Outcome:
+    """Returns how the request has ended, as far as its answer has been noted."""
+    noted = scope.get(_ACCESS_FIELDS, {})
+    return Outcome(scope.get(_STATUS, 0), noted.get("prompt_tokens", 0), noted.get("completion_tokens", 0))
 
 
 class RequestMiddleware:
@@ -101,8 +104,10 @@ class RequestMiddleware:
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                status = scope[_STATUS] = message["status"]
+                given = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                more = scope[_HEADERS]() if _HEADERS in scope else ()
+                message["headers"] = [*given, *more, *security_headers(given)]
             await send(message)
 
         with bind_request(request_id), self._metrics.http_in_flight.track_inprogress():
@@ -165,7 +170,8 @@ class RequestMiddleware:
 
     def _record(self, scope: MutableMapping[str, Any], status: int, began: float) -> None:
         route = getattr(scope.get("route"), "path", None) or "other"
-        self._metrics.answered(route, scope["method"], status)
+        seconds, error = self._clock() - began, error_code(scope)
+        self._metrics.answered(route, scope["method"], status, seconds, error)
         write = self._log.debug if scope["path"] in _QUIET else self._log.info
         write(
             "request",
@@ -173,6 +179,7 @@ class RequestMiddleware:
             path=scope["path"],
             # 0: the client disconnected before there was a status.
             status=status,
-            ms=round((self._clock() - began) * 1000, 1),
+            ms=round(seconds * 1000, 1),
+            **({} if error is None else {"error": error}),
             **scope.get(_ACCESS_FIELDS, {}),
         )

@@ -12,7 +12,9 @@ from gateway.answers.generation import Delta, Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
 from gateway.answers.streaming import EVENT_STREAM, EventStream, StreamWriter, collect
-from gateway.http.middleware import note, tenant_of
+from gateway.http.middleware import note
+from gateway.keys.caller import account_of
+from gateway.keys.limits import charge
 from gateway.routes.answer_beginning import AnswerBeginning, begin_answer, submit
 from gateway.routes.context import context_of, generating_model
 from gateway.routes.request_builder import bad_word_tokens, encode_chat, generate_requests, truncated
@@ -188,8 +190,8 @@ async def _begin(
 ) -> Generation:
     """Submits ``prompts`` to the scheduler."""
     context = context_of(request)
-    tenant = tenant_of(request.headers)
-    note(request.scope, tenant=tenant or None)
+    account = account_of(request, body.priority, body.cache_salt)
+    note(request.scope, tenant=account.tenant or None)
     bad_words = await context.text_worker.run(
         sum(map(len, body.bad_words)), lambda: bad_word_tokens(served.text, body.bad_words)
     )
@@ -198,10 +200,11 @@ async def _begin(
         body,
         prompts,
         unique_wire_id(request),
-        tenant=tenant,
+        account=account,
         bad_words=bad_words,
         constraint=form.constraint,
     )
+    charge(request.scope, sum(map(len, prompts)))
     return Generation.begin(
         submit(context.client, requests, beginning),
         body,

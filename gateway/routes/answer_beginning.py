@@ -6,7 +6,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from gateway.answers.resumable import LAST_EVENT_ID, MAX_CHOICES, Position, digest_of, position_of
-from gateway.http.middleware import tenant_of
+from gateway.keys.caller import account_of
 from gateway.routes.context import context_of
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.pending_request import RequestGroup
@@ -57,7 +57,7 @@ async def begin_answer(
             param="stream_options.resumable",
         )
     position = position_of(request.headers, id_prefix, num_choices)
-    content, tenant, path = await request.body(), tenant_of(request.headers), request.url.path
+    content, tenant, path = await request.body(), account_of(request).tenant, request.url.path
     digest = await context.text_worker.run(len(content), lambda: digest_of(path, tenant, content))
     if position is None:
         answer_id, created = id_prefix + context.new_id(), int(context.wall_clock())

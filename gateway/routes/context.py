@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from gateway.answers.streaming import while_client_waits
 from gateway.http.middleware import note
+from gateway.keys.key_ring import KeyRing
 from gateway.metrics import Metrics
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModel, ServedModelWatcher
@@ -29,6 +30,7 @@ class Context:
     watcher: ServedModelWatcher
     metrics: Metrics
     text_worker: TextWorker
+    keys: KeyRing
     new_id: Callable[[], str]
     """Makes ids of answers and requests."""
     clock: Callable[[], float]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from gateway.keys.caller import NO_ACCOUNT, Account
 from gateway.quoting import quote
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import Message
@@ -238,7 +239,7 @@ def generate_requests(
     prompts: Sequence[Sequence[int]],
     request_id: str,
     *,
-    tenant: str = "",
+    account: Account = NO_ACCOUNT,
     bad_words: Sequence[Sequence[int]] = (),
     constraint: pb.StructuredOutput | None = None,
 ) -> list[inference.GenerateRequest]:
@@ -249,7 +250,7 @@ def generate_requests(
         body: the HTTP request; each prompt is continued ``n`` times.
         prompts: token ids, one list per prompt.
         request_id: unique in this process; several prompts append their index to it.
-        tenant: the tenant that the scheduler accounts the requests to.
+        account: how the scheduler treats the requests.
         bad_words: see :func:`bad_word_tokens`.
         constraint: see :func:`sampling_of`.
 
@@ -267,9 +268,9 @@ def generate_requests(
             prompt_token_ids=prompt,
             sampling=sampling,
             n=body.n if body.n > 1 else None,
-            priority=body.priority,
-            tenant=tenant,
-            cache_salt=body.cache_salt or "",
+            priority=account.priority,
+            tenant=account.tenant,
+            cache_salt=account.cache_salt,
             model=served.model.served_name,
             lora_name=served.adapter_of(body.model),
         )

@@ -12,7 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.streaming import while_client_waits
-from gateway.http.middleware import note, tenant_of
+from gateway.http.middleware import note
+from gateway.keys.caller import account_of
+from gateway.keys.limits import charge
 from gateway.routes.answer import unique_wire_id
 from gateway.routes.context import Context, context_of
 from gateway.scheduler_link.served_model import ServedModel
@@ -115,8 +117,9 @@ class PoolCall:
         self._check_lengths(inputs, param)
         self._check_values(inputs, pb.PoolingParams(task=task, dimensions=dimensions or 0), param)
         scope, started = self.request.scope, self.request.scope["triptych.arrived"]
-        tenant, request_id = tenant_of(self.request.headers), unique_wire_id(self.request)
-        note(scope, tenant=tenant or None)
+        account, request_id = account_of(self.request, self.body.priority), unique_wire_id(self.request)
+        note(scope, tenant=account.tenant or None)
+        charge(scope, sum(len(each.token_ids) for each in inputs))
         types = self.served.model.pooling.token_types
         requests = [
             inference.PoolRequest(
@@ -124,8 +127,8 @@ class PoolCall:
                 prompt_token_ids=each.token_ids,
                 task=task,
                 use_activation=use_activation,
-                priority=self.body.priority,
-                tenant=tenant,
+                priority=account.priority,
+                tenant=account.tenant,
                 model=self.served.model.served_name,
                 dimensions=dimensions or 0,
                 second_text_at=each.second_text_at if types else 0,
@@ -135,8 +138,10 @@ class PoolCall:
         answers = self.context.client.pool(requests, vector_size=self.served.model.pooled_size)
         responses = await while_client_waits(self.request.receive, answers)
         note(scope, prompt_tokens=sum(len(each.token_ids) for each in inputs))
-        for each in inputs:
-            self.context.metrics.finished("stop", len(each.token_ids), self.context.clock() - started)
+        seconds = self.context.clock() - started
+        for each, response in zip(inputs, responses, strict=True):
+            engine = self.context.metrics.engine(response.replica_id)
+            engine.finished("stop", seconds, prompt=len(each.token_ids))
         return responses
 
     def _check_lengths(self, inputs: Sequence[PoolInput], param: str) -> None:

@@ -17,7 +17,9 @@ SERVICES = [GatewaySettings, SchedulerSettings, WorkerSettings]
 @pytest.mark.parametrize("cls", SERVICES, ids=lambda cls: cls.__module__)
 def test_every_field_has_one_heading(cls: type[ServiceSettings]) -> None:
     """The groups name each field once, and nothing else."""
-    named = [field for fields in cls.groups.values() for field in fields]
+    named = [
+        field for base in cls.__mro__ for fields in vars(base).get("groups", {}).values() for field in fields
+    ]
     assert sorted(named) == sorted(cls.model_fields)
 
 
@@ -39,7 +41,9 @@ def test_help_prints_each_flag_under_its_heading(
     headings = [
         Group(heading) for heading in re.findall(r"^(\w.*):$", text, re.MULTILINE) if heading != "options"
     ]
-    assert headings == [group for group in Group if group in cls.groups]
+    assert headings == [
+        group for group in Group if group in {group_of(cls, name) for name in cls.model_fields}
+    ]
     for name, field in cls.model_fields.items():
         flag = f"\n  --{name.replace('_', '-')}"
         group = group_of(cls, name)

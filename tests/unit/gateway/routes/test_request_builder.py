@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.keys.caller import Account
 from gateway.routes.request_builder import (
     check_length,
     encode_chat,
@@ -128,10 +129,11 @@ def test_a_prompt_without_tokens_is_refused(served: ServedModel) -> None:
 
 def test_wire_requests_have_separate_ids(served: ServedModel) -> None:
     """The prompts of one body differ in their index."""
-    body = body_of(prompt=["a", "b"], priority=-3, cache_salt="s")
-    one, two = generate_requests(served, body, [[1], [2, 3]], "id")
+    account = Account("acme", -3, "s")
+    body = body_of(prompt=["a", "b"])
+    one, two = generate_requests(served, body, [[1], [2, 3]], "id", account=account)
     assert (one.request_id, two.request_id) == ("id-0", "id-1")
-    assert (one.priority, one.cache_salt, one.model) == (-3, "s", "smol")
+    assert (one.tenant, one.priority, one.cache_salt, one.model) == ("acme", -3, "s", "smol")
     assert list(two.prompt_token_ids) == [2, 3]
     assert generate_requests(served, body, [[1]], "id")[0].request_id == "id"
 

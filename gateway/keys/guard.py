@@ -1,0 +1,118 @@
+"""The door of the API: middleware that lets requests pass only with a key, within its limits."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http.errors import Forbidden, Unauthorized, error_response
+from gateway.http.middleware import add_headers, note, outcome_of
+from gateway.keys.caller import caller_of, set_caller
+from gateway.keys.key_ring import Key, KeyRing
+from gateway.keys.limits import set_admission
+from gateway.keys.usage import KeyUsage
+from protos.errors import Overloaded
+
+OPEN_PATHS: Final = frozenset({
+    "/health", "/live", "/ready", "/ping", "/version", "/metrics", "/docs", "/redoc", "/openapi.json",
+})  # fmt: skip
+"""Paths that need no key: they show neither prompts nor answers, and probes and scrapers have no keys."""
+
+_KEY_HEADER: Final = "x-api-key"
+
+
+def shown_keys(headers: Headers) -> Iterator[str]:
+    """Yields the keys that a request shows: as bearer token, as Anthropic's clients do, or both."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        yield _text(token.strip())
+    if key := headers.get(_KEY_HEADER, "").strip():
+        yield _text(key)
+
+
+def _text(value: str) -> str:
+    # Headers are decoded as latin-1, whatever their bytes are; keys are UTF-8.
+    return value.encode("latin-1").decode("utf-8", "surrogateescape")
+
+
+def check_admin(request: Request, keys: KeyRing) -> None:
+    """Lets only requests with admin rights pass.
+
+    Raises:
+        Forbidden: if no key has them, or the request's key has not.
+        Unauthorized: if the request shows no key, or a wrong one.
+    """
+    caller = caller_of(request)
+    if caller.is_admin:
+        return
+    if not keys.has_admin:
+        raise Forbidden(
+            f"{request.url.path} needs a key with admin rights and there is none; start the gateway with"
+            " --admin-api-key, or with 'admin: true' for a key of --api-key-file"
+        )
+    if caller.name:
+        raise Forbidden(f"the key '{caller.name}' has no admin rights; use one that has them")
+    raise _refusal(request.headers)
+
+
+def _refusal(headers: Headers) -> Unauthorized:
+    if next(shown_keys(headers), None) is None:
+        return Unauthorized("the API key is missing; send 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+    return Unauthorized("the API key is wrong; send one that this gateway knows")
+
+
+class KeyGuard:
+    """Wraps the application. Refusals come before the body is read."""
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, usage: KeyUsage) -> None:
+        """Wraps ``app``."""
+        self._app = app
+        self._keys = keys
+        self._usage = usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handles one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        key = self._keys.find(shown_keys(headers))
+        if key is not None:
+            set_caller(scope, key.caller)
+            note(scope, key=key.caller.name)
+            await self._run(key, scope, receive, send)
+        elif self._keys.guards and _path(scope) not in OPEN_PATHS:
+            await error_response(_refusal(headers), path=scope["path"])(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _run(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs a request within its key's limits, and counts what it uses."""
+        admission = None
+        if key.limiter is not None and scope["method"] == "POST":
+            add_headers(scope, key.limiter.headers)
+            try:
+                admission = key.limiter.admit()
+            except Overloaded as error:
+                await error_response(error, path=scope["path"])(scope, receive, send)
+                self._usage.count(key.caller.name, outcome_of(scope))
+                return
+            set_admission(scope, admission)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            outcome = outcome_of(scope)
+            self._usage.count(key.caller.name, outcome)
+            if admission is not None:
+                # A refused request used nothing, whatever it has been charged.
+                refused = outcome.status >= 400
+                admission.end(0 if refused else outcome.prompt_tokens + outcome.completion_tokens)
+
+
+def _path(scope: Scope) -> str:
+    """Returns the path as the routes see it, without the prefix of a proxy."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if root and path.startswith(f"{root}/") else path

@@ -1,0 +1,129 @@
+"""All keys of a gateway: those of its settings and those of its file."""
+
+import hmac
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from gateway.http.file_watch import FileWatch
+from gateway.keys.caller import ANYONE, Caller
+from gateway.keys.key_file import digest_of, read_key_file
+from gateway.keys.limits import KeyLimiter, Limits
+from gateway.security_settings import SecuritySettings
+from protos.errors import ConfigurationRefused
+from protos.logs import get_logger
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key."""
+
+    digest: bytes
+    """Its SHA-256. The key itself is not kept."""
+    caller: Caller
+    limiter: KeyLimiter | None = None
+    """Counts what it uses; ``None``: it has no limits."""
+
+
+class KeyRing:
+    """Finds the key that a request shows."""
+
+    def __init__(self, fixed: Sequence[Key], path: Path | None, clock: Callable[[], float]) -> None:
+        """Reads the file.
+
+        Args:
+            fixed: keys that no file changes.
+            path: the file of the other keys, if there is one.
+            clock: monotonic seconds.
+
+        Raises:
+            ConfigurationRefused: if the file is wrong.
+        """
+        self._fixed = fixed
+        self._path = path
+        self._clock = clock
+        self._limiters: dict[str, KeyLimiter] = {}
+        self._keys = fixed
+        # Made before the file is read, so that no change is missed.
+        self.watch = FileWatch(() if path is None else (path,), self.reload)
+        if path is not None:
+            self._read(path)
+
+    @classmethod
+    def of(cls, settings: SecuritySettings, clock: Callable[[], float]) -> Self:
+        """Returns the keys of a gateway.
+
+        Raises:
+            ConfigurationRefused: if the file of keys is wrong.
+        """
+        fixed = []
+        for number, key in enumerate(settings.api_key, start=1):
+            name = f"api-key-{number}"
+            rights = replace(ANYONE, name=name, tenant=name, may_name_tenant=False, is_isolated=True)
+            fixed.append(Key(digest_of(key.get_secret_value()), rights))
+        guards = bool(fixed) or settings.api_key_file is not None
+        if settings.admin_api_key is not None:
+            # Where requests need no key, the admin's are treated as any other.
+            tenant = "admin" if guards else ""
+            rights = Caller(name="admin", tenant=tenant, is_admin=True, is_isolated=guards)
+            fixed.append(Key(digest_of(settings.admin_api_key.get_secret_value()), rights))
+        return cls(fixed, settings.api_key_file, clock)
+
+    @property
+    def guards(self) -> bool:
+        """Whether requests need a key. An admin key alone opens the admin's routes and closes no other."""
+        return self._path is not None or any(key.caller.is_isolated for key in self._fixed)
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether any key has admin rights."""
+        return any(key.caller.is_admin for key in self._keys)
+
+    def find(self, given: Iterable[str]) -> Key | None:
+        """Returns the first key that is among ``given``.
+
+        The time does not depend on which key it is, nor on how much of one is right.
+        """
+        digests, found = [digest_of(text) for text in given], None
+        for key in self._keys:
+            for digest in digests:
+                if hmac.compare_digest(key.digest, digest):
+                    found = found or key
+        return found
+
+    def reload(self) -> None:
+        """Reads the file again; a wrong file changes nothing but the log."""
+        if self._path is None:
+            return
+        try:
+            self._read(self._path)
+        except ConfigurationRefused as error:
+            get_logger().warning("the old keys stay in use", error=str(error))
+            return
+        get_logger().info("keys have been read again", path=str(self._path), keys=len(self._keys))
+
+    def _read(self, path: Path) -> None:
+        entries = read_key_file(path)
+        taken = {key.caller.name: key.digest for key in self._fixed}
+        for entry in entries:
+            if entry.name in taken or entry.digest in taken.values():
+                raise ConfigurationRefused(
+                    f"the key file {path} is wrong: the settings have a key like '{entry.name}' already; choose"
+                    " another name and another key"
+                )
+        limiters = {entry.name: self._limiter(entry.name, entry.limits) for entry in entries}
+        self._limiters = {name: limiter for name, limiter in limiters.items() if limiter is not None}
+        self._keys = [
+            *self._fixed,
+            *(Key(entry.digest, entry.caller, limiters[entry.name]) for entry in entries),
+        ]
+
+    def _limiter(self, name: str, limits: Limits) -> KeyLimiter | None:
+        """Returns the limiter of a key, which remembers what the key has used before."""
+        if limits == Limits():
+            return None
+        if (old := self._limiters.get(name)) is None:
+            return KeyLimiter(name, limits, self._clock)
+        old.set_limits(limits)
+        return old

@@ -1,0 +1,149 @@
+"""Keys from settings and from a file that changes."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.keys.caller import ANY_PRIORITY, Caller
+from gateway.keys.key_file import read_key_file
+from gateway.keys.key_ring import KeyRing
+from gateway.settings import Settings
+from protos.errors import ConfigurationRefused
+from protos.settings import load
+
+PLAIN = "sk-very-secret"
+YAML = f"""
+# two keys
+keys:
+  - name: chat
+    key: {PLAIN}
+    tenant: team-1
+    max_priority: 10
+    requests_per_minute: 60
+  - name: ops
+    sha256: {hashlib.sha256(b"sk-ops").hexdigest()}
+    admin: true
+    may_name_tenant: true
+"""
+
+
+def ring(*flags: str) -> KeyRing:
+    return KeyRing.of(load(Settings, [*flags]), lambda: 0.0)
+
+
+def caller(keys: KeyRing, *shown: str) -> Caller | None:
+    key = keys.find(shown)
+    return None if key is None else key.caller
+
+
+def test_keys_of_settings() -> None:
+    """Each key of --api-key is a tenant of its own and may use any priority; only the admin's has rights."""
+    keys = ring("--api-key", "one", "two", "--admin-api-key", "root")
+    assert keys.guards
+    assert keys.has_admin
+    assert caller(keys, "one") == Caller("api-key-1", "api-key-1", False, ANY_PRIORITY, False, True)
+    assert caller(keys, "wrong", "two") == Caller("api-key-2", "api-key-2", False, ANY_PRIORITY, False, True)
+    assert caller(keys, "root") == Caller("admin", "admin", True, ANY_PRIORITY, True, True)
+    assert caller(keys) is caller(keys, "") is caller(keys, "on", "onee", "TWO") is None
+
+
+def test_an_admin_key_alone_closes_nothing() -> None:
+    """Other requests need no key, and the admin's share prefixes with them."""
+    keys = ring("--admin-api-key", "root")
+    assert not keys.guards
+    assert caller(keys, "root") == Caller("admin", is_admin=True)
+    assert not ring().guards
+
+
+def test_keys_of_a_file(tmp_path: Path) -> None:
+    """A key is plain or hashed; its tenant is its name unless it has one."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(YAML)
+    keys = ring("--api-key", "one", "--api-key-file", str(path))
+    assert caller(keys, PLAIN) == Caller("chat", "team-1", False, (0, 10), False, True)
+    assert caller(keys, "sk-ops") == Caller("ops", "ops", True, (0, 0), True, True)
+    assert caller(keys, "one") is not None
+    assert PLAIN not in repr(keys.find([PLAIN]))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Keys come and go; a key that stays remembers what it has used; a bad file changes nothing."""
+    path = tmp_path / "keys.yaml"
+    path.write_text(YAML)
+    keys = ring("--api-key-file", str(path))
+    watch = keys.watch
+    chat = keys.find([PLAIN])
+    assert chat is not None
+    assert chat.limiter is not None
+    chat.limiter.admit()
+    path.write_text(
+        YAML.replace("name: ops", "name: operations").replace("max_priority: 10", "max_priority: 3")
+    )
+    watch.check()
+    again = keys.find([PLAIN])
+    assert again is not None
+    assert (again.caller.priorities, again.limiter) == ((0, 3), chat.limiter)
+    assert getattr(caller(keys, "sk-ops"), "name", None) == "operations"
+    capsys.readouterr()
+    for content in (f"keys: [{{name: x, key: [{PLAIN}]}}]", f"keys: {PLAIN}: [", ""):
+        path.write_text(content)
+        watch.check()
+        watch.check()
+        log = capsys.readouterr().out
+        assert log.count("the old keys stay in use") == 1
+        assert PLAIN not in log
+    path.unlink()
+    watch.check()
+    assert "No such file" in capsys.readouterr().out
+    assert keys.find([PLAIN]) is again
+    path.write_text(json.dumps({"keys": [{"name": "new", "key": "sk-new"}]}))
+    watch.check()
+    assert caller(keys, PLAIN) is None
+    assert caller(keys, "sk-new") is not None
+
+
+GOOD: dict[str, Any] = {"name": "a", "key": PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("keys: []", "keys list should have at least 1 item"),
+        ("[]", "should be a valid dictionary"),
+        (f"keys: [{PLAIN}", "is neither YAML nor JSON at line 2, column 1"),
+        (json.dumps({"keys": [GOOD], "key": PLAIN}), "key extra inputs are not permitted"),
+        (json.dumps({"keys": [GOOD | {"key": 7}]}), "keys[0].key should be a valid string"),
+        (json.dumps({"keys": [GOOD | {"sha256": PLAIN}]}), "keys[0].sha256 string should match pattern"),
+        (json.dumps({"keys": [GOOD | {"sha256": "0" * 64}]}), "keys[0] needs either 'key' or 'sha256'"),
+        (json.dumps({"keys": [{"name": "a"}]}), "keys[0] needs either 'key' or 'sha256'"),
+        (json.dumps({"keys": [GOOD | {"name": "a b"}]}), "keys[0].name string should match pattern"),
+        (json.dumps({"keys": [GOOD | {"tenant": "ä" * 129}]}), "keys[0].tenant should be printable"),
+        (json.dumps({"keys": [GOOD | {"min_priority": 2}]}), "keys[0] has min_priority above max_priority"),
+        (json.dumps({"keys": [GOOD | {"tokens_per_minute": 0}]}), "keys[0].tokens_per_minute should be"),
+        (json.dumps({"keys": [GOOD, GOOD]}), "names 'a' twice"),
+        (json.dumps({"keys": [GOOD, GOOD | {"name": "b"}]}), "gives 'a' and 'b' the same key"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path: Path, content: str, reason: str) -> None:
+    """One line names the file, the place and the reason, and repeats no value."""
+    path = tmp_path / "keys.json"
+    path.write_text(content)
+    with pytest.raises(ConfigurationRefused) as refused:
+        read_key_file(path)
+    text = str(refused.value)
+    assert reason in text
+    assert str(path) in text
+    assert PLAIN not in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("entry", [{"name": "api-key-1", "key": "x"}, {"name": "b", "key": "one"}])
+def test_a_file_repeats_no_key_of_the_settings(tmp_path: Path, entry: dict[str, str]) -> None:
+    """Neither its name nor the key."""
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [entry]}))
+    with pytest.raises(ConfigurationRefused, match="the settings have a key like"):
+        ring("--api-key", "one", "--api-key-file", str(path))
