@@ -28,6 +28,9 @@ _COMMANDS = {
     "up": _Command(
         "deploy.commands.up", "serve a model on this machine: all three services", "gateway scheduler worker"
     ),
+    "serve": _Command(
+        "deploy.commands.serve", "the same with the flags of `vllm serve`", "gateway scheduler worker"
+    ),
     "gateway": _Command("gateway.__main__", "start the HTTP gateway alone", "gateway"),
     "scheduler": _Command("scheduler_svc.__main__", "start the scheduler alone", "scheduler"),
     "worker": _Command("worker_svc.__main__", "start one worker alone", "worker"),

@@ -1,17 +1,23 @@
 """Settings of the services.
 
-A flag comes before a ``TRIPTYCH_*`` variable, and that before the variable of another stack.
+A flag comes before a ``TRIPTYCH_*`` variable, that before the variable of another stack, and that before the
+file of ``--config``.
 """
 
+import json
 import os
 import re
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Mapping
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Collection, Mapping, Sequence
+from contextvars import ContextVar
 from enum import StrEnum
-from typing import Any, ClassVar, NoReturn, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -20,7 +26,13 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from protos.command_line.config_file import ConfigFile
+from protos.command_line.dialect import Dialect
+from protos.command_line.suggestions import unknown_arguments
 from protos.errors import ConfigurationRefused
+
+CONFIG_VARIABLE: Final = "TRIPTYCH_CONFIG"
+"""The variable of ``--config``."""
 
 
 class Group(StrEnum):
@@ -37,6 +49,7 @@ class Group(StrEnum):
     STRUCTURED_OUTPUT = "Structured output"
     QUEUE = "Waiting requests"
     HTTP_API = "HTTP API"
+    SECURITY = "Keys, TLS and browsers"
     ADDRESSES = "Addresses"
     LINKS = "Security between services"
     TIMEOUTS = "Timeouts and shutdown"
@@ -60,6 +73,15 @@ class ServiceSettings(BaseSettings):
     """Inherited fields that the program sets itself, each with the reason. They have no flag and no
     variable. With an empty reason, a subclass lets the user set a field again."""
 
+    examples: ClassVar[Mapping[Group, str]] = {}
+    """Flags that ``--help`` shows under a heading as an example."""
+    section: ClassVar[str] = ""
+    """The section of a configuration file with the fields of the class that declares it."""
+    file_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
+    """By section: names in a configuration file that set another field, or none if the field is empty."""
+    positional: ClassVar[str] = ""
+    """A field that may also be the argument without a flag."""
+
     model_config = SettingsConfigDict(
         env_prefix="TRIPTYCH_",
         env_ignore_empty=True,
@@ -80,7 +102,12 @@ class ServiceSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - nor secret files
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Returns the sources in order of precedence."""
-        return init_settings, _NotFixed(settings_cls, env_settings), _ReferenceNames(settings_cls)
+        return (
+            init_settings,
+            _NotFixed(settings_cls, env_settings),
+            _ReferenceNames(settings_cls),
+            _FromFile(settings_cls),
+        )
 
 
 def declared(cls: type[BaseSettings], variable: str) -> dict[Any, Any]:
@@ -112,6 +139,11 @@ def reference_variables(cls: type[BaseSettings], field: str) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
+def is_secret(cls: type[BaseSettings], field: str) -> bool:
+    """Returns whether the field's values must not be shown: neither in errors nor in flags of a service."""
+    return "SecretStr" in repr(cls.model_fields[field].annotation) if field in cls.model_fields else False
+
+
 class _NotFixed(PydanticBaseSettingsSource):
     """Another source without the fixed fields."""
 
@@ -137,7 +169,9 @@ class _ReferenceNames(PydanticBaseSettingsSource):
         names = reference_variables(self.settings_cls, field_name)
         given = {name: text for name in names if (text := os.environ.get(name))}
         if len(set(given.values())) > 1:
-            raise ConfigurationRefused(f"{' and '.join(given)} set one setting, and differ; unset one of them")
+            raise ConfigurationRefused(
+                f"{' and '.join(given)} set one setting, and differ; unset one of them"
+            )
         return next(iter(given.values()), None), field_name, False
 
     def _is_turned_off(self, field_name: str) -> bool:
@@ -158,13 +192,25 @@ class _ReferenceNames(PydanticBaseSettingsSource):
         return {name: value for name, value in values.items() if value is not None}
 
 
+class _FromFile(PydanticBaseSettingsSource):
+    """What the configuration file of the class that is being loaded sets."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
+        return _file_values.get().get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return dict(_file_values.get())
+
+
+_file_values: ContextVar[Mapping[str, Any]] = ContextVar("file_values", default={})  # noqa: B039 - never changed
+
 _BOOLEAN = TypeAdapter(bool)
 
 # Descriptions say what an unset value means.
 _NO_DEFAULT = re.compile(r"(^| )\(default(: null|: \(\)| factory: .*)\)$")
 
 # Types of settings with several values, one behind another.
-_SEVERAL = {"tuple[str,...]": "VALUE"}
+_SEVERAL = {"tuple[str,...]": "VALUE", "tuple[SecretStr,...]": "KEY"}
 
 _METAVARS = {"tuple[int,...]": "int,...", "dict[str,float]": "name=float,..."}
 
@@ -172,20 +218,52 @@ _METAVARS = {"tuple[int,...]": "int,...", "dict[str,float]": "name=float,..."}
 class _Parser(ArgumentParser):
     """Prints the flags of a settings class under their headings, and raises errors instead of exiting."""
 
-    def __init__(self, cls: type[ServiceSettings]) -> None:
+    config: str | None = None
+    """The configuration file that the command line names."""
+
+    def __init__(self, cls: type[ServiceSettings], known: Collection[str] = ()) -> None:
         prog = cls.model_config.get("cli_prog_name")
         super().__init__(
             prog=prog,
-            usage="%(prog)s [FLAGS]",
+            usage=f"%(prog)s {f'[{cls.positional.upper()}] ' if cls.positional else ''}[FLAGS]",
             description=(cls.__doc__ or "").partition("\n\n")[0],
-            epilog="Each flag is also a variable: --log-level is TRIPTYCH_LOG_LEVEL. The flag wins.",
+            epilog="Each flag is also a variable: --log-level is TRIPTYCH_LOG_LEVEL. A flag comes before a"
+            " variable, and a variable before the file of --config.",
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
         self._settings = cls
         self._fixed = fixed_fields(cls)
         used = {group_of(cls, name) for name in cls.model_fields if name not in self._fixed}
-        self._sections = {group: self.add_argument_group(group) for group in Group if group in used}
+        examples = declared(cls, "examples")
+        self._sections = {
+            group: self.add_argument_group(
+                group, f"For example {examples[group]}" if group in examples else None
+            )
+            for group in Group
+            if group in used
+        }
+        self._known = known
+        text = "YAML file with settings, in sections by service or without (TRIPTYCH_CONFIG)."
+        self.add_argument("--config", metavar="FILE", help=text)
+
+    # The signature is that of the base class.
+    def parse_args(self, args: Sequence[str], namespace: Namespace | None = None) -> Namespace:  # type: ignore[override]
+        """Reads a command line, and takes the configuration file out of the result."""
+        parsed, rest = self.parse_known_args(args, namespace)
+        if rest[:1] == ["--"]:
+            rest = rest[1:]
+        field = self._settings.positional
+        if field and len(rest) == 1 and not rest[0].startswith("-"):
+            given = getattr(parsed, field, rest[0])
+            if given not in {rest[0], PydanticUndefined}:
+                self.error(f"the {field} is given twice: {rest[0]} and --{field} {given}; omit one")
+            setattr(parsed, field, rest.pop())
+        if rest:
+            self.error(unknown_arguments(rest, {*self._option_string_actions, *self._known}))
+        self.config = parsed.config
+        del parsed.config
+        return parsed
 
     def add_setting(self, *names: str, **options: Any) -> None:
         """Adds a flag under its field's heading, unless the field is fixed."""
@@ -197,6 +275,8 @@ class _Parser(ArgumentParser):
         options["help"] = _NO_DEFAULT.sub("", text)
         if (metavar := options.get("metavar")) in _METAVARS:
             options["metavar"] = _METAVARS[metavar]
+        if options.get("metavar") == "tuple[SecretStr,...]":
+            options["type"] = json.dumps  # pydantic splits a value without quotes at its commas
         if options.get("metavar") in _SEVERAL:
             options |= {"action": "extend", "nargs": "+", "metavar": _SEVERAL[options["metavar"]]}
         if field not in self._fixed:
@@ -216,32 +296,104 @@ class _Parser(ArgumentParser):
 S = TypeVar("S", bound=ServiceSettings)
 
 
-def load(cls: type[S], argv: list[str] | None = None) -> S:
-    """Reads the settings from flags (``sys.argv`` if ``None``) and the environment.
+def load(cls: type[S], argv: Sequence[str] | None = None, dialect: Dialect | None = None) -> S:
+    """Reads the settings from flags (``sys.argv`` if ``None``), the environment and a configuration file.
+
+    Args:
+        cls: the settings class.
+        argv: the command line without the program's name.
+        dialect: flags of another program that the command accepts, too, and that a file may set.
 
     Raises:
         ConfigurationRefused: A setting is bad or unknown. The message is one line that names it.
         SystemExit: With code 0, after ``--help``.
     """
+    given = list(sys.argv[1:] if argv is None else argv)
+    file: ConfigFile | None = None
     try:
-        source: CliSettingsSource[Any] = CliSettingsSource(
-            cls,
-            root_parser=_Parser(cls),
-            add_argument_method=_Parser.add_setting,
-            # Nested models would get a heading of their own.
-            add_argument_group_method=lambda parser, **_: parser,
-            cli_parse_args=True if argv is None else argv,
-        )
-        return cls(_cli_settings_source=source)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if not first["loc"]:  # settings that contradict each other: the text names them
-            raise ConfigurationRefused(text) from error
-        name = str(first["loc"][0])
-        names = [f"TRIPTYCH_{name.upper()}"]
-        names += [other for other in reference_variables(cls, name) if os.environ.get(other) == first["input"]]
-        flag = f"--{name.replace('_', '-')} ({', '.join(names)})"
-        raise ConfigurationRefused(f"{flag} {text}, got {first['input']!r}") from error
+        parser, source = _flags(cls, dialect.translate(given) if dialect else given, dialect)
+        if path := parser.config or os.environ.get(CONFIG_VARIABLE):
+            file = ConfigFile.read(Path(path))
+        token = _file_values.set(_values_of(file, cls, dialect) if file else {})
+        try:
+            return cls(_cli_settings_source=source)
+        except ValidationError as error:
+            raise _refusal(cls, error, file, set(source())) from (None if _hides(cls, error) else error)
+        finally:
+            _file_values.reset(token)
     except SettingsError as error:
         raise ConfigurationRefused(" ".join(str(error).split())) from error
+
+
+def _flags(
+    cls: type[S], argv: Sequence[str], dialect: Dialect | None
+) -> tuple[_Parser, CliSettingsSource[Any]]:
+    """Parses flags."""
+    parser = _Parser(cls, dialect.flags if dialect else ())
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        cls,
+        root_parser=parser,
+        parse_args_method=_Parser.parse_args,
+        add_argument_method=_Parser.add_setting,
+        # Nested models would get a heading of their own.
+        add_argument_group_method=lambda parser, **_: parser,
+        cli_parse_args=list(argv),
+    )
+    return parser, source
+
+
+def sections_of(cls: type[ServiceSettings]) -> dict[str, dict[str, str]]:
+    """Returns the sections of a configuration file that set a class: by name, and the field of each name."""
+    fixed = fixed_fields(cls)
+    owners = {vars(base)["section"]: base for base in reversed(cls.__mro__) if vars(base).get("section")}
+    sections: dict[str, dict[str, str]] = {}
+    for section, owner in owners.items():
+        inherited = {
+            name
+            for other in owners.values()
+            if other is not owner and issubclass(owner, other)
+            for name in other.model_fields
+        }
+        fields = {name: name for name in owner.model_fields if name not in fixed | dict.fromkeys(inherited)}
+        fields |= cls.file_names.get(section, {})
+        sections[section] = {name: field for name, field in fields.items() if field}
+    return sections
+
+
+def _values_of(file: ConfigFile, cls: type[ServiceSettings], dialect: Dialect | None) -> dict[str, Any]:
+    """Returns what a file sets, by field."""
+    fixed = fixed_fields(cls)
+    theirs = {flag[2:].replace("-", "_"): flag for flag in dialect.flags} if dialect else {}
+    own = {name for name in cls.model_fields if name not in fixed} | theirs.keys()
+    values = file.values(sections_of(cls), own)
+    if dialect is None:
+        return values
+    foreign = [name for name in file.shared if name in theirs]
+    argv = [argument for name in foreign for argument in dialect.written(theirs[name], values.pop(name))]
+    return values | _flags(cls, dialect.translate(argv), dialect)[1]()
+
+
+def _hides(cls: type[ServiceSettings], error: ValidationError) -> bool:
+    """Returns whether an error holds a secret."""
+    return any(is_secret(cls, str(first)) for each in error.errors() for first in each["loc"][:1])
+
+
+def _refusal(
+    cls: type[ServiceSettings], error: ValidationError, file: ConfigFile | None, flags: Collection[str]
+) -> ConfigurationRefused:
+    """Returns the one line that says where the first bad value was set."""
+    first = error.errors(include_url=False)[0]
+    text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if not first["loc"]:  # settings that contradict each other: the text names them
+        return ConfigurationRefused(text)
+    name = str(first["loc"][0])
+    names = [f"TRIPTYCH_{name.upper()}"]
+    names += [other for other in reference_variables(cls, name) if os.environ.get(other) == first["input"]]
+    if file and name not in flags and not any(os.environ.get(variable) for variable in names):
+        flag = f"{file.path}: {name}"
+    else:
+        key = "".join(f".{part}" for part in first["loc"][1:] if isinstance(part, str))
+        flag = f"--{name.replace('_', '-')}{key} ({', '.join(names)})"
+    return ConfigurationRefused(
+        f"{flag} {text}" if is_secret(cls, name) else f"{flag} {text}, got {first['input']!r}"
+    )

@@ -1,5 +1,7 @@
 """The worker's settings: flags, then `TRIPTYCH_*` variables, then variables of other stacks."""
 
+import ast
+import json
 import math
 import os
 from collections.abc import Mapping
@@ -7,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
@@ -27,6 +29,22 @@ _SET_SIZES = "set --tensor-parallel-size or --pipeline-parallel-size"
 _PROFILERS = ("RBLN_PROFILER", "VLLM_RBLN_PROFILER")
 # The compilers that vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND may name.
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
+
+
+def _literal(text: str) -> Any:
+    """Returns the value of JSON or of a Python literal.
+
+    Raises:
+        ValueError: The text is neither.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError('should be a level or JSON, for example {"level": 3}') from error
 
 
 class CompilationConfig(BaseModel):
@@ -202,9 +220,9 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """How graphs are made (-O): 0 eager; 1 the device's own kernels; 2 generated kernels between them; 3 the
     fastest of several generated kernels. Default: 1 on a CPU, 2 on a GPU. An NPU has its own compiler and no
     levels above 1."""
-    compilation_config: CompilationConfig | None = None
-    """vLLM's JSON: {"level": N} is -O N; candidate_compile_sizes lists the decode buckets to generate kernels
-    for."""
+    compilation_config: Annotated[CompilationConfig | None, NoDecode] = None
+    """vLLM's JSON, or the same as a Python literal: {"level": N} is -O N, as is N alone;
+    candidate_compile_sizes lists the decode buckets to generate kernels for. -O takes the JSON, too."""
     compile_cache_root: Path = Path("~/.cache/triptych/compiled")
     """Folder of the compile cache (a folder for each kind of device) and of the digests of weight files."""
     compile_cache_dir: Path | None = None
@@ -284,6 +302,26 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Least severe level that is logged."""
     log_format: LogFormat = "json"
     """json for machines, console for people."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _level_is_a_configuration(cls, data: Any) -> Any:
+        """Takes `-O '{"level": 3}'`, the older form of `--compilation-config`."""
+        if not isinstance(data, dict):
+            return data
+        level = data.get("optimization_level")
+        if not (isinstance(level, dict) or (isinstance(level, str) and level.lstrip().startswith("{"))):
+            return data
+        if data.get("compilation_config") is not None:
+            raise ValueError("-O and --compilation-config both have a configuration; set one of them")
+        rest = {name: value for name, value in data.items() if name != "optimization_level"}
+        return {**rest, "compilation_config": level}
+
+    @field_validator("compilation_config", mode="before")
+    @classmethod
+    def _level_or_mapping(cls, value: Any) -> Any:
+        read = _literal(value) if isinstance(value, str) else value
+        return {"level": read} if isinstance(read, int) else read
 
     @field_validator("backend", mode="before")
     @classmethod

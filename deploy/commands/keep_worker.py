@@ -5,6 +5,7 @@ It is the first process of the worker's image. The worker's output goes where th
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -14,12 +15,14 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.launcher.process import worker_spec
-from deploy.launcher.service_flags import kept_worker_flags
+from deploy.launcher.service_flags import kept_worker_flags, secrets_of
 from deploy.launcher.settings import KeepWorkerSettings
 from deploy.launcher.standbys import Standbys, standby_spec
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor, first_launch_error
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.security.links import LinkSecurity
+from protos.settings import CONFIG_VARIABLE, load
+from worker_svc.settings import Settings as WorkerSettings
 
 # What stops a container has a deadline of its own, and it knows how long the worker may take.
 _GRACE_S = 86_400.0
@@ -35,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         settings = load(KeepWorkerSettings, argv)
+        os.environ.pop(CONFIG_VARIABLE, None)  # the worker gets all settings as flags
         with tempfile.TemporaryDirectory(prefix="triptych-worker-") as folder:
             return asyncio.run(_run(settings, Path(folder)))
     except ConfigurationRefused as error:
@@ -43,7 +47,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
-    worker = worker_spec("worker", tuple(kept_worker_flags(settings)), folder, {}, has_log=False)
+    worker = worker_spec(
+        "worker",
+        tuple(kept_worker_flags(settings)),
+        folder,
+        secrets_of(settings, WorkerSettings),
+        has_log=False,
+    )
     standbys = Standbys(standby_spec(worker), settings.standby_workers, _say)
     supervisor = Supervisor([[worker]], _say, standbys=standbys, grace_s=_GRACE_S)
     loop = asyncio.get_running_loop()
@@ -77,14 +87,13 @@ async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
 async def _keep(supervisor: Supervisor, settings: KeepWorkerSettings) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(supervisor.run())
-        group.create_task(
-            _mark_served(supervisor, f"{_ANY.get(settings.host, settings.host)}:{settings.port}")
-        )
+        address = f"{_ANY.get(settings.host, settings.host)}:{settings.port}"
+        group.create_task(_mark_served(supervisor, address, settings.link_security()))
 
 
-async def _mark_served(supervisor: Supervisor, address: str) -> None:
+async def _mark_served(supervisor: Supervisor, address: str, security: LinkSecurity) -> None:
     """Tells the supervisor as soon as the worker's health is SERVING."""
-    async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    async with security.open_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
             # A worker that dies before it serves ends the call. The next one waits for its successor.

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,36 +18,58 @@ from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.ports import free_ports
 from deploy.launcher.process import ChildSpec, worker_spec
+from deploy.launcher.readiness import Served, wait_for_model
 from deploy.launcher.run_dir import claim, socket_folder
+from deploy.launcher.secured import secured
 from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.standbys import Standbys, memory_note, standby_spec
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor, first_launch_error
+from deploy.secure_files import SecureFiles
+from deploy.vllm_flags.dialect import VllmDialect
+from gateway.settings import Settings as GatewaySettings
+from protos.environment import table as environment
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.settings import CONFIG_VARIABLE, load
 from protos.wire import unix_address
+from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
+from worker_svc.settings import Settings as WorkerSettings
 
 _POLL_S = 0.25
 _COMMAND = (sys.executable, "-m", "deploy.cli")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings] = LaunchSettings) -> int:
     """Serves until Ctrl-C or SIGTERM.
+
+    Args:
+        argv: flags of ours or of `vllm serve`; `sys.argv` if None.
+        settings_class: the command's settings.
 
     Returns:
         0 after a clean stop, 2 for a bad setting, 130 after a second Ctrl-C, 1 for any other failure.
     """
+    program = settings_class.model_config.get("cli_prog_name")
+    dialect = VllmDialect()
     try:
-        settings = load(LaunchSettings, argv)
+        settings = load(settings_class, argv, dialect)
+        for note in dialect.notes:
+            say(note)
+        # The services get all settings as flags.
+        os.environ.pop(CONFIG_VARIABLE, None)
+        environment.check(os.environ, lambda reading: say(str(reading)))
         with claim(settings.run_dir), socket_folder(settings.run_dir) as sockets:
             if settings.model in DEMO_MODELS:
                 settings = settings.model_copy(update={"model": fetch_demo_model(settings.model)})
-            return asyncio.run(Launcher(settings, sockets).run())
+            files = None
+            if settings.secure:
+                settings, files = secured(settings)
+            return asyncio.run(Launcher(settings, sockets, files).run())
     except ConfigurationRefused as error:
-        print(f"triptych up: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return BAD_SETTING
     except LaunchError as error:
-        print(f"triptych up: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 0
@@ -74,22 +95,28 @@ def fetch_demo_model(name: str) -> str:
 class Launcher:
     """Chooses ports, runs the services, and prints their progress and the address to use."""
 
-    def __init__(self, settings: LaunchSettings, sockets: Path) -> None:
+    def __init__(self, settings: LaunchSettings, sockets: Path, files: SecureFiles | None = None) -> None:
         """Plans the children.
 
         Args:
             settings: the launcher's.
             sockets: the absolute folder of the services' Unix sockets.
+            files: what `--secure` has made.
 
         Raises:
             LaunchError: A requested address is not free.
+            ConfigurationRefused: A certificate or a token cannot be read.
         """
         self._settings = settings
+        self._files = files
+        self._security = settings.link_security()
         with free_ports(settings) as ports:
             self._port, self._scheduler_port = ports.http, ports.scheduler
             self._metrics_ports = ports.metrics
             run_dir = settings.run_dir
             scheduler_socket = sockets / "scheduler.sock"
+            self._scheduler = unix_address(scheduler_socket)
+            worker_secrets = service_flags.secrets_of(settings, WorkerSettings)
             scheduler = service_flags.scheduler_flags(settings, ports.scheduler, scheduler_socket)
             worker_sockets = [sockets / f"{name}.sock" for name in worker_names(settings)]
             self._workers = [
@@ -106,7 +133,7 @@ class Launcher:
                         )
                     ),
                     run_dir,
-                    service_flags.worker_environment(settings, index),
+                    {**service_flags.worker_environment(settings, index), **worker_secrets},
                 )
                 for index, (port, path) in enumerate(zip(ports.workers, worker_sockets, strict=True))
             ]
@@ -122,11 +149,18 @@ class Launcher:
                             *service_flags.gateway_flags(settings, ports.http, own_port, scheduler_socket),
                         ),
                         run_dir,
-                        service_flags.secrets_of(settings),
+                        service_flags.secrets_of(settings, GatewaySettings),
                     )
                     for name, own_port in zip(gateway_names(settings), ports.metrics, strict=True)
                 ],
-                (ChildSpec("scheduler", (*_COMMAND, "scheduler", *scheduler), run_dir),),
+                (
+                    ChildSpec(
+                        "scheduler",
+                        (*_COMMAND, "scheduler", *scheduler),
+                        run_dir,
+                        service_flags.secrets_of(settings, SchedulerSettings),
+                    ),
+                ),
                 self._workers,
             )
         standbys = Standbys(standby_spec(self._workers[0]), num_standbys(settings), say)
@@ -198,35 +232,46 @@ class Launcher:
     async def _print_address(self, started: float) -> None:
         base = self._url(self._port)
         own = [self._url(port) for port in self._metrics_ports if port is not None]
-        model = (await asyncio.gather(*map(_wait_for_model, own or [base])))[0]
+        model = await wait_for_model(own or [base], self._scheduler, self._security)
         self._supervisor.mark_served()
         path, body = first_request(model)
         metrics = "".join(f"Metrics of a gateway: {gateway}/metrics\n" for gateway in own)
         say(
-            f"\nServing {model['id']} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
-            f"  curl {base}{path} -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n\n"
+            f"\nServing {model.name} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
+            f"  curl {base}{path} {self._credentials()}-H 'Content-Type: application/json'"
+            f" -d '{json.dumps(body)}'\n\n"
             f"{metrics}gRPC clients use 127.0.0.1:{self._scheduler_port}. Ctrl-C stops it."
         )
 
     def _url(self, port: int) -> str:
         """Returns the URL of a gateway's port for clients of this machine."""
         host = "127.0.0.1" if self._settings.host in {"0.0.0.0", "::"} else self._settings.host  # noqa: S104
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._settings.ssl_certfile is None else "https"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def _credentials(self) -> str:
+        """Returns what curl needs for the files of `--secure`. The key itself stays out of the output."""
+        files, settings = self._files, self._settings
+        if files is None:
+            return ""
+        ca = f"--cacert {files.ca} " if settings.ssl_certfile == files.http_cert else ""
+        key = f'-H "Authorization: Bearer $(cat {files.api_key})" '
+        return ca + (key if settings.api_key_file == files.api_keys else "")
 
 
-def first_request(model: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the path and the body of an example request to a model of /v1/models."""
+def first_request(model: Served) -> tuple[str, dict[str, Any]]:
+    """Returns the path and the body of an example request to a model."""
     text = "What is the capital of France?"
-    tasks = model.get("pool_tasks", ())
+    tasks = model.pool_tasks
     if "embed" in tasks:
-        return "/v1/embeddings", {"model": model["id"], "input": text}
+        return "/v1/embeddings", {"model": model.name, "input": text}
     if "score" in tasks:
-        return "/score", {"model": model["id"], "text_1": text, "text_2": ["Paris is.", "A cat is."]}
+        return "/score", {"model": model.name, "text_1": text, "text_2": ["Paris is.", "A cat is."]}
     if tasks:
-        return "/pooling", {"model": model["id"], "input": text}
+        return "/pooling", {"model": model.name, "input": text}
     question = [{"role": "user", "content": "Name the capital of France."}]
     # Short and greedy, so that the first answer arrives within a second or two.
-    body = {"model": model["id"], "messages": question, "temperature": 0, "max_tokens": 64}
+    body = {"model": model.name, "messages": question, "temperature": 0, "max_tokens": 64}
     return "/v1/chat/completions", body
 
 
@@ -248,29 +293,6 @@ def gateway_names(settings: LaunchSettings) -> list[str]:
     if settings.gateways == 1:
         return ["gateway"]
     return [f"gateway-{index}" for index in range(settings.gateways)]
-
-
-def served_model(base: str) -> dict[str, Any] | None:
-    """Returns the entry of /v1/models, or None while the gateway at `base` serves no model.
-
-    Blocks for up to 4 s.
-    """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(f"{base}/health", timeout=2), opener.open(f"{base}/v1/models", timeout=2) as answer:
-            model: dict[str, Any] = json.load(answer)["data"][0]
-            return model
-    except (OSError, urllib.error.HTTPError, ValueError, LookupError):
-        return None
-
-
-async def _wait_for_model(base: str) -> dict[str, Any]:
-    """Returns the entry of /v1/models once the gateway at `base` serves a model."""
-    while True:
-        model = await asyncio.to_thread(served_model, base)
-        if model is not None:
-            return model
-        await asyncio.sleep(_POLL_S)
 
 
 def say(text: str) -> None:

@@ -16,6 +16,8 @@ from worker_svc.settings import Settings as WorkerSettings
 class StandbySettings(ServiceSettings):
     """How a launcher replaces dead workers."""
 
+    section: ClassVar[str] = "launcher"
+
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.LAUNCHER: ("standby_workers",)}
 
     standby_workers: int = Field(1, ge=0, le=64)
@@ -45,7 +47,7 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
 
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.ADDRESSES: ("scheduler_port",),
-        Group.LAUNCHER: ("workers", "gateways", "run_dir", "max_log_mb"),
+        Group.LAUNCHER: ("workers", "gateways", "run_dir", "max_log_mb", "secure"),
     }
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler_address": "the launcher knows where its scheduler listens",
@@ -63,6 +65,12 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     }
 
     needs_master: ClassVar[bool] = False
+    positional: ClassVar[str] = "model"
+    section: ClassVar[str] = "launcher"
+    file_names: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "scheduler": {"host": "", "port": "scheduler_port"},
+        "worker": {"host": "", "port": ""},
+    }
 
     model: str = Field("smollm2", min_length=1)
     """smollm2, gemma3-270m, minilm, a Hugging Face id, a local folder or a .gguf file."""
@@ -77,5 +85,8 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     it, or free ones, which the launcher prints."""
     run_dir: Path = Path("run")
     """Folder for pid files and logs."""
+    secure: bool = False
+    """Protect everything: HTTPS with an API key, and TLS, client certificates and a service token between
+    services. Makes what is needed in `secure/` in the run dir, and reuses it in later starts."""
     max_log_mb: int = Field(64, ge=1, le=65536)
     """MiB above which a service's log is moved to one older file, `.log.1`, and starts anew."""

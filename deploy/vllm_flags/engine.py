@@ -1,6 +1,6 @@
 """The flags of vLLM's ranks, memory, scheduler, compilation and observability."""
 
-from deploy.vllm_flags import conversions
+from deploy.vllm_flags import compilation, conversions
 from deploy.vllm_flags.flag import mapped, moot, refused, same
 
 _HOSTS = "is not a flag of one machine; start `triptych worker` on each host, see docs/ranks.md"
@@ -214,13 +214,13 @@ COMPILATION = [
         "--optimization-level",
         "--optimization-level",
         "also takes vLLM's older JSON with a level; -O N is the same",
-        convert=conversions.optimization_level,
+        convert=compilation.optimization_level,
     ),
     *mapped(
         "--compilation-config -cc",
         "--compilation-config",
         "takes a level, or JSON whose mode or level and candidate_compile_sizes or compile_sizes count",
-        convert=conversions.compilation_config,
+        convert=compilation.compilation_config,
     ),
     *moot(
         "graphs exist for the decode buckets; see --decode-buckets",

@@ -1,6 +1,6 @@
 """The flags of vLLM's API server."""
 
-from deploy.vllm_flags import conversions
+from deploy.vllm_flags import conversions, parsers
 from deploy.vllm_flags.flag import mapped, moot, refused, same
 
 FRONTEND = [
@@ -16,7 +16,7 @@ FRONTEND = [
     *same("--allowed-origins", "--allowed-methods", "--allowed-headers"),
     *same("--api-key", form="values"),
     *same("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers"),
-    *moot("a changed certificate is always read anew", "--enable-ssl-refresh", form="switch"),
+    *same("--enable-ssl-refresh", form="switch"),
     *same("--lora-modules", form="values"),
     *same("--chat-template", "--default-chat-template-kwargs"),
     *same("--sse-keep-alive-interval"),
@@ -26,13 +26,13 @@ FRONTEND = [
         "--tool-call-parser",
         "--tool-call-parser",
         "names a parser of ours if one has that name, and else vLLM's, which needs an installed vLLM",
-        convert=conversions.tool_parser,
+        convert=parsers.tool_parser,
     ),
     *mapped(
         "--reasoning-parser",
         "--reasoning-parser",
         "names a parser of ours if one has that name, and else vLLM's, which needs an installed vLLM",
-        convert=conversions.reasoning_parser,
+        convert=parsers.reasoning_parser,
     ),
     *mapped(
         "--uvicorn-log-level",

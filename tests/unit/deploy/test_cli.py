@@ -18,7 +18,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     for command in (
-        "up", "gateway", "scheduler", "worker", "keep-worker", "doctor", "plan", "compile", "catalog", "models", "install",
+        "up", "serve", "gateway", "scheduler", "worker", "keep-worker", "doctor", "plan", "compile", "catalog", "models", "install",
         "compose-files", "version",
     ):  # fmt: skip
         assert f"\n    {command}" in text
@@ -27,7 +27,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A misspelled command exits with 2; the error is one line that lists the commands."""
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["serve"])
+        cli.main(["sreve"])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert "'up'" in error

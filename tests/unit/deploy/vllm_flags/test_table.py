@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from deploy.vllm_flags.compilation import VLLM_KEYS
+from deploy.vllm_flags.parsers import REASONING_PARSERS, TOOL_PARSERS
 from deploy.vllm_flags.table import FLAGS
 
 # Prints the names and the form of each flag of vLLM's own parser.
@@ -16,6 +18,13 @@ for action in make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))._action
     if action.option_strings and "--help" not in names:
         form = "values" if action.nargs == "+" else "switch" if action.nargs == 0 else "value"
         print("FLAG", form, *sorted(names))
+import dataclasses
+from vllm.config import CompilationConfig
+from vllm.reasoning import ReasoningParserManager
+from vllm.tool_parsers import ToolParserManager
+print("TOOLS", *ToolParserManager.list_registered())
+print("REASONING", *ReasoningParserManager.list_registered())
+print("KEYS", *(field.name for field in dataclasses.fields(CompilationConfig) if field.init))
 """
 
 
@@ -23,9 +32,15 @@ for action in make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))._action
 def test_the_table_has_every_flag_of_vllm_with_its_names_and_form() -> None:
     """A flag that vLLM adds, renames or removes shows up as a difference."""
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=True)
-    theirs = {line.removeprefix("FLAG ") for line in done.stdout.splitlines() if line.startswith("FLAG ")}
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    printed = {word: [rest for first, _, rest in lines if first == word] for word, _, _ in lines}
+    theirs = set(printed["FLAG"])
     ours = {" ".join([flag.form, *sorted((flag.name, *flag.short))]) for flag in FLAGS}
     assert ours == theirs
+    for word, names in (
+        ("KEYS", {*VLLM_KEYS, "mode", "compile_sizes"}), ("TOOLS", TOOL_PARSERS), ("REASONING", REASONING_PARSERS),
+    ):  # fmt: skip
+        assert names == set(printed[word][0].split())
 
 
 def test_no_flag_is_listed_twice() -> None:

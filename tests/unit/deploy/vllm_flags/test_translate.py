@@ -25,6 +25,8 @@ from protos.errors import ConfigurationRefused
         ("--tool-call-parser hermes --enable-auto-tool-choice", ["--tool-call-parser=hermes"]),
         ("--tool-call-parser qwen3_coder", ["--tool-call-parser=vllm:qwen3_coder"]),
         ("--scheduling-policy fcfs", ["--order=arrival"]),
+        ("-O{'level':3}", ["--optimization-level={'level':3}"]),
+        ("-O {'mode':3}", ['--compilation-config={"level": 3}']),
         ("--compilation-config 3", ["--compilation-config=3"]),
         ("--compilation-config.mode VLLM_COMPILE", ['--compilation-config={"level": 3}']),
         ("-cc.compile_sizes+ 1,2", ['--compilation-config={"candidate_compile_sizes": [1, 2]}']),
@@ -79,6 +81,7 @@ def test_flags_with_the_same_meaning_are_not_noted() -> None:
         ("--max-model-len auto", "--max-model-len should be a number, for example 8192, 8k .8000. or"),
         ("--port", "--port expects a value"),
         ("--port --host x", "--port expects a value"),
+        ("-cc.lvl 3", "--compilation-config has no key 'lvl'; level and candidate_compile_sizes"),
         ("-cc.mode FAST", "--compilation-config should have a mode of NONE, "),
     ],
 )

@@ -1,0 +1,85 @@
+"""Reads the file of `--config`: YAML, with settings at the top level and sections by service."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protos.command_line.suggestions import similar
+from protos.errors import ConfigurationRefused
+
+SECTIONS = ("gateway", "scheduler", "worker", "launcher")
+"""The sections that a file may have, so that one file serves all services."""
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """What a configuration file sets."""
+
+    path: Path
+    shared: Mapping[str, Any]
+    """Settings at the top level, by field name."""
+    sections: Mapping[str, Mapping[str, Any]]
+    """The settings of each section, by field name."""
+
+    @classmethod
+    def read(cls, path: Path) -> "ConfigFile":
+        """Reads a file.
+
+        Raises:
+            ConfigurationRefused: It cannot be read, or is not such a file.
+        """
+        import yaml  # a service without a file does without
+
+        try:
+            content = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigurationRefused(f"--config {path}: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigurationRefused(
+                f"--config {path} is not YAML: {' '.join(str(error).split())}"
+            ) from error
+        top = _settings(path, content, "the file")
+        sections = {
+            name: _settings(path, top.pop(name), f"section {name}") for name in SECTIONS if name in top
+        }
+        return cls(path, top, sections)
+
+    def values(self, fields: Mapping[str, Mapping[str, str]], own: Collection[str]) -> dict[str, Any]:
+        """Returns the values for one command, by field.
+
+        Args:
+            fields: the sections that the command reads, and for each name in them its field.
+            own: names that the top level may set.
+
+        Raises:
+            ConfigurationRefused: A name is unknown, or two sections differ about one field.
+        """
+        values = dict(self.shared)
+        self._check(values, own, "")
+        for section, names in fields.items():
+            given = self.sections.get(section, {})
+            self._check(given, names, f"section {section}: ")
+            for name, value in ((names[name], value) for name, value in given.items()):
+                if values.setdefault(name, value) != value:
+                    raise ConfigurationRefused(
+                        f"{self.path}: section {section} sets {name} to {value!r}, and {values[name]!r} is set above;"
+                        " one command has one value"
+                    )
+        return values
+
+    def _check(self, given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+        for name in given:
+            if name not in known:
+                meant = similar(name, known)
+                advice = f"did you mean {meant}?" if meant else f"sections are {', '.join(SECTIONS)}"
+                raise ConfigurationRefused(f"{self.path}: {where}there is no setting {name!r}; {advice}")
+
+
+def _settings(path: Path, content: Any, what: str) -> dict[str, Any]:
+    """Returns a mapping of the file by field name; unset values are left out."""
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigurationRefused(f"{path}: {what} should have lines like `port: 8000`")
+    return {name.replace("-", "_"): value for name, value in content.items() if value is not None}

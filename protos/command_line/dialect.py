@@ -1,0 +1,22 @@
+"""How a command accepts the flags of another program."""
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+
+class Dialect(Protocol):
+    """The flags of another program."""
+
+    @property
+    def flags(self) -> Collection[str]:
+        """Its flags, each with its dashes."""
+
+    def translate(self, argv: Sequence[str]) -> list[str]:
+        """Returns our flags for a command line; arguments that the other program does not know stay.
+
+        Raises:
+            ConfigurationRefused: A flag cannot be served.
+        """
+
+    def written(self, flag: str, value: Any) -> list[str]:
+        """Returns the arguments that give a flag a value of a configuration file."""

@@ -1,0 +1,94 @@
+"""`triptych serve` and `triptych up` take the flags of `vllm serve`."""
+
+from pathlib import Path
+
+import pytest
+
+from deploy import cli
+from deploy.commands.serve import ServeSettings
+from deploy.launcher.settings import LaunchSettings
+from deploy.vllm_flags.dialect import VllmDialect
+from protos.settings import load
+
+_UNIT_FILE = (
+    "Qwen/Qwen3-0.6B --host 0.0.0.0 --port 9000 --dtype bfloat16 --max-model-len 8K --max-num-seqs 64 -tp 2"
+    " --gpu-memory-utilization 0.9 --enable-auto-tool-choice --tool-call-parser hermes --api-key a b"
+    ' --disable-log-stats --enable-chunked-prefill --allowed-origins ["*"] -O3'
+)
+
+
+@pytest.mark.parametrize("cls", [LaunchSettings, ServeSettings])
+def test_a_command_line_of_vllm_serve(cls: type[LaunchSettings]) -> None:
+    """Each flag sets what it means, and what has no effect is said."""
+    dialect = VllmDialect()
+    settings = load(cls, _UNIT_FILE.split(), dialect)
+    assert (settings.model, settings.host, settings.port) == ("Qwen/Qwen3-0.6B", "0.0.0.0", 9000)
+    assert (settings.max_model_len, settings.max_num_seqs, settings.tensor_parallel_size) == (8192, 64, 2)
+    assert (settings.kv_share, settings.tool_call_parser, settings.optimization_level) == (0.9, "hermes", 3)
+    assert settings.allowed_origins == ("*",)
+    assert [key.get_secret_value() for key in settings.api_key] == ["a", "b"]
+    assert [note.split()[0] for note in dialect.notes] == [
+        "--max-model-len", "--gpu-memory-utilization", "--enable-auto-tool-choice", "--disable-log-stats",
+        "--enable-chunked-prefill",
+    ]  # fmt: skip
+
+
+def test_the_model_is_an_argument_or_a_flag() -> None:
+    """It may stand before, behind and between the flags."""
+    for line in ("m --port 1", "--port 1 m", "--workers 2 m --port 1", "--model m", "--port 1 -- m"):
+        assert load(LaunchSettings, line.split(), VllmDialect()).model == "m"
+    assert load(LaunchSettings, [], VllmDialect()).model == "smollm2"
+
+
+def test_a_file_of_vllm_serve(tmp_path: Path) -> None:
+    """Its flags are at the top level; ours may be in sections."""
+    path = tmp_path / "vllm.yaml"
+    path.write_text(
+        "model: m\nport: 1\nmax-model-len: 8K\nserved-model-name: [one]\nenable-chunked-prefill: true\n"
+        "compilation-config: {mode: VLLM_COMPILE, cudagraph_mode: FULL}\nworker: {cpu_threads: 3}\n"
+        "no-such-thing: 1\n"
+    )
+    dialect = VllmDialect()
+    with pytest.raises(Exception, match="there is no setting 'no_such_thing'"):
+        load(LaunchSettings, ["--config", str(path)], dialect)
+    path.write_text(path.read_text().replace("no-such-thing: 1\n", ""))
+    settings = load(LaunchSettings, ["--config", str(path), "--port", "2"], dialect)
+    assert (settings.model, settings.port, settings.max_model_len) == ("m", 2, 8192)
+    assert (settings.level_for(0), settings.cpu_threads) == (3, 3)
+    assert len(dialect.notes) == 3
+
+
+def test_serve_listens_where_vllm_serve_does() -> None:
+    """`up` stays on this machine unless told otherwise."""
+    assert load(ServeSettings, []).host == "0.0.0.0"
+    assert load(LaunchSettings, []).host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("line", "refusal"),
+    [
+        (
+            "serve m --max-modle-len 5",
+            "unrecognized arguments: --max-modle-len 5; did you mean --max-model-len?",
+        ),
+        (
+            "serve m --enable-sleep",
+            "unrecognized arguments: --enable-sleep; did you mean --enable-sleep-mode?",
+        ),
+        ("serve m --qqqqqqq", "unrecognized arguments: --qqqqqqq; --help lists the flags"),
+        ("serve m n", "unrecognized arguments: m n"),
+        ("up m --model n", "the model is given twice: m and --model n; omit one"),
+        (
+            "up m --kv-cache-dtype fp8",
+            "--kv-cache-dtype is not supported: KV caches have the model's type; omit it",
+        ),
+        (
+            "compile m --tokenizer t",
+            "--tokenizer is read from the model's folder; put the tokenizer's files there",
+        ),
+    ],
+)
+def test_refusals_are_one_line(line: str, refusal: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's name, what was wrong, and what to change."""
+    assert cli.main(line.split()) == 2
+    assert capsys.readouterr().err == f"triptych {line.split(maxsplit=1)[0]}: {refusal}\n"
