@@ -211,8 +211,9 @@ class Settings(CallSecuritySettings, SecuritySettings):
     strict_requests: Annotated[
         bool,
         Field(
-            description="Refuse request fields that are unknown or have no effect, for example metadata. Without it,"
-            " a debug line of the log names them."
+            description="Refuse request fields that are unknown or have no effect, for example metadata, and JSON"
+            " schemas that cannot be enforced as a whole. Without it, the log names such fields, and the answer's"
+            " header X-Triptych-Unenforced the parts of schemas."
         ),
     ] = False
 

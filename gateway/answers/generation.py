@@ -244,6 +244,8 @@ class Generation:
     constraint_param: str = ""
     one_by_one: bool = False
     """Whether each token makes a delta of its own, so that a replay of the answer makes the same deltas."""
+    unenforced: list[str] = field(default_factory=list)
+    """Parts of the request's JSON schemas that the answer may violate; known with the first deltas."""
     _backlog: deque[tuple[int, SequenceEvent]] = field(default_factory=deque)
     """Events of a replay that are still to be turned into deltas."""
 
@@ -348,6 +350,7 @@ class Generation:
             prompt = self.prompts[index // self.n]
             if prompt.num_cached_tokens is None:
                 prompt.num_cached_tokens = event.num_cached_tokens
+            self.unenforced += (part for part in event.unenforced if part not in self.unenforced)
         return [(index, event) for index, event in events if event.token_ids or event.finish_reason]
 
     async def _report_prompts(self, numbers: set[int]) -> None:

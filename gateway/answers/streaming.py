@@ -5,6 +5,7 @@ Streams are server-sent events. Each protocol has a writer of its own for them.
 
 import asyncio
 import contextlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from typing import Any, Final, TypeVar
@@ -43,6 +44,10 @@ class StreamWriter(ABC):
 
 
 T = TypeVar("T")
+
+_UNENFORCED: Final = "x-triptych-unenforced"
+# Most proxies refuse heads of more than 4 to 16 KiB.
+_MAX_UNENFORCED: Final = 1024
 
 _HEADERS = [
     (b"content-type", EVENT_STREAM.encode()),
@@ -90,6 +95,16 @@ async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> 
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def unenforced_header(generation: Generation) -> dict[str, str]:
+    """Returns the header that names the parts of JSON schemas that an answer may violate; logs them, too."""
+    if not generation.unenforced:
+        return {}
+    get_logger().info("the JSON schema is enforced in part", unenforced=generation.unenforced)
+    # As JSON text, because property names may have any characters.
+    text = "; ".join(json.dumps(part)[1:-1] for part in generation.unenforced)
+    return {_UNENFORCED: text if len(text) <= _MAX_UNENFORCED else f"{text[:_MAX_UNENFORCED]}..."}
 
 
 @contextlib.contextmanager
@@ -148,9 +163,7 @@ class EventStream(Response):
         super().__init__(status_code=200)
         self._generation = generation
         self._writer = writer
-        self._all_headers = [
-            *_HEADERS, *((name.encode(), value.encode()) for name, value in (headers or {}).items()),
-        ]  # fmt: skip
+        self._more_headers = headers or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the stream to its end."""
@@ -158,7 +171,7 @@ class EventStream(Response):
         with generation, noted(scope, generation):
             async with ends_with_client(receive, generation):
                 deltas = await generation.deltas()
-                await send({"type": "http.response.start", "status": 200, "headers": self._all_headers})
+                await send({"type": "http.response.start", "status": 200, "headers": self._all_headers()})
                 begin = writer.begin()
                 try:
                     while deltas:
@@ -173,6 +186,10 @@ class EventStream(Response):
                 except Exception as error:  # noqa: BLE001 - the stream must report it
                     last = begin + writer.error(_as_error(error))
                 await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _all_headers(self) -> list[tuple[bytes, bytes]]:
+        more = {**self._more_headers, **unenforced_header(self._generation)}
+        return [*_HEADERS, *((name.encode(), value.encode()) for name, value in more.items())]
 
     async def _encode(self, deltas: list[Delta]) -> bytes:
         if not self._generation.reports_prompts:

@@ -11,7 +11,7 @@ from gateway.answers.chunks import DONE, Chunks, ChunkWriter
 from gateway.answers.generation import Delta, Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
-from gateway.answers.streaming import EVENT_STREAM, EventStream, StreamWriter, collect
+from gateway.answers.streaming import EVENT_STREAM, EventStream, StreamWriter, collect, unenforced_header
 from gateway.http.middleware import note
 from gateway.keys.caller import account_of
 from gateway.keys.limits import charge
@@ -22,6 +22,7 @@ from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.sampling import SamplingRequest
+from gateway.settings import Settings
 from protos.triptych.v1 import common_pb2 as pb
 
 # Hexadecimal digits that make a client's request id unique among its retries.
@@ -176,7 +177,8 @@ async def respond(
         return form.body(answer_id, created, model, ends, extras)
 
     content = await context.text_worker.finish(_effort(body, generation, ends), encode)
-    return Response(content, headers=form.headers, media_type="application/json")
+    headers = {**(form.headers or {}), **unenforced_header(generation)}
+    return Response(content, headers=headers, media_type="application/json")
 
 
 async def _begin(
@@ -202,7 +204,7 @@ async def _begin(
         unique_wire_id(request),
         account=account,
         bad_words=bad_words,
-        constraint=form.constraint,
+        constraint=_strictness(form.constraint, body, context.settings),
     )
     charge(request.scope, sum(map(len, prompts)))
     return Generation.begin(
@@ -215,6 +217,19 @@ async def _begin(
         markers=form.markers,
         constraint_param=form.constraint_param,
     )
+
+
+def _strictness(
+    constraint: pb.StructuredOutput | None, body: SamplingRequest, settings: Settings
+) -> pb.StructuredOutput | None:
+    """Makes a constraint lenient unless the client or the operator wants all of a JSON schema enforced."""
+    if constraint is None or body.strict_schema or settings.strict_requests:
+        return constraint
+    if constraint.WhichOneof("spec") not in ("json_schema", "structural_tag"):
+        return constraint
+    lenient = pb.StructuredOutput(lenient=True)
+    lenient.MergeFrom(constraint)
+    return lenient
 
 
 def _prompt_logprobs(

@@ -36,6 +36,8 @@ class SequenceEvent(NamedTuple):
     """One entry per token if the request asks for them."""
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache; set in the first event of a request."""
+    unenforced: Sequence[str] = ()
+    """Parts of JSON schemas that the grammar does not enforce; in the first event of a request."""
 
     @classmethod
     def of(cls, event: inference.GenerateEvent) -> Self:
@@ -46,6 +48,7 @@ class SequenceEvent(NamedTuple):
             event.stop_token_id if event.HasField("stop_token_id") else None,
             event.logprobs,
             event.prompt.num_cached_tokens if event.HasField("prompt") else None,
+            tuple(event.prompt.unenforced) if event.HasField("prompt") else (),
         )
 
 

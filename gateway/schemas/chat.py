@@ -238,6 +238,12 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         return self
 
     @property
+    def strict_schema(self) -> bool:
+        """Whether a JSON schema that cannot be enforced as a whole is refused."""
+        tools = () if self.tool_choice == "none" else self.tools
+        return super().strict_schema or any(tool.function.strict for tool in tools)
+
+    @property
     def output_limit(self) -> int | None:
         """Maximum number of new tokens; ``None``: as many as fit into the context."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

@@ -328,6 +328,12 @@ class SamplingRequest(RequestModel):
         return self.structured_outputs is not None or self.response_format is not None
 
     @property
+    def strict_schema(self) -> bool:
+        """Whether a JSON schema that cannot be enforced as a whole is refused."""
+        form = self.response_format
+        return form is not None and form.json_schema is not None and bool(form.json_schema.strict)
+
+    @property
     def constraint_param(self) -> str:
         """The parameter that constrains the answer."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"

@@ -33,12 +33,18 @@ Schema = Annotated[dict[str, Any] | bool, BeforeValidator(_schema)]
 
 
 class JsonSchema(RequestModel):
-    """OpenAI's wrapping of a schema. The schema is always enforced, whatever ``strict`` says."""
+    """OpenAI's wrapping of a schema."""
 
     name: Annotated[str | None, Field(max_length=256, description="Ignored.")] = None
     description: Annotated[str | None, Field(max_length=MAX_TEXT, description="Ignored.")] = None
     schema_: Annotated[Schema, Field(alias="schema", description="A JSON schema.")]
-    strict: Annotated[bool | None, Field(description="Ignored: the schema is always enforced.")] = None
+    strict: Annotated[
+        bool | None,
+        Field(
+            description="Refuse a schema that cannot be enforced as a whole. Otherwise it is enforced as far as"
+            " possible, and the header X-Triptych-Unenforced names the rest."
+        ),
+    ] = None
 
 
 class ResponseFormat(RequestModel):

@@ -148,6 +148,7 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
         message.prompt.num_cached_tokens = event.num_cached_tokens
         message.prompt.queue_ms = event.queue_s * 1000
         message.prompt.lora_digest = event.lora_digest
+        message.prompt.unenforced.extend(event.unenforced)
     return message
 
 

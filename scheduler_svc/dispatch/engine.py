@@ -6,7 +6,7 @@ prefix. The requests of a lost replica wait again.
 """
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from protos.errors import (
     Internal,
@@ -406,9 +406,15 @@ class Engine:
 
     # ---- grammars ----
 
-    def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
-        """Records that a replica has a grammar; requests that waited for it may run there."""
-        self._queues.wait(*self.grammars.compiled(replica_id, grammar))
+    def grammar_compiled(self, replica_id: str, grammar: Grammar, unenforced: Sequence[str] = ()) -> None:
+        """Records that a replica has a grammar; requests that waited for it may run there.
+
+        Args:
+            replica_id: the replica.
+            grammar: the grammar.
+            unenforced: the parts of its schemas that it does not enforce.
+        """
+        self._queues.wait(*self.grammars.compiled(replica_id, grammar, unenforced))
         self._fail_stranded(grammar)
         self.released()
         self.dispatch()

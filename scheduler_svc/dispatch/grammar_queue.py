@@ -7,7 +7,7 @@ queue does no I/O: it asks replicas through callbacks, and the engine reports th
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from protos.errors import InvalidArgument, TriptychError
@@ -36,6 +36,8 @@ class _Entry:
     """Replicas that compile the grammar or have it in their line."""
     ready: set[str] = field(default_factory=set)
     """Replicas that have compiled the grammar."""
+    unenforced: Sequence[str] = ()
+    """Parts of its schemas that the compiled grammar does not enforce."""
 
 
 class _Line:
@@ -159,6 +161,7 @@ class GrammarQueue:
         entry = self._entries[grammar]
         self._ask_all(grammar, entry)
         if entry.ready:
+            request.unenforced = entry.unenforced
             return False
         request.state = RequestState.WAITING_FOR_FSM
         entry.waiting[request.request_id] = request
@@ -176,13 +179,17 @@ class GrammarQueue:
         self._num_tokens -= len(request.token_ids)
         return True
 
-    def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:
+    def compiled(self, replica_id: str, grammar: Grammar, unenforced: Sequence[str]) -> list[Request]:
         """Records that a replica has a grammar; removes and returns the requests that waited for it."""
         entry = self._answered(replica_id, grammar)
         if entry is None or replica_id not in self._lines:
             return []
         entry.ready.add(replica_id)
-        return self._release(entry)
+        entry.unenforced = unenforced
+        released = self._release(entry)
+        for request in released:
+            request.unenforced = unenforced
+        return released
 
     def refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> list[Request]:
         """Records that a replica cannot compile a grammar.

@@ -69,6 +69,8 @@ class Event:
     """Index of the sequence within the client's request."""
     accepted: bool = False
     """Whether the request has just been taken into the queue."""
+    unenforced: Sequence[str] = ()
+    """Parts of its JSON schemas that its grammar does not enforce; in the first event."""
     worker_losses: int | None = None
     """Workers lost in a row while they ran the sequence; set when the number changes."""
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
@@ -82,6 +84,7 @@ class Event:
             self, first=True, seed=request.sampling.params.seed, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.kv.num_cached,
             queue_s=0.0 if started is None else started - request.delivery.accepted_s,
             lora_digest="" if request.adapter is None else request.adapter.digest,
+            unenforced=request.unenforced,
         )  # fmt: skip
 
 
@@ -208,6 +211,8 @@ class Request:
     """The adapter's slot on the device, while the request has a slot."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for pooling models, which generate nothing."""
+    unenforced: Sequence[str] = ()
+    """Parts of its JSON schemas that its grammar does not enforce, once it is compiled."""
     sequence: int = 0
     """Index of the sequence within the client's request."""
     group: SequenceGroup | None = None

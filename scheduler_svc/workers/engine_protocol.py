@@ -22,6 +22,7 @@ from scheduler_svc.replica.suspects import Detached, Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, Sink
 from scheduler_svc.requests.sampling import Grammar
+from scheduler_svc.workers.grammar_compiler import Answered
 
 
 class StepScheduler(Protocol):
@@ -167,8 +168,8 @@ class WorkerLink:
 
     wake: Callable[[], None]
     """Tells the step loop that there is work."""
-    compile_grammar: Callable[[Grammar, Callable[[TriptychError | None], None]], None]
-    """Compiles a grammar, then calls the function with None or with the reason why it cannot be compiled."""
+    compile_grammar: Callable[[Grammar, Answered], None]
+    """Compiles a grammar, then calls the function with the outcome."""
     withdraw_grammar: Callable[[Grammar], None]
     """Cancels compiling a grammar; its function is then not called."""
     load_adapter: Callable[[Adapter, Callable[[LoadedAdapter | TriptychError], None]], None]

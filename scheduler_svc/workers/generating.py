@@ -27,6 +27,7 @@ from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import stage_batch
 from scheduler_svc.shapes.geometry import Geometry
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
+from scheduler_svc.workers.grammar_compiler import CompiledGrammar
 
 # What a replica whose worker cannot copy blocks does without.
 _NEED_COPIES = ("sub-block reuse", "kept windows", "forks that copy a block")
@@ -208,11 +209,13 @@ class GeneratingReplicas:
             first_event=time.time_ns() // 1000,
         )
 
-    def _grammar_answered(self, replica_id: str, grammar: Grammar, refusal: TriptychError | None) -> None:
-        if refusal is None:
-            self.engine.grammar_compiled(replica_id, grammar)
+    def _grammar_answered(
+        self, replica_id: str, grammar: Grammar, outcome: CompiledGrammar | TriptychError
+    ) -> None:
+        if isinstance(outcome, TriptychError):
+            self.engine.grammar_refused(replica_id, grammar, outcome)
         else:
-            self.engine.grammar_refused(replica_id, grammar, refusal)
+            self.engine.grammar_compiled(replica_id, grammar, outcome.unenforced)
 
     def _check_same_grid(self, geometry: Geometry, replica_id: str) -> None:
         """Refuses other chunks or blocks than the other replicas have.

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import grpc.aio
 from structlog.typing import FilteringBoundLogger
@@ -15,6 +16,19 @@ from scheduler_svc.requests.sampling import Grammar
 COMPILE_TIMEOUT_S = 60.0
 
 
+class CompiledGrammar(NamedTuple):
+    """A worker's answer."""
+
+    compile_s: float
+    """Seconds that compiling took on the worker."""
+    unenforced: tuple[str, ...] = ()
+    """Parts of the grammar's JSON schemas that it does not enforce."""
+
+
+Answered: TypeAlias = Callable[[CompiledGrammar | TriptychError], None]
+"""Takes the answer, or the reason why a grammar cannot be compiled."""
+
+
 class GrammarCompiler:
     """The open CompileGrammar calls of one worker."""
 
@@ -24,13 +38,12 @@ class GrammarCompiler:
         self._log = log
         self._calls: dict[Grammar, asyncio.Future[None]] = {}
 
-    def compile(self, grammar: Grammar, answered: Callable[[TriptychError | None], None]) -> None:
+    def compile(self, grammar: Grammar, answered: Answered) -> None:
         """Starts compiling a grammar.
 
         Args:
             grammar: a grammar that is not being compiled.
-            answered: called once with None or the reason why the grammar cannot be compiled. Not called if
-                the worker is lost, or after :meth:`withdraw`.
+            answered: called once, but not if the worker is lost, or after :meth:`withdraw`.
         """
         self._calls[grammar] = asyncio.ensure_future(self._compile(grammar, answered))
 
@@ -45,24 +58,25 @@ class GrammarCompiler:
         for call in self._calls.values():
             call.cancel()
 
-    async def _compile(self, grammar: Grammar, answered: Callable[[TriptychError | None], None]) -> None:
-        refusal: TriptychError | None = None
+    async def _compile(self, grammar: Grammar, answered: Answered) -> None:
+        outcome: CompiledGrammar | TriptychError
         try:
             request = worker_pb2.CompileGrammarRequest(structured_output=grammar_to_proto(grammar))
-            await self._stub.CompileGrammar(request, timeout=COMPILE_TIMEOUT_S, wait_for_ready=True)
+            answer = await self._stub.CompileGrammar(request, timeout=COMPILE_TIMEOUT_S, wait_for_ready=True)
+            outcome = CompiledGrammar(answer.compile_us * 1e-6, tuple(answer.unenforced))
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
                 # The connection broke, so the step loop fails too, and the replica is about to be detached.
                 return
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                refusal = Overloaded(
+                outcome = Overloaded(
                     f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s, because other grammars are before it; retry later",
                     param="structured_output", retry_after_ms=5000,
                 )  # fmt: skip
             else:
-                refusal = from_rpc_error(error)
+                outcome = from_rpc_error(error)
         except Exception as error:  # noqa: BLE001 - requests that wait for the grammar need an answer
             self._log.exception("grammar_failed")
-            refusal = Internal(f"compiling the grammar failed: {type(error).__name__}: {error}")
+            outcome = Internal(f"compiling the grammar failed: {type(error).__name__}: {error}")
         del self._calls[grammar]
-        answered(refusal)
+        answered(outcome)

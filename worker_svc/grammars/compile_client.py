@@ -20,6 +20,7 @@ from worker_svc.grammars.compile_protocol import (
     DONE,
     INVALID_SPEC,
     WALL_FACTOR,
+    SerializedGrammar,
     load_grammar,
     load_status,
     load_vocabulary,
@@ -142,13 +143,8 @@ class CompileClient:
         made = self._with_markers[markers] = GrammarVocabulary(info, num_bytes)
         return made
 
-    def compile(
-        self, spec: Spec, limits: CompilerLimits, compilation: Compilation
-    ) -> tuple[tuple[int, ...], str]:
+    def compile(self, spec: Spec, limits: CompilerLimits, compilation: Compilation) -> SerializedGrammar:
         """Compiles a grammar in a new child and waits for the answer.
-
-        Returns:
-            The ids of its markers and the serialized grammar.
 
         Raises:
             InvalidArgument: the spec is invalid or exceeds a limit on any machine; worth remembering.

@@ -18,7 +18,7 @@ WALL_FACTOR: Final = 8.0
 """Wall-clock time of a compilation as a multiple of its CPU limit: a child may have to wait for a core."""
 
 DONE: Final = b"+"
-"""A vocabulary; or the ids of a grammar's markers as a JSON list, a line feed and the serialized grammar."""
+"""A vocabulary; or a compiled grammar."""
 INVALID_SPEC: Final = b"!"
 """Why our checks refuse the spec."""
 COMPILER_ERROR: Final = b"-"
@@ -28,8 +28,9 @@ CHILD_DIED: Final = b"x"
 
 _ANSWER: Final = struct.Struct("<cQ")
 """Header of an answer: its kind and the number of bytes that follow."""
-_JOB: Final = struct.Struct("<cdQQQ")
-"""Header of a job: kind of spec, CPU seconds, memory limit, result limit, length of the text that follows."""
+_JOB: Final = struct.Struct("<c?dQQQ")
+"""Header of a job: kind of spec, whether it is lenient, CPU seconds, memory limit, result limit, length of
+the text."""
 _STATUS: Final = struct.Struct("<i")
 _KINDS: Final[dict[Kind, bytes]] = {
     "json_schema": b"j", "json_object": b"o", "regex": b"r", "grammar": b"g", "choice": b"c", "structural_tag": b"t",
@@ -49,11 +50,27 @@ class Job(NamedTuple):
     """Bytes that the compiled grammar may occupy, serialized or not."""
 
 
+class SerializedGrammar(NamedTuple):
+    """A compiled grammar on its way to the worker."""
+
+    markers: tuple[int, ...]
+    """Ids of its markers."""
+    unenforced: tuple[str, ...]
+    """Parts of lenient schemas that it does not enforce."""
+    text: str
+    """xgrammar's own serialization."""
+
+
 def send_job(connection: socket.socket, spec: Spec, limits: CompilerLimits) -> None:
     """Sends a grammar to a child."""
     payload = spec.text.encode(errors="surrogatepass")
     header = _JOB.pack(
-        _KINDS[spec.kind], limits.cpu_s, limits.compile_bytes, limits.grammar_bytes, len(payload)
+        _KINDS[spec.kind],
+        spec.lenient,
+        limits.cpu_s,
+        limits.compile_bytes,
+        limits.grammar_bytes,
+        len(payload),
     )
     connection.sendall(header + payload)
 
@@ -64,10 +81,12 @@ def receive_job(connection: socket.socket) -> Job:
     Raises:
         EOFError: the worker hung up.
     """
-    code, cpu_s, compile_bytes, grammar_bytes, size = _JOB.unpack(_receive_exactly(connection, _JOB.size))
+    code, lenient, cpu_s, compile_bytes, grammar_bytes, size = _JOB.unpack(
+        _receive_exactly(connection, _JOB.size)
+    )
     text = _receive_exactly(connection, size).decode(errors="surrogatepass")
     kind = next(kind for kind, each in _KINDS.items() if each == code)
-    return Job(Spec(kind, text), cpu_s, compile_bytes, grammar_bytes)
+    return Job(Spec(kind, text, lenient), cpu_s, compile_bytes, grammar_bytes)
 
 
 def send_answer(connection: socket.socket, kind: bytes, payload: bytes) -> None:
@@ -106,15 +125,16 @@ def load_vocabulary(payload: bytes) -> tuple[str, dict[str, int]]:
     return content["tokenizer"], content["specials"]
 
 
-def dump_grammar(markers: list[int], serialized: bytes) -> bytes:
-    """Encodes a compiled grammar and the ids of its markers."""
-    return json.dumps(markers).encode() + b"\n" + serialized
+def dump_grammar(grammar: SerializedGrammar) -> bytes:
+    """Encodes a compiled grammar: the rest as a JSON list, a line feed and its text."""
+    return json.dumps([grammar.markers, grammar.unenforced]).encode() + b"\n" + grammar.text.encode()
 
 
-def load_grammar(payload: bytes) -> tuple[tuple[int, ...], str]:
+def load_grammar(payload: bytes) -> SerializedGrammar:
     """Decodes what `dump_grammar` encoded."""
-    markers, _, serialized = payload.partition(b"\n")
-    return tuple(json.loads(markers)), serialized.decode()
+    rest, _, text = payload.partition(b"\n")
+    markers, unenforced = json.loads(rest)
+    return SerializedGrammar(tuple(markers), tuple(unenforced), text.decode())
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:

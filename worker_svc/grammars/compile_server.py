@@ -35,6 +35,7 @@ from worker_svc.grammars.compile_protocol import (
     INVALID_SPEC,
     WALL_FACTOR,
     Job,
+    SerializedGrammar,
     dump_grammar,
     dump_status,
     dump_vocabulary,
@@ -136,14 +137,15 @@ def _load_vocabulary(core: Any, folder: Path, vocab_size: int, end_ids: list[int
 
 
 def _compile(vocabulary: CompilerVocabulary, job: Job) -> bytes:
-    """Compiles a grammar, checks its cost and returns it with its markers, encoded.
+    """Compiles a grammar, checks its cost and returns it encoded.
 
     Raises:
         InvalidArgument: our checks refuse the spec.
         Exception: xgrammar refuses it, or it is too large or too expensive to match.
     """
     core = vocabulary.core
-    source, text = lower(job.spec)
+    unenforced: list[str] = []
+    source, text = lower(job.spec, unenforced)
     tokenizer, markers = vocabulary.tokenizer, dict[str, int]()
     if source == "tag":
         tag = json.loads(text)
@@ -153,14 +155,14 @@ def _compile(vocabulary: CompilerVocabulary, job: Job) -> bytes:
         words = with_marker_texts(tokenizer.decoded_vocab(), markers)
         tokenizer = core.TokenizerInfo(words, 0, len(words), vocabulary.end_ids, tokenizer.add_prefix_space())
     grammar = compile_lowered(core, core.GrammarCompiler(tokenizer, 1, False, -1), source, text)
-    serialized = str(grammar.serialize_json()).encode()
+    serialized = str(grammar.serialize_json())
     size = max(grammar.memory_size_bytes(), len(serialized))
     if size > job.grammar_bytes:
         raise ValueError(
             f"its compiled form has {size >> 20} MiB; the limit is {job.grammar_bytes >> 20} MiB"
         )
     _walk(core, grammar, tokenizer.vocab_size(), vocabulary)
-    return dump_grammar(sorted(markers.values()), serialized)
+    return dump_grammar(SerializedGrammar(tuple(sorted(markers.values())), tuple(unenforced), serialized))
 
 
 def compile_lowered(core: Any, compiler: Any, source: Source, text: str) -> Any:

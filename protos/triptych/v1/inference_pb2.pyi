@@ -366,6 +366,7 @@ class PromptStats(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
+    UNENFORCED_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LORA_DIGEST_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
@@ -381,18 +382,23 @@ class PromptStats(_message.Message):
     """LoraInfo.digest of the request's adapter; empty for the base model. A request that is submitted again names it,
     so that its answer goes on with the same weights.
     """
+    @_builtins.property
+    def unenforced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Parts of lenient JSON schemas that the request's grammar does not enforce, each as "path: keyword"; the first 32."""
+
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
+        unenforced: _abc.Iterable[_builtins.str] | None = ...,
         seed: _builtins.int | None = ...,
         lora_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "lora_digest", b"lora_digest", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "lora_digest", b"lora_digest", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "seed", b"seed", "unenforced", b"unenforced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

@@ -146,6 +146,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     """The answer to loads."""
     refuse: Callable[[GENERATE], TriptychError | None] = lambda _: None
     """The error for a new request; ``None`` as the result: run it."""
+    unenforced: Sequence[str] = ()
+    """Parts of schemas that are not enforced."""
     ready: bool = True
     """Whether a replica is ready."""
     acknowledge: bool = True
@@ -192,7 +194,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets all requests, and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
-        self.acknowledge = True
+        self.acknowledge, self.unenforced = True, ()
         self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
         self.refuse = lambda _: None
         self.loras.clear()
@@ -390,6 +392,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             one.first = False
             event.prompt.num_tokens = len(one.request.prompt_token_ids)
             event.prompt.num_cached_tokens = 3
+            event.prompt.unenforced.extend(self.unenforced)
         if one.prompt_sequence is None and one.awaits_prompt:
             self._add_prompt_logprobs(one, event)
         if one.awaits_prompt and not (self.others_first and one.prompt_sequence is not None):

@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
-from worker_svc.grammars.lowering.json_scalars import read_count
+from worker_svc.grammars.lowering.json_scalars import lower_pattern, read_count
 from worker_svc.grammars.lowering.refusals import refuse_schema, shown
-from worker_svc.grammars.lowering.regex import lower_regex
 
 LowerSubschema: TypeAlias = Callable[[Any, str], Any]
 """Lowers a subschema, given the subschema and its path."""
@@ -15,6 +14,8 @@ OBJECT_KEYWORDS: Final = frozenset({
     "properties", "required", "additionalProperties", "patternProperties", "propertyNames", "minProperties",
     "maxProperties", "unevaluatedProperties",
 })  # fmt: skip
+# Keywords for properties that are not listed.
+_REST: Final = ("additionalProperties", "unevaluatedProperties")
 # Keywords that describe values without a type.
 _TYPELESS: Final = frozenset({"enum", "const", "$ref", "anyOf", "oneOf", "allOf"})
 # Marks an absent keyword; None would be a null written by the client.
@@ -29,19 +30,21 @@ def lower_array(node: dict[str, Any], where: str, lower: LowerSubschema) -> Any:
     """
     low, high = read_count(node, "minItems", where), read_count(node, "maxItems", where)
     if node.get("uniqueItems", False) is not False and (high is None or high > 1):
-        refuse_schema(where, "has uniqueItems, which cannot be enforced; omit it")
+        refuse_schema(where, "has uniqueItems, which cannot be enforced; omit it", "uniqueItems")
     prefix, rest = node.get("prefixItems", []), _first(node, ("items", "unevaluatedItems"))
     if isinstance(rest, list):  # draft 7
         if "prefixItems" in node:
-            refuse_schema(where, "has items as a list beside prefixItems; use prefixItems alone")
+            refuse_schema(where, "has items as a list beside prefixItems; use prefixItems alone", "items")
         prefix, rest = rest, _first(node, ("additionalItems",))
     elif "additionalItems" in node and node["additionalItems"] is not True:
-        refuse_schema(where, "has additionalItems without a list of items; use items")
+        refuse_schema(where, "has additionalItems without a list of items; use items", "additionalItems")
     if not isinstance(prefix, list):
         refuse_schema(where, "has prefixItems that are not a list")
     if rest is _ABSENT:
         # As with properties: listed items exclude further ones unless the schema allows them.
         rest = not prefix
+    if rest is False and not prefix and low:
+        refuse_schema(where, "has minItems but allows no items")
     lowered: dict[str, Any] = {"type": "array"}
     if prefix:
         lowered["prefixItems"] = [
@@ -52,8 +55,6 @@ def lower_array(node: dict[str, Any], where: str, lower: LowerSubschema) -> Any:
         lowered["minItems"] = low
     if high is not None:
         lowered["maxItems"] = high
-    if rest is False and not prefix and low:
-        refuse_schema(where, "has minItems but allows no items")
     return lowered
 
 
@@ -68,15 +69,19 @@ def lower_object(node: dict[str, Any], where: str, lower: LowerSubschema) -> Any
         if name in node:
             return _lower_described_keys(name, node, where, high, lower)
     properties, required = _listed(node, where)
-    rest = _first(node, ("additionalProperties", "unevaluatedProperties"))
+    rest = _first(node, _REST)
+    missing = [name for name in required if name not in properties]
     if rest is _ABSENT:
         rest = not properties
-    missing = [name for name in required if name not in properties]
-    if missing and rest is False:
-        refuse_schema(where, f"requires {missing[0]!r}, which is not among its properties")
+        if missing and properties:
+            _refuse_missing(missing, where, "additionalProperties")
+    elif missing and rest is False:
+        _refuse_missing(missing, where)
     if rest is not False and (low or 0) > max(1, len(set(required))):
         refuse_schema(
-            where, "has minProperties and allows further properties, which cannot be enforced together"
+            where,
+            "has minProperties and allows further properties, which cannot be enforced together",
+            "minProperties",
         )
     # An optional property with the schema false can never appear, so it is dropped.
     every = {
@@ -84,22 +89,13 @@ def lower_object(node: dict[str, Any], where: str, lower: LowerSubschema) -> Any
         for name, schema in {**properties, **dict.fromkeys(missing, rest)}.items()
         if schema is not False or name in required
     }
-    if rest is not False and (
-        escaped := [name for name in every if json.dumps(name, ensure_ascii=False)[1:-1] != name]
-    ):
-        refuse_schema(
-            where,
-            f"has the property {shown(escaped[0])}, a name that JSON must escape,"
-            " and allows further properties, which"
-            " cannot be enforced together; add additionalProperties: false",
-        )
+    if rest is not False:
+        _check_open(properties, every, where)
     lowered: dict[str, Any] = {"type": "object"}
     if every:
         lowered["properties"] = {name: lower(schema, f"{where}.{name}") for name, schema in every.items()}
     if required:
         lowered["required"] = list(dict.fromkeys(required))
-    if rest is not False and False in properties.values():
-        refuse_schema(where, "forbids a property and allows further ones, which cannot be enforced together")
     lowered["additionalProperties"] = rest is not False and (
         lower(rest, f"{where}.additionalProperties") or True
     )
@@ -120,6 +116,37 @@ def _listed(node: dict[str, Any], where: str) -> tuple[dict[str, Any], list[str]
     return properties, required
 
 
+def _check_open(properties: dict[str, Any], every: dict[str, Any], where: str) -> None:
+    """Refuses an object that allows further properties if they could not be told from some of its own.
+
+    It can be enforced without further properties.
+    """
+    closing: dict[str, Any] = {"additionalProperties": False}
+    escaped = [name for name in every if json.dumps(name, ensure_ascii=False)[1:-1] != name]
+    if escaped:
+        refuse_schema(
+            where,
+            f"has the property {shown(escaped[0])}, a name that JSON must escape,"
+            " and allows further properties, which"
+            " cannot be enforced together; add additionalProperties: false",
+            *_REST,
+            replacement=closing,
+        )
+    if False in properties.values():
+        refuse_schema(
+            where,
+            "forbids a property and allows further ones, which cannot be enforced together",
+            *_REST,
+            replacement=closing,
+        )
+
+
+def _refuse_missing(missing: Sequence[str], where: str, *keywords: str) -> NoReturn:
+    """Refuses requirements of names that are not listed; a schema that may allow them can be opened."""
+    what = f"requires {missing[0]!r}, which is not among its properties"
+    refuse_schema(where, what, *keywords, replacement={"additionalProperties": True})
+
+
 def _lower_described_keys(
     name: str, node: dict[str, Any], where: str, high: int | None, lower: LowerSubschema
 ) -> Any:
@@ -134,7 +161,9 @@ def _lower_described_keys(
         if key in OBJECT_KEYWORDS - allowed and not (key == "additionalProperties" and closed)
     ]
     if others:
-        refuse_schema(where, f"has {others[0]} beside {name}, which cannot be enforced together")
+        # Listed properties say more about the output than a description of names.
+        dropped = [name] if "properties" in node else others
+        refuse_schema(where, f"has {others[0]} beside {name}, which cannot be enforced together", *dropped)
     lowered: dict[str, Any] = {"type": "object"}
     if high is not None:
         lowered["maxProperties"] = high
@@ -143,9 +172,11 @@ def _lower_described_keys(
         refuse_schema(where, f"has {name} that is not an object")
     if name == "patternProperties":
         if len(value) != 1:
-            refuse_schema(where, "has several patternProperties, and a key might match two of them; use one")
+            refuse_schema(
+                where, "has several patternProperties, and a key might match two of them; use one", name
+            )
         ((pattern, schema),) = value.items()
-        lowered[name] = {lower_regex(pattern, in_json=True): lower(schema, f"{where}.{pattern}") or True}
+        lowered[name] = {lower_pattern(pattern, name): lower(schema, f"{where}.{pattern}") or True}
         lowered["additionalProperties"] = False
         return lowered
     # Keys are always strings, with or without a type.
@@ -155,7 +186,7 @@ def _lower_described_keys(
         refuse_schema(where, "has propertyNames that are not a schema of strings")
     rest = node.get("additionalProperties", True)
     if rest is False:
-        refuse_schema(where, "has propertyNames but allows no properties")
+        refuse_schema(where, "has propertyNames but allows no properties", name)
     if names != {"type": "string"}:
         lowered[name] = names
     lowered["additionalProperties"] = lower(rest, f"{where}.additionalProperties") or True

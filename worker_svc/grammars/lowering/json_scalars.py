@@ -3,8 +3,9 @@
 import math
 from typing import Any, Final
 
+from protos.errors import InvalidArgument
 from worker_svc.grammars.lowering.formats import FORMATS
-from worker_svc.grammars.lowering.refusals import refuse_schema, shown
+from worker_svc.grammars.lowering.refusals import SchemaRefusal, refuse_schema, shown
 from worker_svc.grammars.lowering.regex import lower_regex
 
 # A character that a JSON string holds unescaped.
@@ -30,7 +31,7 @@ def read_count(node: dict[str, Any], name: str, where: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 0:
         refuse_schema(where, f"has a {name} that is not a non-negative integer")
     if value > _MAX_COUNT:
-        refuse_schema(where, f"has the {name} {shown(value)}; at most {_MAX_COUNT} is supported")
+        refuse_schema(where, f"has the {name} {shown(value)}; at most {_MAX_COUNT} is supported", name)
     return int(value)
 
 
@@ -41,26 +42,52 @@ def lower_string(node: dict[str, Any], where: str) -> Any:
         InvalidArgument: names the keyword that cannot be enforced.
     """
     low, high = read_count(node, "minLength", where), read_count(node, "maxLength", where)
-    bounded = low is not None or high is not None
-    if sum((bounded, "pattern" in node, "format" in node)) > 1:
+    lengths: list[str] = [name for name in ("minLength", "maxLength") if name in node]
+    pattern = _pattern(node, where)
+    others = [*(name for name in ("format",) if pattern is not None and name in node), *lengths]
+    if pattern is None and "format" in node:
+        pattern, others = _format(node["format"], where), lengths
+    if pattern is not None and others:
         refuse_schema(
-            where, "has more than one of pattern, format and lengths; write the lengths into the pattern"
+            where,
+            "has more than one of pattern, format and lengths; write the lengths into the pattern",
+            *others,
         )
-    if "pattern" in node:
-        if not isinstance(node["pattern"], str):
-            refuse_schema(where, "has a pattern that is not a string")
-        return {"type": "string", "pattern": lower_regex(node["pattern"], in_json=True)}
-    if "format" in node:
-        pattern = FORMATS.get(node["format"]) if isinstance(node["format"], str) else None
-        if pattern is None:
-            supported = ", ".join(sorted(FORMATS))
-            refuse_schema(where, f"has the format {shown(node['format'])}; supported formats: {supported}")
-        return {"type": "string", "pattern": lower_regex(f"^{pattern}$", in_json=True)}
-    if not bounded:
+    if pattern is not None:
+        return {"type": "string", "pattern": pattern}
+    if not lengths:
         return {"type": "string"}
     if (high if high is not None else low or 0) < (low or 0):
         refuse_schema(where, "has a minLength above its maxLength")
     return {"type": "string", "pattern": f"^{_CHARACTER}{{{low or 0},{'' if high is None else high}}}$"}
+
+
+def lower_pattern(pattern: str, keyword: str) -> str:
+    """Lowers the expression of strings in `keyword`.
+
+    Raises:
+        SchemaRefusal: the expression cannot be enforced.
+    """
+    try:
+        return lower_regex(pattern, in_json=True)
+    except InvalidArgument as error:
+        raise SchemaRefusal(error.message, (keyword,), {}) from error
+
+
+def _pattern(node: dict[str, Any], where: str) -> str | None:
+    if "pattern" not in node:
+        return None
+    if not isinstance(node["pattern"], str):
+        refuse_schema(where, "has a pattern that is not a string")
+    return lower_pattern(node["pattern"], "pattern")
+
+
+def _format(name: Any, where: str) -> str:
+    pattern = FORMATS.get(name) if isinstance(name, str) else None
+    if pattern is None:
+        supported = ", ".join(sorted(FORMATS))
+        refuse_schema(where, f"has the format {shown(name)}; supported formats: {supported}", "format")
+    return lower_regex(f"^{pattern}$", in_json=True)
 
 
 def lower_number(node: dict[str, Any], where: str) -> Any:
@@ -82,6 +109,7 @@ def lower_number(node: dict[str, Any], where: str) -> Any:
                 where,
                 f"has the {name} {shown(bound)}; bounds may be up to 1e15 in size,"
                 f" with at most {_DECIMALS} decimals",
+                key,
             )
         lower = "inimum" in name
         if integer and bound != int(bound):
@@ -108,11 +136,13 @@ def _multiple_of(node: dict[str, Any], where: str) -> dict[str, int]:
             f"has the multipleOf {shown(factor)} for the type {node['type']};"
             f" only integers up to {_MAX_FACTOR}, for the"
             " type integer, can be enforced",
+            "multipleOf",
         )
     if bounds := [name for name in _BOUNDS if name in node]:
         refuse_schema(
             where,
             f"has {bounds[0]} beside multipleOf, which cannot be enforced together;"
             " list the values in an enum",
+            "multipleOf",
         )
     return {"multipleOf": int(factor)}

@@ -5,8 +5,12 @@ xgrammar ignores keywords that it does not know, many combinations of known ones
 length becomes an expression, a format one of `formats`) or refused by name. The result never allows more than
 the schema. It may allow less: an object with `properties` has no others unless `additionalProperties` is
 given, as in OpenAI's strict schemas.
+
+A lenient lowering drops what it would refuse, if the rest of the schema can be enforced without it. The
+result then allows more than the schema.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,7 +18,7 @@ from worker_svc.grammars.lowering.json_containers import OBJECT_KEYWORDS, lower_
 from worker_svc.grammars.lowering.json_scalars import lower_number, lower_string
 from worker_svc.grammars.lowering.one_of import DisjointnessChecker
 from worker_svc.grammars.lowering.references import References
-from worker_svc.grammars.lowering.refusals import refuse_schema, shown
+from worker_svc.grammars.lowering.refusals import SchemaRefusal, refuse_schema, short_path, shown
 
 _ANNOTATIONS: Final = frozenset({
     "title", "description", "default", "example", "examples", "$comment", "$schema", "deprecated", "readOnly", "writeOnly",
@@ -33,6 +37,12 @@ _BY_TYPE: Final[dict[str, frozenset[str]]] = {
 }  # fmt: skip
 # These replace a type; only annotations may stand beside them.
 _STANDALONE: Final = ("$ref", "anyOf", "oneOf", "allOf")
+_COMPOSITIONS: Final = frozenset(_STANDALONE) - {"$ref"}
+# These say more about a value than a composition beside them.
+_DESCRIPTIONS: Final = frozenset({"properties", "items", "prefixItems", "const", "enum"})
+_KNOWN: Final = _ANNOTATIONS.union({"type", "const", "enum"}, _STANDALONE, *_BY_TYPE.values())
+# Parts that are not enforced and reported; more make a message nobody reads.
+_MAX_REPORTED: Final = 32
 
 
 @dataclass
@@ -47,19 +57,25 @@ class SchemaBudget:
     """Values that may still be compared to decide whether the schemas of a `oneOf` are disjoint."""
 
 
-def lower_schema(schema: Any, budget: SchemaBudget) -> Any:
+def lower_schema(schema: Any, budget: SchemaBudget, unenforced: list[str] | None = None) -> Any:
     """Returns a schema that xgrammar enforces and that allows nothing `schema` forbids.
+
+    Args:
+        schema: the client's.
+        budget: bounds the effort.
+        unenforced: makes the lowering lenient and collects what it drops, each as "path: keyword".
 
     Raises:
         InvalidArgument: names the first keyword that cannot be enforced, and its path.
     """
-    return _Lowering(schema, budget).run()
+    return _Lowering(schema, budget, unenforced).run()
 
 
 class _Lowering:
-    def __init__(self, schema: Any, budget: SchemaBudget) -> None:
+    def __init__(self, schema: Any, budget: SchemaBudget, unenforced: list[str] | None) -> None:
         self._root = schema
         self._budget = budget
+        self._unenforced = unenforced
         self._references = References(schema)
         self._disjointness = DisjointnessChecker(self._references)
         self._definition_names: dict[str, str] = {}
@@ -81,6 +97,31 @@ class _Lowering:
         return {**lowered, "$defs": definitions} if definitions else lowered
 
     def _lower(self, node: Any, where: str) -> Any:
+        """Lowers a subschema; if the lowering is lenient, without the keywords that cannot be enforced.
+
+        Keywords are refused before the subschemas in them are lowered, so none is lowered twice.
+        """
+        if self._unenforced is None:
+            return self._lower_whole(node, where)
+        if isinstance(node, dict) and (unknown := sorted(key for key in node if not _is_known(key, where))):
+            # JSON Schema takes them for annotations.
+            node = self._without(node, where, unknown)
+        while True:
+            try:
+                return self._lower_whole(node, where)
+            except SchemaRefusal as refused:
+                node = {**self._without(node, where, refused.keywords), **refused.replacement}
+
+    def _without(self, node: dict[str, Any], where: str, keywords: Collection[str]) -> dict[str, Any]:
+        """Returns a subschema without some keywords, and reports those that it has."""
+        assert self._unenforced is not None
+        for keyword in keywords:
+            part = f"{short_path(where)}: {keyword[:40]}"
+            if keyword in node and part not in self._unenforced and len(self._unenforced) < _MAX_REPORTED:
+                self._unenforced.append(part)
+        return {key: value for key, value in node.items() if key not in keywords}
+
+    def _lower_whole(self, node: Any, where: str) -> Any:
         self._budget.subschemas -= 1
         if self._budget.subschemas < 0:
             refuse_schema(where, "exceeds the limit on subschemas; describe less of the output")
@@ -90,11 +131,7 @@ class _Lowering:
             refuse_schema(where, "is false, which nothing matches; omit the property")
         if not isinstance(node, dict):
             refuse_schema(where, "must be a schema: an object, or true")
-        keys = {
-            key
-            for key in node
-            if key not in _ANNOTATIONS and not key.startswith("x-") and (key != "$id" or where != "$")
-        }
+        keys = {key for key in node if not _is_annotation(key, where)}
         if not keys:
             return {}
         for name in _STANDALONE:
@@ -104,6 +141,7 @@ class _Lowering:
                     refuse_schema(
                         where,
                         f"has {others[0]} beside {name}, which cannot be enforced together; move it inside",
+                        *(others if _says_more(name, node) else sorted(keys & _COMPOSITIONS)),
                     )
                 return self._standalone(name, node[name], where)
         if "const" in keys or "enum" in keys:
@@ -118,7 +156,7 @@ class _Lowering:
             refuse_schema(where, f"has a {name} that is not a list of at least one schema")
         if name == "allOf" and len(value) > 1:
             refuse_schema(
-                where, "has an allOf of several schemas, which cannot be enforced; merge them into one"
+                where, "has an allOf of several schemas, which cannot be enforced; merge them into one", name
             )
         if name == "oneOf" and not self._are_disjoint(value, where):
             refuse_schema(
@@ -126,6 +164,8 @@ class _Lowering:
                 "has a oneOf with schemas that may overlap, which cannot be enforced; use anyOf,"
                 " different types, or a"
                 " required property with a different const in each",
+                name,
+                replacement={"anyOf": value},
             )
         branches = [self._lower(branch, f"{where}.{name}[{index}]") for index, branch in enumerate(value)]
         return branches[0] if name == "allOf" else {"anyOf": branches}
@@ -137,6 +177,7 @@ class _Lowering:
                 where,
                 f"has the $ref {shown(reference)}; only references into the schema itself (#/$defs/…) are"
                 " followed",
+                *(("$ref",) if isinstance(reference, str) else ()),
             )
         try:
             self._references.resolve(reference)
@@ -156,7 +197,10 @@ class _Lowering:
         self._budget.comparisons = left - spent
         if spent > left:
             refuse_schema(
-                where, "has a oneOf with too many schemas and values to check for overlap; use anyOf"
+                where,
+                "has a oneOf with too many schemas and values to check for overlap; use anyOf",
+                "oneOf",
+                replacement={"anyOf": branches},
             )
         return disjoint
 
@@ -164,12 +208,16 @@ class _Lowering:
         """Lowers a `const` or an `enum`."""
         others = keys - {"const", "enum", "type"}
         if others:
-            refuse_schema(where, f"has {min(others)} beside const or enum; list only the allowed values")
+            refuse_schema(
+                where,
+                f"has {min(others)} beside const or enum; list only the allowed values",
+                *sorted(others),
+            )
         values = [node["const"]] if "const" in keys else node["enum"]
         if not isinstance(values, list) or not values:
             refuse_schema(where, "has an enum that is not a list of at least one value")
         if "const" in keys and "enum" in keys:
-            refuse_schema(where, "has both const and enum; keep one")
+            refuse_schema(where, "has both const and enum; keep one", "enum")
         if "type" in keys:
             types = self._types(node["type"], where)
             if not all(any(_has_type(value, name) for name in types) for value in values):
@@ -199,14 +247,16 @@ class _Lowering:
             if len(families) != 1:
                 unknown = sorted(keywords - frozenset[str]().union(*_BY_TYPE.values()))
                 refuse_schema(
-                    where, f"has {unknown[0]}, which cannot be enforced" if unknown else "needs a type"
+                    where,
+                    f"has {unknown[0]}, which cannot be enforced" if unknown else "needs a type",
+                    *sorted(keywords),
                 )
             types = families
         supported = frozenset[str]().union(*(_BY_TYPE[name] for name in types))
         if unsupported := sorted(keywords - supported):
             known = any(unsupported[0] in words for words in _BY_TYPE.values())
             why = f"which does not apply to the type {types[0]}" if known else "which cannot be enforced"
-            refuse_schema(where, f"has {unsupported[0]}, {why}; omit it")
+            refuse_schema(where, f"has {unsupported[0]}, {why}; omit it", *unsupported)
         if "number" in types:
             types = [name for name in types if name != "integer"]  # every integer is a number
         branches = [self._lower_type({**node, "type": name}, name, where) for name in dict.fromkeys(types)]
@@ -224,6 +274,21 @@ class _Lowering:
                 return lower_object(node, where, self._lower)
             case _:
                 return {"type": name}
+
+
+def _says_more(name: str, node: dict[str, Any]) -> bool:
+    """Whether a reference or composition says more about a value than the keywords beside it."""
+    if name == "allOf" and isinstance(node[name], list) and len(node[name]) > 1:
+        return False  # it cannot be enforced even alone
+    return name == "$ref" or not node.keys() & _DESCRIPTIONS
+
+
+def _is_annotation(key: str, where: str) -> bool:
+    return key in _ANNOTATIONS or key.startswith("x-") or (key == "$id" and where == "$")
+
+
+def _is_known(key: str, where: str) -> bool:
+    return key in _KNOWN or _is_annotation(key, where)
 
 
 def _has_type(value: Any, name: str) -> bool:
