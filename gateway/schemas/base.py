@@ -114,7 +114,10 @@ class RequestModel(BaseModel):
 
 @functools.cache
 def _served_names(cls: type[RequestModel]) -> frozenset[str]:
-    """Returns the names that the fields of ``cls`` have in JSON."""
+    """Returns the names that the fields of ``cls`` have in JSON.
+
+    A subclass may list an inherited field as unserved or tolerated.
+    """
     names: set[str] = set()
     for name, field in cls.model_fields.items():
         alias = field.validation_alias
@@ -122,7 +125,7 @@ def _served_names(cls: type[RequestModel]) -> frozenset[str]:
             names |= {choice for choice in alias.choices if isinstance(choice, str)}
         else:
             names.add(alias if isinstance(alias, str) else name)
-    return frozenset(names)
+    return frozenset(names - cls.unserved.keys() - cls.tolerated.keys())
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -1,0 +1,132 @@
+"""Writes the response object: whole, or as the events of a stream show it."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gateway.answers.generation import Usage
+from gateway.http.errors import row_of
+from gateway.responses.request import ResponsesRequest, TextFormat
+from gateway.responses.tools import Allowed, FunctionTool, ResponseToolChoice
+from gateway.schemas.tools import NamedChoice
+from protos.errors import InvalidArgument, Overloaded, TriptychError
+
+# The types of errors that the API knows, by ours; all others are the server's.
+_ERROR_CODES: Final = ((Overloaded, "rate_limit_exceeded"), (InvalidArgument, "invalid_prompt"))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseObject:
+    """The object that a request is answered with; most fields repeat the request."""
+
+    body: ResponsesRequest
+    answer_id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+
+    def in_progress(self) -> dict[str, Any]:
+        """Returns the object of an answer that begins."""
+        return self._object("in_progress", [])
+
+    def ended(self, output: list[dict[str, Any]], usage: Usage, *, cut: bool) -> dict[str, Any]:
+        """Returns the object of an answer that is complete, or was ``cut`` at its limit of tokens."""
+        if not cut:
+            return self._object("completed", output, usage=_usage(usage))
+        details = {"reason": "max_output_tokens"}
+        return self._object("incomplete", output, usage=_usage(usage), incomplete_details=details)
+
+    def failed(self, output: list[dict[str, Any]], error: TriptychError) -> dict[str, Any]:
+        """Returns the object of an answer that failed behind ``output``."""
+        known = (code for kind, code in _ERROR_CODES if isinstance(error, kind))
+        details = {"code": next(known, "server_error"), "message": error.message}
+        return self._object("failed", output, error=details)
+
+    def _object(self, status: str, output: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
+        body = self.body
+        return {
+            "id": self.answer_id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": body.temperature,
+            "text": _text_options(body),
+            "tool_choice": _tool_choice(body.tool_choice),
+            "tools": [_tool(tool) for tool in body.functions],
+            "top_logprobs": body.num_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            "user": body.user,
+            **known,
+        }
+
+
+def error_event(error: TriptychError) -> dict[str, Any]:
+    """Returns the fields of the event for an error in mid-stream."""
+    return {"code": row_of(error).code, "message": error.message, "param": error.param or None}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _text_options(body: ResponsesRequest) -> dict[str, Any]:
+    options: dict[str, Any] = {"format": _text_format(body.text_format)}
+    if body.text is not None and body.text.verbosity is not None:
+        options["verbosity"] = body.text.verbosity
+    return options
+
+
+def _text_format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    return {
+        "type": form.type,
+        "name": form.name or "answer",
+        "description": form.description,
+        "schema": form.schema_,
+        "strict": form.strict,
+    }
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+
+
+def _tool_choice(choice: ResponseToolChoice) -> Any:
+    match choice:
+        case NamedChoice(name):
+            return {"type": "function", "name": name}
+        case Allowed(mode, names):
+            tools = [{"type": "function", "name": name} for name in names]
+            return {"type": "allowed_tools", "mode": mode, "tools": tools}
+        case _:
+            return choice or "auto"

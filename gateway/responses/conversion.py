@@ -1,0 +1,164 @@
+"""Turns a Responses request into the chat request that the rest of the gateway answers.
+
+The parts have been validated, so they are put together without a second validation.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+from gateway.responses.input_items import (
+    FunctionCall,
+    FunctionCallOutput,
+    InputItem,
+    InputMessage,
+    ReasoningItem,
+)
+from gateway.responses.request import ResponsesRequest
+from gateway.responses.tools import Allowed
+from gateway.schemas.chat import ChatCompletionRequest, Message
+from gateway.schemas.sampling import SamplingRequest
+from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, Tool
+from gateway.text.chat_template import ChatTemplate
+
+_SYSTEM: Final = ("system", "developer")
+
+
+class ResponseAsChat(ChatCompletionRequest):
+    """A Responses request as a chat request. Errors name the parameters that the client sent."""
+
+    prompt_param: ClassVar[str] = "input"
+
+    @property
+    def constraint_param(self) -> str:
+        """The parameter that constrains the answer."""
+        return "text.format" if self.structured_outputs is None else "structured_outputs"
+
+
+def to_chat(body: ResponsesRequest, template: ChatTemplate | None) -> ResponseAsChat:
+    """Returns the chat request with the same answer.
+
+    Args:
+        body: the request.
+        template: the model's chat template, which says what it can show; ``None``: the model has none.
+    """
+    shared = {
+        name: getattr(body, name)
+        for name in SamplingRequest.model_fields
+        if name in body.model_fields_set and name != "stream_options"
+    }
+    messages = list(messages_of(body.instructions, body.input))
+    if template is not None and template.wants_system_first:
+        messages = _system_first(messages)
+    choice = body.tool_choice
+    tools = [_tool(function) for function in body.functions]
+    if isinstance(choice, Allowed):
+        tools = [tool for tool in tools if tool.function.name in choice.names]
+        choice = choice.mode
+    if not tools:
+        choice = None
+    return ResponseAsChat.model_construct(
+        **shared,
+        messages=messages,
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        include_reasoning=body.include_reasoning,
+        chat_template_kwargs={**_thinking_variables(body, template), **body.chat_template_kwargs},
+        max_completion_tokens=body.max_output_tokens,
+        logprobs=body.num_logprobs is not None,
+        top_logprobs=body.num_logprobs,
+        response_format=None if body.text_format.type == "text" else body.text_format.for_chat(),
+        truncate_prompt_tokens=-1 if body.truncation == "auto" else None,
+    )
+
+
+def _tool(function: Function) -> Tool:
+    given = {name: getattr(function, name) for name in function.model_fields_set if name != "type"}
+    return Tool.model_construct(function=Function.model_construct(**given))
+
+
+def _thinking_variables(body: ResponsesRequest, template: ChatTemplate | None) -> dict[str, Any]:
+    """Returns the variables that the template reads the effort of thinking from."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    if effort is None or template is None:
+        return {}
+    variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return {name: value for name, value in variables.items() if name in template.variables}
+
+
+def _system_first(messages: Sequence[Message]) -> list[Message]:
+    """Joins all system messages to one in front, for templates that refuse any other."""
+    system = [message for message in messages if message.role in _SYSTEM]
+    if not system:
+        return list(messages)
+    content = "\n".join(message.content for message in system)
+    first = Message.model_construct(role="system", content=content)
+    return [first, *(message for message in messages if message.role not in _SYSTEM)]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """A turn of the assistant, which spans several items."""
+
+    reasoning: list[str] = field(default_factory=list)
+    content: str | None = None
+    calls: list[EarlierCall] = field(default_factory=list)
+
+    def message(self) -> Message:
+        """Returns the turn as a chat message."""
+        return Message.model_construct(
+            role="assistant",
+            content=self.content or "",
+            tool_calls=self.calls,
+            reasoning="\n".join(self.reasoning) or None,
+        )
+
+
+def messages_of(instructions: str | None, items: Iterable[InputItem]) -> Iterator[Message]:
+    """Yields the chat messages of a conversation.
+
+    Thinking, text and calls of the assistant without another item between them are one message, as they were
+    one answer.
+    """
+    if instructions:
+        yield Message.model_construct(role="system", content=instructions)
+    turn: _Turn | None = None
+    functions: dict[str, str] = {}
+    for item in items:
+        other = _other_message(item, functions)
+        if turn is not None and (other is not None or not _continues(item, turn)):
+            yield turn.message()
+            turn = None
+        if other is not None:
+            yield other
+            continue
+        turn = turn or _Turn()
+        match item:
+            case ReasoningItem():
+                turn.reasoning += [item.text] if item.text else []
+            case FunctionCall():
+                functions[item.call_id] = item.name
+                function = EarlierFunction.model_construct(name=item.name, arguments=item.arguments)
+                turn.calls.append(EarlierCall.model_construct(id=item.call_id, function=function))
+            case InputMessage():
+                turn.content = item.content
+    if turn is not None:
+        yield turn.message()
+
+
+def _other_message(item: InputItem, functions: dict[str, str]) -> Message | None:
+    """Returns the message of an item that is no part of the assistant's turn."""
+    if isinstance(item, InputMessage) and item.role != "assistant":
+        return Message.model_construct(role=item.role, content=item.content)
+    if isinstance(item, FunctionCallOutput):
+        name = item.name or functions.get(item.call_id)
+        return Message.model_construct(role="tool", content=item.output, tool_call_id=item.call_id, name=name)
+    return None
+
+
+def _continues(item: InputItem, turn: _Turn) -> bool:
+    """Whether an item of the assistant belongs to the turn before it."""
+    if isinstance(item, FunctionCall):
+        return True
+    return turn.content is None and (isinstance(item, InputMessage) or not turn.calls)

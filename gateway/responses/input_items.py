@@ -1,0 +1,166 @@
+"""The items of a request's input: messages, calls of functions, their results, and thinking."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
+
+from gateway.quoting import quote
+from gateway.schemas.base import RequestModel, Unserved, ignore
+from gateway.schemas.chat import MAX_MESSAGES
+from gateway.schemas.tools import MAX_ARGUMENTS
+
+MAX_ITEMS: Final = MAX_MESSAGES
+
+# The field that holds the text, by the type of a part.
+_PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+# Fields of an answer's parts, which clients send back.
+_ECHOED: Final = frozenset({"annotations", "logprobs"})
+
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+Echoed = Annotated[str | None, Field(max_length=256, description="As an answer had it; ignored.")]
+
+
+def _text(content: Any, info: ValidationInfo) -> str:
+    """Returns a message's text; joins parts with line breaks, as chats do."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"must be a string or a list of parts, got {quote(content)}")  # noqa: TRY004
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        field = _PARTS.get(kind) if isinstance(kind, str) else None
+        if field is None:
+            raise ValueError(
+                f"part {index} is not served; only parts with text ('input_text', 'output_text') are, got"
+                f" {quote(kind or part)}"
+            )
+        if not isinstance(part.get(field), str):
+            raise ValueError(f"part {index} needs '{field}', a string")  # noqa: TRY004 - pydantic's signal
+        for name in part.keys() - {"type", field} - _ECHOED:
+            ignore(info, name, "parts have only a type and a text; omit it")
+        texts.append(part[field])
+    return "\n".join(texts)
+
+
+PartsText = Annotated[
+    str,
+    BeforeValidator(_text, json_schema_input_type=str | list[dict[str, Any]]),
+    Field(description="Text, or a list of parts of type input_text or output_text."),
+]
+
+
+class InputMessage(RequestModel):
+    """One turn of the conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: PartsText
+    id: Echoed = None
+    status: Echoed = None
+    phase: Echoed = None
+
+
+class FunctionCall(RequestModel):
+    """An earlier call of the assistant."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        "namespace": Unserved((), "functions have no namespaces here; omit it")
+    }
+
+    type: Literal["function_call"]
+    call_id: Id
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS, description="A JSON object, as text.")]
+    id: Echoed = None
+    status: Echoed = None
+
+
+class FunctionCallOutput(RequestModel):
+    """The result of an earlier call."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = FunctionCall.unserved
+
+    type: Literal["function_call_output"]
+    call_id: Annotated[Id, Field(description="The call that it answers.")]
+    output: PartsText
+    name: Annotated[str | None, Field(max_length=256, description="The function.")] = None
+    id: Echoed = None
+    status: Echoed = None
+
+
+class ReasoningText(RequestModel):
+    """A piece of thinking, or of its summary."""
+
+    type: Literal["reasoning_text", "summary_text", "text"]
+    text: str
+
+
+Pieces = Annotated[list[ReasoningText], Field(fail_fast=True)]
+
+
+class ReasoningItem(RequestModel):
+    """Thinking of an earlier turn."""
+
+    tolerated: ClassVar[Mapping[str, str]] = {
+        "encrypted_content": "thinking is not encrypted here; send its 'content'"
+    }
+
+    type: Literal["reasoning"]
+    content: Annotated[Pieces | None, Field(description="The thinking.")] = None
+    summary: Annotated[Pieces | None, Field(description="Stands in for the thinking if there is none.")] = (
+        None
+    )
+    id: Echoed = None
+    status: Echoed = None
+
+    @property
+    def text(self) -> str:
+        """The thinking; empty if the item has only an encrypted form."""
+        return "\n".join(piece.text for piece in self.content or self.summary or ())
+
+
+InputItem = InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
+
+_KINDS: Final[Mapping[str, type[InputItem]]] = {
+    "message": InputMessage,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+    "reasoning": ReasoningItem,
+}
+
+
+def _item(value: Any, info: ValidationInfo) -> InputItem:
+    """Reads an item as its type says; a finding keeps its path in the body."""
+    if not isinstance(value, dict):
+        raise ValueError(f"must be an item (a JSON object), got {quote(value)}")  # noqa: TRY004
+    kind = value.get("type", "message")
+    if kind == "item_reference":
+        raise ValueError(
+            "is not supported: nothing is stored that an item_reference could name; send the item"
+        )
+    model = _KINDS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        served = ", ".join(_KINDS)
+        raise ValueError(f"is not supported: its type is {quote(kind)}; only {served} are served")
+    return model.model_validate(value, context=info.context)
+
+
+def _items(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise ValueError(f"must be a string or a list of items, got {quote(value)}")  # noqa: TRY004
+    # Checked before the items themselves.
+    if len(value) > MAX_ITEMS:
+        raise ValueError(f"takes at most {MAX_ITEMS} items, got {len(value)}; shorten the conversation")
+    return value
+
+
+InputItems = Annotated[
+    list[Annotated[InputItem, PlainValidator(_item, json_schema_input_type=InputItem)]],
+    Field(min_length=1, fail_fast=True),
+    BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+]

@@ -1,0 +1,178 @@
+"""The items of an answer: thinking, the message, and calls, as they grow with the events of its text."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, merged
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+@dataclass(slots=True)
+class OutputItem(ABC):
+    """One item of an answer."""
+
+    event_prefix: ClassVar[str]
+    """What the names of the events about its text begin with."""
+    text_field: ClassVar[str] = "text"
+    """What the event about its whole text calls it."""
+
+    id: str
+    index: int
+    """Its place in the answer."""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its text so far."""
+        return "".join(self.pieces)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether its text is a part of its content."""
+        return True
+
+    def part(self, text: str) -> dict[str, Any]:
+        """Returns the part of its content with ``text``: all of it, or none yet."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def body(self, status: Status) -> dict[str, Any]:
+        """Returns the item; one in progress has no text."""
+
+
+@dataclass(slots=True)
+class MessageItem(OutputItem):
+    """The text of the answer."""
+
+    event_prefix = "response.output_text"
+
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+    def part(self, text: str) -> dict[str, Any]:
+        """Returns the part with the text."""
+        logprobs = self.logprobs if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def body(self, status: Status) -> dict[str, Any]:
+        """Returns the message."""
+        content = [] if status == "in_progress" else [self.part(self.text)]
+        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+@dataclass(slots=True)
+class ThinkingItem(OutputItem):
+    """Thinking in front of the answer."""
+
+    event_prefix = "response.reasoning_text"
+
+    def part(self, text: str) -> dict[str, Any]:
+        """Returns the part with the thinking."""
+        return {"type": "reasoning_text", "text": text}
+
+    def body(self, status: Status) -> dict[str, Any]:
+        """Returns the item; it has no summary, and no encrypted form."""
+        content = [] if status == "in_progress" else [self.part(self.text)]
+        return {
+            "id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content,
+            "encrypted_content": None,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class CallItem(OutputItem):
+    """A call of a function."""
+
+    event_prefix = "response.function_call_arguments"
+    text_field = "arguments"
+
+    call_id: str = ""
+    name: str = ""
+    number: int = 0
+    """Its number among the calls."""
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether its text is a part of its content."""
+        return False
+
+    def body(self, status: Status) -> dict[str, Any]:
+        """Returns the call."""
+        arguments = "" if status == "in_progress" else self.text
+        return {
+            "id": self.id, "type": "function_call", "status": status, "call_id": self.call_id, "name": self.name,
+            "arguments": arguments,
+        }  # fmt: skip
+
+
+class Output:
+    """The items of one answer, in order."""
+
+    def __init__(self, answer_id: str) -> None:
+        """Creates an answer without items; they are named after it."""
+        self._suffix = answer_id.partition("_")[2]
+        self.items: list[OutputItem] = []
+
+    def take(self, event: Event) -> OutputItem:
+        """Adds an event to the item that it belongs to; that is a new last item if the event begins one."""
+        last = self.items[-1] if self.items else None
+        match event:
+            case Text(text):
+                item = last if isinstance(last, MessageItem) else self.add_message()
+            case Reasoning(text):
+                item = last if isinstance(last, ThinkingItem) else self._add(ThinkingItem(*self._place("rs")))
+            case CallStart(number, call_id, name):
+                return self._add(CallItem(*self._place("fc"), call_id=call_id, name=name, number=number))
+            case CallArguments(number, text):
+                item = next(
+                    item for item in self.items if isinstance(item, CallItem) and item.number == number
+                )
+            case _:
+                raise ValueError("a revoked call must have been replaced by its text")
+        item.pieces.append(text)
+        return item
+
+    def add_message(self) -> OutputItem:
+        """Returns a new message, behind the other items."""
+        return self._add(MessageItem(*self._place("msg")))
+
+    def bodies(self, *, cut: bool) -> list[dict[str, Any]]:
+        """Returns the items; if the answer was ``cut``, the last one is incomplete."""
+        last = len(self.items) - 1
+        return [item.body("incomplete" if cut and item.index == last else "completed") for item in self.items]
+
+    def _place(self, prefix: str) -> tuple[str, int]:
+        index = len(self.items)
+        return f"{prefix}_{self._suffix}_{index}", index
+
+    def _add(self, item: OutputItem) -> OutputItem:
+        self.items.append(item)
+        return item
+
+
+def settled(events: Sequence[Event]) -> list[Event]:
+    """Returns the events of a whole answer with the text of revoked calls in place of these calls."""
+    revoked = {event.number for event in events if isinstance(event, CallRevoked)}
+    kept: list[Event] = []
+    for event in events:
+        if isinstance(event, CallRevoked):
+            kept.append(Text(event.source))
+        elif not isinstance(event, CallStart | CallArguments) or event.number not in revoked:
+            kept.append(event)
+    return merged(kept)
+
+
+def collected(answer_id: str, events: Sequence[Event], logprobs: list[dict[str, Any]]) -> Output:
+    """Returns the items of a whole answer. Its log-probabilities are those of the first message."""
+    output = Output(answer_id)
+    for event in settled(events):
+        output.take(event)
+    if not output.items:
+        output.add_message()
+    for item in output.items:
+        if isinstance(item, MessageItem):
+            item.logprobs = logprobs
+            break
+    return output

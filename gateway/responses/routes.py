@@ -1,0 +1,123 @@
+"""The routes of the Responses API."""
+
+from functools import partial
+from typing import Any, Final
+
+import orjson
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.answers.answer_plan import AnswerPlan
+from gateway.answers.delta_reader import DeltaReader
+from gateway.answers.generation import Delta
+from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.parsers.events import Event, Text
+from gateway.quoting import quote
+from gateway.responses.answer_body import ResponseObject
+from gateway.responses.answers import ResponseAnswer
+from gateway.responses.conversion import to_chat
+from gateway.responses.output_items import collected
+from gateway.responses.request import ResponsesRequest
+from gateway.responses.response_stream_writer import ResponseStreamWriter, chat_logprobs
+from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond_to_chat
+from gateway.routes.context import generating_model, read_body
+from gateway.routes.openapi import body_schema, documented
+from protos.errors import NotFound
+from protos.logs import get_logger
+
+PATH: Final = "/v1/responses"
+ID_PREFIX: Final = "resp_"
+SKIPPED_TOOLS_HEADER: Final = "x-skipped-tools"
+
+router = APIRouter(tags=["Responses"])
+
+_EVENTS: Final[dict[str, Any]] = {
+    "text/event-stream": {
+        "schema": {
+            "type": "string",
+            "description": "OpenAI's typed events, numbered by sequence_number, from response.created to"
+            " response.completed, response.incomplete or response.failed.",
+        }
+    }
+}
+
+
+@router.post(
+    PATH,
+    summary="Answer a conversation (OpenAI's Responses API)",
+    openapi_extra=body_schema(ResponsesRequest),
+    responses=documented(ResponseAnswer, content=_EVENTS),
+)
+async def create_response(request: Request) -> Response:
+    """Generates the next items of a conversation, as OpenAI's endpoint does, without storing them.
+
+    The model's chat template turns instructions, input and functions into a prompt. Tools other than
+    functions are skipped; the header X-Skipped-Tools names them. With `stream`, the answer arrives as
+    server-sent events.
+    """
+    body = await read_body(request, ResponsesRequest)
+    served = await generating_model(request, body.model)
+    template = served.text.tool_template if body.functions else served.text.chat_template
+    headers = {}
+    if skipped := body.skipped_tools:
+        get_logger().info("the request has tools that are not served", skipped=skipped)
+        headers[SKIPPED_TOOLS_HEADER] = ", ".join(skipped)
+
+    def write(plan: AnswerPlan) -> AnswerFormat:
+        return AnswerFormat(
+            ID_PREFIX, partial(_stream, body, plan), partial(_body, body, plan), headers=headers
+        )
+
+    return await respond_to_chat(request, to_chat(body, template), write)
+
+
+def _stream(body: ResponsesRequest, plan: AnswerPlan, start: StreamStart) -> ResponseStreamWriter:
+    response = ResponseObject(body, start.answer_id, start.created, start.model)
+    return ResponseStreamWriter(response, DeltaReader(plan.reader(), start.answer_id), start.reporter)
+
+
+def _body(
+    body: ResponsesRequest,
+    plan: AnswerPlan,
+    answer_id: str,
+    created: int,
+    model: str,
+    ends: list[Delta],
+    extras: CollectedExtras,
+) -> bytes:
+    (end,) = ends
+    logprobs = _message_logprobs(plan, end, extras.reporter)
+    output, cut = collected(answer_id, plan.reader().whole(end.text), logprobs), end.finish_reason == "length"
+    response = ResponseObject(body, answer_id, created, model)
+    return orjson.dumps(response.ended(output.bodies(cut=cut), extras.usage, cut=cut))
+
+
+def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[dict[str, Any]]:
+    """Returns the log-probabilities of the tokens that belong to the message, as a stream reports them."""
+    if plan.plain or not reporter.wanted:
+        return chat_logprobs(reporter, list(end.tokens))
+    reader, last = DeltaReader(plan.reader(), ""), len(end.tokens) - 1
+    tokens: list[TokenReport] = []
+    event: Event | None = None
+    for index, token in enumerate(end.tokens):
+        until = len(end.text) if index == last else end.tokens[index + 1].offset
+        reason = end.finish_reason if index == last else None
+        for event, reports in reader.read(Delta(0, end.text[token.offset : until], reason, tokens=(token,))):
+            tokens += reports if isinstance(event, Text) else []
+    if isinstance(event, Text):
+        tokens += reader.take_reports()
+    return chat_logprobs(reporter, tokens)
+
+
+@router.get(f"{PATH}/{{response_id}}", include_in_schema=False)
+@router.delete(f"{PATH}/{{response_id}}", include_in_schema=False)
+@router.post(f"{PATH}/{{response_id}}/cancel", include_in_schema=False)
+@router.get(f"{PATH}/{{response_id}}/input_items", include_in_schema=False)
+async def stored_response(response_id: str) -> Response:
+    """Answers that there is no such response, because none is ever stored."""
+    raise NotFound(
+        f"there is no response {quote(response_id)}: responses are not stored here, whatever 'store' says; keep"
+        " the answer of POST /v1/responses",
+        param="response_id",
+    )

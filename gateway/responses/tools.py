@@ -1,0 +1,111 @@
+"""The tools of a request, and the choice among them.
+
+OpenAI's own tools (web search, computer use, MCP servers, …) are skipped: agents send them with every
+request, whether the model can use them or not.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple
+
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
+
+from gateway.quoting import clip, quote
+from gateway.schemas.sampling import or_default
+from gateway.schemas.tools import Function, NamedChoice, bounded
+
+_TYPE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+MODES: Final = ("none", "auto", "required")
+
+
+class FunctionTool(Function):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class SkippedTool(NamedTuple):
+    """A tool that no model can call here."""
+
+    type: str
+
+
+ResponseTool = FunctionTool | SkippedTool
+
+
+def _tool(value: Any, info: ValidationInfo) -> ResponseTool:
+    """Reads a function's definition; of any other tool only the type."""
+    if not isinstance(value, dict):
+        raise ValueError(f"must be a tool (a JSON object), got {quote(value)}")  # noqa: TRY004
+    kind = value.get("type")
+    if kind == "function":
+        return FunctionTool.model_validate(value, context=info.context)
+    # The type is shown in a header.
+    if not isinstance(kind, str) or _TYPE.fullmatch(kind) is None:
+        raise ValueError(f"needs a 'type', for example 'function', got {quote(kind)}")
+    return SkippedTool(kind)
+
+
+def functions_of(tools: Sequence[ResponseTool]) -> list[FunctionTool]:
+    """Returns the tools that the model may call."""
+    return [tool for tool in tools if isinstance(tool, FunctionTool)]
+
+
+def _distinct(tools: list[ResponseTool]) -> list[ResponseTool]:
+    names = [tool.name for tool in functions_of(tools)]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"has two functions named '{clip(twice)}'; names must differ")
+    return tools
+
+
+ResponseTools = Annotated[
+    list[Annotated[ResponseTool, PlainValidator(_tool, json_schema_input_type=dict[str, Any])]],
+    Field(fail_fast=True),
+    AfterValidator(_distinct),
+    BeforeValidator(bounded),
+    or_default([]),
+]
+
+
+class Allowed(NamedTuple):
+    """The choice among some of the tools."""
+
+    mode: Literal["auto", "required"]
+    names: tuple[str, ...]
+
+
+def _allowed(value: dict[str, Any]) -> Allowed:
+    tools, mode = value.get("tools"), value.get("mode")
+    if mode not in ("auto", "required"):
+        raise ValueError(f'needs a mode, "auto" or "required", got {quote(mode)}')
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"needs 'tools', a list of tools, got {quote(tools)}")
+    names = [tool.get("name") for tool in tools if tool.get("type") == "function"]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError("has a function without a name in 'tools'")
+    return Allowed(mode, tuple(names))
+
+
+def _choice(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value in MODES):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    match kind:
+        case "function" if isinstance(value.get("name"), str):
+            return NamedChoice(value["name"])
+        case "allowed_tools":
+            return _allowed(value)
+        case str() if kind != "function":
+            raise ValueError(f"is not supported: tools of type {quote(kind)} are skipped; choose a function")
+    raise ValueError(
+        'must be "none", "auto", "required", {"type": "function", "name": "…"} or'
+        f' {{"type": "allowed_tools", "mode": "auto", "tools": […]}}, got {quote(value)}'
+    )
+
+
+ResponseToolChoice = Annotated[
+    Allowed | NamedChoice | Literal["none", "auto", "required"] | None,
+    PlainValidator(_choice, json_schema_input_type=str | dict[str, Any] | None),
+]

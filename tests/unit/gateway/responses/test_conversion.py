@@ -1,0 +1,207 @@
+"""Responses requests as the chat requests that are answered in their place."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.responses.conversion import ResponseAsChat, to_chat
+from gateway.responses.request import ResponsesRequest
+from gateway.schemas.base import IgnoredFields, parse
+from gateway.text.chat_template import ChatTemplate
+from protos.errors import InvalidArgument
+
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+OTHER = {"type": "function", "name": "g"}
+
+
+def request(**body: Any) -> ResponsesRequest:
+    return parse(ResponsesRequest, orjson.dumps({"input": "hi", **body}), IgnoredFields())
+
+
+THINKS = ChatTemplate("{{ messages }}{{ enable_thinking }}{{ reasoning_effort }}", {})
+ONE_SYSTEM = ChatTemplate(
+    "{% for m in messages[1:] %}{% if m.role == 'system' %}{{ raise_exception('late') }}{% endif %}{% endfor %}",
+    {},
+)
+
+
+def chat(template: ChatTemplate | None = None, **body: Any) -> ResponseAsChat:
+    return to_chat(request(**body), template)
+
+
+def turns(*items: dict[str, Any], **body: Any) -> list[dict[str, Any]]:
+    """Returns the turns that the chat template gets."""
+    return [message.for_template() for message in chat(input=[*items], **body).messages]
+
+
+def reasoning(text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"type": "reasoning", "id": "rs_1", "summary": [], "content": content, "status": "completed"}
+
+
+def said(text: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    return {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": content}
+
+
+def called(call_id: str, name: str = "f") -> dict[str, Any]:
+    return {"type": "function_call", "id": "fc_1", "call_id": call_id, "name": name, "arguments": '{"a": 1}'}
+
+
+def returned(call_id: str, output: Any = "1") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": output}
+
+
+def test_instructions_come_first() -> None:
+    """A text is the user's turn, and instructions a system message before it."""
+    assert [message.for_template() for message in chat(instructions="Be brief.").messages] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hi"},
+    ]
+
+
+def test_system_messages_are_joined_for_templates_that_take_one() -> None:
+    """Agents send instructions and, behind turns of the user, a developer's messages."""
+    items = [{"role": "user", "content": "hi"}, {"role": "developer", "content": "Rule."}]
+    for template, expected in (
+        (ONE_SYSTEM, [("system", "Be brief.\nRule."), ("user", "hi")]),
+        (THINKS, [("system", "Be brief."), ("user", "hi"), ("developer", "Rule.")]),
+    ):
+        found = chat(template, instructions="Be brief.", input=items).messages
+        assert [(message.role, message.content) for message in found] == expected
+
+
+def test_messages_have_text_or_parts() -> None:
+    """Easy messages, messages with parts, and every role."""
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert turns(
+        {"role": "developer", "content": "rules"},
+        {"type": "message", "role": "user", "content": parts, "status": "completed"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "user", "content": "c"},
+    ) == [
+        {"role": "developer", "content": "rules"},
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "no"},
+        {"role": "user", "content": "c"},
+    ]
+
+
+def test_the_items_of_one_answer_are_one_turn() -> None:
+    """Thinking, text and calls go together; results carry the name of the function that was called."""
+    items = [
+        {"role": "user", "content": "q"},
+        reasoning("think"),
+        said("text"),
+        called("1"),
+        called("2", "g"),
+    ]
+    found = turns(*items, returned("2", [{"type": "input_text", "text": "two"}]), returned("1"), said("done"))
+    assert [turn["role"] for turn in found] == ["user", "assistant", "tool", "tool", "assistant"]
+    answer = found[1]
+    assert (answer["reasoning"], answer["content"]) == ("think", "text")
+    assert [(call["id"], call["function"]["name"]) for call in answer["tool_calls"]] == [
+        ("1", "f"),
+        ("2", "g"),
+    ]
+    assert answer["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert found[2] == {"role": "tool", "content": "two", "tool_call_id": "2", "name": "g"}
+
+
+def test_a_new_thought_or_text_begins_a_new_turn() -> None:
+    """Two answers in a row stay apart."""
+    found = turns(said("a"), said("b"), reasoning("c"), called("1"), reasoning("d"), said("e"))
+    assert [(turn["content"], turn.get("reasoning")) for turn in found] == [
+        ("a", None), ("b", None), ("", "c"), ("e", "d"),
+    ]  # fmt: skip
+
+
+def test_thinking_that_cannot_be_read_is_left_out() -> None:
+    """A summary stands in for the thinking; an encrypted form does not."""
+    encrypted = {"type": "reasoning", "id": "rs", "summary": [], "encrypted_content": "x"}
+    summary = {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "short"}]}
+    assert "reasoning" not in turns(encrypted, said("a"))[0]
+    assert turns(summary, said("a"))[0]["reasoning"] == "short"
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "expected"),
+    [
+        (None, ["f", "g"], None),
+        ("none", ["f", "g"], "none"),
+        ("required", ["f", "g"], "required"),
+        ({"type": "function", "name": "g"}, ["f", "g"], ("g",)),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "g"}]},
+            ["g"],
+            "auto",
+        ),
+        (
+            {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp", "server_label": "x"}]},
+            [],
+            None,
+        ),
+    ],
+)
+def test_tools_and_the_choice_among_them(given: Any, names: list[str], expected: Any) -> None:
+    """Tools that the choice does not allow are not shown to the model."""
+    found = chat(tools=[{"type": "web_search"}, FUNCTION, OTHER], tool_choice=given)
+    assert [tool.function.name for tool in found.tools] == names
+    assert found.tool_choice == expected
+    shown = {"name": "f", "parameters": {"type": "object"}, "strict": True}
+    if "f" in names:
+        assert found.tools[0].for_template() == {"type": "function", "function": shown}
+
+
+def test_parameters_reach_the_chat_request() -> None:
+    """OpenAI's under the chat's names, and vLLM's as they are."""
+    found = chat(
+        max_output_tokens=7, temperature=0.5, top_k=3, stop=["x"], truncation="auto", parallel_tool_calls=False,
+        include=["message.output_text.logprobs"], top_logprobs=2, chat_template_kwargs={"a": 1}, stream=True,
+        stream_options={"include_obfuscation": False, "include_usage": True},
+    )  # fmt: skip
+    assert (found.output_limit, found.temperature, found.top_k, found.stop) == (7, 0.5, 3, ["x"])
+    assert (found.truncate_prompt_tokens, found.parallel_tool_calls, found.num_logprobs) == (-1, False, 2)
+    assert (found.stream, found.include_usage, found.prompt_param) == (True, False, "input")
+    assert found.chat_template_kwargs == {"a": 1}
+    assert chat(top_logprobs=2).num_logprobs is None, "without the include, they are not asked for"
+
+
+@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("minimal", True), ("high", True)])
+def test_the_effort_of_thinking_reaches_the_template(effort: str, thinks: bool) -> None:
+    """Under the two names that templates read; the request's own variables win."""
+    body: dict[str, Any] = {"reasoning": {"effort": effort, "summary": "auto"}}
+    expected = {"reasoning_effort": effort, "enable_thinking": thinks}
+    assert chat(THINKS, **body).chat_template_kwargs == expected
+    mine = {"enable_thinking": not thinks}
+    assert chat(ONE_SYSTEM, **body).chat_template_kwargs == {}, "this template reads neither"
+    assert chat(THINKS, **body, chat_template_kwargs=mine).chat_template_kwargs == {**expected, **mine}
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, "json_object"),
+        ({"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}, "json_schema"),
+    ],
+)
+def test_the_form_of_the_text_constrains_the_answer(form: dict[str, Any], kind: str | None) -> None:
+    """As the chat's response_format would; errors name the client's parameter."""
+    found = chat(text={"format": form, "verbosity": "low"})
+    constraint = found.constraint()
+    assert (constraint and constraint.WhichOneof("spec")) == kind
+    assert found.constraint_param == "text.format"
+
+
+def test_fields_of_answers_are_no_unknown_fields() -> None:
+    """A strict gateway accepts the items of an answer; what has no effect is collected otherwise."""
+    items = [reasoning("a"), said("b"), {**called("1"), "status": "completed"}, returned("1")]
+    content = orjson.dumps({"input": items, "store": True, "metadata": {"a": "b"}, "user": "u"})
+    assert len(parse(ResponsesRequest, content).input) == 4
+    ignored = IgnoredFields()
+    parse(ResponsesRequest, orjson.dumps({"input": "a", "prompt_cache_retention": "24h", "new": 1}), ignored)
+    assert ignored.names == ["prompt_cache_retention", "new"]
+    with pytest.raises(InvalidArgument, match="unknown parameter 'new'"):
+        parse(ResponsesRequest, b'{"input": "a", "new": 1}')
