@@ -6,7 +6,9 @@ CA.
 
 import contextlib
 import datetime as dt
+import hashlib
 import ipaddress
+import json
 import os
 import secrets
 import socket
@@ -68,8 +70,13 @@ class SecureFiles:
 
     @property
     def api_key(self) -> Path:
-        """The first key of the HTTP API."""
+        """A key of the HTTP API, for clients."""
         return self.folder / "api-key"
+
+    @property
+    def api_keys(self) -> Path:
+        """The gateway's file of keys: ``--api-key-file``. It has the key's hash alone."""
+        return self.folder / "api-keys.json"
 
 
 def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
@@ -85,9 +92,13 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
     """
     files = SecureFiles(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for secret in (files.service_token, files.api_key):
-        if not secret.exists():
-            _write(secret, f"{secrets.token_urlsafe(32)}\n".encode())
+    if not files.service_token.exists():
+        _write(files.service_token, f"{secrets.token_urlsafe(32)}\n".encode())
+    if not files.api_keys.exists():
+        key = secrets.token_urlsafe(32)
+        entry = {"name": "default", "sha256": hashlib.sha256(key.encode()).hexdigest()}
+        _write(files.api_key, f"{key}\n".encode())
+        _write(files.api_keys, f"{json.dumps({'keys': [entry]}, indent=2)}\n".encode())
     names = list(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1", socket.gethostname()]))
     if not _are_valid(files, names):
         _make_certificates(files, names)

@@ -7,6 +7,7 @@ import pytest
 
 from deploy import cli
 from deploy.commands import up
+from deploy.launcher.readiness import Served
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,6 @@ def test_the_example_request_fits_the_model() -> None:
     for tasks, path in (
         (["embed"], "/v1/embeddings"), (["classify", "score"], "/score"), (["classify"], "/pooling"), (["token_embed"], "/pooling"),
     ):  # fmt: skip
-        assert up.first_request({"id": "m", "pool_tasks": tasks})[0] == path
-    path, body = up.first_request({"id": "m"})
+        assert up.first_request(Served("m", tuple(tasks)))[0] == path
+    path, body = up.first_request(Served("m"))
     assert (path, body["model"]) == ("/v1/chat/completions", "m")
