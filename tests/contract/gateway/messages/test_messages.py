@@ -1,0 +1,246 @@
+"""``/v1/messages`` with Anthropic's own client and its types: a fake scheduler plays exact token streams."""
+
+import json
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, MessageTokensCount, ToolParam, ToolUseBlock
+from pydantic import BaseModel
+from tokenizers import Tokenizer
+
+from tests.support.gateway.anthropic_types import PATH, collected, streamed, strict
+from tests.support.gateway.serving import Stack
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER: ToolParam = {"name": "get_weather", "description": "The weather.", "input_schema": CITY}
+ASK: dict[str, Any] = {
+    "model": "smollm2",
+    "max_tokens": 200,
+    "messages": [{"role": "user", "content": "Weather in Paris?"}],
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+THOUGHT = "<think>\nLook it up.\n</think>\n\n"
+
+
+def num_tokens(stack: Stack, text: str) -> int:
+    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the blocks that a stream adds up to; checks their order: one is open at a time."""
+    blocks: list[dict[str, Any]] = []
+    is_open = False
+    for event in events:
+        match event["type"]:
+            case "content_block_start":
+                assert (event["index"], is_open) == (len(blocks), False)
+                blocks.append(dict(event["content_block"]))
+                is_open = True
+            case "content_block_delta":
+                assert (event["index"], is_open) == (len(blocks) - 1, True)
+                kind, block = event["delta"].pop("type"), blocks[-1]
+                assert kind in ("text_delta", "thinking_delta", "signature_delta", "input_json_delta")
+                ((name, piece),) = event["delta"].items()
+                block[name] = block.get(name, "") + piece
+            case "content_block_stop":
+                assert (event["index"], is_open) == (len(blocks) - 1, True)
+                is_open = False
+    for block in blocks:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block.pop("partial_json"))
+    return blocks
+
+
+async def test_a_message(stack: Stack) -> None:
+    """A whole answer has its text, its end and its token counts; cached tokens are no input tokens."""
+    stack.reply_with("It rains.")
+    message = await collected(stack, **ASK)
+    assert message.pop("id").startswith("msg_")
+    prompt = len(stack.scheduler.requests[-1].prompt_token_ids)
+    usage = message.pop("usage")
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt
+    assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, 4)
+    assert message == {
+        "type": "message", "role": "assistant", "model": "smollm2", "content": [{"type": "text", "text": "It rains."}],
+        "stop_reason": "end_turn", "stop_sequence": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
+async def test_a_stream_adds_up_to_the_message(stack: Stack, tokens_per_event: int) -> None:
+    """Thinking, text and calls are blocks one after another, the same as in a whole answer."""
+    stack.reply_with(f"{THOUGHT}I ask.\n{CALL}\n{CALL.replace('Paris', 'Oslo')}")
+    stack.scheduler.tokens_per_event = tokens_per_event
+    message = await collected(stack, **ASK, tools=[WEATHER])
+    events = await streamed(stack, **ASK, tools=[WEATHER])
+    blocks = blocks_of(events)
+    assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [event["type"] for event in events[:2]] == ["message_start", "ping"]
+    assert [event["type"] for event in events[-3:]] == ["content_block_stop", "message_delta", "message_stop"]
+    start, delta = events[0]["message"], events[-2]
+    assert (start["content"], start["stop_reason"], start["usage"]["output_tokens"]) == ([], None, 0)
+    assert (
+        start["usage"]["input_tokens"] == delta["usage"]["input_tokens"] == message["usage"]["input_tokens"]
+    )
+    assert delta["usage"]["output_tokens"] == message["usage"]["output_tokens"]
+    assert delta["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert message["stop_reason"] == "tool_use"
+    for block in (*blocks, *message["content"]):
+        block.pop("id", None)
+        assert block.pop("signature", "signed")
+    assert blocks == message["content"]
+    assert blocks[0]["thinking"] == "Look it up."
+    assert [block["input"] for block in blocks[2:]] == [{"city": "Paris"}, {"city": "Oslo"}]
+
+
+async def test_the_client_collects_a_stream(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
+    """The client's helpers see text, thinking and inputs as they grow, and the final message."""
+    stack.reply_with(f"{THOUGHT}I ask.\n{CALL}")
+    async with client.messages.stream(**ASK, tools=[WEATHER]) as stream:
+        kinds = {event.type async for event in stream}
+        message = await stream.get_final_message()
+    assert {"text", "thinking", "signature", "input_json", "message_stop"} <= kinds
+    assert stream.request_id == stream.response.headers["x-request-id"]
+    thinking, text, call = message.content
+    assert isinstance(call, ToolUseBlock)
+    assert (thinking.type, text.type, call.input) == ("thinking", "text", {"city": "Paris"})
+    stack.reply_with("It rains.")
+    async with client.messages.stream(**ASK) as stream:
+        assert "".join([text async for text in stream.text_stream]) == "It rains."
+
+
+async def test_the_client_goes_on_after_a_call(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
+    """An answer that is sent back with the result of its call is what the chat template shows."""
+    stack.reply_with(f"{THOUGHT}I ask.\n{CALL}")
+    first = await client.messages.create(**ASK, tools=[WEATHER])
+    call = first.content[2]
+    assert isinstance(call, ToolUseBlock)
+    stack.reply_with("It rains.")
+    result: Any = {
+        "type": "tool_result",
+        "tool_use_id": call.id,
+        "content": [{"type": "text", "text": "Rain"}],
+    }
+    turns = [*ASK["messages"], first.to_param(), {"role": "user", "content": [result]}]
+    last = await client.messages.create(**{**ASK, "messages": turns}, tools=[WEATHER])
+    assert (last.stop_reason, last.content[0].type) == ("end_turn", "text")
+    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
+    prompt = tokenizer.decode(list(stack.scheduler.requests[-1].prompt_token_ids), skip_special_tokens=False)
+    assert f"<|im_start|>assistant\n{THOUGHT}I ask.{CALL}<|im_end|>" in prompt
+    assert "<|im_start|>tool\nRain<|im_end|>" in prompt
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "fields", "stop"),
+    [
+        ("It rains.", {}, ("end_turn", None)),
+        ("It rains. Then", {"max_tokens": 3}, ("max_tokens", None)),
+        ("One two three", {"stop_sequences": ["two", "six"]}, ("stop_sequence", "two")),
+        (CALL, {"tools": [WEATHER]}, ("tool_use", None)),
+        (
+            CALL,
+            {"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "get_weather"}},
+            ("tool_use", None),
+        ),
+        (CALL, {"tools": [WEATHER], "stop_sequences": ["Paris"]}, ("stop_sequence", "Paris")),
+        (CALL, {"tools": [WEATHER], "max_tokens": 20}, ("max_tokens", None)),
+        ("", {}, ("end_turn", None)),
+    ],
+)
+async def test_stop_reasons(
+    stack: Stack, text: str, fields: dict[str, Any], stop: tuple[str, str | None], stream: bool
+) -> None:
+    """Each end has Anthropic's reason, streamed or not; a call that was cut short is none to run."""
+    stack.reply_with(text)
+    if stream:
+        events = await streamed(stack, **{**ASK, **fields})
+        end = events[-2]["delta"]
+        assert sum(event["type"] == "content_block_stop" for event in events) == 1
+    else:
+        end = await collected(stack, **{**ASK, **fields})
+        assert len(end["content"]) == 1
+    assert (end["stop_reason"], end["stop_sequence"]) == stop
+
+
+async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
+    """Sampling, limits and the constraint arrive there under its own names."""
+    await collected(
+        stack, **ASK, temperature=0.5, top_p=0.9, top_k=7, priority=3, cache_salt="s",
+        metadata={"user_id": "u"}, service_tier="auto",
+    )  # fmt: skip
+    request = stack.scheduler.requests[-1]
+    sampling = request.sampling
+    assert (sampling.max_tokens, sampling.top_k, request.priority, request.cache_salt) == (200, 7, 3, "s")
+    assert (round(sampling.temperature, 3), round(sampling.top_p, 3)) == (0.5, 0.9)
+    assert not sampling.HasField("structured_output")
+
+
+class City(BaseModel):
+    """The form of an answer."""
+
+    name: str
+
+
+async def test_structured_outputs(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
+    """The client's ``parse`` and both forms of the schema constrain the text behind the thinking."""
+    stack.reply_with('{"name": "Paris"}')
+    parsed = await client.messages.parse(**ASK, output_format=City)
+    assert parsed.parsed_output == City(name="Paris")
+    form = {"type": "json_schema", "schema": City.model_json_schema()}
+    await collected(stack, **ASK, output_config={"format": form, "effort": "low"})
+    await collected(stack, **ASK, output_format=form)
+    for request in stack.scheduler.requests[-2:]:
+        assert '"name"' in request.sampling.structured_output.structural_tag
+
+
+async def test_thinking_is_switched(stack: Stack) -> None:
+    """``disabled`` tells the template and hides what the model thinks anyway; ``omitted`` hides the text."""
+    stack.reply_with(f"{THOUGHT}It rains.")
+    off = await collected(stack, **ASK, thinking={"type": "disabled"})
+    assert num_tokens(stack, "<think>\n\n</think>\n\n") == 4
+    without = len(stack.scheduler.requests[-1].prompt_token_ids)
+    on = await collected(stack, **ASK, thinking={"type": "enabled", "budget_tokens": 1024})
+    assert without - len(stack.scheduler.requests[-1].prompt_token_ids) == 4
+    assert [block["type"] for block in off["content"]] == ["text"]
+    assert [block["type"] for block in on["content"]] == ["thinking", "text"]
+    hidden = {"type": "adaptive", "display": "omitted"}
+    message = await collected(stack, **ASK, thinking=hidden)
+    events = await streamed(stack, **ASK, thinking=hidden)
+    for block in (message["content"][0], blocks_of(events)[0]):
+        assert (block["type"], block["thinking"], len(block["signature"])) == ("thinking", "", 64)
+
+
+async def test_server_tools_are_skipped(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
+    """A header names them, and custom tools beside them work."""
+    search: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+    stack.reply_with(CALL)
+    answer = await client.messages.with_raw_response.create(**ASK, tools=[search, WEATHER, search])
+    assert answer.headers["x-skipped-tools"] == "web_search_20250305"
+    message: Message = await answer.parse()
+    assert message.stop_reason == "tool_use"
+    with pytest.raises(anthropic.BadRequestError, match="nothing to call"):
+        await client.messages.create(**ASK, tools=[search], tool_choice={"type": "any"})
+
+
+async def test_one_call_at_a_time(stack: Stack) -> None:
+    """disable_parallel_tool_use drops further calls."""
+    stack.reply_with(f"{CALL}\n{CALL}")
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    assert len((await collected(stack, **ASK, tools=[WEATHER]))["content"]) == 2
+    assert len((await collected(stack, **ASK, tools=[WEATHER], tool_choice=choice))["content"]) == 1
+
+
+async def test_count_tokens(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
+    """The count is that of the prompt which the same request is."""
+    fields = {"system": "Be brief.", "tools": [WEATHER], "thinking": {"type": "disabled"}}
+    await collected(stack, **ASK, **fields)
+    prompt = {name: value for name, value in ASK.items() if name != "max_tokens"}
+    response = await stack.http.post(f"{PATH}/count_tokens", json={**prompt, **fields})
+    counted = strict(MessageTokensCount, response.json()).input_tokens
+    assert counted == len(stack.scheduler.requests[-1].prompt_token_ids)
+    assert (await client.messages.count_tokens(**prompt, **fields)).input_tokens == counted  # type: ignore[arg-type]
