@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from gateway.routes.context import Context
 from gateway.text.tokenization import TextCodec
 from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument
@@ -112,14 +113,17 @@ async def test_only_strict_schemas_must_be_enforced_as_a_whole(
     assert stack.scheduler.requests[-1].sampling.structured_output.lenient is lenient
 
 
-async def test_a_strict_gateway_demands_all_of_a_schema(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_strict_gateway_demands_all_of_a_schema(stack: Stack) -> None:
     """With --strict-requests, no constraint is lenient."""
     state = stack.gateway.app.state
-    settings = state.context.settings.model_copy(update={"strict_requests": True})
-    monkeypatch.setattr(state, "context", replace(state.context, settings=settings))
-    assert (await stack.http.post(PATH, json={**ASK, "response_format": INTEGER})).status_code == 200
+    before: Context = state.context
+    settings = before.settings.model_copy(update={"strict_requests": True})
+    state.context = replace(before, settings=settings)
+    try:
+        answer = await stack.http.post(PATH, json={**ASK, "response_format": INTEGER})
+    finally:
+        state.context = before
+    assert answer.status_code == 200
     assert not stack.scheduler.requests[-1].sampling.structured_output.lenient
 
 
