@@ -37,16 +37,16 @@ class DeltaReader:
     def read(self, delta: Delta) -> Iterator[tuple[Event, list[TokenReport]]]:
         """Yields the events that the delta settles, each with the tokens to report with it.
 
-        At the sequence's end, they include the text held back. A revoked call makes no event: a stream cannot
-        take it back.
+        At the sequence's end, they include the text held back. A stream cannot take back a call that is
+        revoked; it may mark it.
         """
         self._unreported += delta.tokens
         events = self._reader.feed(delta.text)
         if delta.finish_reason is not None:
             events += self._reader.finish()
         for event in events:
-            if not isinstance(event, CallRevoked):
-                yield self._with_stable_id(event), self.take_reports()
+            revoked = isinstance(event, CallRevoked)
+            yield self._with_stable_id(event), [] if revoked else self.take_reports()
 
     def take_reports(self) -> list[TokenReport]:
         """Returns the tokens that no event has reported, and forgets them."""

@@ -92,6 +92,8 @@ class CallItem(OutputItem):
     name: str = ""
     number: int = 0
     """Its number among the calls."""
+    revoked: bool = False
+    """Whether its arguments turned out not to be JSON, when a stream had announced it."""
 
     @property
     def has_parts(self) -> bool:
@@ -101,6 +103,7 @@ class CallItem(OutputItem):
     def body(self, status: Status) -> dict[str, Any]:
         """Returns the call."""
         arguments = "" if status == "in_progress" else self.text
+        status = "incomplete" if self.revoked and status == "completed" else status
         return {
             "id": self.id, "type": "function_call", "status": status, "call_id": self.call_id, "name": self.name,
             "arguments": arguments,
@@ -126,11 +129,11 @@ class Output:
             case CallStart(number, call_id, name):
                 return self._add(CallItem(*self._place("fc"), call_id=call_id, name=name, number=number))
             case CallArguments(number, text):
-                item = next(
-                    item for item in self.items if isinstance(item, CallItem) and item.number == number
-                )
+                item = self._call(number)
             case _:
-                raise ValueError("a revoked call must have been replaced by its text")
+                call = self._call(event.number)
+                call.revoked = True
+                return call
         item.pieces.append(text)
         return item
 
@@ -142,6 +145,10 @@ class Output:
         """Returns the items; if the answer was ``cut``, the last one is incomplete."""
         last = len(self.items) - 1
         return [item.body("incomplete" if cut and item.index == last else "completed") for item in self.items]
+
+    def _call(self, number: int) -> CallItem:
+        calls = (item for item in self.items if isinstance(item, CallItem))
+        return next(call for call in calls if call.number == number)
 
     def _place(self, prefix: str) -> tuple[str, int]:
         index = len(self.items)

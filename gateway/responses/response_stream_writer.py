@@ -8,7 +8,7 @@ from gateway.answers.delta_reader import DeltaReader
 from gateway.answers.generation import Delta, Usage
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.streaming import StreamWriter
-from gateway.parsers.events import CallStart
+from gateway.parsers.events import CallRevoked, CallStart
 from gateway.responses.answer_body import ResponseObject, error_event
 from gateway.responses.output_items import MessageItem, Output, OutputItem, Status
 from protos.errors import TriptychError
@@ -50,7 +50,7 @@ class ResponseStreamWriter(StreamWriter):
             item = self._output.take(event)
             if item is self._output.items[-1] and item is not self._open:
                 out += (self._close("completed"), self._opening(item))
-            if not isinstance(event, CallStart):
+            if not isinstance(event, CallStart | CallRevoked):
                 out.append(self._delta(item, item.pieces[-1], tokens))
         if delta.finish_reason is not None:
             self._cut = delta.finish_reason == "length"

@@ -226,10 +226,10 @@ async def test_a_conversation_goes_on_with_the_items_of_the_answer(
         *results,
     ]
     second = await client.responses.create(model="smollm2", input=items, tools=TOOLS)
+    assert second.output_text == "Sunny."
     prompt = stack.gateway.app.state.context.watcher.served().text.decode(
         stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False
     )
-    call = '\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
     assert f"assistant\n<think>\nLet me see.\n</think>\n\nI ask.{CALL}{CALL}<|im_end|>" in prompt
     assert prompt.count("<|im_start|>tool\nsunny<|im_end|>") == 2
 
