@@ -101,8 +101,9 @@ class Settings(LinkSecuritySettings):
     max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
     """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
     RESOURCE_EXHAUSTED."""
-    served_model_name: str | None = Field(None, min_length=1)
-    """Model name that requests use. Default: the worker's model id or folder name."""
+    served_model_name: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode] = ()
+    """Names that requests may use for the model, for example llama llama-3.1-8b. Answers and metrics have the
+    first one. Default: the worker's model id or folder name."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest sequence (prompt plus output), tokens. Default: the model's context."""
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
@@ -229,6 +230,11 @@ class Settings(LinkSecuritySettings):
                 f"must hold one length for each of pool_batch_sizes: {len(batches)} batch sizes and {len(value)} lengths are set"
             )
         return value
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _names(cls, value: object) -> object:
+        return tuple(value.split(",")) if isinstance(value, str) else value
 
     @field_validator("lora_modules", mode="before")
     @classmethod

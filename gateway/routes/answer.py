@@ -159,7 +159,8 @@ async def respond(
     if beginning.is_over:
         return Response(DONE, media_type=EVENT_STREAM)
     generation = await _begin(request, form, body, served, prompts, echoes, beginning)
-    answer_id, created, model = beginning.answer_id, beginning.created, body.model or served.model.served_name
+    answer_id, created = beginning.answer_id, beginning.created
+    model = served.adapter_of(body.model) or served.model.served_name
     reporter = Reporter(
         served.text.detokenizers.token_bytes,
         as_ids=body.return_tokens_as_token_ids,

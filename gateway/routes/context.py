@@ -120,6 +120,6 @@ async def known_model(request: Request, name: str | None) -> ServedModel:
         TriptychError: if no model is known yet, or the scheduler cannot be asked.
     """
     served = context_of(request).watcher.served()
-    if name is not None and name != served.model.served_name:
+    if name is not None and not served.has_name(name):
         await find_lora(request, name)
     return served

@@ -19,12 +19,12 @@ _EMBEDDINGS: Final = {pb.POOL_TASK_EMBED, pb.POOL_TASK_TOKEN_EMBED}
 
 def lora_card(lora: LoraInfo, base: pb.ModelInfo) -> dict[str, Any]:
     """Returns the JSON of a LoRA adapter."""
-    return {**_card(base), "id": lora.name, "root": lora.source, "parent": base.served_name}
+    return {**_card(base, lora.name), "root": lora.source, "parent": base.served_name}
 
 
-def _card(model: pb.ModelInfo) -> dict[str, Any]:
+def _card(model: pb.ModelInfo, name: str) -> dict[str, Any]:
     card: dict[str, Any] = {
-        "id": model.served_name,
+        "id": name,
         "object": "model",
         "created": model.created_unix_s,
         "owned_by": "triptych",
@@ -53,7 +53,8 @@ async def list_models(request: Request) -> dict[str, Any]:
         loras = await context.client.list_loras()
     except Unavailable:
         loras = ()
-    return {"object": "list", "data": [_card(base), *(lora_card(lora, base) for lora in loras)]}
+    own = [_card(base, name) for name in (base.served_name, *base.aliases)]
+    return {"object": "list", "data": [*own, *(lora_card(lora, base) for lora in loras)]}
 
 
 @router.get(
@@ -61,7 +62,8 @@ async def list_models(request: Request) -> dict[str, Any]:
 )
 async def get_model(request: Request, model: str) -> dict[str, Any]:
     """Returns the served model, or its LoRA adapter, with that name. Names may contain slashes."""
-    base = context_of(request).watcher.served().model
-    if model == base.served_name:
-        return _card(base)
+    served = context_of(request).watcher.served()
+    base = served.model
+    if served.has_name(model):
+        return _card(base, model)
     return lora_card(await find_lora(request, model), base)

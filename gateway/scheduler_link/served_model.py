@@ -40,6 +40,10 @@ class ServedModel:
         served = self.model.served_name
         return UnknownModel(f"the model '{name}' is not served here; use '{served}'", param="model")
 
+    def has_name(self, name: str) -> bool:
+        """Returns whether requests may call the model by this name."""
+        return name == self.model.served_name or name in self.model.aliases
+
     def adapter_of(self, name: str | None) -> str:
         """Returns the name of the LoRA adapter that a request means; empty for the model itself.
 
@@ -51,7 +55,7 @@ class ServedModel:
         Raises:
             UnknownModel: if no adapter can have that name.
         """
-        if name is None or name == self.model.served_name:
+        if name is None or self.has_name(name):
             return ""
         if not name or len(name.encode()) > MAX_NAME_BYTES:
             raise self.unknown(name)
@@ -149,7 +153,7 @@ class ServedModelWatcher:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def served(self, model: str | None = None) -> ServedModel:
-        """Returns the served model if ``model`` is its name or ``None``.
+        """Returns the served model if ``model`` is one of its names or ``None``.
 
         Raises:
             Unavailable: if no model is known yet.
@@ -158,7 +162,7 @@ class ServedModelWatcher:
         if self._served is None:
             # Each `raise` adds to an exception's traceback; this one is raised many times.
             raise self._error.with_traceback(None)
-        if model is not None and model != self._served.model.served_name:
+        if model is not None and not self._served.has_name(model):
             raise self._served.unknown(model)
         return self._served
 
@@ -176,6 +180,11 @@ class ServedModelWatcher:
     def model_name(self) -> str:
         """The served name; empty while unknown (for labels)."""
         return self._served.model.served_name if self._served is not None else ""
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that is served, tokens; 0 while unknown."""
+        return self._served.model.max_model_len if self._served is not None else 0
 
     async def _follow(self) -> None:
         while True:

@@ -28,6 +28,8 @@ class AdapterRegistry:
         self._loading: set[str] = set()
         self.served_name = ""
         """The name of the base model, once it is known."""
+        self.aliases: tuple[str, ...] = ()
+        """Its further names."""
 
     def __iter__(self) -> Iterator[Adapter]:
         """Yields the adapters in the order in which they were added."""
@@ -79,7 +81,7 @@ class AdapterRegistry:
             InvalidArgument: the name is taken.
             Unavailable: the name is kept for an adapter of the settings that is not loaded yet.
         """
-        if name == self.served_name:
+        if name in (self.served_name, *self.aliases):
             raise InvalidArgument(
                 f"{name!r} is the name of the base model; choose another name", param="name"
             )

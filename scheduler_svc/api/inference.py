@@ -249,7 +249,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         served = self._deployment.served
         if served is None:
             return
-        if name and name != served.name:
+        if name and name not in (served.name, *served.aliases):
             raise NotFound(
                 f"the model {name!r} is not served here; this is {served.name!r}",
                 param="model",
@@ -278,6 +278,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return model_to_proto(
             served.model,
             served_name=served.name,
+            aliases=served.aliases,
             max_model_len=served.max_model_len,
             created_unix_s=served.created_unix_s,
             tokenizer_sha256=served.tokenizer_sha256,

@@ -1,6 +1,6 @@
 """The model and the device that a worker describes, and the model as clients see it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from protos.triptych.v1 import common_pb2, worker_pb2
@@ -130,12 +130,14 @@ def copies_blocks_from_proto(value: "worker_pb2.BlockCopies.ValueType") -> bool:
 
 
 def model_to_proto(
-    model: ModelDescription, *, served_name: str, max_model_len: int, created_unix_s: int, tokenizer_sha256: str
+    model: ModelDescription, *, served_name: str, aliases: Sequence[str] = (), max_model_len: int,
+    created_unix_s: int, tokenizer_sha256: str,
 ) -> common_pb2.ModelInfo:  # fmt: skip
     """Returns the worker's model description, completed with what the deployment decides."""
     info = common_pb2.ModelInfo()
     info.CopyFrom(model.message)
     info.served_name = served_name
+    info.aliases.extend(aliases)
     info.max_model_len = max_model_len
     info.created_unix_s = created_unix_s
     info.tokenizer_sha256 = tokenizer_sha256

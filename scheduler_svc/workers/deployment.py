@@ -67,6 +67,8 @@ class Deployment:
         """The model and its files; set when the first replica attaches."""
         self.starting: dict[str, str] = {}
         """Replicas that are not ready yet, each with its last progress message."""
+        self.phase_seconds: dict[str, Mapping[str, float]] = {}
+        """How long each phase of its configuration took, by replica."""
         self.timeouts = RequestTimeouts(
             lambda: self.engine,
             queue_s=settings.queue_timeout_s,
@@ -121,11 +123,12 @@ class Deployment:
         served = describe_served(
             description.model,
             files,
-            served_name=self._settings.served_model_name,
+            served_names=self._settings.served_model_name,
             max_model_len=setup.max_model_len,
         )
         self._check_same_model(served, replica_id)
         scheduler = setup.attach(description, num_blocks, served.name, link)
+        self.engine.adapters.registry.aliases = served.aliases
         self._factory = self._factory_for(description)
         if self.served is None:
             self.served = served
@@ -142,6 +145,7 @@ class Deployment:
     def detach(self, replica_id: str, loss: Loss) -> None:
         """Removes a replica. Its requests wait for another one, but only for a while."""
         self.starting.pop(replica_id, None)
+        self.phase_seconds.pop(replica_id, None)
         totals = self.engine.totals().get(replica_id)
         if totals is not None:
             for listener in self._detach_listeners:

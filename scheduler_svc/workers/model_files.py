@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protos.errors import Internal
@@ -19,7 +19,9 @@ class ServedFiles:
     """The model that a deployment serves, for gateways."""
 
     name: str
-    """The name that requests use."""
+    """The name that answers and metrics have."""
+    aliases: tuple[str, ...]
+    """Further names that requests may use."""
     model: ModelDescription
     max_model_len: int
     """Longest sequence that the deployment serves, tokens."""
@@ -68,7 +70,7 @@ class FileReceiver:
 
 
 def describe_served(
-    model: ModelDescription, files: Mapping[str, bytes], *, served_name: str | None, max_model_len: int,
+    model: ModelDescription, files: Mapping[str, bytes], *, served_names: Sequence[str], max_model_len: int,
     now: Callable[[], float] = time.time,
 ) -> ServedFiles:  # fmt: skip
     """Completes a worker's description of its model with what the deployment decides."""
@@ -76,7 +78,8 @@ def describe_served(
     for name in sorted(files):
         digest.update(name.encode() + b"\0" + len(files[name]).to_bytes(8, "little") + files[name])
     return ServedFiles(
-        name=served_name or model.source,
+        name=served_names[0] if served_names else model.source,
+        aliases=tuple(dict.fromkeys(name for name in served_names[1:] if name != served_names[0])),
         model=model,
         max_model_len=max_model_len,
         created_unix_s=int(now()),

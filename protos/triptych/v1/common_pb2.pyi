@@ -550,6 +550,7 @@ class ModelInfo(_message.Message):
     POOL_TASKS_FIELD_NUMBER: _builtins.int
     POOLED_SIZE_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    ALIASES_FIELD_NUMBER: _builtins.int
     served_name: _builtins.str
     """The name that requests use."""
     source: _builtins.str
@@ -587,6 +588,10 @@ class ModelInfo(_message.Message):
     def pooling(self) -> Global___PoolingInfo:
         """Set for a pooling model."""
 
+    @_builtins.property
+    def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Further names that requests may use. Answers and metrics have `served_name`."""
+
     def __init__(
         self,
         *,
@@ -603,10 +608,11 @@ class ModelInfo(_message.Message):
         pool_tasks: _abc.Iterable[Global___PoolTask.ValueType] | None = ...,
         pooled_size: _builtins.int = ...,
         pooling: Global___PoolingInfo | None = ...,
+        aliases: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "pooling", b"pooling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "created_unix_s", b"created_unix_s", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "pool_tasks", b"pool_tasks", "pooled_size", b"pooled_size", "pooling", b"pooling", "served_name", b"served_name", "source", b"source", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "architecture", b"architecture", "created_unix_s", b"created_unix_s", "default_sampling", b"default_sampling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "pool_tasks", b"pool_tasks", "pooled_size", b"pooled_size", "pooling", b"pooling", "served_name", b"served_name", "source", b"source", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -195,12 +195,16 @@ async def test_the_model_and_its_files_arrive_as_the_worker_sent_them() -> None:
 
     Files arrive byte for byte.
     """
-    settings = Settings(served_model_name="demo", max_model_len=32)
+    settings = Settings(served_model_name=("demo", "other"), max_model_len=32)
     async with run_scheduler(settings) as scheduler, joined(scheduler, FakeWorker()):
         info = await scheduler.inference.GetModel(inference_pb2.GetModelRequest())
         files: dict[str, bytes] = {}
         async for chunk in scheduler.inference.GetTokenizer(inference_pb2.GetTokenizerRequest()):
             files[chunk.name] = files.get(chunk.name, b"") + chunk.data
+        by_alias = inference_pb2.GenerateRequest(prompt_token_ids=[5, 6, 7], model="other")
+        by_alias.sampling.max_tokens = 8
+        assert await tokens_of(scheduler, by_alias) == expected_tokens([5, 6, 7], 8)
+    assert list(info.aliases) == ["other"]
     assert (info.served_name, info.max_model_len, info.source, info.vocab_size) == (
         "demo",
         32,

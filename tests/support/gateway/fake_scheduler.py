@@ -129,6 +129,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     reply: list[int] = field(default_factory=list)
     """The tokens of every answer."""
     model: str = "smollm2"
+    aliases: Sequence[str] = ()
+    """Further names of the model."""
     max_model_len: int = 512
     eos: int = 2
     tokens_per_event: int = 1
@@ -228,7 +230,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         for path in sorted(self.folder.iterdir()):
             digest.update(path.name.encode() + path.read_bytes())
         return pb.ModelInfo(
-            served_name=self.model, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
+            served_name=self.model, aliases=self.aliases, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
             eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
             default_sampling=self.sampling_defaults, pooled_size=self.pooled_size,
             pool_tasks=self.pool_tasks if self.pooled_size else [],
@@ -392,6 +394,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             one.first = False
             event.prompt.num_tokens = len(one.request.prompt_token_ids)
             event.prompt.num_cached_tokens = 3
+            event.prompt.replica_id = "r0"
             event.prompt.unenforced.extend(self.unenforced)
         if one.prompt_sequence is None and one.awaits_prompt:
             self._add_prompt_logprobs(one, event)

@@ -7,7 +7,7 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,17 @@ class Stack:
 
 
 @contextlib.asynccontextmanager
-async def running_stack(text: str, *, folder: Path | None = None, **changes: Any) -> AsyncIterator[Stack]:
+async def running_stack(
+    text: str, *, folder: Path | None = None, aliases: Sequence[str] = (), **changes: Any
+) -> AsyncIterator[Stack]:
     """Runs a gateway whose scheduler answers everything with ``text``.
 
-    The tokenizer files are SmolLM2's, or those in ``folder``. ``changes`` are settings of the gateway.
+    The tokenizer files are SmolLM2's, or those in ``folder``. ``aliases`` are further names of the model, and
+    ``changes`` are settings of the gateway.
     """
     folder = folder or smollm2_folder()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    scheduler = FakeScheduler(folder, [*tokenizer.encode(text).ids, 2])
+    scheduler = FakeScheduler(folder, [*tokenizer.encode(text).ids, 2], aliases=aliases)
     async with (
         serving(scheduler) as server,
         running_gateway(server.port, **changes) as gateway,

@@ -1,10 +1,14 @@
 """The scheduler's metrics as Prometheus reads them."""
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from protos.errors import Overloaded
 from protos.overload.unread import UnreadLimits
+from protos.steps import Decode, WorkerReport
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.dispatch.placement import AttachedReplica
@@ -48,7 +52,7 @@ class MeasuredRig:
         self.rig = rig
         self.deployment = Deployment(Settings(), rig.engine)
         model = description_from_proto(worker_pb2.DescribeResponse()).model
-        self.deployment.served = describe_served(model, {}, served_name="the model", max_model_len=64)
+        self.deployment.served = describe_served(model, {}, served_names=["the model"], max_model_len=64)
         self.metrics = SchedulerMetrics(
             self.deployment, UnreadLimits(per_reader=1000, total=1000, flags=("", ""))
         )
@@ -74,7 +78,7 @@ def test_work_is_counted_once_under_its_replica() -> None:
     assert scrape.value("triptych:prefill_chunks_total", **engine) == 4
     assert scrape.value("triptych:prefill_tokens_total", **engine) == 12
     assert scrape.value("triptych:prefill_padding_tokens_total", **engine) == 4
-    assert scrape.value("triptych:generated_tokens_total", **engine) == 5
+    assert scrape.value("vllm:generation_tokens_total", **engine) == 5
     for bucket, steps in (("1", 3), ("4", 0)):
         assert scrape.value("triptych:decode_steps_total", bucket=bucket, **engine) == steps
         assert scrape.value("triptych:decode_rows_total", bucket=bucket, **engine) == steps
@@ -84,9 +88,20 @@ def test_work_is_counted_once_under_its_replica() -> None:
     assert scrape.value("vllm:request_prefill_time_seconds_bucket", le="2.5", **engine) == 1
     assert scrape.value("vllm:request_prefill_time_seconds_bucket", le="5.0", **engine) == 2
     assert scrape.value("vllm:request_decode_time_seconds_count", **engine) == 2
-    # Chunks of 4, 4, 2 and 2 tokens; the deployment does not see the decode steps of the rig.
-    assert scrape.value("vllm:iteration_tokens_total_count") == 4
-    assert scrape.value("vllm:iteration_tokens_total_sum") == 12
+    assert scrape.value("vllm:request_inference_time_seconds_count", **engine) == 2
+    # Chunks of 4, 4, 2 and 2 tokens, and three decode steps of one row.
+    assert scrape.value("vllm:iteration_tokens_total_count", **engine) == 7
+    assert scrape.value("vllm:iteration_tokens_total_sum", **engine) == 15
+    assert scrape.value("vllm:prompt_tokens_total", **engine) == 20
+    assert scrape.value("vllm:prompt_tokens_cached_total", **engine) == 8
+    assert scrape.value("vllm:prompt_tokens_by_source_total", source="local_compute", **engine) == 12
+    assert scrape.value("vllm:request_prefill_kv_computed_tokens_sum", **engine) == 12
+    assert scrape.value("vllm:request_num_preemptions_bucket", le="1.0", **engine) == 2
+    # Bounds of tokens end at the longest sequence.
+    assert scrape.value("vllm:request_prefill_kv_computed_tokens_bucket", le="50.0", **engine) == 2
+    assert ("vllm:request_prefill_kv_computed_tokens_bucket", "100.0") not in {
+        (name, dict(labels).get("le")) for name, labels in scrape.samples
+    }
 
 
 def test_load_and_memory_are_gauges() -> None:
@@ -100,15 +115,17 @@ def test_load_and_memory_are_gauges() -> None:
         rig.step()
     scrape, engine = bench.scrape(), {"engine": "replica-0"}
     assert scrape.value("vllm:num_requests_running", **engine) == 2
-    assert scrape.value("vllm:num_requests_waiting") == 1
-    assert scrape.value("vllm:num_requests_waiting_by_reason", reason="capacity") == 1
-    assert scrape.value("vllm:num_requests_waiting_by_reason", reason="deferred") == 0
+    assert scrape.value("vllm:num_requests_waiting", engine="") == 1
+    assert scrape.value("vllm:num_requests_waiting_by_reason", engine="", reason="capacity") == 1
+    assert scrape.value("vllm:num_requests_waiting_by_reason", engine="", reason="deferred") == 0
     assert scrape.value("triptych:waiting_tokens") == 9
     used = scrape.value("triptych:kv_blocks", group="0", state="used", **engine)
     assert used + scrape.value("triptych:kv_blocks", group="0", state="free", **engine) == 64
     assert scrape.value("vllm:kv_cache_usage_perc", **engine) == pytest.approx(used / 64)
     assert scrape.value("triptych:cached_prefixes", group="0", **engine) == 3
     assert scrape.value("triptych:replicas", state="ready") == 1
+    cache = {"block_size": "4", "num_gpu_blocks": "64", "enable_prefix_caching": "True", "cache_dtype": ""}
+    assert scrape.value("vllm:cache_config_info", **cache, **engine) == 1
 
 
 def test_adapters_are_named_as_vllm_names_them() -> None:
@@ -144,6 +161,45 @@ def test_preemptions_have_a_reason() -> None:
     assert scrape.total("triptych:preemptions_total") == scrape.total("vllm:num_preemptions_total")
 
 
+def test_workers_report_what_only_they_know() -> None:
+    """Times of steps by kind and bucket, plans ahead, late graphs, memory and times of grammars are shown."""
+    rig = make_rig(make_geometry(buckets=(1, 4)))
+    bench = MeasuredRig(rig)
+    rig.submit(make_submission([3, 4, 5, 6], request_id="a", max_tokens=3))
+    report = WorkerReport(late_graphs=2, grammar_us=500_000, free_memory_bytes=7, process_memory_bytes=9)
+    while (plan := rig.scheduler.step()) is not None:
+        result = rig.device.run(plan)
+        is_decode = isinstance(plan.work, Decode)
+        rig.scheduler.update(replace(result, execute_us=4000 if is_decode else 40_000, report=report))
+    rig.scheduler.stats.grammar_compile_s.observe(0.25)
+    bench.deployment.phase_seconds["replica-0"] = {"compile": 1.5}
+    scrape, engine = bench.scrape(), {"engine": "replica-0"}
+    assert scrape.value("triptych:step_seconds_sum", kind="prefill", bucket="4", **engine) == 0.04
+    assert scrape.value("triptych:step_seconds_bucket", kind="decode", bucket="1", le="0.005", **engine) == 2
+    assert scrape.value("triptych:plans_total", **engine) == 3
+    assert scrape.value("triptych:plans_ahead_total", **engine) == 0
+    assert scrape.value("triptych:late_graphs_total", **engine) == 2
+    assert scrape.value("triptych:grammar_seconds_total", **engine) == 0.5
+    assert scrape.value("triptych:grammar_compile_seconds_sum", **engine) == 0.25
+    assert scrape.value("triptych:worker_memory_bytes", kind="device_free", **engine) == 7
+    assert scrape.value("triptych:worker_memory_bytes", kind="process", **engine) == 9
+    assert scrape.value("triptych:configuration_seconds", phase="compile", **engine) == 1.5
+
+
+def test_requests_that_the_queue_refuses_are_counted_by_limit() -> None:
+    """The counter has vLLM's names for both limits."""
+    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting=1, max_waiting_tokens=20)
+    bench = MeasuredRig(rig)
+    for name in "ab":
+        rig.submit(make_submission(request_id=name))
+    for prompt, name in ((4, "c"), (20, "d")):
+        with pytest.raises(Overloaded):
+            rig.submit(make_submission([3] * prompt, request_id=name))
+    scrape = bench.scrape()
+    assert scrape.value("vllm:admission_rejections_total", reason="max_num_queued_reqs") == 2
+    assert scrape.value("vllm:admission_rejections_total", reason="max_num_queued_tokens") == 0
+
+
 def test_decode_batch_sizes_are_a_histogram() -> None:
     """Rows before padding are counted in powers of two."""
     bench = MeasuredRig(make_rig())
@@ -174,8 +230,8 @@ async def test_counters_outlive_their_replica_and_continue_when_it_returns() -> 
     rig.submit(make_submission(request_id="b"))
     rig.run()
     back = bench.scrape()
-    assert back.value("triptych:generated_tokens_total", engine="replica-0") == 2 * before.total(
-        "triptych:generated_tokens_total"
+    assert back.value("vllm:generation_tokens_total", engine="replica-0") == 2 * before.total(
+        "vllm:generation_tokens_total"
     )
     assert all(back.samples[key] >= before.samples[key] for key in counters)
     bench.deployment.detach("replica-0", Loss.DIED)
@@ -193,11 +249,11 @@ async def test_old_lost_replicas_share_one_series() -> None:
         rig.submit(make_submission(request_id=str(index)))
         rig.run()
         bench.deployment.detach(f"w{index}", Loss.DIED)
-        assert bench.scrape().total("triptych:generated_tokens_total") == 8 * (index + 1)
+        assert bench.scrape().total("vllm:generation_tokens_total") == 8 * (index + 1)
     scrape = bench.scrape()
-    engines = {dict(labels)["engine"] for _, labels in scrape.samples if "engine" in dict(labels)}
+    engines = {dict(labels)["engine"] for _, labels in scrape.samples if dict(labels).get("engine")}
     assert engines == {RETIRED, *(f"w{index}" for index in range(4, 20))}
-    assert scrape.value("triptych:generated_tokens_total", engine=RETIRED) == 8 * 4
+    assert scrape.value("vllm:generation_tokens_total", engine=RETIRED) == 8 * 4
 
 
 def test_before_a_model_is_served_only_workers_are_reported() -> None:

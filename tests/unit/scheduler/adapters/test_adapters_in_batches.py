@@ -289,7 +289,8 @@ def test_names_are_checked() -> None:
     """A name is an adapter's alone, and replicas without adapters load none."""
     rig = adapter_rig("a")
     rig.engine.adapters.registry.served_name = "base"
-    for name in ("a", "base"):
+    rig.engine.adapters.registry.aliases = ("other",)
+    for name in ("a", "base", "other"):
         with pytest.raises(InvalidArgument, match=name):
             rig.load_adapter(name)
     with pytest.raises(Unsupported, match="--enable-lora"):
