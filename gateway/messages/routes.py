@@ -20,11 +20,10 @@ from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, ch
 from gateway.routes.context import generating_model, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.scheduler_link.served_model import ServedModel
-from protos.logs import get_logger, request_id
+from gateway.tools.skipped_tools import skipped_tools_header
+from protos.logs import request_id
 
 PATH: Final = "/v1/messages"
-
-SKIPPED_TOOLS_HEADER: Final = "x-skipped-tools"
 
 router = APIRouter(tags=["Messages"])
 shape_errors(PATH, shape)
@@ -54,7 +53,7 @@ async def create_message(request: Request) -> Response:
     """
     body = await read_body(request, MessagesRequest)
     served = await generating_model(request, body.model)
-    headers = {"request-id": request_id(), **_skipped_tools(body)}
+    headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
     omit_thinking = body.thinking is not None and body.thinking.display == "omitted"
 
     def write(plan: AnswerPlan) -> AnswerFormat:
@@ -87,17 +86,9 @@ async def count_tokens(request: Request) -> Response:
     body = await read_body(request, CountTokensRequest)
     served = await generating_model(request, body.model)
     prompt = await chat_prompt(request, served, _chat(body, served))
-    headers = {"request-id": request_id(), **_skipped_tools(body)}
+    headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
     return Response(orjson.dumps({"input_tokens": len(prompt)}), 200, headers, "application/json")
 
 
 def _chat(body: PromptRequest, served: ServedModel) -> ConvertedRequest:
     return to_chat(body, served.text.tool_template if body.tools else served.text.chat_template)
-
-
-def _skipped_tools(body: PromptRequest) -> dict[str, str]:
-    """Returns the header that names the tools which are not served; logs them, too."""
-    if not (skipped := list(dict.fromkeys(body.skipped_tools))):
-        return {}
-    get_logger().info("the request has tools that are not served", skipped=skipped)
-    return {SKIPPED_TOOLS_HEADER: ", ".join(skipped)}

@@ -212,8 +212,8 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def skipped_tools(self) -> list[str]:
-        """The types of the other tools, each once."""
-        return list(dict.fromkeys(tool.type for tool in self.tools if not isinstance(tool, FunctionTool)))
+        """The types of the other tools."""
+        return [tool.type for tool in self.tools if not isinstance(tool, FunctionTool)]
 
     @property
     def text_format(self) -> TextFormat:

@@ -23,12 +23,11 @@ from gateway.responses.response_stream_writer import ResponseStreamWriter, chat_
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond_to_chat
 from gateway.routes.context import generating_model, read_body
 from gateway.routes.openapi import body_schema, documented
+from gateway.tools.skipped_tools import skipped_tools_header
 from protos.errors import NotFound
-from protos.logs import get_logger
 
 PATH: Final = "/v1/responses"
 ID_PREFIX: Final = "resp_"
-SKIPPED_TOOLS_HEADER: Final = "x-skipped-tools"
 
 router = APIRouter(tags=["Responses"])
 
@@ -59,10 +58,7 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponsesRequest)
     served = await generating_model(request, body.model)
     template = served.text.tool_template if body.functions else served.text.chat_template
-    headers = {}
-    if skipped := body.skipped_tools:
-        get_logger().info("the request has tools that are not served", skipped=skipped)
-        headers[SKIPPED_TOOLS_HEADER] = ", ".join(skipped)
+    headers = skipped_tools_header(body.skipped_tools)
 
     def write(plan: AnswerPlan) -> AnswerFormat:
         return AnswerFormat(

@@ -1,7 +1,7 @@
 """Tool calls and constrained answers: formats, grammars and prompts.
 
 ``formats`` pairs each format's parser with its grammar, ``tags`` writes structural tags,
-``answer_constraint`` places a client's constraint inside one, ``prompting`` describes tools in words, and
-``vllm_parsers`` adapts parsers of an installed vLLM. Answers, routes and the composition root import this
-room; it imports parsers and text.
+``answer_constraint`` places a client's constraint inside one, ``prompting`` describes tools in words,
+``vllm_parsers`` adapts parsers of an installed vLLM, and ``skipped_tools`` tells clients of tools that are no
+functions. Answers, routes and the composition root import this room; it imports parsers and text.
 """
