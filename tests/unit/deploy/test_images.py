@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from deploy.launcher.settings import KeepWorkerSettings
+from deploy.secure_files import make
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.settings import ServiceSettings, load
@@ -48,6 +49,24 @@ def test_a_compose_service_is_built_and_started_with_names_that_exist(name: str)
     assert "host" in load(settings, [*service["command"], *model]).model_fields_set
     variables = {key for key in service.get("environment", {}) if key.startswith("TRIPTYCH_")}
     assert variables <= {f"TRIPTYCH_{field.upper()}" for field in settings.model_fields}
+
+
+def test_the_secure_compose_file_names_settings_and_the_files_that_are_made(tmp_path: Path) -> None:
+    """Each service uses files of the volume that `triptych secure-files` fills before the service starts."""
+    secure = yaml.safe_load((DEPLOY / "compose.secure.yaml").read_text())["services"]
+    made = {f"/secure/{path.name}" for path in make(tmp_path).folder.iterdir()}
+    assert secure.pop("secure-files")["command"][0] == "/secure"
+    assert secure.keys() == SETTINGS.keys()
+    for name, service in secure.items():
+        fields = {f"TRIPTYCH_{field.upper()}" for field in SETTINGS[name].model_fields}
+        assert service["environment"].keys() <= fields
+        assert {path for path in service["environment"].values() if path.startswith("/")} <= made
+        assert service["depends_on"]["secure-files"]["condition"] == "service_completed_successfully"
+        needed = {"TRIPTYCH_GRPC_TLS_CA", "TRIPTYCH_SERVICE_TOKEN_FILE"}
+        needed |= (
+            {"TRIPTYCH_API_KEY_FILE"} if name == "gateway" else {"TRIPTYCH_GRPC_TLS_REQUIRE_CLIENT_CERT"}
+        )
+        assert needed <= service["environment"].keys()
 
 
 def test_each_worker_has_a_compile_cache_of_its_own() -> None:

@@ -53,7 +53,8 @@ for top in {name.partition(".")[0] for name in sys.modules}:
         (
             "gateway",
             "gateway",
-            ["uvicorn.loops.uvloop", "uvicorn.protocols.http.httptools_impl"],
+            # `triptych secure-files` runs in the gateway's image.
+            ["uvicorn.loops.uvloop", "uvicorn.protocols.http.httptools_impl", "cryptography.x509"],
             # uvicorn declares h11 but uses httptools; anyio imports idna for international host names only.
             {"h11", "idna"},
         ),

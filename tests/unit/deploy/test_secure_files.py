@@ -1,0 +1,85 @@
+"""The files of a secure deployment."""
+
+import datetime as dt
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from deploy import cli, secure_files
+from deploy.secure_files import SERVICE_NAME, make
+from gateway.keys.key_file import digest_of, read_key_file
+from protos.security.certificates import CertificatePaths, Certificates
+from protos.security.tokens import ServiceTokens
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_services_read_the_files_and_others_do_not(tmp_path: Path) -> None:
+    """Certificates belong together and have their names; only the owner may read what is secret."""
+    files = make(tmp_path / "new", ["api.example"])
+    assert {path.stat().st_mode & 0o777 for path in files.folder.iterdir()} == {0o600}
+    assert files.folder.stat().st_mode & 0o777 == 0o700
+    Certificates(CertificatePaths(files.ca, files.service_cert, files.service_key))
+    assert ServiceTokens(file=files.service_token).accepts(
+        f"Bearer {files.service_token.read_text().strip()}"
+    )
+    ca, service, http = (
+        x509.load_pem_x509_certificate(path.read_bytes())
+        for path in (files.ca, files.service_cert, files.http_cert)
+    )
+    for signed, name in ((service, SERVICE_NAME), (http, "api.example")):
+        signed.verify_directly_issued_by(ca)
+        names = signed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert name in names.get_values_for_type(x509.DNSName)
+    assert b"PRIVATE" not in files.ca.read_bytes()
+
+
+def test_the_gateway_knows_the_api_key_by_its_hash(tmp_path: Path) -> None:
+    """Clients have the key; the gateway's file has not."""
+    files = make(tmp_path)
+    key = files.api_key.read_text().strip()
+    assert key not in files.api_keys.read_text()
+    (entry,) = read_key_file(files.api_keys)
+    assert entry.digest == digest_of(key)
+
+
+def test_files_stay_until_their_certificates_expire_or_lack_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients keep working after a restart; the token and the key outlive certificates."""
+    make(tmp_path)
+    first = content(tmp_path)
+    make(tmp_path)
+    assert content(tmp_path) == first
+    make(tmp_path, ["other.example"])
+    second = content(tmp_path)
+    assert second["ca.pem"] != first["ca.pem"]
+    assert {name for name in first if first[name] == second[name]} == {
+        "api-key", "api-keys.json", "service-token",
+    }  # fmt: skip
+    monkeypatch.setattr(secure_files, "_RENEW_BEFORE", dt.timedelta(days=400))
+    make(tmp_path, ["other.example"])
+    assert content(tmp_path)["ca.pem"] != second["ca.pem"]
+
+
+def test_damaged_pairs_are_made_again(tmp_path: Path) -> None:
+    """A crash between two files does not leave services that cannot start."""
+    files = make(tmp_path)
+    files.http_key.write_bytes(files.service_key.read_bytes())
+    damaged = content(tmp_path)
+    make(tmp_path)
+    assert content(tmp_path)["http.pem"] != damaged["http.pem"]
+
+
+def test_the_command_prints_settings_and_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The output may be pasted anywhere."""
+    assert cli.main(["secure-files", str(tmp_path), "--host", "10.0.0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert f"TRIPTYCH_GRPC_TLS_CA={tmp_path}/ca.pem" in printed
+    for secret in ("api-key", "service-token"):
+        assert (tmp_path / secret).read_text().strip() not in printed
