@@ -38,7 +38,7 @@ _COMMANDS = {
         "deploy.commands.keep_worker", "start one worker, and restart it when it dies", "worker"
     ),
     "doctor": _Command(
-        "deploy.commands.doctor", "check whether a worker would work on this machine", "worker"
+        "deploy.commands.doctor", "say what flags and variables mean, and check whether a command would start"
     ),
     "plan": _Command(
         "deploy.commands.plan", "propose decode buckets that fit the recorded traffic", "scheduler"

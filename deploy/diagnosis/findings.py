@@ -49,6 +49,15 @@ class Findings:
         """The number of checks that failed."""
         return sum(finding.status == "FAILED" for finding in self._found.values())
 
+    @property
+    def num_skipped(self) -> int:
+        """The number of checks that were left out."""
+        return sum(finding.status == "skipped" for finding in self._found.values())
+
+    def status_of(self, name: str) -> Status:
+        """Returns the result of an earlier check."""
+        return self._found[name].status
+
     def check(self, name: str, run: Callable[[], str], *, needs: Collection[str] = ()) -> None:
         """Runs a check, unless one that it needs has failed or was skipped.
 

@@ -1,7 +1,6 @@
 """Checks of the machine and its environment, without a device."""
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -9,38 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from deploy.diagnosis.findings import Missing, Remark
-from protos.settings import ServiceSettings, declared
-from scheduler_svc.settings import Settings as SchedulerSettings
-from worker_svc.settings import Settings as WorkerSettings
 
-_SERVICES: tuple[type[ServiceSettings], ...] = (WorkerSettings, SchedulerSettings)
-# Variables with these prefixes belong to stacks whose names the services accept.
-_REFERENCE_PREFIXES = ("VLLM_RBLN_", "VLLM_SPYRE_", "TORCH_SENDNN_")
 # An entry of the compile cache of a model with billions of parameters may have this size on an NPU.
 _USUAL_ENTRY_BYTES = 8 << 30
 _GIB = 2**30
-
-
-def reference_variables(environment: Mapping[str, str] | None = None) -> str:
-    """Says which variables of other stacks are set and what they mean here.
-
-    Raises:
-        Remark: for a variable that has no meaning here.
-    """
-    environment = os.environ if environment is None else environment
-    meanings: dict[str, str] = {}
-    for settings in _SERVICES:
-        for variable, prefix in (("reference_names", "--"), ("reference_opposites", "--no-")):
-            for field, name in declared(settings, variable).items():
-                meanings.setdefault(name, prefix + field.replace("_", "-"))
-    understood = [
-        f"{name}={environment[name]} sets {flag}" for name, flag in meanings.items() if environment.get(name)
-    ]
-    text = "; ".join(understood) or "no variables of other stacks are set"
-    unknown = [name for name in environment if name.startswith(_REFERENCE_PREFIXES) and name not in meanings]
-    if unknown:
-        raise Remark(f"{', '.join(sorted(unknown))} has no meaning here and no effect; {text}")
-    return text
 
 
 def packages(*required: str) -> str:

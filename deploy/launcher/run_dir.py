@@ -12,6 +12,19 @@ from protos.wire import MAX_SOCKET_PATH_BYTES
 
 # As long as the longest name of a socket.
 _LONGEST_NAME = "scheduler.sock"
+_LOCK = "launcher.pid"
+
+
+def user_of(run_dir: Path) -> str | None:
+    """Returns the process id of the launcher that uses a folder, or `None`; changes nothing."""
+    try:
+        with (run_dir / _LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return (run_dir / _LOCK).read_text().strip()
+    except OSError:
+        return None
+    return None
 
 
 @contextmanager
@@ -23,7 +36,7 @@ def claim(run_dir: Path) -> Iterator[None]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / "launcher.pid").open("a+")
+        lock = (run_dir / _LOCK).open("a+")
     except OSError as error:
         raise LaunchError(f"cannot write to the run dir {run_dir}: {error.strerror}", BAD_SETTING) from error
     with lock:
@@ -37,7 +50,7 @@ def claim(run_dir: Path) -> Iterator[None]:
                 BAD_SETTING,
             ) from None
         for stale in (found for kind in ("log", "pid", "sock") for found in run_dir.glob(f"*.{kind}")):
-            if stale.name != "launcher.pid":
+            if stale.name != _LOCK:
                 stale.unlink()
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
@@ -45,7 +58,7 @@ def claim(run_dir: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            (run_dir / "launcher.pid").unlink(missing_ok=True)
+            (run_dir / _LOCK).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -31,15 +31,6 @@ def test_a_check_that_needs_a_failed_one_is_skipped() -> None:
     assert findings.num_failed == 1
 
 
-def test_variables_of_other_stacks_are_explained() -> None:
-    """A variable that has a meaning is named with its flag; one that has none is a remark."""
-    text = machine.reference_variables({"RBLN_USE_CUSTOM_KERNEL": "1", "VLLM_DISABLE_COMPILE_CACHE": "1"})
-    assert "RBLN_USE_CUSTOM_KERNEL=1 sets --rbln-use-custom-kernel" in text
-    assert "VLLM_DISABLE_COMPILE_CACHE=1 sets --no-compile-cache" in text
-    with pytest.raises(Remark, match="VLLM_RBLN_BOGUS has no meaning here"):
-        machine.reference_variables({"VLLM_RBLN_BOGUS": "1"})
-
-
 def test_a_missing_package_is_named() -> None:
     """Alternatives count as one; the advice is a command."""
     assert machine.packages("pytest").startswith("pytest ")

@@ -1,0 +1,47 @@
+"""Whether the other services answer, against a real gRPC server."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from deploy.diagnosis.findings import Remark
+from deploy.inspection import services
+from protos.security.links import LinkSecurity
+from protos.server import Server
+from protos.wire import unix_address
+
+WAITS = "it waits"
+
+
+async def asked(path: Path, service: str) -> str:
+    """Asks for a service's health, and returns the finding."""
+    try:
+        return await asyncio.to_thread(
+            services.scheduler, unix_address(path), LinkSecurity(), service, waits=WAITS
+        )
+    except Remark as remark:
+        return str(remark)
+
+
+async def test_a_scheduler_is_asked_for_each_service(tmp_path: Path) -> None:
+    """It may take registrations long before a worker is ready, and it may not be there yet."""
+    path = tmp_path / "s.sock"
+    address = unix_address(path)
+    assert (await asked(path, services.INFERENCE)).startswith(f"no scheduler answers at {address} (")
+    server = Server((services.INFERENCE, services.REGISTRY), lambda _: None)
+    await server.start("127.0.0.1", 0, path)
+    await server.set_serving(True, services.REGISTRY)
+    assert await asked(path, services.REGISTRY) == f"{address} answers, and takes registrations"
+    assert await asked(path, services.INFERENCE) == f"{address} answers, but has no ready worker; {WAITS}"
+    await server.set_serving(True, services.INFERENCE)
+    assert await asked(path, services.INFERENCE) == f"{address} answers, and has a ready worker"
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("service", [services.INFERENCE, services.REGISTRY])
+async def test_names_of_services_are_the_scheduler_s(service: str) -> None:
+    """They are those under which a scheduler reports its health."""
+    from scheduler_svc import __main__ as scheduler
+
+    assert service in {scheduler.INFERENCE, scheduler.REGISTRY}
