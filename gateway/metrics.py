@@ -1,8 +1,9 @@
 """The gateway's metrics, under vLLM's names where vLLM has them."""
 
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -29,51 +30,175 @@ _INTER_TOKEN: Final = (
 _END_TO_END: Final = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
+# vLLM ends these at the longest sequence; so do scrapes.
+_TOKENS: Final = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+_N: Final = (1, 2, 5, 10, 20)
+
+# Seconds of HTTP requests: streams last as long as their answers.
+_HTTP: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# Engines with series of their own; workers without a replica id have a new one after each start.
+_MAX_ENGINES: Final = 64
+
+# The `engine` label for the sum over those that were met before them, as in the scheduler's metrics.
+_RETIRED: Final = "retired"
+
+# vLLM's reasons for the end of a sequence.
+_REASONS: Final = ("stop", "length", "abort", "error")
+
+
+class _Family(NamedTuple):
+    """A histogram that each engine has."""
+
+    name: str
+    text: str
+    bounds: tuple[float, ...]
+
+
+_HISTOGRAMS: Final = {
+    "ttft": _Family("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT),
+    "itl": _Family("vllm:inter_token_latency_seconds", "Time between tokens of a sequence.", _INTER_TOKEN),
+    "tpot": _Family(
+        "vllm:request_time_per_output_token_seconds", "Mean time between tokens, by sequence.", _INTER_TOKEN
+    ),
+    "e2e": _Family("vllm:e2e_request_latency_seconds", "Arrival to last token.", _END_TO_END),
+    "prompt": _Family("vllm:request_prompt_tokens", "Prompt tokens of a sequence.", _TOKENS),
+    "generation": _Family("vllm:request_generation_tokens", "Generated tokens of a sequence.", _TOKENS),
+    "longest": _Family(
+        "vllm:request_max_num_generation_tokens", "Tokens of the longest sequence of a prompt.", _TOKENS
+    ),
+    "n": _Family("vllm:request_params_n", "Sequences that a request asks for.", _N),
+    "max_tokens": _Family("vllm:request_params_max_tokens", "Tokens that a request asks for.", _TOKENS),
+}
 
 
 class _Observations:
-    """The values of one label. `prometheus_client` takes locks for each value, and each token is one."""
+    """The values of one histogram. `prometheus_client` takes locks for each value, and each token is one."""
 
-    __slots__ = ("_bounds", "_counts", "_sum")
+    __slots__ = ("_bounds", "counts", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float, times: int = 1) -> None:
         """Counts a value. Only the event loop's thread may call it."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
 
-    def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...]) -> None:
-        """Adds the buckets, each with the ones below it, and the sum."""
+    def add(self, other: "_Observations") -> None:
+        """Adds the values of another histogram with the same bounds."""
+        self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
+    def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...], longest: int) -> None:
+        """Adds the buckets, each with the ones below it, and the sum. Bounds of tokens end at ``longest``."""
         buckets, below = [], 0
-        names = (*(str(float(bound)) for bound in self._bounds), "+Inf")
-        for name, count in zip(names, self._counts, strict=True):
+        for bound, count in zip(self._bounds, self.counts, strict=False):
             below += count
-            buckets.append((name, float(below)))
-        family.add_metric(labels, buckets, self._sum)
+            if self._bounds is not _TOKENS or bound <= longest:
+                buckets.append((str(float(bound)), float(below)))
+        buckets.append(("+Inf", float(below + self.counts[-1])))
+        family.add_metric(labels, buckets, self.total)
 
 
-class _TokenHistogram(Collector):
-    """A histogram by model name for values that come with every token."""
+class EngineMetrics:
+    """What the gateway measures of the sequences of one engine, which is a replica of the deployment."""
 
-    def __init__(self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
-        self._name, self._text, self._bounds = name, text, bounds
-        self._by_model: dict[str, _Observations] = {}
-        registry.register(self)
+    __slots__ = ("_observe_gap", "finished_by_reason", "histograms")
 
-    def labels(self, model_name: str) -> _Observations:
-        """Returns the values of a model."""
-        return self._by_model.setdefault(model_name, _Observations(self._bounds))
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.histograms = {key: _Observations(family.bounds) for key, family in _HISTOGRAMS.items()}
+        """Histograms by their keys in the table above."""
+        self.finished_by_reason: Counts[str] = Counts()
+        """Sequences that have ended, by reason."""
+        self._observe_gap = self.histograms["itl"].observe
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yields the metric, for a scrape."""
-        family = HistogramMetricFamily(self._name, self._text, labels=("model_name",))
-        for model_name, observations in self._by_model.items():
-            observations.add_to(family, (model_name,))
-        yield family
+    def first_token(self, seconds: float) -> None:
+        """Records a sequence's first token, ``seconds`` after the request's arrival."""
+        self.histograms["ttft"].observe(seconds)
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """Records ``count`` further tokens that came together, ``seconds`` after the tokens before them."""
+        self._observe_gap(seconds / count, count)
+
+    def finished(
+        self, reason: str, seconds: float, *, prompt: int, generated: int = 0, per_token: float = 0.0
+    ) -> None:
+        """Records the end of a sequence.
+
+        Args:
+            reason: "stop" or "length".
+            seconds: time since the request's arrival.
+            prompt: tokens of its prompt.
+            generated: its tokens.
+            per_token: mean time between them, seconds.
+        """
+        self.finished_by_reason[reason] += 1
+        self.histograms["e2e"].observe(seconds)
+        self.histograms["prompt"].observe(prompt)
+        self.histograms["generation"].observe(generated)
+        self.histograms["tpot"].observe(per_token)
+
+    def answered(self, n: int, max_tokens: int | None, longest: int) -> None:
+        """Records that all ``n`` sequences of a prompt have ended, and the tokens of the longest one."""
+        self.histograms["n"].observe(n)
+        self.histograms["longest"].observe(longest)
+        if max_tokens is not None:
+            self.histograms["max_tokens"].observe(max_tokens, n)
+
+    def add(self, other: "EngineMetrics") -> None:
+        """Adds the figures of another engine."""
+        self.finished_by_reason += other.finished_by_reason
+        for key, values in other.histograms.items():
+            self.histograms[key].add(values)
+
+    def unfinished(self, reason: str) -> None:
+        """Records a sequence that has ended without all its tokens: "abort" or "error"."""
+        self.finished_by_reason[reason] += 1
+
+
+class _Engines(Collector):
+    """The metrics of all engines, by model and engine."""
+
+    def __init__(self, max_model_len: Callable[[], int]) -> None:
+        self._max_model_len = max_model_len
+        self._engines: dict[tuple[str, str], EngineMetrics] = {}
+
+    def of(self, model_name: str, engine: str) -> EngineMetrics:
+        """Returns the metrics of an engine."""
+        found = self._engines.get((model_name, engine))
+        if found is None:
+            if len(self._engines) >= _MAX_ENGINES:
+                self._retire_oldest()
+            found = self._engines[model_name, engine] = EngineMetrics()
+        return found
+
+    def _retire_oldest(self) -> None:
+        """Adds the figures of the engine that was met first to those of engines before it."""
+        model_name, engine = next(key for key in self._engines if key[1] not in ("", _RETIRED))
+        retired = self._engines.setdefault((model_name, _RETIRED), EngineMetrics())
+        retired.add(self._engines.pop((model_name, engine)))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metrics, for a scrape."""
+        longest = self._max_model_len()
+        for key, family in _HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(family.name, family.text, labels=("model_name", "engine"))
+            for labels, engine in self._engines.items():
+                engine.histograms[key].add_to(histogram, labels, longest)
+            yield histogram
+        success = CounterMetricFamily(
+            "vllm:request_success",
+            "Sequences that have ended.",
+            labels=("model_name", "engine", "finished_reason"),
+        )
+        for labels, engine in self._engines.items():
+            for reason in _REASONS:
+                success.add_metric((*labels, reason), engine.finished_by_reason[reason])
+        yield success
 
 
 class _SlowReaders(Collector):
@@ -105,6 +230,7 @@ class Metrics:
         num_pending: Callable[[], int],
         num_parked: Callable[[], int],
         unread: UnreadLimits,
+        max_model_len: Callable[[], int],
     ) -> None:
         """Creates the metrics.
 
@@ -113,36 +239,31 @@ class Metrics:
             num_pending: returns how many requests have not finished, parked ones included.
             num_parked: returns how many new requests wait for a scheduler with a ready worker.
             unread: what waits for clients.
+            max_model_len: returns the longest sequence that is served at the moment, in tokens.
         """
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
         self._model_name = model_name
-        self._labelled: str | None = None
-        names = ("model_name",)
-        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT)
-        self._itl = _TokenHistogram(
-            "vllm:inter_token_latency_seconds",
-            "Time between tokens of a sequence.",
-            _INTER_TOKEN,
-            self.registry,
-        )
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", _END_TO_END)
-        self._prompt = Counter(
-            "vllm:prompt_tokens", "Prompt tokens of finished sequences.", names, registry=self.registry
-        )
-        self._generated = Counter(
-            "vllm:generation_tokens", "Tokens generated.", names, registry=self.registry
-        )
-        # Generated tokens that the counter does not have yet.
-        self._uncounted = 0
-        self._success = Counter(
-            "vllm:request_success", "Finished sequences.", (*names, "finished_reason"), registry=self.registry
-        )
+        self._engines = _Engines(max_model_len)
+        self.registry.register(self._engines)
         self._http = Counter(
             "http_requests",
             "Answered HTTP requests.",
             ("handler", "method", "status"),
+            registry=self.registry,
+        )
+        self._durations = Histogram(
+            "http_request_duration_seconds",
+            "Time from an HTTP request's head to the end of its answer.",
+            ("handler", "method"),
+            buckets=_HTTP,
+            registry=self.registry,
+        )
+        self._errors = Counter(
+            "triptych:gateway_errors",
+            "HTTP requests that were refused or failed, by the code of the error.",
+            ("handler", "code"),
             registry=self.registry,
         )
         self.http_in_flight = self._gauge(
@@ -159,51 +280,27 @@ class Metrics:
             "triptych:gateway_scheduler_up", "Whether the scheduler's metrics follow."
         )
 
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ("model_name",), buckets=bounds, registry=self.registry)
-
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
 
-    def _relabel(self) -> None:
-        # Looking up a labelled child costs more than observing it, and tokens arrive by the thousand.
-        name = self._model_name()
-        if name == self._labelled:
-            return
-        self._count_tokens()
-        self._labelled = name
-        self._ttft_now = self._ttft.labels(name)
-        self._itl_now = self._itl.labels(name)
-        self._e2e_now = self._e2e.labels(name)
-        self._prompt_now = self._prompt.labels(name)
-        self._generated_now = self._generated.labels(name)
+    def engine(self, replica_id: str) -> EngineMetrics:
+        """Returns the metrics of a replica; without an id, those of requests that no replica has run."""
+        return self._engines.of(self._model_name(), replica_id)
 
-    def first_token(self, count: int, seconds: float) -> None:
-        """Records a sequence's first ``count`` tokens, ``seconds`` after the request's arrival."""
-        self._relabel()
-        self._ttft_now.observe(seconds)
-        self._uncounted += count
+    def answered(self, handler: str, method: str, status: int, seconds: float, error: str | None) -> None:
+        """Records an HTTP answer.
 
-    def tokens(self, count: int, seconds: float) -> None:
-        """Records ``count`` further tokens, each ``seconds`` after the one before."""
-        self._itl_now.observe(seconds)
-        self._uncounted += count
-
-    def _count_tokens(self) -> None:
-        if self._uncounted:
-            self._generated_now.inc(self._uncounted)
-            self._uncounted = 0
-
-    def finished(self, reason: str, num_prompt_tokens: int, seconds: float) -> None:
-        """Records the end of a sequence, ``seconds`` after the request's arrival."""
-        self._relabel()
-        self._prompt_now.inc(num_prompt_tokens)
-        self._e2e_now.observe(seconds)
-        self._success.labels(self._model_name(), reason).inc()
-
-    def answered(self, handler: str, method: str, status: int) -> None:
-        """Records an HTTP answer; ``handler`` is the route's pattern."""
+        Args:
+            handler: the route's pattern.
+            method: the HTTP method.
+            status: the HTTP status; 0 if the client left first.
+            seconds: time from the request's head to the end of the answer.
+            error: the code of its error, if it has one.
+        """
         self._http.labels(handler, method, str(status)).inc()
+        self._durations.labels(handler, method).observe(seconds)
+        if error is not None:
+            self._errors.labels(handler, error).inc()
 
     def text(self, scheduler: bytes | None = None) -> bytes:
         """Returns all metrics in Prometheus' text format.
@@ -214,7 +311,6 @@ class Metrics:
         """
         if self._model_name():
             # A scrape before the first request then shows zeros instead of nothing.
-            self._relabel()
-        self._count_tokens()
+            self.engine("")
         self._scheduler_up.set(scheduler is not None)
         return generate_latest(self.registry) + (scheduler or b"")

@@ -177,6 +177,20 @@ class SlotOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What a worker counts, for metrics. Counters begin with the stream."""
+
+    late_graphs: int = 0
+    """Graphs that were made while serving."""
+    grammar_us: int = 0
+    """Time that the host took for the grammars of steps, microseconds."""
+    free_memory_bytes: int = 0
+    """Free memory of the device."""
+    process_memory_bytes: int = 0
+    """Memory of the worker's process on the host."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """A worker's answer to a plan, or to one step of the plan's lease."""
 
@@ -195,6 +209,8 @@ class StepResult:
     """Time that the step took on the worker, microseconds."""
     void: bool = False
     """Whether the work of a plan that continues another did not run."""
+    report: WorkerReport | None = None
+    """What the worker has counted; set about once a second."""
 
 
 def slots_of(work: Work | None) -> Sequence[int]:

@@ -7,7 +7,7 @@ see (latencies, tokens, finish reasons); that is not repeated here.
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from prometheus_client import generate_latest
@@ -15,10 +15,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from protos.overload.unread import UnreadLimits
-from scheduler_svc.dispatch.load import Load
+from scheduler_svc.dispatch.load import Load, ReplicaMemory
+from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
-from scheduler_svc.dispatch.totals import DECODE_TIME, PREFILL_TIME, QUEUE_TIME, Totals
-from scheduler_svc.replica.stats import STEP_TOKENS, Distribution
+from scheduler_svc.dispatch.totals import Totals
+from scheduler_svc.replica.stats import REQUEST_TOKENS, Distribution
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.losses import Losses
@@ -45,6 +46,15 @@ class _Family(NamedTuple):
 _COUNTERS: Final = (
     _Family("vllm:prefix_cache_queries", "Tokens of admitted requests."),
     _Family("vllm:prefix_cache_hits", "Tokens of admitted requests that the prefix cache had."),
+    _Family("vllm:prompt_tokens", "Prompt tokens of requests that began to answer."),
+    _Family("vllm:prompt_tokens_by_source", "Prompt tokens by how they were processed.", ("source",)),
+    _Family("vllm:prompt_tokens_cached", "Prompt tokens that the prefix cache had."),
+    _Family(
+        "vllm:prompt_tokens_cached_by_source",
+        "Tokens of admitted requests that the prefix cache had, by where it lies.",
+        ("source",),
+    ),
+    _Family("vllm:generation_tokens", "New tokens."),
     _Family("vllm:num_preemptions", "Running requests that lost their slot."),
     _Family("triptych:preemptions", "Running requests that lost their slot, by reason.", ("reason",)),
     _Family("triptych:deferred_requests", "Requests that waited for a prefix that another request computed."),
@@ -59,7 +69,10 @@ _COUNTERS: Final = (
     _Family("triptych:decode_rows", "Rows of decode steps that held a request.", ("bucket",)),
     _Family("triptych:decode_padding_rows", "Rows of decode steps that held padding.", ("bucket",)),
     _Family("triptych:forced_tokens", "Tokens that a grammar determined, emitted without a forward pass."),
-    _Family("triptych:generated_tokens", "Sampled tokens."),
+    _Family("triptych:plans", "Plans with a step that were sent to the worker."),
+    _Family("triptych:plans_ahead", "Those that the worker had before it had answered the plan before."),
+    _Family("triptych:late_graphs", "Graphs that the worker made while it served."),
+    _Family("triptych:grammar_seconds", "Time that the worker's host took for the grammars of steps."),
     _Family("triptych:stall_seconds", "Time that decoding requests waited for prefill steps."),
     _Family("triptych:block_copies", "KV blocks copied."),
     _Family("triptych:windows_kept", "Sliding windows copied for later requests."),
@@ -82,10 +95,18 @@ _COUNTERS: Final = (
     ),
 )
 
-_PHASES: Final = (
-    _Family(QUEUE_TIME, "Time from arrival to the first slot, by request."),
-    _Family(PREFILL_TIME, "Time from the first slot to the first token, by request."),
-    _Family(DECODE_TIME, "Time from the first token to the last token, by request."),
+_HISTOGRAMS: Final = (
+    _Family("vllm:iteration_tokens_total", "Tokens of a step, prefill or decode, before padding."),
+    _Family("vllm:request_queue_time_seconds", "Time from arrival to the first slot, by request."),
+    _Family("vllm:request_prefill_time_seconds", "Time from the first slot to the first token, by request."),
+    _Family("vllm:request_decode_time_seconds", "Time from the first token to the last token, by request."),
+    _Family("vllm:request_inference_time_seconds", "Time from the first slot to the last token, by request."),
+    _Family("vllm:request_num_preemptions", "Preemptions, by request."),
+    _Family(
+        "vllm:request_prefill_kv_computed_tokens", "Prompt tokens that the prefix cache lacked, by request."
+    ),
+    _Family("triptych:step_seconds", "Time of a step on the worker.", ("kind", "bucket")),
+    _Family("triptych:grammar_compile_seconds", "Time that the worker took to compile a grammar."),
 )
 
 
@@ -135,12 +156,15 @@ class SchedulerMetrics(Collector):
         served = self._deployment.served
         if served is None:
             return
-        totals = self._totals()
+        live = self._deployment.engine.totals()
         yield from _requests(served.name, load)
-        yield from self._memory(served.name)
+        yield _rejections(served.name, self._deployment.engine.rejections)
+        yield from _memory(served.name, self._deployment.engine.memory(), served.model.dtype)
         yield from self._loras()
-        yield from _by_replica(served.name, totals)
-        yield from self._steps(served.name, totals.values())
+        yield from _by_replica(served.name, self._totals(live), served.max_model_len)
+        yield from _workers(served.name, live)
+        yield self._phase_seconds(served.name)
+        yield self._batch_sizes(served.name)
 
     def _keep(self, replica_id: str, last: Totals) -> None:
         """Keeps the counters of a replica that is lost or leaves."""
@@ -152,32 +176,13 @@ class SchedulerMetrics(Collector):
         for name in away[: max(0, len(away) - _MAX_GONE)]:
             self._retired.add(self._gone.pop(name))
 
-    def _totals(self) -> dict[str, Totals]:
-        """Returns counters by replica, over all of its lives."""
+    def _totals(self, live: dict[str, Totals]) -> dict[str, Totals]:
+        """Returns counters by replica, over all of its lives; `live` has those of its present one."""
         kept = [*self._gone.items(), (RETIRED, self._retired)] if self._retired.counts else self._gone.items()
         totals: dict[str, Totals] = {}
-        for name, figures in itertools.chain(kept, self._deployment.engine.totals().items()):
+        for name, figures in itertools.chain(kept, live.items()):
             totals.setdefault(name, Totals()).add(figures)
         return totals
-
-    def _memory(self, model: str) -> Iterator[Metric]:
-        usage = _gauge(
-            "vllm:kv_cache_usage_perc", "Share of KV blocks in use in the fullest group, 0 to 1.", "engine"
-        )
-        blocks = _gauge("triptych:kv_blocks", "KV blocks by state, used or free.", "engine", "group", "state")
-        prefixes = _gauge(
-            "triptych:cached_prefixes", "Cached prefixes that a request can hit.", "engine", "group"
-        )
-        pins = _gauge("triptych:pinned_prefixes", "Pinned prefixes.", "engine")
-        for name, memory in self._deployment.engine.memory().items():
-            usage.add_metric((model, name), memory.usage)
-            pins.add_metric((model, name), memory.num_pinned)
-            for group_id, group in enumerate(memory.groups):
-                labels = (model, name, str(group_id))
-                blocks.add_metric((*labels, "used"), group.num_used)
-                blocks.add_metric((*labels, "free"), group.num_free)
-                prefixes.add_metric(labels, group.num_cached)
-        yield from (usage, blocks, prefixes, pins)
 
     def _loras(self) -> Iterator[Metric]:
         """Yields the adapters with requests, as vLLM does: the labels say which, the value is the time."""
@@ -198,21 +203,82 @@ class SchedulerMetrics(Collector):
         info.add_metric(labels, time.time())
         yield info
 
-    def _steps(self, model: str, totals: Iterable[Totals]) -> Iterator[Metric]:
-        """Yields distributions over the steps of all replicas."""
-        rows, tokens = Distribution(_BATCH_SIZES), Distribution(STEP_TOKENS)
+    def _phase_seconds(self, model: str) -> Metric:
+        seconds = _gauge(
+            "triptych:configuration_seconds",
+            "Time that each phase of the configuration took.",
+            "engine",
+            "phase",
+        )
+        for name, phases in self._deployment.phase_seconds.items():
+            for phase, value in phases.items():
+                seconds.add_metric((model, name, phase), value)
+        return seconds
+
+    def _batch_sizes(self, model: str) -> Metric:
+        """Returns the distribution over the decode steps of all replicas."""
+        rows = Distribution(_BATCH_SIZES)
         for size, steps in self._deployment.histogram.counts_since_start.items():
             rows.observe(size, steps)
-            tokens.observe(size, steps)
-        for figures in totals:
-            tokens.add(figures.chunk_tokens)
-        for name, text, values in (
-            ("triptych:batch_size", "Requests in a decode step, before padding.", rows),
-            ("vllm:iteration_tokens_total", "Tokens of a step, prefill or decode, before padding.", tokens),
-        ):
-            histogram = HistogramMetricFamily(name, text, labels=("model_name",))
-            _add(histogram, (model,), values)
-            yield histogram
+        histogram = HistogramMetricFamily(
+            "triptych:batch_size", "Requests in a decode step, before padding.", labels=("model_name",)
+        )
+        _add(histogram, (model,), rows)
+        return histogram
+
+
+def _memory(model: str, replicas: dict[str, ReplicaMemory], dtype: str) -> Iterator[Metric]:
+    usage = _gauge(
+        "vllm:kv_cache_usage_perc", "Share of KV blocks in use in the fullest group, 0 to 1.", "engine"
+    )
+    blocks = _gauge("triptych:kv_blocks", "KV blocks by state, used or free.", "engine", "group", "state")
+    prefixes = _gauge(
+        "triptych:cached_prefixes", "Cached prefixes that a request can hit.", "engine", "group"
+    )
+    pins = _gauge("triptych:pinned_prefixes", "Pinned prefixes.", "engine")
+    info = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "The KV cache of each replica; the value is 1.",
+        labels=("block_size", "cache_dtype", "enable_prefix_caching", "engine", "num_gpu_blocks"),
+    )
+    for name, memory in replicas.items():
+        usage.add_metric((model, name), memory.usage)
+        pins.add_metric((model, name), memory.num_pinned)
+        for group_id, group in enumerate(memory.groups):
+            labels = (model, name, str(group_id))
+            blocks.add_metric((*labels, "used"), group.num_used)
+            blocks.add_metric((*labels, "free"), group.num_free)
+            prefixes.add_metric(labels, group.num_cached)
+        num_blocks = memory.groups[0].num_used + memory.groups[0].num_free
+        facts = (memory.block_size, dtype, memory.prefix_caching, name, num_blocks)
+        info.add_metric([str(fact) for fact in facts], 1)
+    yield from (usage, blocks, prefixes, pins, info)
+
+
+def _rejections(model: str, rejections: Mapping[str, int]) -> Metric:
+    requests = CounterMetricFamily(
+        "vllm:admission_rejections",
+        "Requests that the queue refused, by the limit that they would have exceeded.",
+        labels=("model_name", "reason"),
+    )
+    for reason in (MAX_REQUESTS, MAX_TOKENS):
+        requests.add_metric((model, reason), rejections.get(reason, 0))
+    return requests
+
+
+def _workers(model: str, replicas: dict[str, Totals]) -> Iterator[Metric]:
+    """Yields what workers reported last."""
+    memory = _gauge(
+        "triptych:worker_memory_bytes",
+        "Memory of the worker: free on its device, or its process'.",
+        "engine",
+        "kind",
+    )
+    for name, figures in replicas.items():
+        if figures.report.process_memory_bytes:
+            memory.add_metric((model, name, "device_free"), figures.report.free_memory_bytes)
+            memory.add_metric((model, name, "process"), figures.report.process_memory_bytes)
+    yield memory
 
 
 def _losses(losses: Losses) -> Iterator[Metric]:
@@ -262,37 +328,45 @@ def _requests(model: str, load: Load) -> Iterator[Metric]:
         if replica.starting is None:
             running.add_metric((model, replica.replica_id), replica.num_running)
     yield running
-    # The queue belongs to no replica.
-    waiting = _gauge("vllm:num_requests_waiting", "Requests without a slot.")
-    waiting.add_metric((model,), load.num_waiting)
+    # The queue belongs to no replica: its `engine` is empty.
+    waiting = _gauge("vllm:num_requests_waiting", "Requests without a slot.", "engine")
+    waiting.add_metric((model, ""), load.num_waiting)
     yield waiting
     reasons = _gauge(
-        "vllm:num_requests_waiting_by_reason", "Requests without a slot, by what they wait for.", "reason"
+        "vllm:num_requests_waiting_by_reason",
+        "Requests without a slot, by what they wait for.",
+        "engine",
+        "reason",
     )
-    reasons.add_metric((model, "capacity"), load.num_waiting - load.num_deferred)
-    reasons.add_metric((model, "deferred"), load.num_deferred)
+    reasons.add_metric((model, "", "capacity"), load.num_waiting - load.num_deferred)
+    reasons.add_metric((model, "", "deferred"), load.num_deferred)
     yield reasons
     tokens = _gauge("triptych:waiting_tokens", "Tokens of requests that wait for a slot.")
     tokens.add_metric((model,), load.num_waiting_tokens)
     yield tokens
 
 
-def _by_replica(model: str, totals: dict[str, Totals]) -> Iterator[Metric]:
+def _by_replica(model: str, totals: dict[str, Totals], longest: int) -> Iterator[Metric]:
+    """Yields counters and histograms; `longest` is the most tokens that a sequence can have."""
     counters = {
         family.name: CounterMetricFamily(
             family.name, family.text, labels=("model_name", "engine", *family.labels)
         )
         for family in _COUNTERS
     }
+    histograms = {
+        family.name: HistogramMetricFamily(
+            family.name, family.text, labels=("model_name", "engine", *family.labels)
+        )
+        for family in _HISTOGRAMS
+    }
     for name, figures in totals.items():
         for (metric, *labels), value in figures.counts.items():
             counters[metric].add_metric((model, name, *labels), value)
+        for (metric, *labels), values in figures.distributions.items():
+            _add(histograms[metric], (model, name, *labels), values, longest)
     yield from counters.values()
-    for family in _PHASES:
-        histogram = HistogramMetricFamily(family.name, family.text, labels=("model_name", "engine"))
-        for name, figures in totals.items():
-            _add(histogram, (model, name), figures.phases[family.name])
-        yield histogram
+    yield from histograms.values()
     stall = _gauge(
         "triptych:longest_stall_seconds",
         "Longest time that decoding requests waited for prefill steps since the start.",
@@ -307,7 +381,16 @@ def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, labels=("model_name", *labels))
 
 
-def _add(histogram: HistogramMetricFamily, labels: tuple[str, ...], values: Distribution) -> None:
-    bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
-    cumulative = itertools.accumulate(values.counts)
-    histogram.add_metric(labels, list(zip(bounds, cumulative, strict=True)), values.total)
+def _add(
+    histogram: HistogramMetricFamily,
+    labels: tuple[str, ...],
+    values: Distribution,
+    longest: int | None = None,
+) -> None:
+    """Adds a histogram's values; bounds of a request's tokens end at `longest`, as vLLM's do."""
+    below = list(itertools.accumulate(values.counts))
+    bounds = list(zip(values.bounds, below, strict=False))
+    if longest is not None and values.bounds is REQUEST_TOKENS:
+        bounds = [(bound, count) for bound, count in bounds if bound <= longest]
+    buckets = [(str(float(bound)), float(count)) for bound, count in bounds]
+    histogram.add_metric(labels, [*buckets, ("+Inf", float(below[-1]))], values.total)

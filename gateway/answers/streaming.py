@@ -15,8 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.answers.generation import Delta, Generation, Usage
 from gateway.answers.logprobs import TokenReport
-from gateway.http.errors import ClientGone, internal
+from gateway.http.errors import ClientGone, internal, note_error
 from gateway.http.middleware import note
+from gateway.http.protocol import BodyWriter
 from protos.errors import TriptychError
 from protos.logs import get_logger
 
@@ -116,8 +117,14 @@ def noted(scope: Scope, generation: Generation) -> Iterator[None]:
         note(scope, client_gone=True)
         raise
     finally:
-        usage = generation.usage
-        note(scope, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+        usage, first_token_s = generation.usage, generation.first_token_s
+        note(
+            scope,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            ttft_ms=None if first_token_s is None else round(first_token_s * 1000, 1),
+            finish_reason=",".join(dict.fromkeys(generation.finish_reasons)) or None,
+        )
 
 
 async def collect(generation: Generation, scope: Scope, receive: Receive) -> list[Delta]:
@@ -172,24 +179,40 @@ class EventStream(Response):
             async with ends_with_client(receive, generation):
                 deltas = await generation.deltas()
                 await send({"type": "http.response.start", "status": 200, "headers": self._all_headers()})
-                begin = writer.begin()
                 try:
+                    if begin := writer.begin():
+                        await send({"type": "http.response.body", "body": begin, "more_body": True})
+                    self._write_at_once(scope)
                     while deltas:
-                        if body := begin + await self._encode(deltas):
+                        if body := await self._encode(deltas):
                             await send({"type": "http.response.body", "body": body, "more_body": True})
-                        begin = b""
                         deltas = await generation.deltas()
-                    last = begin + writer.end(generation.usage)
+                    last = writer.end(generation.usage)
                 except ClientGone:
                     note(scope, client_gone=True)
                     return
                 except Exception as error:  # noqa: BLE001 - the stream must report it
-                    last = begin + writer.error(_as_error(error))
+                    seen = _as_error(error)
+                    note_error(scope, seen)
+                    last = writer.error(seen)
                 await send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _all_headers(self) -> list[tuple[bytes, bytes]]:
         more = {**self._more_headers, **unenforced_header(self._generation)}
         return [*_HEADERS, *((name.encode(), value.encode()) for name, value in more.items())]
+
+    def _write_at_once(self, scope: Scope) -> None:
+        """Lets plain tokens go straight to the connection from now on."""
+        connection = BodyWriter.of(scope)
+        if connection is None:
+            return
+        encode, write = self._writer.write, connection.write
+
+        def on_delta(delta: Delta) -> None:
+            if body := encode(delta):
+                write(body)
+
+        self._generation.stream_to(connection.is_ready, on_delta)
 
     async def _encode(self, deltas: list[Delta]) -> bytes:
         if not self._generation.reports_prompts:

@@ -17,11 +17,12 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Final, NamedTuple
 
 import orjson
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from protos.errors import (
     Aborted,
@@ -36,6 +37,8 @@ from protos.errors import (
     Unimplemented,
     Unsupported,
 )
+
+_ERROR: Final = "triptych.error"
 
 # The Retry-After value, in seconds, if the error has none of its own.
 DEFAULT_RETRY_AFTER_S: Final = 1
@@ -187,7 +190,33 @@ def error_response(
         # The rest of the body stays unread, so the connection cannot be reused.
         headers["connection"] = "close"
     shaped = shape_for(path)(error)
-    return Response(orjson.dumps(shaped.body), shaped.status, headers | shaped.headers, "application/json")
+    return _ErrorResponse(error, orjson.dumps(shaped.body), shaped.status, headers | shaped.headers)
+
+
+class _ErrorResponse(Response):
+    """An answer that tells the middleware which error it carries."""
+
+    media_type = "application/json"
+
+    def __init__(self, error: TriptychError, body: bytes, status: int, headers: dict[str, str]) -> None:
+        super().__init__(body, status, headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        note_error(scope, self._error)
+        await super().__call__(scope, receive, send)
+
+
+def note_error(scope: MutableMapping[str, Any], error: TriptychError) -> None:
+    """Notes the error that a request ends with, for its line in the access log and for metrics."""
+    row = row_of(error)
+    scope[_ERROR] = row.code or row.type
+
+
+def error_code(scope: MutableMapping[str, Any]) -> str | None:
+    """Returns the code of the error that a request has ended with, if it has."""
+    code: str | None = scope.get(_ERROR)
+    return code
 
 
 def internal(error: BaseException) -> Internal:

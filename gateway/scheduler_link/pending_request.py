@@ -36,6 +36,8 @@ class SequenceEvent(NamedTuple):
     """One entry per token if the request asks for them."""
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache; set in the first event of a request."""
+    replica_id: str = ""
+    """The replica that runs the request; set in its first event."""
     unenforced: Sequence[str] = ()
     """Parts of JSON schemas that the grammar does not enforce; in the first event of a request."""
 
@@ -48,6 +50,7 @@ class SequenceEvent(NamedTuple):
             event.stop_token_id if event.HasField("stop_token_id") else None,
             event.logprobs,
             event.prompt.num_cached_tokens if event.HasField("prompt") else None,
+            event.prompt.replica_id,
             tuple(event.prompt.unenforced) if event.HasField("prompt") else (),
         )
 
@@ -260,6 +263,7 @@ class RequestGroup:
         # A plain token becomes an event when it is taken, so that a step's tokens are handed out quickly.
         self._events: list[tuple[int, SequenceEvent | int]] = []
         self._error: TriptychError | None = None
+        self._listener: Callable[[int, int], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def take(self) -> list[tuple[int, SequenceEvent]]:
@@ -293,10 +297,26 @@ class RequestGroup:
             raise Internal("the scheduler ended a request before it sent all log-probabilities of its prompt")
         return []
 
+    def listen(self, listener: Callable[[int, int], bool]) -> None:
+        """Hands plain tokens to ``listener`` while the reader waits, without waking it.
+
+        Args:
+            listener: gets a sequence's number and its token; returns whether it has taken the token. The
+                reader gets the others, and all further events.
+        """
+        self._listener = listener
+
     def put_token(self, index: int, token_id: int) -> None:
         """Adds one token of sequence ``index``: the most frequent event, with nothing but a token."""
         if self._may_hold:
             self.put(index, SequenceEvent((token_id,)))
+            return
+        if (
+            self._listener is not None
+            and self._waiter is not None
+            and not self._events
+            and self._listener(index, token_id)
+        ):
             return
         self._events.append((index, token_id))
         if self._waiter is not None:

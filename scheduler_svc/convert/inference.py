@@ -122,7 +122,7 @@ def _split(event: Event) -> Iterator[Event]:
 def _num_bytes(event: Event) -> int:
     """Returns an upper estimate of an event's size on the wire, bytes."""
     logprobs = sum(_logprobs_bytes(entry) for entry in (*event.logprobs, *event.prompt_logprobs))
-    return _EVENT_BYTES + _TOKEN_BYTES * len(event.token_ids) + logprobs
+    return _EVENT_BYTES + 4 * len(event.replica_id) + _TOKEN_BYTES * len(event.token_ids) + logprobs
 
 
 def _logprobs_bytes(entry: common_pb2.TokenLogprobs) -> int:
@@ -148,6 +148,7 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
         message.prompt.num_cached_tokens = event.num_cached_tokens
         message.prompt.queue_ms = event.queue_s * 1000
         message.prompt.lora_digest = event.lora_digest
+        message.prompt.replica_id = event.replica_id
         message.prompt.unenforced.extend(event.unenforced)
     return message
 
@@ -188,6 +189,7 @@ def pooled_to_proto(event: Event, submission: PoolSubmission) -> inference_pb2.P
         values=event.pooled,
         shape=[rows, count // rows] if submission.pooling.task in TOKEN_TASKS else [count],
         num_prompt_tokens=event.num_prompt_tokens,
+        replica_id=event.replica_id,
     )
 
 

@@ -8,14 +8,7 @@ prefix. The requests of a lost replica wait again.
 import itertools
 from collections.abc import Callable, Collection, Sequence
 
-from protos.errors import (
-    Internal,
-    InvalidArgument,
-    Overloaded,
-    TriptychError,
-    Unavailable,
-    Unsupported,
-)
+from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.logs import get_logger
 from scheduler_svc.dispatch.adapter_control import AdapterControl
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, memory_of
@@ -62,6 +55,8 @@ class Engine:
         self._max_step_failures = max_step_failures
         self._live = LiveRequests()
         self._capacity = Capacity(max_waiting, max_waiting_tokens)
+        self.rejections = self._capacity.rejections
+        """Requests that the queue refused, by the limit that they would have exceeded."""
         # The head of the queue when it found no room. Dispatch stops there until something is released.
         self._blocked: Request | None = None
         # Whether skipped requests may find room now.
@@ -141,9 +136,7 @@ class Engine:
             raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
         stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))
         self._capacity.check(
-            submission,
-            num_waiting=self.num_waiting,
-            waiting_tokens=self._queues.num_tokens,
+            submission, num_waiting=self.num_waiting, waiting_tokens=self._queues.num_tokens
         )
         requests = make_requests(submission, stop, sink, self._arrivals, self._clock(), adapter)
         for event in submission.ended(stop):

@@ -62,6 +62,10 @@ class ReplicaMemory:
     """Pinned prefixes."""
     groups: tuple[GroupMemory, ...]
     """Figures by group id."""
+    block_size: int
+    """Tokens of a block in a paged group."""
+    prefix_caching: bool
+    """Whether prefixes are reused."""
 
 
 def memory_of(kv: KvCache, num_pinned: int) -> ReplicaMemory:
@@ -70,4 +74,4 @@ def memory_of(kv: KvCache, num_pinned: int) -> ReplicaMemory:
     groups = tuple(
         GroupMemory(pool.num_blocks - pool.num_free, pool.num_free, pool.num_cached) for pool in pools
     )
-    return ReplicaMemory(kv.usage, num_pinned, groups)
+    return ReplicaMemory(kv.usage, num_pinned, groups, kv.block_size, kv.caches_prefixes)

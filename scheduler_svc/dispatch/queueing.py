@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 from protos.errors import InvalidArgument, Overloaded
@@ -20,6 +21,10 @@ over."""
 
 RESUMED_FACTOR = 4
 """Resumed requests may fill the queue to this many times its bounds, and one more request for each slot."""
+
+
+MAX_REQUESTS, MAX_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
+"""vLLM's names for the limits of the queue."""
 
 
 class LiveRequests:
@@ -264,6 +269,8 @@ class Capacity:
         self._max_waiting = max_waiting
         self._max_waiting_tokens = max_waiting_tokens
         self._num_slots = 0
+        self.rejections: Counter[str] = Counter()
+        """Requests that the queue refused, by the limit that they would have exceeded."""
         self.max_request_tokens = 0
         """Longest sequence that fits into the KV memory of some replica."""
 
@@ -295,9 +302,9 @@ class Capacity:
         else:
             self._check_count(count, num_prompt)
         num_tokens = count * num_prompt + sum(map(len, sequences.values()))
-        if (num_waiting and num_waiting + count > max_waiting) or (
-            waiting_tokens and waiting_tokens + num_tokens > max_tokens
-        ):
+        too_many = num_waiting and num_waiting + count > max_waiting
+        if too_many or (waiting_tokens and waiting_tokens + num_tokens > max_tokens):
+            self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += 1
             raise Overloaded(
                 f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,

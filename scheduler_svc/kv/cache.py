@@ -109,6 +109,10 @@ class KvCache:
         """Whether the model has in-place windows, which slide with every token."""
         # Every hit on a window in place is a copy.
         enabled = options.prefix_caching and (options.copies_blocks or not self.slides_in_place)
+        self.block_size = geometry.block_size
+        """Tokens of a block in a paged group."""
+        self.caches_prefixes = enabled
+        """Whether prefixes are reused."""
         self.prefixes = PrefixIndex(
             self.groups, self._layout, self.copies, self.events, self.stats, model=model,
             enabled=enabled, index_decoded=options.cache_generated,

@@ -5,6 +5,7 @@ once and ends. The requests of a lost replica wait again.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,7 +21,7 @@ from protos.steps import PoolShape, format_shapes
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_ids
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory
-from scheduler_svc.dispatch.queueing import LiveRequests
+from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS, LiveRequests
 from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
@@ -28,6 +29,7 @@ from scheduler_svc.pooling.no_adapters import NoAdapters
 from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.pooling.tasks import PooledModel
+from scheduler_svc.replica.stats import Distribution
 from scheduler_svc.replica.suspects import Detached, Loss, killed_too_many
 from scheduler_svc.requests.request import Delivery, Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
@@ -89,6 +91,8 @@ class PoolEngine:
         self.model: PooledModel | None = None
         """Set once a replica has been ready."""
         self._suspended = False
+        self.rejections: Counter[str] = Counter()
+        """Requests that the queue refused, by the limit that they would have exceeded."""
         self.prefixes = NoPrefixes()
         self.adapters = NoAdapters()
 
@@ -164,10 +168,9 @@ class PoolEngine:
         for submission in submissions:
             self._check(submission, model, queue)
         num_tokens = sum(len(submission.prompt_token_ids) for submission in submissions)
-        if len(queue) and (
-            len(queue) + len(submissions) > self._max_waiting
-            or queue.num_tokens + num_tokens > self._max_waiting_tokens
-        ):
+        too_many = len(queue) + len(submissions) > self._max_waiting
+        if len(queue) and (too_many or queue.num_tokens + num_tokens > self._max_waiting_tokens):
+            self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += len(submissions)
             raise Overloaded(
                 f"{len(queue)} requests with {queue.num_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,
@@ -243,6 +246,7 @@ class PoolEngine:
             request.replica_id = replica_id
             if request.delivery.first_scheduled_s is None:
                 request.delivery.first_scheduled_s = now
+                self.replicas[replica_id].scheduler.stats.queue_s.observe(now - request.delivery.accepted_s)
         if self._queue:
             self._wake_one(but=replica_id)
         return taken
@@ -395,7 +399,10 @@ class _Share:
 
 def _totals_of(scheduler: PoolScheduler) -> Totals:
     stats = scheduler.stats
-    counts: dict[tuple[str, ...], float] = {}
+    counts: dict[tuple[str, ...], float] = {
+        ("vllm:prompt_tokens",): stats.tokens.total(),
+        ("triptych:late_graphs",): stats.report.late_graphs,
+    }
     for shape, batches in stats.batches.items():
         name = str(shape)
         rows, tokens = stats.rows[shape], stats.tokens[shape]
@@ -404,4 +411,7 @@ def _totals_of(scheduler: PoolScheduler) -> Totals:
         counts["triptych:pool_padding_rows", name] = 0 if shape.packed else batches * shape.batch - rows
         counts["triptych:pool_tokens", name] = tokens
         counts["triptych:pool_padding_tokens", name] = batches * shape.num_tokens - tokens
-    return Totals(counts)
+    times: dict[tuple[str, ...], Distribution] = {
+        ("triptych:step_seconds", "pool", str(shape)): seconds for shape, seconds in stats.seconds.items()
+    }
+    return Totals(counts, {("vllm:request_queue_time_seconds",): stats.queue_s, **times}, report=stats.report)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protos.errors import Internal, InvalidArgument, TriptychError
-from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
+from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult, WorkerReport
 from protos.validation import count_values
 from scheduler_svc.pooling.tasks import PooledModel
+from scheduler_svc.replica.stats import STEP_SECONDS, Distribution
 from scheduler_svc.replica.suspects import Abandoned, Loss
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.requests.sampling import FinishReason
@@ -44,6 +45,12 @@ class PoolStats:
     """Requests in these steps by shape; the other rows were padding."""
     tokens: Counter[PoolShape] = field(default_factory=Counter)
     """Prompt tokens in these steps by shape; the other tokens were padding."""
+    seconds: dict[PoolShape, Distribution] = field(default_factory=dict)
+    """The time that steps took on the worker, by shape."""
+    queue_s: Distribution = field(default_factory=Distribution)
+    """Seconds from a request's arrival until its first batch."""
+    report: WorkerReport = field(default_factory=WorkerReport)
+    """What the worker reported last."""
 
 
 class PoolScheduler:
@@ -131,9 +138,14 @@ class PoolScheduler:
             )
         self._plan = None
         running, self._running = self._running, []
+        if result.report is not None:
+            self.stats.report = result.report
         if result.error is not None:
             self._apply_failure(running, result.error)
             return
+        if isinstance(plan.work, Pool):
+            times = self.stats.seconds.setdefault(plan.work.shape, Distribution(STEP_SECONDS))
+            times.observe(result.execute_us * 1e-6)
         outputs = {output.slot: output for output in result.outputs}
         for slot, request in enumerate(running):
             if request is None:

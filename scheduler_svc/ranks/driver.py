@@ -160,6 +160,7 @@ class ReplicaDriver:
         scheduler = self._deployment.attach(
             self._replica_id, replica.description, replica.setup, num_blocks, replica.files, link
         )
+        self._deployment.phase_seconds[self._replica_id] = dict(replica.ready.phase_seconds)
         self._log.info(
             "ready",
             num_blocks=list(num_blocks),

@@ -21,14 +21,14 @@ class DecodeBatch:
     """
 
     def __init__(
-        self, index: int, kv: KvCache, count_rows: Callable[[int, int], None], charge: Callable[[str, int], None]
+        self, index: int, kv: KvCache, count_rows: Callable[[int, int, float], None], charge: Callable[[str, int], None]
     ) -> None:  # fmt: skip
         """Starts empty.
 
         Args:
             index: its place among the replica's micro-batches.
             kv: has the requests' blocks.
-            count_rows: counts a step, given its rows and its bucket.
+            count_rows: counts a step, given its rows, its bucket and its seconds.
             charge: charges a tenant for its rows of a step.
         """
         self.index = index
@@ -88,9 +88,9 @@ class DecodeBatch:
         self._positions_step = None
         self.has_first_tokens = any(request.can_fork for request in self.members.values())
 
-    def count_step(self, batch: BatchRows, bucket: int) -> None:
-        """Counts a decode step that was run, and charges the tenants of its rows."""
-        self._count_rows(len(batch.requests), bucket)
+    def count_step(self, batch: BatchRows, bucket: int, seconds: float) -> None:
+        """Counts a decode step that ran for some seconds, and charges the tenants of its rows."""
+        self._count_rows(len(batch.requests), bucket, seconds)
         self._steps += 1
         for tenant, rows in batch.tenants.items():
             self._charge(tenant, rows)
@@ -285,17 +285,19 @@ class MicroBatches:
                 self._homes[request.request_id] = smallest
                 smallest.add(request)
 
-    def count_step_outside(self, request: Request, bucket: int) -> None:
+    def count_step_outside(self, request: Request, bucket: int, seconds: float) -> None:
         """Counts a decode step of a request that is in no batch."""
-        self._count_rows(1, bucket)
+        self._count_rows(1, bucket, seconds)
         self._charge(request.tenant, 1)
 
-    def _count_rows(self, count: int, bucket: int) -> None:
+    def _count_rows(self, count: int, bucket: int, seconds: float) -> None:
         stats = self._stats.buckets.get(bucket)
         if stats is None:
             stats = self._stats.buckets[bucket] = BucketStats()
         stats.steps += 1
         stats.rows += count
+        stats.seconds.observe(seconds)
+        self._stats.step_rows[count] += 1
         self._observe_batch(count)
 
     # ---- stalls ----

@@ -48,6 +48,8 @@ class Outputs:
     def apply(self, step: InFlight, result: StepResult) -> None:
         """Applies one result of a plan."""
         work = step.plan.work
+        if result.report is not None:
+            self._stats.report = result.report
         ready = self._shared.copies_done(result.step)
         if step.copies and step.num_results == 1:
             self._kv.settle_copies(step.copies, done=result.error is None)
@@ -62,7 +64,7 @@ class Outputs:
             else:
                 assert step.batch is not None
                 batch = self._decoding.batch_of(step.batch)
-                batch.count_step(step.batch, work.bucket)
+                batch.count_step(step.batch, work.bucket, result.execute_us * 1e-6)
                 self._apply_tokens(work, step, result, batch)
         elif isinstance(work, Prefill):
             self._apply_chunk(work, step, result)
@@ -180,7 +182,7 @@ class Outputs:
     def _apply_trial(self, work: Decode, step: InFlight, result: StepResult) -> None:
         """Applies the decode step that a suspect ran alone; it joins the decode batch."""
         slot, request = work.slots[0], step.requests[0]
-        self._decoding.count_step_outside(request, work.bucket)
+        self._decoding.count_step_outside(request, work.bucket, result.execute_us * 1e-6)
         if slot in step.left:
             return
         self._slots.clear_suspect(request)
@@ -197,6 +199,7 @@ class Outputs:
         self._stats.chunks += 1
         self._stats.prefill_tokens += chunk.num_tokens
         self._stats.chunk_tokens.observe(chunk.num_tokens)
+        self._stats.chunk_seconds.observe(result.execute_us * 1e-6)
         self._decoding.stall(step.begun_s)
         if chunk.slot in step.left:
             return  # the request left while the step ran
@@ -267,6 +270,9 @@ class Outputs:
         if not delivery.announced:
             delivery.announced = True
             event = event.as_first(request)
+            if request.group is None or not request.group.announced:
+                self._stats.prompt_tokens += request.num_prompt_tokens
+                self._stats.cached_prompt_tokens += min(request.kv.num_cached, request.num_prompt_tokens)
         if delivery.first_token_s is None and event.token_ids:
             delivery.first_token_s = now = self._clock()
             if delivery.first_scheduled_s is not None:
@@ -274,9 +280,18 @@ class Outputs:
         if event.finish_reason is None:
             request.sink.push(event)
             return
-        if delivery.first_token_s is not None:
-            self._stats.decode_s.observe(self._clock() - delivery.first_token_s)
+        self._count_end(request)
         self._slots.finish(request, event)
+
+    def _count_end(self, request: Request) -> None:
+        """Counts a request that has ended by itself."""
+        delivery, stats, now = request.delivery, self._stats, self._clock()
+        if delivery.first_token_s is not None:
+            stats.decode_s.observe(now - delivery.first_token_s)
+        if delivery.first_scheduled_s is not None:
+            stats.inference_s.observe(now - delivery.first_scheduled_s)
+        stats.request_preemptions.observe(delivery.num_preemptions)
+        stats.computed_tokens.observe(max(0, request.num_prompt_tokens - request.kv.num_cached))
 
 
 def _append(request: Request, output: SlotOutput) -> Event:

@@ -354,7 +354,7 @@ class ReplicaScheduler:
         copies = self._copies.take()
         suspect = requests[0] if len(requests) == 1 and requests[0].suspect else None
         place = self.adapters.take_placements(self._plan.next_step)
-        self.stats.adapter_placements += len(place)
+        self.stats.count_plan(work is not None, len(place), ahead=bool(self._in_flight))
         plan, refused = self._plan.build(work, copies, suspect, place=place, continues=continues)
         if refused:
             self._owner.released()  # the next plan has room again

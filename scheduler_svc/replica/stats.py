@@ -5,12 +5,22 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-# vLLM's histogram bounds, so that its dashboards keep working: seconds of a request's phases, and tokens of a
-# step.
+from protos.steps import WorkerReport
+
+# vLLM's histogram bounds, so that its dashboards keep working: seconds of a request's phases, tokens of steps
+# and of requests, and preemptions of a request. vLLM ends the tokens of a request at the longest sequence;
+# so does `/metrics`.
 PHASE_SECONDS: Final = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 STEP_TOKENS: Final = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+REQUEST_TOKENS: Final = tuple(digit * 10**power for power in range(7) for digit in (1, 2, 5))
+REQUEST_PREEMPTIONS: Final = (1, 2, 3, 4, 5, 10, 20)
+
+STEP_SECONDS: Final = (
+    0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2, 5, 10, 30,
+)  # fmt: skip
+"""Bounds for the time of a step, or of a grammar's compilation."""
 
 
 class Distribution:
@@ -32,6 +42,11 @@ class Distribution:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
+    def __copy__(self) -> "Distribution":
+        same = Distribution(self.bounds)
+        same.add(self)
+        return same
+
     def add(self, other: "Distribution") -> None:
         """Adds the counts of another distribution with the same bounds."""
         self.counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
@@ -45,6 +60,8 @@ class BucketStats:
     steps: int = 0
     rows: int = 0
     """Requests in the steps; ``steps * bucket - rows`` rows were padding."""
+    seconds: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
+    """The time that the steps took on the worker."""
 
 
 @dataclass(slots=True)
@@ -57,6 +74,22 @@ class SchedulerStats:
     """Tokens in the prefill steps; the rest of ``chunks * chunk`` was padding."""
     chunk_tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))
     """Tokens by prefill step."""
+    chunk_seconds: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
+    """The time that prefill steps took on the worker."""
+    step_rows: Counter[int] = field(default_factory=Counter)
+    """Decode steps by their requests."""
+    plans: int = 0
+    """Plans with work that were sent."""
+    plans_ahead: int = 0
+    """Those that the worker got before it had answered the plan before."""
+    report: WorkerReport = field(default_factory=WorkerReport)
+    """What the worker reported last."""
+    grammar_compile_s: Distribution = field(default_factory=lambda: Distribution(STEP_SECONDS))
+    """Seconds from asking for a grammar until the worker had it."""
+    prompt_tokens: int = 0
+    """Prompt tokens of requests that sent their first event."""
+    cached_prompt_tokens: int = 0
+    """Those of them that a prefix hit served."""
     generated_tokens: int = 0
     """New tokens."""
     forced_tokens: int = 0
@@ -85,3 +118,15 @@ class SchedulerStats:
     """Seconds from its first slot until its first token."""
     decode_s: Distribution = field(default_factory=Distribution)
     """Seconds from its first token until its last."""
+    inference_s: Distribution = field(default_factory=Distribution)
+    """Seconds from its first slot until its last token."""
+    request_preemptions: Distribution = field(default_factory=lambda: Distribution(REQUEST_PREEMPTIONS))
+    """Preemptions of each request that ended by itself."""
+    computed_tokens: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
+    """Prompt tokens of each request that no prefix hit served."""
+
+    def count_plan(self, has_work: bool, num_placements: int, *, ahead: bool) -> None:
+        """Counts a plan that is sent; `ahead` says whether another one is in flight."""
+        self.plans += has_work
+        self.plans_ahead += has_work and ahead
+        self.adapter_placements += num_placements

@@ -51,7 +51,7 @@ class Event:
     stop_token_id: int | None = None
     """The token that ended the sequence, if one did."""
     first: bool = False
-    """Whether this is the request's first event; only then do the next five fields have a meaning."""
+    """Whether this is the request's first event; only then do the next six fields have a meaning."""
     seed: int = 0
     """The seed that the request is sampled with, given or drawn."""
     num_prompt_tokens: int = 0
@@ -61,6 +61,8 @@ class Event:
     """Seconds from arrival until the request first got a slot."""
     lora_digest: str = ""
     """Digest of its LoRA adapter; empty for the base model."""
+    replica_id: str = ""
+    """The replica that runs the request."""
     error: TriptychError | None = None
     """The request failed; no event follows."""
     pooled: Sequence[float] = ()
@@ -84,6 +86,7 @@ class Event:
             self, first=True, seed=request.sampling.params.seed, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.kv.num_cached,
             queue_s=0.0 if started is None else started - request.delivery.accepted_s,
             lora_digest="" if request.adapter is None else request.adapter.digest,
+            replica_id=request.replica_id or "",
             unenforced=request.unenforced,
         )  # fmt: skip
 
@@ -161,6 +164,8 @@ class Delivery:
     """Clock reading when the request first got a slot."""
     first_token_s: float | None = None
     """Clock reading when the first token came."""
+    num_preemptions: int = 0
+    """How often the request lost its slot and waited again."""
     silent_since_s: float | None = None
     """Clock reading since when a request that was resumed with a part of its answer has brought no token."""
 

@@ -116,6 +116,10 @@ class EngineProtocol(Protocol):
     def adapters(self) -> Adapters:
         """The LoRA adapters."""
 
+    @property
+    def rejections(self) -> Mapping[str, int]:
+        """Requests that the queue refused, by the limit that they would have exceeded."""
+
     def submit(self, submission: Submission, sink: Sink) -> None:
         """Enqueues a generating request; its events go to `sink`."""
 

@@ -214,8 +214,10 @@ class GeneratingReplicas:
     ) -> None:
         if isinstance(outcome, TriptychError):
             self.engine.grammar_refused(replica_id, grammar, outcome)
-        else:
-            self.engine.grammar_compiled(replica_id, grammar, outcome.unenforced)
+            return
+        if (replica := self.engine.replicas.get(replica_id)) is not None:
+            replica.scheduler.stats.grammar_compile_s.observe(outcome.compile_s)
+        self.engine.grammar_compiled(replica_id, grammar, outcome.unenforced)
 
     def _check_same_grid(self, geometry: Geometry, replica_id: str) -> None:
         """Refuses other chunks or blocks than the other replicas have.

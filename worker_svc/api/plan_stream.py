@@ -1,14 +1,28 @@
 """One Execute stream: its plans go to the model thread as they arrive, and their results come back."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Final, Protocol
 
 from protos.step_messages import plan_from_proto, result_to_proto
-from protos.steps import StepPlan, StepResult
+from protos.steps import StepPlan, StepResult, WorkerReport
 from protos.triptych.v1 import worker_pb2
 from worker_svc.api.leases import Launcher, PlanRunner
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.watchdog import STEP, FailedSteps
+
+# Time between two reports.
+_REPORT_S: Final = 1.0
+
+
+class Reporter(Launcher, Protocol):
+    """What runs the plans and counts for metrics: an `execution.worker.Worker`."""
+
+    def report(self) -> WorkerReport:
+        """Returns what the worker has counted. Safe on any thread."""
+        ...
 
 
 class PlanStream:
@@ -17,7 +31,7 @@ class PlanStream:
     def __init__(
         self,
         messages: AsyncIterator[worker_pb2.StepPlan],
-        worker: Launcher,
+        worker: Reporter,
         thread: ModelThread,
         *,
         failed_steps: FailedSteps,
@@ -27,7 +41,7 @@ class PlanStream:
 
         Args:
             messages: the stream's plans.
-            worker: runs them, on `thread`.
+            worker: runs them, on `thread`, and says what it has counted.
             thread: the model thread.
             failed_steps: counts the steps' results.
             step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
@@ -42,6 +56,9 @@ class PlanStream:
         # The latest plan that does not continue another.
         self._latest = -1
         self._ended = self._closed = False
+        # Counters of reports begin with the stream.
+        self._worker, self._before = worker, worker.report()
+        self._next_report_s = 0.0
         # What made a plan end without a result: a fault in this program.
         self._error: BaseException | None = None
         self._runner = PlanRunner(worker, self, thread, hand_over=self._hand_over)
@@ -105,4 +122,16 @@ class PlanStream:
     def _deliver(self, plan: StepPlan, result: StepResult) -> None:
         # Counted first, so that the count is up to date when the scheduler reads the result.
         self._failed_steps.note(plan, result)
+        if plan.work is not None and (now_s := time.monotonic()) >= self._next_report_s:
+            self._next_report_s = now_s + _REPORT_S
+            result = replace(result, report=self._report())
         self._results.put_nowait(result_to_proto(plan, result))
+
+    def _report(self) -> WorkerReport:
+        """Returns what was counted since the stream began, and the memory of now."""
+        report, before = self._worker.report(), self._before
+        return replace(
+            report,
+            late_graphs=report.late_graphs - before.late_graphs,
+            grammar_us=report.grammar_us - before.grammar_us,
+        )

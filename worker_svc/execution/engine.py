@@ -38,6 +38,11 @@ class Engine(Protocol[G]):
         ...
 
     @property
+    def num_late(self) -> int:
+        """Graphs that were made while serving; each made its step wait."""
+        ...
+
+    @property
     def code_folder(self) -> Path | None:
         """The folder of the compiled code in use, if there is any."""
         ...

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.kv_groups import GroupKind
 from protos.logs import get_logger
-from protos.steps import SlotOutput, StepPlan
+from protos.steps import SlotOutput, StepPlan, WorkerReport
 from worker_svc.devices import BlockCopies, Device, device_for
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
@@ -97,8 +99,12 @@ class Worker:
         self._engine: Engine[Any] | None = None
         self._loaded = False
         self._digest: Future[str] = Future()
+        # The matchers of this rank, for their times.
+        self._own_constraints: Constraints | None = None
         self._requested: Geometry | PoolGeometry | None = None
         self._ready: Ready | None = None
+        self.default_sampling: Mapping[str, float] = {}
+        """The sampling parameters of requests that omit them; set by `prepare`."""
         self.adapters: AdapterStore | None = None
         """The LoRA adapters; `None` before `prepare` and without `--enable-lora`."""
         self.packs_texts = False
@@ -115,6 +121,15 @@ class Worker:
     def num_compiled(self) -> int:
         """How often a compiler ran in the last `configure`."""
         return 0 if self._engine is None else self._engine.num_compiled
+
+    def report(self) -> WorkerReport:
+        """Returns what the worker has counted since it was configured. Safe on any thread."""
+        return WorkerReport(
+            late_graphs=0 if self._engine is None else self._engine.num_late,
+            grammar_us=round(self._own_constraints.seconds * 1e6) if self._own_constraints else 0,
+            free_memory_bytes=self.device.free_memory(),
+            process_memory_bytes=psutil.Process().memory_info().rss,
+        )
 
     @property
     def description(self) -> ModelDescription:
@@ -168,6 +183,9 @@ class Worker:
             layout=self.layout,
             pooling_task=None if settings.pooling_task == "auto" else settings.pooling_task,
             lora=self._lora_limits(),
+        )
+        self.default_sampling = default_sampling(
+            self.description.default_sampling, settings.generation_config, settings.override_generation_config
         )
         if self._model.adapted is not None:
             self.adapters = AdapterStore(self._model.adapted.limits, self._model.adapted)
@@ -408,6 +426,7 @@ class Worker:
             device=self.device.torch_device,
             min_jump=self._settings.jump_ahead_tokens if self.device.chunks_start_anywhere else 0,
         )
+        self._own_constraints = own
         if group is None:
             return own
         return LeadingConstraints(own, group.choices, has_peers=self.layout.tensor > 1)

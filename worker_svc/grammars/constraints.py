@@ -104,6 +104,8 @@ class Constraints:
         """Tokens drawn a second time, under a mask."""
         self.num_forced = 0
         """Tokens emitted without a forward pass."""
+        self.seconds = 0.0
+        """Time that matching and masks took, in which other threads may have run, too."""
 
     def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:
         """Constrains a slot, starting after the tokens that the request has already generated.
@@ -161,6 +163,7 @@ class Constraints:
                 self._end_or_refuse(row, step)
         self._take_ends(step, room)
         self.num_forced += sum(map(len, step.forced.values()))
+        self.seconds += step.seconds
         return Choice(step.written(tokens), step.values, step.forced, step.errors)
 
     def _take_chains(self, step: "_Step", room: Sequence[int]) -> None:
@@ -189,10 +192,14 @@ class Constraints:
 
     def _mask(self, rows: Sequence[int], step: "_Step", logits: torch.Tensor) -> None:
         """Masks the logits of some rows."""
+        if not rows:
+            return
+        started = perf_counter()
         for row in rows:
             with step.failing(row):
                 step.matchers[row].fill_mask(self._masks.rows, row)
         self._masks.apply(logits, rows)
+        step.seconds += perf_counter() - started
 
     def _end_or_refuse(self, row: int, step: "_Step") -> None:
         """Replaces a token that was drawn under the mask and rejected by a forced end, or fails the row."""
@@ -235,6 +242,8 @@ class _Step:
         """See `Choice`."""
         self.errors: dict[int, TriptychError] = {}
         """See `Choice`."""
+        self.seconds = 0.0
+        """Time that matching and masks took."""
         # Tokens that differ from the drawn ones, by row.
         self._replaced: dict[int, int] = {}
 
@@ -263,6 +272,7 @@ class _Step:
 
     def charge(self, rows: Sequence[int], clock: BatchClock) -> None:
         """Charges rows for the parts of a pass over them."""
+        self.seconds += clock.laps[-1] - clock.laps[0]
         for row, seconds in zip(rows, clock.shares(), strict=False):
             with self.failing(row):
                 self.matchers[row].charge(seconds)

@@ -58,6 +58,11 @@ class PoolingEngine:
         return 0 if self._runner is None else self._compilation.num_compiled(self._runner.graphs)
 
     @property
+    def num_late(self) -> int:
+        """Graphs that were made while serving; each made its step wait."""
+        return 0 if self._runner is None else self._runner.graphs.num_late
+
+    @property
     def code_folder(self) -> Path | None:
         """The folder of the compiled code in use, if there is any."""
         return self._compilation.folder

@@ -59,6 +59,8 @@ class GenerateRequest(_message.Message):
     LOG_FIELD_NUMBER: _builtins.int
     SILENT_MS_FIELD_NUMBER: _builtins.int
     LORA_DIGEST_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client and unique among live requests; at most 128 bytes. Empty: the scheduler makes one,
     which the first event names.
@@ -92,6 +94,11 @@ class GenerateRequest(_message.Message):
     """PromptStats.lora_digest of a request that is submitted again. If the adapter with that name has another digest by
     now, the request is NOT_FOUND: its answer cannot go on. Empty: any.
     """
+    traceparent: _builtins.str
+    """W3C trace context of the span that the request belongs to. Empty: the request is not traced. A field rather than
+    metadata, because the requests of a Connect stream share their metadata.
+    """
+    tracestate: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """At least one."""
@@ -125,10 +132,12 @@ class GenerateRequest(_message.Message):
         log: Global___EventLog | None = ...,
         silent_ms: _builtins.int = ...,
         lora_digest: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "log", b"log", "n", b"n", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "log", b"log", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "silent_ms", b"silent_ms", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "log", b"log", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "silent_ms", b"silent_ms", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
     _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
@@ -369,6 +378,7 @@ class PromptStats(_message.Message):
     UNENFORCED_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LORA_DIGEST_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
     num_cached_tokens: _builtins.int
     """Prompt tokens that came from the prefix cache."""
@@ -382,6 +392,8 @@ class PromptStats(_message.Message):
     """LoraInfo.digest of the request's adapter; empty for the base model. A request that is submitted again names it,
     so that its answer goes on with the same weights.
     """
+    replica_id: _builtins.str
+    """The replica that runs the request: the `engine` of metrics."""
     @_builtins.property
     def unenforced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Parts of lenient JSON schemas that the request's grammar does not enforce, each as "path: keyword"; the first 32."""
@@ -395,10 +407,11 @@ class PromptStats(_message.Message):
         unenforced: _abc.Iterable[_builtins.str] | None = ...,
         seed: _builtins.int | None = ...,
         lora_digest: _builtins.str = ...,
+        replica_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "lora_digest", b"lora_digest", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "seed", b"seed", "unenforced", b"unenforced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "lora_digest", b"lora_digest", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "replica_id", b"replica_id", "seed", b"seed", "unenforced", b"unenforced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -669,6 +682,8 @@ class PoolRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     SECOND_TEXT_AT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     task: _common_pb2.PoolTask.ValueType
     """Unset: EMBED."""
@@ -683,6 +698,9 @@ class PoolRequest(_message.Message):
     """Index of the first token of the second text of a pair, for a model with `token_types`. 0: there is one
     text.
     """
+    traceparent: _builtins.str
+    """See GenerateRequest."""
+    tracestate: _builtins.str
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -697,10 +715,12 @@ class PoolRequest(_message.Message):
         model: _builtins.str = ...,
         dimensions: _builtins.int = ...,
         second_text_at: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "use_activation", b"use_activation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "dimensions", b"dimensions", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "second_text_at", b"second_text_at", "task", b"task", "tenant", b"tenant", "use_activation", b"use_activation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation", "dimensions", b"dimensions", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "second_text_at", b"second_text_at", "task", b"task", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate", "use_activation", b"use_activation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__use_activation: _TypeAlias = _typing.Literal["use_activation"]  # noqa: Y015
     _WhichOneofArgType__use_activation: _TypeAlias = _typing.Literal["_use_activation", b"_use_activation"]  # noqa: Y015
@@ -716,8 +736,11 @@ class PoolResponse(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_prompt_tokens: _builtins.int
+    replica_id: _builtins.str
+    """The replica that ran the request: the `engine` of metrics."""
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Row-major values of `shape`: [values], or [tokens, values] for a task of tokens."""
@@ -731,10 +754,11 @@ class PoolResponse(_message.Message):
         values: _abc.Iterable[_builtins.float] | None = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         num_prompt_tokens: _builtins.int = ...,
+        replica_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "shape", b"shape", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_prompt_tokens", b"num_prompt_tokens", "replica_id", b"replica_id", "request_id", b"request_id", "shape", b"shape", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -763,6 +763,7 @@ class SlotRequest(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
     ADAPTER_SLOT_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     request_id: _builtins.str
     """For logs."""
@@ -774,6 +775,8 @@ class SlotRequest(_message.Message):
     """Leading tokens whose KV is in the blocks: a prefix hit."""
     adapter_slot: _builtins.int
     """Adapter slot of the request's LoRA adapter. Unset: the base model."""
+    traceparent: _builtins.str
+    """W3C trace context of the request. Empty: the request is not traced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All known tokens: the prompt, and after a preemption or a lost worker the tokens generated before."""
@@ -801,10 +804,11 @@ class SlotRequest(_message.Message):
         blocks: _abc.Iterable[Global___SlotBlocks] | None = ...,
         pooling: _common_pb2.PoolingParams | None = ...,
         adapter_slot: _builtins.int | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "pooling", b"pooling", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "blocks", b"blocks", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot", "adapter_slot", b"adapter_slot", "blocks", b"blocks", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "pooling", b"pooling", "request_id", b"request_id", "sampling", b"sampling", "sequence", b"sequence", "slot", b"slot", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__adapter_slot: _TypeAlias = _typing.Literal["adapter_slot"]  # noqa: Y015
     _WhichOneofArgType__adapter_slot: _TypeAlias = _typing.Literal["_adapter_slot", b"_adapter_slot"]  # noqa: Y015
@@ -951,6 +955,7 @@ class StepResult(_message.Message):
     EXECUTE_US_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     VOID_FIELD_NUMBER: _builtins.int
+    REPORT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the plan."""
     lease_index: _builtins.int
@@ -975,6 +980,10 @@ class StepResult(_message.Message):
         in its order, and nothing else.
         """
 
+    @_builtins.property
+    def report(self) -> Global___WorkerReport:
+        """Set in the first result that answers work, and then about once a second while steps run."""
+
     def __init__(
         self,
         *,
@@ -986,14 +995,49 @@ class StepResult(_message.Message):
         execute_us: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         void: _builtins.bool = ...,
+        report: Global___WorkerReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_us", b"execute_us", "last", b"last", "lease_index", b"lease_index", "outputs", b"outputs", "step", b"step", "token_ids", b"token_ids", "void", b"void"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_us", b"execute_us", "last", b"last", "lease_index", b"lease_index", "outputs", b"outputs", "report", b"report", "step", b"step", "token_ids", b"token_ids", "void", b"void"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class WorkerReport(_message.Message):
+    """What a worker counts, for metrics."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATE_GRAPHS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_US_FIELD_NUMBER: _builtins.int
+    FREE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    PROCESS_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    late_graphs: _builtins.int
+    """Graphs that were made since the stream began; each made its step wait."""
+    grammar_us: _builtins.int
+    """Time since the stream began that the host took for the grammars of steps, microseconds."""
+    free_memory_bytes: _builtins.int
+    """Free memory of the device, bytes."""
+    process_memory_bytes: _builtins.int
+    """Memory of the worker's process on the host, bytes."""
+    def __init__(
+        self,
+        *,
+        late_graphs: _builtins.int = ...,
+        grammar_us: _builtins.int = ...,
+        free_memory_bytes: _builtins.int = ...,
+        process_memory_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_memory_bytes", b"free_memory_bytes", "grammar_us", b"grammar_us", "late_graphs", b"late_graphs", "process_memory_bytes", b"process_memory_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerReport: _TypeAlias = WorkerReport  # noqa: Y015
 
 @_typing.final
 class SlotOutput(_message.Message):

@@ -73,7 +73,7 @@ async def test_counters_do_not_fall_when_one_of_two_replicas_leaves() -> None:
     generated = {
         dict(labels)["engine"]: value
         for (name, labels), value in both.items()
-        if name == "triptych:generated_tokens_total"
+        if name == "vllm:generation_tokens_total"
     }
     assert generated.keys() == {"stays", "goes"}
     assert all(generated.values())

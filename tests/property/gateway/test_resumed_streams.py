@@ -163,7 +163,7 @@ async def stream(
     case: Case, served: ServedModel, group: RequestGroup, seen: tuple[int, ...]
 ) -> list[tuple[str, bytes]]:
     """Returns the chunks of a stream with their ids; the end has none."""
-    metrics = Metrics(lambda: "m", lambda: 0, lambda: 0, unread_limits())
+    metrics = Metrics(lambda: "m", lambda: 0, lambda: 0, unread_limits(), lambda: 1000)
     worker = TextWorker()
     generation = Generation.begin(
         group, case.body, served, worker, Timing(metrics, lambda: 0.0, 0.0), markers=case.plan.markers,

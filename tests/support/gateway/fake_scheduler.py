@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -23,7 +22,8 @@ from protos.errors import InvalidArgument, NotFound, SchemaMismatch, TriptychErr
 from protos.server import Server
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+from protos.triptych.v1.inference_pb2_grpc import add_InferenceServicer_to_server
+from tests.support.gateway.fake_pins import FakePins
 from tests.support.gateway.pool_responses import pool_response, pooling_info
 
 SCHEDULER_METRICS = (
@@ -32,13 +32,6 @@ SCHEDULER_METRICS = (
     b'vllm:num_requests_running{model_name="smollm2",engine="r0"} 3.0\n'
 )
 GENERATE = inference.GenerateRequest
-
-# The base class answers UNIMPLEMENTED for the methods that are missing here; its type insists on every
-# method.
-if TYPE_CHECKING:
-    _Servicer = Any
-else:
-    _Servicer = InferenceServicer
 
 
 @dataclass
@@ -121,7 +114,7 @@ def in_columns(
 
 
 @dataclass
-class FakeScheduler(_Servicer):  # type: ignore[misc]
+class FakeScheduler(FakePins):
     """Answers every request with ``reply``; sequence i skips the first i tokens."""
 
     folder: Path
@@ -192,6 +185,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         self.pool_gate.set()
+        self.reset_pins()
 
     def reset(self) -> None:
         """Forgets all requests, and every fault that was set."""
@@ -204,6 +198,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         self.refuse_pool = lambda _: None
         self.pool_gate.set()
         self.requests.clear()
+        self.reset_pins()
         self.pooled.clear()
         self.pool_calls.clear()
         self.pool_deadlines.clear()
@@ -213,10 +208,6 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         """Waits until ``condition`` holds; checks it after every change."""
         async with self.changed, asyncio.timeout(20):
             await self.changed.wait_for(condition)
-
-    async def _notify(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
 
     async def resume(self) -> None:
         """Continues after ``pause_after``."""
@@ -392,8 +383,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         sampling = one.request.sampling
         if one.first:
             one.first = False
-            event.prompt.num_tokens = len(one.request.prompt_token_ids)
-            event.prompt.num_cached_tokens = 3
+            event.prompt.num_tokens, event.prompt.num_cached_tokens = len(one.request.prompt_token_ids), 3
             event.prompt.replica_id = "r0"
             event.prompt.unenforced.extend(self.unenforced)
         if one.prompt_sequence is None and one.awaits_prompt:

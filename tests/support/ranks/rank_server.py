@@ -31,6 +31,7 @@ class FakeEngine(GenerationEngine):
 
     bytes_per_block = (64,)
     num_compiled = 0
+    num_late = 0
     code_folder = None
 
     def __init__(self, ranks: Ranks, layout: RankLayout) -> None:
@@ -154,7 +155,7 @@ def _worker(running: RankServers, layout: RankLayout) -> Worker:
     device = SimpleNamespace(
         torch_device=torch.device("cpu"), identity=lambda: "", collectives="gloo", has_own_compiler=False,
         default_level=0, highest_level=0, compiler_packages=(), name="cpu", product_name=lambda: "a device",
-        use_ranks=lambda _: None, block_copies=lambda _: "tensors", release_unused=lambda: None,
+        use_ranks=lambda _: None, block_copies=lambda _: "tensors", release_unused=lambda: None, free_memory=lambda: 0,
     )  # fmt: skip
     description = SimpleNamespace(dtype=torch.float32)
     worker.device = cast("Any", device)

@@ -2,7 +2,7 @@
 
 import threading
 
-from protos.steps import Decode, StepPlan
+from protos.steps import Decode, StepPlan, WorkerReport
 from worker_svc.execution.worker import Ready
 from worker_svc.launched_step import LaunchedStep
 from worker_svc.phases import PhaseProgress
@@ -58,6 +58,9 @@ class FakeWorker:
         assert isinstance(plan.work, Decode)
         positions = plan.work.positions
         return LaunchedStep(read_tokens=lambda: positions)
+
+    def report(self) -> WorkerReport:
+        return WorkerReport()
 
     def reset(self) -> None:
         self.resets += 1

@@ -1,4 +1,4 @@
-"""The gateway's own metrics of tokens, which are counted without prometheus_client's locks."""
+"""The gateway's own metrics of sequences, which are counted without prometheus_client's locks."""
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
@@ -8,12 +8,18 @@ from gateway.scheduler_link.request_table import unread_limits
 GAPS = [0.0, 0.01, 0.010001, 0.3, 79.9, 80.0, 1e9]
 
 
+def make_metrics(*, longest: int = 1000) -> Metrics:
+    return Metrics(lambda: "m", lambda: 0, lambda: 0, unread_limits(), lambda: longest)
+
+
 def lines(text: bytes, name: str) -> list[str]:
     """Returns the samples of a metric but the time of its creation."""
     return [
         line
         for line in text.decode().splitlines()
-        if line.startswith((name, f"# HELP {name}", f"# TYPE {name}")) and "_created" not in line
+        if line.startswith((name, f"# HELP {name}", f"# TYPE {name}"))
+        and "_created" not in line
+        and 'engine=""' not in line
     ]
 
 
@@ -22,26 +28,44 @@ def test_gaps_between_tokens_are_a_histogram_like_any_other() -> None:
     name = "vllm:inter_token_latency_seconds"
     registry = CollectorRegistry()
     peer = Histogram(
-        name, "Time between tokens of a sequence.", ("model_name",), buckets=_INTER_TOKEN, registry=registry
-    ).labels("m")
-    metrics = Metrics(lambda: "m", lambda: 0, lambda: 0, unread_limits())
-    metrics.first_token(1, 0.5)
+        name,
+        "Time between tokens of a sequence.",
+        ("model_name", "engine"),
+        buckets=_INTER_TOKEN,
+        registry=registry,
+    ).labels("m", "r0")
+    metrics = make_metrics()
     for gap in GAPS:
-        metrics.tokens(1, gap)
+        metrics.engine("r0").tokens(1, gap)
         peer.observe(gap)
     assert lines(metrics.text(), name) == lines(generate_latest(registry), name)
 
 
-def test_tokens_count_for_the_model_that_generated_them() -> None:
-    """Another model's name may follow, and a scrape counts nothing twice."""
-    served = "one"
-    metrics = Metrics(lambda: served, lambda: 0, lambda: 0, unread_limits())
-    metrics.first_token(3, 0.5)
-    metrics.tokens(4, 0.1)
-    served = "two"
-    metrics.first_token(5, 0.5)
-    for _ in range(2):
-        assert lines(metrics.text(), "vllm:generation_tokens_total{") == [
-            'vllm:generation_tokens_total{model_name="one"} 7.0',
-            'vllm:generation_tokens_total{model_name="two"} 5.0',
-        ]
+def test_tokens_that_come_together_each_have_a_part_of_the_gap() -> None:
+    """Four tokens after 0.4 s are four gaps of 0.1 s."""
+    metrics = make_metrics()
+    metrics.engine("r0").tokens(4, 0.4)
+    text = metrics.text().decode()
+    assert 'inter_token_latency_seconds_bucket{engine="r0",le="0.1",model_name="m"} 4.0' in text
+
+
+def test_bounds_of_tokens_end_at_the_longest_sequence() -> None:
+    """As in vLLM, where they depend on the model."""
+    metrics = make_metrics(longest=40)
+    metrics.engine("r0").finished("stop", 1.0, prompt=9, generated=3)
+    bounds = [
+        line.partition('le="')[2].partition('"')[0]
+        for line in lines(metrics.text(), "vllm:request_prompt_tokens_bucket")
+    ]
+    assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "+Inf"]
+
+
+def test_engines_of_long_ago_share_one_series() -> None:
+    """Counters do not fall, however many workers come and go."""
+    metrics = make_metrics()
+    for index in range(200):
+        metrics.engine(f"w{index}").finished("stop", 1.0, prompt=1)
+    found = lines(metrics.text(), "vllm:request_success_total{")
+    stopped = [line for line in found if 'finished_reason="stop"' in line]
+    assert len(stopped) <= 65
+    assert sum(float(line.split()[-1]) for line in stopped) == 200

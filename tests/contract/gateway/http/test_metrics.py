@@ -1,5 +1,6 @@
 """``/metrics``: the gateway's metrics, the scheduler's, and their documentation."""
 
+import math
 import re
 from collections.abc import AsyncIterator
 
@@ -9,8 +10,10 @@ import pytest_asyncio
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from protos.triptych.v1 import inference_pb2
 from tests.support.gateway.fake_scheduler import SCHEDULER_METRICS
 from tests.support.gateway.serving import Stack, running_gateway, running_stack
+from tests.support.gateway.vllm_metrics import vllm_metrics
 from tests.support.paths import ROOT
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
@@ -75,29 +78,58 @@ async def test_without_a_scheduler_the_scrape_is_fast() -> None:
     assert value(families, UP) == 0
 
 
-async def test_the_documentation_lists_all_metrics() -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def exported(running: Stack) -> dict[str, Metric]:
+    """All metrics of a gateway and of a real scheduler, by name."""
+    async with (
+        run_scheduler() as scheduler,
+        joined(scheduler, FakeWorker(max_loras=2, max_cpu_loras=2)),
+    ):
+        await tokens_of(scheduler, generate_request())
+        answer = await scheduler.inference.GetMetrics(inference_pb2.GetMetricsRequest())
+    running.scheduler.metrics = answer.text
+    body = {"model": "smollm2", "prompt": [3, 4, 5], "max_tokens": 2}
+    assert (await running.http.post("/v1/completions", json=body)).status_code == 200
+    await running.http.get("/nowhere")
+    families = families_of((await running.http.get("/metrics")).text)
+    return {
+        f"{family.name}_total" if family.type == "counter" else family.name: family
+        for family in families
+        if not family.name.endswith("_created") and not family.name.startswith(("python_", "process_"))
+    }
+
+
+async def test_the_documentation_lists_all_metrics(exported: dict[str, Metric]) -> None:
     """docs/metrics.md has a row for each metric of a real scheduler and gateway, with type and labels."""
     documented = {
         name: (kind, {label for label in labels.split(", ") if label})
         for name, kind, labels in re.findall(r"^\| `([\w:]+)` \| (\w+) \| ([\w, ]*?) ?\|", DOCUMENT, re.MULTILINE)
     }  # fmt: skip
-    async with (
-        run_scheduler() as scheduler,
-        joined(scheduler, FakeWorker(max_loras=2, max_cpu_loras=2)),
-        running_gateway(scheduler.server.port, wait=False) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=5) as http,
-    ):
-        await tokens_of(scheduler, generate_request())
-        await http.get("/version")
-        families = families_of((await http.get("/metrics")).text)
-    exported = {
-        f"{family.name}_total" if family.type == "counter" else family.name: family
-        for family in families
-        if not family.name.endswith("_created") and not family.name.startswith(("python_", "process_"))
-    }
     assert {name: family.type for name, family in exported.items()} == {
         name: kind for name, (kind, _) in documented.items()
     }
     for name, family in exported.items():
         for sample in family.samples:
             assert sample.labels.keys() - {"le"} == documented[name][1], name
+
+
+async def test_names_kinds_labels_and_bounds_are_vllms(exported: dict[str, Metric]) -> None:
+    """What has vLLM's name is what vLLM has, and docs/metrics.md says why its other metrics are missing."""
+    theirs = vllm_metrics()
+    left_out = set(re.findall(r"^\| `(vllm:\w+)` \| [^|]+ \|$", DOCUMENT, re.MULTILINE))
+    ours = {name: family for name, family in exported.items() if name.startswith("vllm:")}
+    assert ours.keys() | left_out == theirs.keys()
+    assert not ours.keys() & left_out
+    for name, family in ours.items():
+        metric = theirs[name]
+        assert family.type == metric.kind, name
+        assert family.samples, name
+        for sample in family.samples:
+            labels = sample.labels.keys() - {"le"}
+            # vLLM shows every setting of its cache as a label; we show those that we have.
+            matches = labels < metric.labels if name == "vllm:cache_config_info" else labels == metric.labels
+            assert matches, (name, labels, metric.labels)
+        if metric.bounds:
+            bounds = {float(sample.labels["le"]) for sample in family.samples if "le" in sample.labels}
+            bounds.remove(math.inf)
+            assert bounds == {*metric.bounds(int(max(bounds)))}, name

@@ -360,8 +360,9 @@ def test_prompt_log_probabilities_are_computed_by_one_sequence() -> None:
     assert [event.prompt_logprobs for event in sink.events if event.prompt_logprobs] == [entries]
     assert asked == [(0, True), (1, False)]
     assert sink.events[0] == Event(
-        "r", first=True, num_prompt_tokens=31, prompt_logprobs=entries, queue_s=sink.events[0].queue_s
-    )
+        "r", first=True, num_prompt_tokens=31, prompt_logprobs=entries, queue_s=sink.events[0].queue_s,
+        replica_id="replica-0",
+    )  # fmt: skip
     assert_whole(sink, 2)
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from protos.step_messages import plan_to_proto
-from protos.steps import Decode, StepPlan
+from protos.steps import Decode, StepPlan, WorkerReport
 from protos.triptych.v1 import worker_pb2
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.plan_stream import PlanStream
@@ -19,6 +19,10 @@ class Echo:
 
     def __init__(self, *, runs_ahead: bool = False) -> None:
         self.runs_ahead = runs_ahead
+        self.num_late = 2
+
+    def report(self) -> WorkerReport:
+        return WorkerReport(late_graphs=self.num_late, process_memory_bytes=7)
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         del leased
@@ -45,7 +49,12 @@ async def test_a_stream_reads_ahead(runs_ahead: bool) -> None:
     )  # fmt: skip
     results = stream.results()
     messages.put_nowait(lease(1))
-    assert [(await anext(results)).last for _ in range(4)] == [False, False, False, True]
+    first = await anext(results)
+    assert (first.last, first.report) == (False, worker_pb2.WorkerReport(process_memory_bytes=7))
+    later = [await anext(results) for _ in range(3)]
+    assert [(result.last, result.HasField("report")) for result in later] == [
+        (False, False), (False, False), (True, False),
+    ]  # fmt: skip
     assert not stream.is_superseded(1)
     messages.put_nowait(lease(2, continues=True))
     assert [(await anext(results)).void for _ in range(4)] == [False] * 4
@@ -57,6 +66,24 @@ async def test_a_stream_reads_ahead(runs_ahead: bool) -> None:
     messages.put_nowait(None)
     assert [result async for result in results] == []
     assert stream.is_superseded(3)
+    stream.close()
+    await thread.close(wait_s=5.0)
+
+
+async def test_a_report_counts_from_the_beginning_of_its_stream() -> None:
+    """A scheduler that the worker comes back to has counted what was before."""
+
+    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
+        yield worker_pb2.StepPlan(step=0)
+        yield lease(1)
+
+    thread, worker = ModelThread(), Echo()
+    stream = PlanStream(
+        incoming(), worker, thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
+    )
+    worker.num_late = 5
+    reports = [result.report async for result in stream.results() if result.HasField("report")]
+    assert [report.late_graphs for report in reports] == [3]
     stream.close()
     await thread.close(wait_s=5.0)
 
