@@ -310,3 +310,21 @@ async def test_what_a_reader_waits_for_is_not_unread() -> None:
     assert limits.num_tokens == 1
     group.abort()
     assert limits.num_tokens == 0
+
+
+async def test_a_listener_takes_tokens_while_the_reader_waits() -> None:
+    """Plain tokens go to the listener without waking the reader; what it leaves goes to the reader, in order."""
+    group, _ = make()
+    heard: list[int] = []
+    group.listen(lambda _, token_id: token_id < 10 and (heard.append(token_id) or True))
+    group.put_token(0, 1)  # no reader waits yet
+    assert await group.take() == [(0, SequenceEvent((1,)))]
+    reader = asyncio.create_task(group.take())
+    await asyncio.sleep(0)
+    group.put_token(0, 2)
+    group.put_token(0, 3)
+    assert heard == [2, 3]
+    group.put_token(0, 10)
+    group.put_token(0, 4)  # behind a token that the reader has not taken
+    assert await reader == [(0, SequenceEvent((10,))), (0, SequenceEvent((4,)))]
+    assert heard == [2, 3]
