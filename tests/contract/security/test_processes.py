@@ -1,0 +1,117 @@
+"""Real services with TLS, client certificates and a token serve together, and log no secret."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from gateway.scheduler_link.client import InferenceClient
+from protos.security.certificates import Certificates
+from protos.security.links import LinkSecurity
+from protos.security.tokens import ServiceTokens
+from protos.server import Server
+from protos.triptych.v1 import worker_pb2_grpc
+from tests.support.certificates import OTHER_TOKEN, TOKEN, service_files
+from tests.support.scheduler.fake_worker import FakeWorker
+from worker_svc.api.registration import leave, stay_registered
+
+pytestmark = pytest.mark.contract
+
+NAME = "triptych.internal"
+
+
+@contextlib.contextmanager
+def process(
+    module: str, event: str, flags: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], Callable[[], str]]]:
+    """Runs a service; yields a line of its log, and a function that ends it and returns the whole log."""
+    command = [sys.executable, "-m", module, "--port", "0", "--log-level", "debug", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:
+        assert service.stderr is not None
+        lines: list[str] = []
+
+        def end() -> str:
+            service.terminate()
+            return "".join([*lines, service.communicate(timeout=20)[1]])
+
+        try:
+            for line in service.stderr:
+                lines.append(line)
+                if line.startswith("{") and json.loads(line)["event"] == event:
+                    break
+            yield json.loads(lines[-1]), end
+        finally:
+            service.kill()
+
+
+def security(folder: Path, token: str) -> LinkSecurity:
+    certificates = Certificates(service_files(folder, hosts=(NAME,)))
+    return LinkSecurity(certificates, ServiceTokens(token=token), True, NAME)
+
+
+async def line_with(logs: list[Any], event: str, **fields: str) -> dict[str, Any]:
+    """Waits for a line of a log, and returns it."""
+    async with asyncio.timeout(20):
+        while True:
+            for line in logs:
+                if line["event"] == event and fields.items() <= line.items():
+                    return dict(line)
+            await asyncio.sleep(0.01)
+
+
+async def register_for_a_moment(
+    address: str, port: int, ours: LinkSecurity, event: str, **fields: str
+) -> dict[str, Any]:
+    """Keeps a worker registered until it logs an event, and returns that line."""
+    with capture_logs() as logs:
+        task = asyncio.ensure_future(
+            stay_registered(address, worker_id="w", host="", port=port, security=ours)
+        )
+        line = await line_with(logs, event, **fields)
+        task.cancel()
+    return line
+
+
+async def test_services_with_the_same_secrets_serve_and_others_are_refused(tmp_path: Path) -> None:
+    """The scheduler accepts the worker that it dials by its name; no log has a secret."""
+    paths = service_files(tmp_path / "files", hosts=(NAME,))
+    token_file = tmp_path / "token"
+    token_file.write_text(f"{TOKEN}\n")
+    flags = [
+        f"--grpc-tls-ca={paths.ca}", f"--grpc-tls-cert={paths.cert}", f"--grpc-tls-key={paths.key}",
+        f"--grpc-tls-name={NAME}", f"--service-token-file={token_file}",
+    ]  # fmt: skip
+    ours, theirs = security(tmp_path / "worker", TOKEN), security(tmp_path / "other", OTHER_TOKEN)
+    fake = FakeWorker()
+    worker = Server(
+        ("triptych.v1.Worker",),
+        lambda server: worker_pb2_grpc.add_WorkerServicer_to_server(fake, server),
+        security=ours,
+    )
+    worker_port = await worker.start("127.0.0.1", 0)
+    with process("scheduler_svc", "listening", [*flags, "--grpc-tls-require-client-cert"]) as (line, end):
+        address = f"127.0.0.1:{line['port']}"
+        with process("gateway", "connected", [*flags, f"--scheduler-address={address}"]) as (_, end_gateway):
+            await register_for_a_moment(address, worker_port, ours, "registered", state="serving")
+            await leave(address, worker_id="w", security=ours)
+            refused = await register_for_a_moment(address, worker_port, theirs, "not_registered")
+            assert "another service token; set --service-token-file" in refused["reason"]
+            with capture_logs() as logs:
+                client = InferenceClient(address, security=theirs)
+                await client.start()
+                refusal = await line_with(logs, "refused")
+                await client.close()
+            assert "another service token" in refusal["reason"]
+            written = end_gateway() + end()
+    fake.gate.set()
+    await worker.stop(0)
+    assert "call_refused" in written
+    for secret in (TOKEN, OTHER_TOKEN, "PRIVATE KEY"):
+        assert secret not in written + str(logs)
