@@ -139,7 +139,8 @@ def _item(value: Any, info: ValidationInfo) -> InputItem:
     kind = value.get("type", "message")
     if kind == "item_reference":
         raise ValueError(
-            "is not supported: nothing is stored that an item_reference could name; send the item"
+            "is not supported: nothing is stored that an item_reference could name; send the item itself, as"
+            " most clients do with store=false"
         )
     model = _KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
