@@ -20,6 +20,7 @@ from gateway.keys.guard import KeyGuard
 from gateway.keys.key_ring import KeyRing
 from gateway.keys.usage import KeyUsage
 from gateway.messages import routes as messages
+from gateway.messages.prefix_pins import PrefixPins
 from gateway.metrics import Metrics
 from gateway.responses import routes as responses
 from gateway.routes import chat, completions, loras, models, ops, tokenize
@@ -74,6 +75,7 @@ def create_app(
     )
     text_worker = TextWorker(settings.max_waiting_texts)
     keys = KeyRing.of(settings, clock)
+    pins = PrefixPins(client, settings.pins_per_tenant, clock)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -84,6 +86,7 @@ def create_app(
             yield
         finally:
             watching.cancel()
+            await pins.close()
             await watcher.close()
             await client.close()
             text_worker.close()
@@ -97,6 +100,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.prefix_pins = pins
     app.state.context = Context(
         settings,
         client,

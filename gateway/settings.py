@@ -29,6 +29,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "tool_call_parser",
             "reasoning_parser",
             "strict_requests",
+            "pins_per_tenant",
             "max_body_bytes",
             "max_prompts",
             "max_inputs",
@@ -216,6 +217,15 @@ class Settings(CallSecuritySettings, SecuritySettings):
             " header X-Triptych-Unenforced the parts of schemas."
         ),
     ] = False
+    pins_per_tenant: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=100,
+            description="Prefixes that the cache_control marks of one tenant's requests to /v1/messages may pin at a"
+            " time. 0: the marks have no effect. Pinned prefixes take memory from other tenants' requests.",
+        ),
+    ] = 0
 
     @field_validator("tool_call_parser", "reasoning_parser")
     @classmethod

@@ -2,6 +2,7 @@
 
 ``schemas`` and ``blocks`` are its request bodies, and ``conversion`` turns them into the chat request that
 the rest of the gateway answers. ``answer_body`` and ``message_stream_writer`` write the answer,
-``error_shape`` the errors, and ``pinning`` follows the hints of ``cache_control``. ``routes`` joins them. The
-application imports this room; it imports routes and what is below them.
+``error_shape`` the errors. ``cache_hints`` finds the prefixes that ``cache_control`` marks, and
+``prefix_pins`` pins them. ``routes`` joins them. The application imports this room; it imports routes and
+what is below them.
 """

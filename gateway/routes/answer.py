@@ -90,7 +90,10 @@ class AnswerFormat(NamedTuple):
 
 
 async def respond_to_chat(
-    request: Request, body: ChatCompletionRequest, write: Callable[[AnswerPlan], AnswerFormat]
+    request: Request,
+    body: ChatCompletionRequest,
+    write: Callable[[AnswerPlan], AnswerFormat],
+    prompt: list[int] | None = None,
 ) -> Response:
     """Answers a conversation in the form of one protocol.
 
@@ -98,13 +101,16 @@ async def respond_to_chat(
         request: the HTTP request.
         body: the conversation; protocols other than chat completions convert theirs.
         write: returns how the planned answer is written; its markers and constraint are set here.
+        prompt: what :func:`chat_prompt` has returned for the conversation; ``None``: it was not called.
 
     Raises:
         TriptychError: if the request is refused or fails before the first byte of the answer.
     """
     context = context_of(request)
     served = await generating_model(request, body.model)
-    prompt = truncated(served, body, await chat_prompt(request, served, body))
+    if prompt is None:
+        prompt = await chat_prompt(request, served, body)
+    prompt = truncated(served, body, prompt)
     size = len(await request.body())
     effort = size if body.tools or body.constrained else 0
     plan = await context.text_worker.run(effort, lambda: plan_answer(context.settings, served, body, prompt))
