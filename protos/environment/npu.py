@@ -45,8 +45,11 @@ RBLN: Final[list[Variable]] = [
     *moot("the worker sets it from --rbln-num-devices-per-local-rank", "RBLN_NPUS_PER_DEVICE"),
     *moot("the worker sets it from the checkpoint's weights", "RBLN_QUANT_BITS"),
     *moot("a hit ends at a prefill chunk: --max-num-batched-tokens is the size", "VLLM_RBLN_SUB_BLOCK_SIZE"),
-    *moot("weights keep 4, 8 or 16 bits and activations 16 or 32 (docs/quantization.md)",
-          "VLLM_RBLN_USE_W8A8 VLLM_RBLN_USE_W8A16"),
+    Variable(
+        "VLLM_RBLN_USE_W8A8", Kind.MOOT, "activations keep 16 or 32 bits; unset it, and see docs/quantization.md",
+        refused="on",
+    ),
+    *moot("the checkpoint says how many bits its weights have", "VLLM_RBLN_USE_W8A16"),
     *moot("the worker chooses the kernel by block size and model",
           "RBLN_FLASH_CAUSAL_ATTN VLLM_RBLN_FLASH_CAUSAL_ATTN VLLM_RBLN_BATCH_ATTN_OPT VLLM_RBLN_SORT_BATCH"),
     *moot("sampling always runs on the device", "VLLM_RBLN_SAMPLER"),

@@ -297,3 +297,25 @@ def test_every_variable_of_the_plugin_has_a_row(wheel: Wheel) -> None:
     }
     assert envs
     assert {name for name in named if re.fullmatch(r"(VLLM_)?RBLN_[A-Z0-9_]+", name)} <= VARIABLES.keys()
+
+
+def test_every_flag_of_the_plugin_has_a_row(wheel: Wheel) -> None:
+    """`triptych serve` takes each flag that vLLM-RBLN adds, or says what to use instead."""
+    from deploy.vllm_flags.rbln import RBLN
+
+    module = wheel.modules.get("vllm_rbln/config.py")
+    if module is None:
+        pytest.skip("this release adds no flags")
+    fields = {
+        node.target.id
+        for each in ast.walk(module)
+        if isinstance(each, ast.ClassDef) and each.name.endswith(("RBLNConfigBase", "RBLNConfig"))
+        for node in each.body
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.target, ast.Name)
+        and not (
+            node.value and ("_NO_FLAG" in ast.unparse(node.value) or "_DERIVED" in ast.unparse(node.value))
+        )
+    }
+    assert fields
+    assert {f"--rbln-{name.replace('_', '-')}" for name in fields} == {flag.name for flag in RBLN}

@@ -7,6 +7,7 @@ import pytest
 
 from deploy.vllm_flags.compilation import VLLM_KEYS
 from deploy.vllm_flags.parsers import REASONING_PARSERS, TOOL_PARSERS
+from deploy.vllm_flags.rbln import RBLN
 from deploy.vllm_flags.table import FLAGS
 
 # Prints the names and the form of each flag of vLLM's own parser.
@@ -45,13 +46,13 @@ def test_the_table_has_every_flag_of_vllm_with_its_names_and_form() -> None:
 
 def test_no_flag_is_listed_twice() -> None:
     """Each name belongs to one row."""
-    names = [name for flag in FLAGS for name in (flag.name, *flag.short)]
+    names = [name for flag in (*FLAGS, *RBLN) for name in (flag.name, *flag.short)]
     assert len(names) == len(set(names))
 
 
 def test_rows_say_what_their_kind_needs() -> None:
     """Mapped flags have a conversion, refused and moot ones a reason; reasons read on after the name."""
-    for flag in FLAGS:
+    for flag in (*FLAGS, *RBLN):
         assert (flag.kind == "mapped") == (flag.convert is not None), flag.name
         assert bool(flag.ours) == (flag.kind in {"alias", "mapped"}), flag.name
         assert flag.reason or flag.kind == "alias", flag.name
