@@ -16,6 +16,7 @@ import uvicorn
 
 from gateway.app import create_app
 from gateway.http.protocol import BoundedProtocol
+from gateway.http.tls import ServerTls
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import unread_limits
@@ -87,7 +88,12 @@ def _reason(error: OSError) -> str:
 
 
 def http_config(settings: Settings, app: Any) -> uvicorn.Config:
-    """Returns uvicorn's configuration for ``app``."""
+    """Returns uvicorn's configuration for ``app``.
+
+    Raises:
+        ConfigurationRefused: if the files of TLS cannot be used.
+    """
+    tls = ServerTls.of(settings)
     protocol = functools.partial(
         BoundedProtocol, read_timeout_s=settings.read_timeout_s, write_timeout_s=settings.write_timeout_s
     )
@@ -100,6 +106,7 @@ def http_config(settings: Settings, app: Any) -> uvicorn.Config:
         access_log=False,
         log_config=None,
         server_header=False,
+        ssl_context_factory=None if tls is None else lambda *_: tls.context,
         # uvicorn refuses the connection that reaches its limit.
         limit_concurrency=settings.max_connections + 1,
         timeout_keep_alive=settings.keep_alive_s,
@@ -118,10 +125,6 @@ def allow_files(count: int) -> None:
 
 def serve(settings: Settings) -> None:
     """Runs the gateway until a signal ends it."""
-    listeners = [listen(settings.host, settings.port, reuse_port=settings.reuse_port)]
-    if settings.metrics_port is not None:
-        listeners.append(listen(settings.host, settings.metrics_port))
-    ports = [listener.getsockname()[1] for listener in listeners]
     client = InferenceClient(
         settings.scheduler_address,
         resume_timeout_s=settings.resume_timeout_s,
@@ -131,12 +134,17 @@ def serve(settings: Settings) -> None:
         security=settings.link_security(),
     )
     config = http_config(settings, create_app(settings, client))
+    listeners = [listen(settings.host, settings.port, reuse_port=settings.reuse_port)]
+    if settings.metrics_port is not None:
+        listeners.append(listen(settings.host, settings.metrics_port))
+    ports = [listener.getsockname()[1] for listener in listeners]
     allow_files(settings.max_connections + _OTHER_FILES)
     logs.get_logger().info(
         "listening",
         host=settings.host,
         port=ports[0],
         metrics_port=ports[1] if len(ports) > 1 else None,
+        tls=settings.ssl_certfile is not None,
         scheduler=settings.scheduler_address,
     )
     HttpServer(config, client, settings.drain_timeout_s).run(sockets=listeners)

@@ -1,6 +1,5 @@
 """The HTTP application: routes, middleware, error handlers, and the lifespan of the scheduler client."""
 
-import asyncio
 import contextlib
 import time
 import uuid
@@ -81,11 +80,9 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await client.start()
         watcher.start()
-        watching = asyncio.create_task(keys.watch.run(), name="watch-key-file")
         try:
             yield
         finally:
-            watching.cancel()
             await pins.close()
             await watcher.close()
             await client.close()

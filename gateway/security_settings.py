@@ -46,7 +46,8 @@ class SecuritySettings(ServiceSettings):
         Path | None,
         Field(
             description="YAML or JSON file with further keys, each with its tenant, rights and limits, for example"
-            " /etc/triptych/keys.yaml. A changed file is read again within two seconds."
+            " /etc/triptych/keys.yaml. A changed file counts from the next"
+            " request on."
         ),
     ] = None
     admin_api_key: Annotated[
@@ -92,7 +93,7 @@ class SecuritySettings(ServiceSettings):
     ] = None
     enable_ssl_refresh: Annotated[
         bool,
-        Field(description="Read the files of --ssl-* again when they change, within two seconds."),
+        Field(description="Read the files of --ssl-* again when they change; new connections use them."),
     ] = True
 
     allowed_origins: Annotated[

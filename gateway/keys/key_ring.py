@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from gateway.http.file_watch import FileWatch
 from gateway.keys.caller import ANYONE, Caller
 from gateway.keys.key_file import digest_of, read_key_file
 from gateway.keys.limits import KeyLimiter, Limits
 from gateway.security_settings import SecuritySettings
 from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
+from protos.security.watched_files import WatchedFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Key:
 
 
 class KeyRing:
-    """Finds the key that a request shows."""
+    """Finds the key that a request shows. A changed file counts from the next request on."""
 
     def __init__(self, fixed: Sequence[Key], path: Path | None, clock: Callable[[], float]) -> None:
         """Reads the file.
@@ -41,14 +40,9 @@ class KeyRing:
             ConfigurationRefused: if the file is wrong.
         """
         self._fixed = fixed
-        self._path = path
         self._clock = clock
         self._limiters: dict[str, KeyLimiter] = {}
-        self._keys = fixed
-        # Made before the file is read, so that no change is missed.
-        self.watch = FileWatch(() if path is None else (path,), self.reload)
-        if path is not None:
-            self._read(path)
+        self._file = None if path is None else WatchedFiles((path,), lambda: self._read(path))
 
     @classmethod
     def of(cls, settings: SecuritySettings, clock: Callable[[], float]) -> Self:
@@ -73,12 +67,12 @@ class KeyRing:
     @property
     def guards(self) -> bool:
         """Whether requests need a key. An admin key alone opens the admin's routes and closes no other."""
-        return self._path is not None or any(key.caller.is_isolated for key in self._fixed)
+        return self._file is not None or any(key.caller.is_isolated for key in self._fixed)
 
     @property
     def has_admin(self) -> bool:
         """Whether any key has admin rights."""
-        return any(key.caller.is_admin for key in self._keys)
+        return any(key.caller.is_admin for key in self._keys())
 
     def find(self, given: Iterable[str]) -> Key | None:
         """Returns the first key that is among ``given``.
@@ -86,35 +80,28 @@ class KeyRing:
         The time does not depend on which key it is, nor on how much of one is right.
         """
         digests, found = [digest_of(text) for text in given], None
-        for key in self._keys:
+        for key in self._keys():
             for digest in digests:
                 if hmac.compare_digest(key.digest, digest):
                     found = found or key
         return found
 
-    def reload(self) -> None:
-        """Reads the file again; a wrong file changes nothing but the log."""
-        if self._path is None:
-            return
-        try:
-            self._read(self._path)
-        except ConfigurationRefused as error:
-            get_logger().warning("the old keys stay in use", error=str(error))
-            return
-        get_logger().info("keys have been read again", path=str(self._path), keys=len(self._keys))
+    def _keys(self) -> Sequence[Key]:
+        return self._fixed if self._file is None else self._file.get()
 
-    def _read(self, path: Path) -> None:
+    def _read(self, path: Path) -> Sequence[Key]:
+        """Returns all keys, those of the file included."""
         entries = read_key_file(path)
-        taken = {key.caller.name: key.digest for key in self._fixed}
+        names, digests = {key.caller.name for key in self._fixed}, {key.digest for key in self._fixed}
         for entry in entries:
-            if entry.name in taken or entry.digest in taken.values():
+            if entry.name in names or entry.digest in digests:
                 raise ConfigurationRefused(
                     f"the key file {path} is wrong: the settings have a key like '{entry.name}' already; choose"
                     " another name and another key"
                 )
         limiters = {entry.name: self._limiter(entry.name, entry.limits) for entry in entries}
         self._limiters = {name: limiter for name, limiter in limiters.items() if limiter is not None}
-        self._keys = [
+        return [
             *self._fixed,
             *(Key(entry.digest, entry.caller, limiters[entry.name]) for entry in entries),
         ]

@@ -165,6 +165,7 @@ async def test_the_drain_timeout_ends_streams_properly(scheduler: tuple[FakeSche
         (["--port", "x"], "--port"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--host", "no.such.host.invalid"], "cannot listen"),
+        (["--ssl-certfile", "/missing.pem"], "cannot use the certificate /missing.pem"),
     ],
 )
 def test_a_bad_setting_is_one_line_and_exit_code_2(flags: list[str], words: str) -> None:

@@ -1,0 +1,91 @@
+"""TLS of the HTTP ports, from files that may change while the gateway runs."""
+
+import ssl
+from pathlib import Path
+from typing import Final, NoReturn, Self
+
+from gateway.security_settings import SecuritySettings
+from protos.errors import ConfigurationRefused
+from protos.security.watched_files import WatchedFiles
+
+_ADVICE: Final = "check that they are PEM files, belong together and may be read"
+
+
+class ServerTls:
+    """The server's side of TLS. New connections use the files as they are."""
+
+    def __init__(self, settings: SecuritySettings, certfile: Path) -> None:
+        """Reads the files.
+
+        Args:
+            settings: the gateway's.
+            certfile: the server's certificate and its chain.
+
+        Raises:
+            ConfigurationRefused: if a file cannot be read, or two do not belong together.
+        """
+        self._settings = settings
+        self._certfile = certfile
+        paths = (certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
+        watched = tuple(path for path in paths if path is not None) if settings.enable_ssl_refresh else ()
+        self._latest = WatchedFiles(watched, self._read)
+        self.context = self._read()
+        """Give it to the server. It hands each connection over to a context made from the latest files."""
+        self.context.sni_callback = self._choose
+
+    @classmethod
+    def of(cls, settings: SecuritySettings) -> Self | None:
+        """Returns the TLS of a gateway; ``None`` if it speaks plain HTTP.
+
+        Raises:
+            ConfigurationRefused: as the constructor.
+        """
+        return None if settings.ssl_certfile is None else cls(settings, settings.ssl_certfile)
+
+    def _choose(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        # OpenSSL calls this for every handshake. A context that was changed in place would keep the old CAs.
+        connection.context = self._latest.get()
+
+    def _read(self) -> ssl.SSLContext:
+        settings = self._settings
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.verify_mode = ssl.VerifyMode(settings.ssl_cert_reqs)
+        if settings.ssl_cert_reqs:
+            # A resumed session would not show its certificate to the CAs of today.
+            context.options |= ssl.OP_NO_TICKET
+            context.num_tickets = 0
+        keyfile = settings.ssl_keyfile or self._certfile
+        try:
+            context.load_cert_chain(self._certfile, keyfile, _refuse_passphrase)
+        except OSError as error:
+            raise ConfigurationRefused(
+                f"cannot use the certificate {self._certfile} with the key {keyfile}: {_reason(error)};"
+                f" {_ADVICE}"
+            ) from None
+        if settings.ssl_ca_certs is not None:
+            try:
+                context.load_verify_locations(settings.ssl_ca_certs)
+            except OSError as error:
+                raise ConfigurationRefused(
+                    f"cannot use --ssl-ca-certs {settings.ssl_ca_certs}: {_reason(error)}; name a PEM file with"
+                    " certificates"
+                ) from None
+        if settings.ssl_ciphers is not None:
+            try:
+                context.set_ciphers(settings.ssl_ciphers)
+            except ssl.SSLError:
+                raise ConfigurationRefused(
+                    f"--ssl-ciphers {settings.ssl_ciphers} names no cipher that OpenSSL has; see `openssl ciphers`"
+                ) from None
+        return context
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLError):
+        return (error.reason or "no PEM").lower().replace("_", " ")
+    return str(error.strerror)
+
+
+def _refuse_passphrase() -> NoReturn:
+    raise ConfigurationRefused("the key of --ssl-keyfile has a passphrase, which nobody can type; remove it")

@@ -1,0 +1,99 @@
+"""TLS of the HTTP port: served, renewed without a restart, and with client certificates."""
+
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
+
+from deploy.secure_files import issue
+from gateway.http.tls import ServerTls
+from gateway.settings import Settings
+from protos.errors import ConfigurationRefused
+from protos.security.certificates import CertificatePaths
+from tests.support.certificates import BOTH, ca, service_files
+from tests.support.gateway.serving import Gateway, running_gateway
+
+pytestmark = pytest.mark.contract
+
+
+def flags_of(paths: CertificatePaths, **changes: Any) -> dict[str, Any]:
+    return {"ssl_certfile": paths.cert, "ssl_keyfile": paths.key, **changes}
+
+
+@contextlib.asynccontextmanager
+async def serving(**settings: Any) -> AsyncIterator[Gateway]:
+    """Runs a gateway without a scheduler."""
+    async with running_gateway(9, wait=False, **settings) as gateway:
+        yield gateway
+
+
+async def version_of(gateway: Gateway, *, trusts: str = "ours", shows: CertificatePaths | None = None) -> int:
+    """Asks for /version over a new connection; returns the status."""
+    context = ssl.create_default_context(cadata=ca(trusts).pem.decode())
+    if shows is not None:
+        assert shows.cert is not None
+        context.load_cert_chain(shows.cert, shows.key)
+    async with httpx.AsyncClient(verify=context, timeout=5) as http:
+        return (await http.get(f"https://127.0.0.1:{gateway.port}/version")).status_code
+
+
+async def test_new_connections_get_a_new_certificate(tmp_path: Path) -> None:
+    """The old one is served until both files fit together, and open connections go on."""
+    paths = service_files(tmp_path, signed_by="first")
+    assert paths.cert is not None
+    async with serving(**flags_of(paths)) as gateway:
+        assert await version_of(gateway, trusts="first") == 200
+        context = ssl.create_default_context(cadata=ca("first").pem.decode())
+        async with httpx.AsyncClient(verify=context, timeout=5) as kept:
+            url = f"https://127.0.0.1:{gateway.port}/version"
+            assert (await kept.get(url)).status_code == 200
+            paths.cert.write_bytes(issue("service", ("127.0.0.1",), BOTH, ca("second")).pem)
+            assert await version_of(gateway, trusts="first") == 200
+            service_files(tmp_path, signed_by="second")
+            assert await version_of(gateway, trusts="second") == 200
+            with pytest.raises(httpx.ConnectError):
+                await version_of(gateway, trusts="first")
+            assert (await kept.get(url)).status_code == 200
+
+
+async def test_clients_must_show_a_certificate_that_a_ca_of_today_signed(tmp_path: Path) -> None:
+    """A CA that leaves the file counts no more: a context that is changed in place would keep it."""
+    paths = service_files(tmp_path / "server", trusts="clients")
+    old = service_files(tmp_path / "old", signed_by="clients")
+    new = service_files(tmp_path / "new", signed_by="others")
+    async with serving(**flags_of(paths, ssl_ca_certs=paths.ca, ssl_cert_reqs=2)) as gateway:
+        assert await version_of(gateway, shows=old) == 200
+        for refused in (None, new):
+            with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
+                await version_of(gateway, shows=refused)
+        paths.ca.write_bytes(ca("others").pem)
+        assert await version_of(gateway, shows=new) == 200
+        with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
+            await version_of(gateway, shows=old)
+
+
+def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    """One line says which; nothing asks for a passphrase."""
+    ours, other = service_files(tmp_path / "ours"), service_files(tmp_path / "other")
+    text, secret = tmp_path / "text.pem", tmp_path / "secret.pem"
+    text.write_text("no PEM")
+    encrypted = BestAvailableEncryption(b"pass")
+    secret.write_bytes(issue("service").key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encrypted))
+    for changes, reason in (
+        ({"ssl_certfile": tmp_path / "missing"}, "No such file or directory"),
+        ({"ssl_keyfile": other.key}, "key values mismatch"),
+        ({"ssl_keyfile": text}, "no pem"),
+        ({"ssl_keyfile": secret}, "has a passphrase"),
+        ({"ssl_ca_certs": text}, "cannot use --ssl-ca-certs"),
+        ({"ssl_ciphers": "NONESUCH"}, "names no cipher"),
+    ):
+        settings = Settings(**flags_of(ours, **changes))
+        with pytest.raises(ConfigurationRefused, match=reason) as refused:
+            ServerTls.of(settings)
+        assert "\n" not in str(refused.value)
+    assert ServerTls.of(Settings()) is None
