@@ -1,5 +1,6 @@
 """``/v1/models``."""
 
+from datetime import UTC, datetime
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -13,6 +14,9 @@ from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1.inference_pb2 import LoraInfo
 
 router = APIRouter(tags=["Models"])
+
+ANTHROPIC_VERSION: Final = "anthropic-version"
+"""The header that all clients of Anthropic's API send."""
 
 _EMBEDDINGS: Final = {pb.POOL_TASK_EMBED, pb.POOL_TASK_TOKEN_EMBED}
 
@@ -45,7 +49,8 @@ def _card(model: pb.ModelInfo, name: str) -> dict[str, Any]:
 async def list_models(request: Request) -> dict[str, Any]:
     """Lists the served model and its LoRA adapters.
 
-    Answers 503 until a replica has been ready once. While the scheduler is away, the adapters are missing.
+    Answers 503 until a replica has been ready once. While the scheduler is away, the adapters are missing. A
+    request with the header `anthropic-version` gets the list in the form of Anthropic's API.
     """
     context = context_of(request)
     base = context.watcher.served().model
@@ -54,16 +59,39 @@ async def list_models(request: Request) -> dict[str, Any]:
     except Unavailable:
         loras = ()
     own = [_card(base, name) for name in (base.served_name, *base.aliases)]
-    return {"object": "list", "data": [*own, *(lora_card(lora, base) for lora in loras)]}
+    cards = [*own, *(lora_card(lora, base) for lora in loras)]
+    if ANTHROPIC_VERSION not in request.headers:
+        return {"object": "list", "data": cards}
+    return {
+        "data": [_anthropic_card(card) for card in cards],
+        "first_id": cards[0]["id"],
+        "last_id": cards[-1]["id"],
+        "has_more": False,
+    }
 
 
 @router.get(
     "/v1/models/{model:path}", summary="Get a model", response_model=None, responses=documented(ModelCard)
 )
 async def get_model(request: Request, model: str) -> dict[str, Any]:
-    """Returns the served model, or its LoRA adapter, with that name. Names may contain slashes."""
+    """Returns the served model, or its LoRA adapter, with that name. Names may contain slashes.
+
+    A request with the header `anthropic-version` gets the model in the form of Anthropic's API.
+    """
     served = context_of(request).watcher.served()
     base = served.model
-    if served.has_name(model):
-        return _card(base, model)
-    return lora_card(await find_lora(request, model), base)
+    own = served.has_name(model)
+    card = _card(base, model) if own else lora_card(await find_lora(request, model), base)
+    return _anthropic_card(card) if ANTHROPIC_VERSION in request.headers else card
+
+
+def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": datetime.fromtimestamp(card["created"], UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": card["max_model_len"],
+        "max_tokens": card["max_model_len"],
+    }

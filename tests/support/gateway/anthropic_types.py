@@ -7,6 +7,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import BaseModel, TypeAdapter
 
+from gateway.messages.answers import MessageAnswer
 from tests.support.gateway.serving import Stack
 
 M = TypeVar("M", bound=BaseModel)
@@ -46,11 +47,12 @@ def strict_error(data: dict[str, Any]) -> ErrorResponse:
 
 
 async def collected(stack: Stack, **body: Any) -> dict[str, Any]:
-    """Posts ``body`` and returns the message."""
+    """Posts ``body`` and returns the message, which is as documented, too."""
     response = await stack.http.post(PATH, json=body)
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     strict(Message, found)
+    MessageAnswer.model_validate(found)
     return found
 
 

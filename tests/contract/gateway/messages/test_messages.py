@@ -5,7 +5,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import Message, MessageTokensCount, ToolParam, ToolUseBlock
+from anthropic.types import Message, MessageTokensCount, ModelInfo, ToolParam, ToolUseBlock
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 
@@ -244,3 +244,16 @@ async def test_count_tokens(stack: Stack, client: anthropic.AsyncAnthropic) -> N
     counted = strict(MessageTokensCount, response.json()).input_tokens
     assert counted == len(stack.scheduler.requests[-1].prompt_token_ids)
     assert (await client.messages.count_tokens(**prompt, **fields)).input_tokens == counted  # type: ignore[arg-type]
+
+
+async def test_models(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
+    """The client lists the model and its adapters, and finds each by name; others get OpenAI's list."""
+    stack.scheduler.loras["sql"] = "/adapters/sql"
+    headers = {"anthropic-version": "2023-06-01"}
+    found = (await stack.http.get("/v1/models", headers=headers)).json()
+    assert [strict(ModelInfo, model).id for model in found["data"]] == ["smollm2", "sql"]
+    assert [model.id async for model in client.models.list()] == ["smollm2", "sql"]
+    for name in ("smollm2", "sql"):
+        model = await client.models.retrieve(name)
+        assert (model.id, model.max_input_tokens, model.created_at.year) == (name, 512, 2023)
+    assert (await stack.http.get("/v1/models")).json()["object"] == "list"

@@ -5,10 +5,12 @@ from typing import Any
 
 import anthropic
 import pytest
+from pydantic import SecretStr
 
+from gateway.messages.answers import AnthropicErrorAnswer
 from protos.errors import Internal, Overloaded, TimedOut, TriptychError, Unavailable
 from tests.support.gateway.anthropic_types import PATH, streamed, strict_error
-from tests.support.gateway.serving import Stack
+from tests.support.gateway.serving import Stack, running_stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -32,6 +34,7 @@ async def test_refusals(stack: Stack, method: str, path: str, body: bytes, statu
     stack.scheduler.loras.clear()
     response = await stack.http.request(method, path, content=body, headers={"x-request-id": "mine"})
     found = response.json()
+    AnthropicErrorAnswer.model_validate(found)
     assert (response.status_code, found["error"].pop("type")) == (status, kind)
     assert found.pop("error").keys() == {"message"}
     assert found == {"type": "error", "request_id": "mine"}
@@ -110,3 +113,14 @@ async def test_errors_of_other_paths_stay_openais(stack: Stack) -> None:
     assert "request-id" not in response.headers
     stack.reply_with("x")
     assert [event["type"] for event in await streamed(stack, **ASK)][-1] == "message_stop"
+
+
+async def test_keys() -> None:
+    """The client's key travels as X-Api-Key; without a right one, the refusal has Anthropic's form."""
+    async with running_stack("x", api_key=(SecretStr("sk-a"),)) as stack:
+        for key, kind in (("sk-a", None), ("sk-b", "authentication_error")):
+            response = await stack.http.post(PATH, json=ASK, headers={"x-api-key": key})
+            if kind is None:
+                assert response.status_code == 200
+            else:
+                assert (response.status_code, strict_error(response.json()).error.type) == (401, kind)
