@@ -240,7 +240,8 @@ class Launcher:
             f"\nServing {model.name} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
             f"  curl {base}{path} {self._credentials()}-H 'Content-Type: application/json'"
             f" -d '{json.dumps(body)}'\n\n"
-            f"{metrics}gRPC clients use 127.0.0.1:{self._scheduler_port}. Ctrl-C stops it."
+            f"{metrics}gRPC clients use 127.0.0.1:{self._scheduler_port}"
+            f"{'' if self._files is None else f', with what {self._files.folder} has'}. Ctrl-C stops it."
         )
 
     def _url(self, port: int) -> str:
