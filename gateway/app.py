@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import version
+from gateway.chat_prompts.encoding import ChatEncoder
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
 from gateway.keys.guard import KeyGuard
@@ -73,6 +74,7 @@ def create_app(
         lambda: watcher.max_model_len,
     )
     text_worker = TextWorker(settings.max_waiting_texts)
+    chat_encoder = ChatEncoder(settings, text_worker)
     keys = KeyRing.of(settings, clock)
     pins = PrefixPins(client, settings.pins_per_tenant, clock)
 
@@ -86,6 +88,7 @@ def create_app(
             await pins.close()
             await watcher.close()
             await client.close()
+            await chat_encoder.close()
             text_worker.close()
 
     app = FastAPI(
@@ -104,6 +107,7 @@ def create_app(
         watcher,
         metrics,
         text_worker,
+        chat_encoder,
         keys,
         new_id=new_id,
         clock=clock,

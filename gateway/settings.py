@@ -30,6 +30,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "reasoning_parser",
             "strict_requests",
             "pins_per_tenant",
+            "trust_request_chat_template",
             "max_body_bytes",
             "max_prompts",
             "max_inputs",
@@ -209,6 +210,13 @@ class Settings(CallSecuritySettings, SecuritySettings):
         ),
     ] = "auto"
 
+    trust_request_chat_template: Annotated[
+        bool,
+        Field(
+            description="Let requests bring a chat template of their own. It runs in a process without access to"
+            " files, with limits of time and memory."
+        ),
+    ] = False
     strict_requests: Annotated[
         bool,
         Field(

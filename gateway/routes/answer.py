@@ -12,12 +12,13 @@ from gateway.answers.generation import Delta, Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
 from gateway.answers.streaming import EVENT_STREAM, EventStream, StreamWriter, collect, unenforced_header
+from gateway.chat_prompts.chat_input import ChatInput
 from gateway.http.middleware import note
 from gateway.keys.caller import account_of
 from gateway.keys.limits import charge
 from gateway.routes.answer_beginning import AnswerBeginning, begin_answer, submit
 from gateway.routes.context import context_of, generating_model
-from gateway.routes.request_builder import bad_word_tokens, encode_chat, generate_requests, truncated
+from gateway.routes.request_builder import bad_word_tokens, generate_requests, truncated
 from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
@@ -121,18 +122,11 @@ async def respond_to_chat(
 
 
 async def chat_prompt(request: Request, served: ServedModel, body: ChatCompletionRequest) -> list[int]:
-    """Returns the token ids of a conversation; :func:`encode_chat` lists what it raises."""
-    return await encode_chat(
-        served,
-        context_of(request).text_worker,
-        body.messages,
-        tools=body.tools,
-        may_call=body.tool_choice != "none",
-        add_generation_prompt=body.add_generation_prompt,
-        add_special_tokens=bool(body.add_special_tokens),
-        variables=body.chat_template_kwargs,
-        size=len(await request.body()),
-    )
+    """Returns the token ids of a conversation; :meth:`ChatEncoder.encode` lists what it raises."""
+    chat = ChatInput.of(body.messages, body, may_call=body.tool_choice != "none")
+    size = len(await request.body())
+    encoder = context_of(request).chat_encoder
+    return await encoder.encode(served, chat, body, special=bool(body.add_special_tokens), size=size)
 
 
 async def respond(

@@ -7,6 +7,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from gateway.answers.streaming import while_client_waits
+from gateway.chat_prompts.encoding import ChatEncoder
 from gateway.http.middleware import note
 from gateway.keys.key_ring import KeyRing
 from gateway.metrics import Metrics
@@ -30,6 +31,7 @@ class Context:
     watcher: ServedModelWatcher
     metrics: Metrics
     text_worker: TextWorker
+    chat_encoder: ChatEncoder
     keys: KeyRing
     new_id: Callable[[], str]
     """Makes ids of answers and requests."""

@@ -6,11 +6,8 @@ from typing import Final
 from gateway.keys.caller import NO_ACCOUNT, Account
 from gateway.quoting import quote
 from gateway.scheduler_link.served_model import ServedModel
-from gateway.schemas.chat import Message
 from gateway.schemas.sampling import SamplingRequest
-from gateway.schemas.tools import Tool
 from gateway.text.tokenization import TextCodec, TextWorker
-from gateway.tools.prompting import show_tools_in_words
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.limits import SAMPLING
 from protos.triptych.v1 import common_pb2 as pb
@@ -22,55 +19,6 @@ from protos.validation import check_ids, check_token_ids
 _SCALARS: Final = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
-
-
-async def encode_chat(
-    served: ServedModel,
-    worker: TextWorker,
-    messages: Sequence[Message],
-    *,
-    tools: Sequence[Tool] = (),
-    may_call: bool = True,
-    add_generation_prompt: bool,
-    add_special_tokens: bool,
-    variables: dict[str, object],
-    size: int,
-) -> list[int]:
-    """Returns the token ids of a conversation.
-
-    Args:
-        served: the model.
-        worker: runs long work.
-        messages: the turns.
-        tools: the tools to show to the model.
-        may_call: whether the model may call them; if not, a template that does not show tools gets no
-            description of them.
-        add_generation_prompt: end with the header of the assistant's turn.
-        add_special_tokens: add BOS and its like; usually not, because chat templates bring their own.
-        variables: further variables of the chat template.
-        size: bytes of the request's body, which bound the effort: a template visits every message, however
-            short.
-
-    Raises:
-        InvalidArgument: if the model has no chat template, or its template refuses the messages.
-    """
-    template = served.text.tool_template if tools else served.text.chat_template
-    if template is None:
-        raise InvalidArgument(
-            f"the model '{served.model.served_name}' has no chat template; use /v1/completions",
-            param="messages",
-        )
-
-    def work() -> list[int]:
-        offered = [tool.for_template() for tool in tools]
-        turns = [message.for_template() for message in messages]
-        turns = show_tools_in_words(template, turns, offered if may_call else ())
-        text = template.render(
-            turns, add_generation_prompt=add_generation_prompt, variables=variables, tools=offered
-        )
-        return served.text.encode(text, add_special_tokens=add_special_tokens)
-
-    return await worker.run(size, work)
 
 
 async def encode_prompts(

@@ -5,9 +5,9 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
+from gateway.chat_prompts.chat_input import ChatInput
 from gateway.routes.context import context_of, known_model, read_body
 from gateway.routes.openapi import body_schema, documented
-from gateway.routes.request_builder import encode_chat
 from gateway.schemas.answers import Detokenized, Tokenized
 from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -30,16 +30,9 @@ async def tokenize(request: Request) -> dict[str, Any]:
     context = context_of(request)
     served = await known_model(request, body.model)
     if body.messages is not None:
-        ids = await encode_chat(
-            served,
-            context.text_worker,
-            body.messages,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            add_special_tokens=bool(body.add_special_tokens),
-            variables=body.chat_template_kwargs,
-            size=len(await request.body()),
-        )
+        chat, size = ChatInput.of(body.messages, body), len(await request.body())
+        special = bool(body.add_special_tokens)
+        ids = await context.chat_encoder.encode(served, chat, body, special=special, size=size)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         ids = await context.text_worker.run(

@@ -3,11 +3,17 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from gateway.quoting import clip, quote
-from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, or_default
+from gateway.schemas.base import IgnoredFields, RequestModel, Unserved, ignore
+from gateway.schemas.sampling import (
+    COMMON_TOLERATED,
+    COMMON_UNSERVED,
+    UINT32_MAX,
+    SamplingRequest,
+    or_default,
+)
 from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCall, NamedChoice, ToolChoice, Tools, limit_calls
 from protos import limits
 
@@ -15,8 +21,15 @@ from protos import limits
 # streams.
 MAX_MESSAGES: Final = 4096
 
+# Characters of a chat template; the longest of known models have 30,000.
+MAX_TEMPLATE: Final = 128 * 1024
 
-def _text(content: Any) -> str:
+
+# Where each kind of part has its text; vLLM takes the ones of other APIs, too.
+_TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def _text(content: Any, info: ValidationInfo) -> str:
     """Returns a message's text.
 
     Joins text parts with line breaks, as vLLM does for templates that expect text.
@@ -25,19 +38,22 @@ def _text(content: Any) -> str:
         return content
     if not isinstance(content, list) or not content:
         raise ValueError(f"must be a string or a list of text parts, got {quote(content)}")
-    texts = []
-    for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(
-                f"part {index} is not served; only parts of type 'text' are, got {quote(kind or part)}"
-            )
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"part {index} needs 'text', a string")  # noqa: TRY004 - pydantic's signal
-        if unknown := part.keys() - {"type", "text"}:
-            raise ValueError(f"part {index} has an unknown field '{clip(min(unknown))}'; omit it")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return "\n".join(_text_of(part, index, info) for index, part in enumerate(content))
+
+
+def _text_of(part: Any, index: int, info: ValidationInfo) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or (field := _TEXTS.get(kind)) is None:
+        raise ValueError(
+            f"part {index} is not served; only parts of type 'text' are, got {quote(kind or part)}"
+        )
+    if not isinstance(part.get(field), str):
+        raise ValueError(f"part {index} needs '{field}', a string")  # noqa: TRY004 - pydantic's signal
+    for name in part.keys() - {"type", field}:
+        if not isinstance(info.context, IgnoredFields):
+            raise ValueError(f"part {index} has an unknown field '{clip(name)}'; omit it")  # noqa: TRY004 - pydantic's signal
+        info.context.add(name, info.field_name)
+    return str(part[field])
 
 
 def _role(value: Any) -> Any:
@@ -54,10 +70,9 @@ class Message(RequestModel):
     # Clients that append an answer's message to their next request send its null fields back.
     unserved: ClassVar[Mapping[str, Unserved]] = {
         "function_call": Unserved((), "it is OpenAI's older form; send 'tool_calls'"),
-        "refusal": Unserved(),
         "audio": Unserved(),
-        "annotations": Unserved(([],)),
     }
+    tolerated: ClassVar[Mapping[str, str]] = {"annotations": "no template shows it; omit it"}
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)]
     content: Annotated[
@@ -78,24 +93,30 @@ class Message(RequestModel):
         ),
     ] = None
     name: Annotated[
-        str | None, Field(max_length=256, description="With the role tool: the function's name.")
+        str | None,
+        Field(
+            max_length=256,
+            description="With the role tool: the function's name. With others, few chat templates show it.",
+        ),
+    ] = None
+    refusal: Annotated[
+        str | None, Field(description="With the role assistant: stands for an empty content.")
     ] = None
     reasoning: Annotated[str | None, Field(description="Thinking of an assistant's earlier turn.")] = None
     reasoning_content: Annotated[str | None, Field(description="The same under DeepSeek's name.")] = None
 
     @model_validator(mode="before")
     @classmethod
-    def _content_is_optional_beside_calls(cls, data: Any) -> Any:
-        """Allows an assistant's turn without content if it has calls or thinking."""
-        if not isinstance(data, dict) or data.get("role") != "assistant" or data.get("content") is not None:
+    def _content_is_optional_in_answers(cls, data: Any) -> Any:
+        """Allows an assistant's turn without content; a refusal takes its place."""
+        if not isinstance(data, dict) or data.get("role") != "assistant" or data.get("content"):
             return data
-        beside = any(data.get(name) for name in ("tool_calls", "reasoning", "reasoning_content"))
-        return {**data, "content": ""} if beside else data
+        return {**data, "content": data.get("refusal") or ""}
 
     @model_validator(mode="after")
-    def _fields_belong_to_roles(self) -> "Message":
+    def _fields_belong_to_roles(self, info: ValidationInfo) -> "Message":
         if self.role != "assistant":
-            for name in ("tool_calls", "reasoning", "reasoning_content"):
+            for name in ("tool_calls", "reasoning", "reasoning_content", "refusal"):
                 if getattr(self, name):
                     raise ValueError(f"{name} belongs to messages with the role 'assistant'; omit it")
         if self.role == "tool":
@@ -104,9 +125,10 @@ class Message(RequestModel):
         elif self.tool_call_id is not None:
             raise ValueError("tool_call_id belongs to messages with the role 'tool'; omit it")
         elif self.name is not None:
-            raise ValueError(
-                "name is not supported: chat templates use it only with the role 'tool'; write it into the"
-                " content"
+            ignore(
+                info,
+                "name",
+                "most chat templates show it only with the role 'tool'; write it into the content",
             )
         return self
 
@@ -137,26 +159,67 @@ def _limit_messages(messages: Any) -> Any:
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_limit_messages)]
 
 
-class Conversation(RequestModel):
-    """The input of a chat template; ``/tokenize`` has the same."""
+class TemplateInput(RequestModel):
+    """What a chat template reads beside the messages; ``/tokenize`` has the same."""
 
-    messages: Messages
     tools: Tools = Field(default_factory=list, description="Functions that the model may call.")
     add_generation_prompt: Annotated[
         bool, or_default(True), Field(description="End the prompt with the header of the assistant's turn.")
     ] = True
+    continue_final_message: Annotated[
+        bool,
+        or_default(False),
+        Field(description="End the prompt within the last message, which the answer continues."),
+    ] = False
+    documents: Annotated[
+        list[dict[str, Any]] | None,
+        Field(
+            max_length=4096,
+            description="Texts that the model may refer to, for templates that show them; usually with `title`"
+            " and `text`.",
+        ),
+    ] = None
+    reasoning_effort: Annotated[
+        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+        Field(
+            description="How much to think, for templates with a variable `reasoning_effort` or"
+            " `enable_thinking` (off with none)."
+        ),
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            max_length=MAX_TEMPLATE,
+            description="A Jinja template in place of the model's; with --trust-request-chat-template.",
+        ),
+    ] = None
     chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
-        default_factory=dict, description="Further variables for the model's chat template."
+        default_factory=dict, description="Further variables for the chat template."
     )
+
+    @model_validator(mode="after")
+    def _ends_in_one_way(self) -> "TemplateInput":
+        asked = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if self.continue_final_message and asked:
+            raise ValueError(
+                "continue_final_message and add_generation_prompt exclude one another; send one of them"
+            )
+        return self
+
+
+class Conversation(TemplateInput):
+    """The input of a chat template."""
+
+    messages: Messages
 
 
 CONVERSATION_UNSERVED: Final[Mapping[str, Unserved]] = {
-    "continue_final_message": Unserved((False,)),
-    "documents": Unserved(([],)),
-    "chat_template": Unserved((), "the model's own template is used"),
-    "mm_processor_kwargs": Unserved(({},)),
-    "media_io_kwargs": Unserved(({},)),
+    "return_prompt_text": Unserved((False,)),
 }
+CONVERSATION_TOLERATED: Final[Mapping[str, str]] = dict.fromkeys(
+    ("mm_processor_kwargs", "media_io_kwargs"), "models read text alone; omit it"
+)
 
 
 class ChatCompletionRequest(SamplingRequest, Conversation):
@@ -172,14 +235,13 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         "function_call": Unserved(("none", "auto"), FUNCTIONS_HINT),
         "modalities": Unserved((["text"],), "only text is served"),
         "audio": Unserved((), "only text is served"),
-        "prediction": Unserved(),
         "web_search_options": Unserved(),
-        "reasoning_effort": Unserved(),
-        "verbosity": Unserved(),
-        "store": Unserved((False,), "nothing is stored"),
-        "metadata": Unserved(({},), "nothing is stored"),
-        "prompt_cache_key": Unserved((), "prefixes are shared automatically; 'cache_salt' keeps them apart"),
-        "safety_identifier": Unserved((), "send it as 'user'"),
+    }
+    tolerated: ClassVar[Mapping[str, str]] = {
+        **COMMON_TOLERATED,
+        **CONVERSATION_TOLERATED,
+        "prediction": "it would only save time, and does not here; omit it",
+        "verbosity": "no chat template reads it; ask for it in the messages",
     }
 
     tool_choice: Annotated[ToolChoice, Field(description='Omitted: "auto" if there are tools.')] = None

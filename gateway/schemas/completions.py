@@ -7,7 +7,13 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.quoting import quote
 from gateway.schemas.base import Unserved
-from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, or_default
+from gateway.schemas.sampling import (
+    COMMON_TOLERATED,
+    COMMON_UNSERVED,
+    UINT32_MAX,
+    SamplingRequest,
+    or_default,
+)
 from protos import limits
 
 # OpenAI's default for this endpoint; chats continue to the end of the context.
@@ -49,6 +55,8 @@ class CompletionRequest(SamplingRequest):
         **COMMON_UNSERVED,
         "suffix": Unserved(("",), "text after the insertion point is not served"),
     }
+
+    tolerated: ClassVar[Mapping[str, str]] = COMMON_TOLERATED
 
     prompt: Annotated[
         list[str | list[int]],

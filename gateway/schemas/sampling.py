@@ -95,7 +95,7 @@ def in_bounds(parameter: str, **overrides: Any) -> Any:
 class StreamOptions(RequestModel):
     """Options of a stream."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = {"include_obfuscation": Unserved((False,))}
+    tolerated: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks have no padding; omit it"}
 
     include_usage: Annotated[
         bool, or_default(False), Field(description="End the stream with a chunk of token counts.")
@@ -116,7 +116,6 @@ class StreamOptions(RequestModel):
 # Accepted by both endpoints, with values that change nothing.
 COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
     "use_beam_search": Unserved((False,)),
-    "length_penalty": Unserved((1.0,), "it belongs to beam search, which is not served"),
     "logprob_token_ids": Unserved(([],)),
     **dict.fromkeys(
         (
@@ -136,8 +135,17 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
     "thinking_token_budget": Unserved(),
     "kv_transfer_params": Unserved(),
     "vllm_xargs": Unserved(({},)),
-    "request_id": Unserved((), "send it as the header X-Request-Id"),
-    "service_tier": Unserved(("auto", "default"), "there is one tier; omit it"),
+}
+
+COMMON_TOLERATED: Final[Mapping[str, str]] = {
+    "length_penalty": "it belongs to beam search, which is not served; omit it",
+    "request_id": "send it as the header X-Request-Id",
+    "service_tier": "there is one tier; omit it",
+    "store": "nothing is stored; omit it",
+    "metadata": "nothing is stored; omit it",
+    "prompt_cache_key": "prefixes are shared automatically, and 'cache_salt' keeps them apart; omit it",
+    "prompt_cache_retention": "the cache keeps what it has room for; omit it",
+    "safety_identifier": "send it as 'user'",
 }
 
 

@@ -8,7 +8,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -19,6 +19,9 @@ import jinja2.sandbox
 
 from gateway.quoting import clip
 from protos.errors import InvalidArgument
+
+# Where a last turn ends that the model continues; no conversation has it.
+_MARK: Final = "\ue000continue here\ue000 "
 
 
 class _Generation(jinja2.ext.Extension):
@@ -101,6 +104,8 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """Returns the prompt's text for a conversation.
 
@@ -109,28 +114,31 @@ class ChatTemplate:
             add_generation_prompt: end with the header of the assistant's turn.
             variables: further variables of this template.
             tools: callable functions, in the form of OpenAI's API.
+            documents: texts that the model may refer to.
+            continue_final_message: end within the last turn, where its content ends.
 
         Raises:
-            InvalidArgument: if the template refuses the conversation (the message quotes it) or does not know
-                a variable.
+            InvalidArgument: if the template refuses the conversation (the message quotes it), or a variable
+                has a name of the template's own.
         """
         reserved = {"messages", "tools", "documents", "add_generation_prompt", *self._special_tokens}
-        for name in variables or ():
-            if name in reserved or name not in self.variables:
-                raise InvalidArgument(
-                    f"chat_template_kwargs: this model's chat template takes no variable '{clip(name)}'",
-                    param="chat_template_kwargs",
-                )
+        if taken := reserved.intersection(variables or ()):
+            raise InvalidArgument(
+                f"chat_template_kwargs cannot set '{clip(min(taken))}'; omit it, or send it as a parameter",
+                param="chat_template_kwargs",
+            )
+        if continue_final_message:
+            messages = _marked(messages)
         if not self.knows_developer:
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in messages
             ]
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=messages,
                 tools=list(tools) if tools else None,
-                documents=None,
+                documents=list(documents) if documents else None,
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **(variables or {})},
             )
@@ -138,3 +146,22 @@ class ChatTemplate:
             raise InvalidArgument(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
+        return _up_to_mark(text) if continue_final_message else text
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns a conversation whose last turn has a mark at its end."""
+    *before, last = messages
+    return [*before, {**last, "content": f"{last['content']}{_MARK}"}]
+
+
+def _up_to_mark(text: str) -> str:
+    """Returns the part of a prompt in front of the mark."""
+    at = text.rfind(_MARK.rstrip())
+    if at < 0:
+        raise InvalidArgument(
+            "continue_final_message: the model's chat template does not show the last message as it is; omit it",
+            param="continue_final_message",
+        )
+    # A template that drops the mark's space would have dropped the content's, too.
+    return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()

@@ -90,6 +90,13 @@ def _section(path: str, verb: str, route: dict[str, Any], comments: dict[tuple[s
                 "",
             ]
             lines += table(("parameter", "accepted", "instead"), unserved)
+        if tolerated := _models()[schema["title"]].tolerated:
+            names = ", ".join(f"`{name}`" for name in tolerated)
+            lines += [
+                f"These parameters cannot change the output: {names}. They are accepted and named in a debug line of the"
+                " log, like unknown ones; `--strict-requests` refuses them.",
+                "",
+            ]
     return lines + _answer(route["responses"]["200"])
 
 

@@ -1,7 +1,6 @@
 """Wire requests from HTTP bodies."""
 
 import json
-import threading
 from typing import Any
 
 import pytest
@@ -9,14 +8,13 @@ import pytest
 from gateway.keys.caller import Account
 from gateway.routes.request_builder import (
     check_length,
-    encode_chat,
     encode_prompts,
     generate_requests,
     sampling_of,
 )
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.base import parse
-from gateway.schemas.chat import ChatCompletionRequest, Message
+from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.completions import CompletionRequest
 from gateway.text.tokenization import TextCodec, TextWorker
 from protos.errors import ContextExceeded, InvalidArgument
@@ -157,51 +155,3 @@ async def test_text_prompts_are_encoded(served: ServedModel) -> None:
             await encode_prompts(served, worker, [[49152]], **options)
     finally:
         worker.close()
-
-
-async def test_a_chat_needs_a_template(served: ServedModel, codec: TextCodec) -> None:
-    """A chat with a base model is refused with the endpoint that works."""
-    worker, messages = TextWorker(), [Message(role="user", content="hi")]
-    options: dict[str, Any] = {
-        "add_generation_prompt": True,
-        "add_special_tokens": False,
-        "variables": {},
-        "size": 50,
-    }
-    try:
-        ids = await encode_chat(served, worker, messages, **options)
-        assert codec.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-        base = ServedModel(served.model, TextCodec(codec.tokenizer, None, {}))
-        with pytest.raises(InvalidArgument, match="no chat template; use /v1/completions"):
-            await encode_chat(base, worker, messages, **options)
-    finally:
-        worker.close()
-
-
-async def test_thousands_of_short_messages_leave_the_event_loop(
-    served: ServedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A template's effort grows with the whole body, so a long body is rendered in a thread."""
-    threads: list[str] = []
-
-    def encode(_codec: TextCodec, _text: str, **_: object) -> list[int]:
-        threads.append(threading.current_thread().name)
-        return [1]
-
-    monkeypatch.setattr(TextCodec, "encode", encode)
-    worker, messages = TextWorker(), [Message(role="user", content="")] * 100
-    try:
-        for size in (50, 5000):
-            await encode_chat(
-                served,
-                worker,
-                messages,
-                add_generation_prompt=True,
-                add_special_tokens=False,
-                variables={},
-                size=size,
-            )
-    finally:
-        worker.close()
-    assert threads[0] == threading.current_thread().name
-    assert threads[1].startswith("text")

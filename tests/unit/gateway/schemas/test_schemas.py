@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.quoting import quote
-from gateway.schemas.base import parse, path_of
+from gateway.schemas.base import IgnoredFields, parse, path_of
 from gateway.schemas.chat import MAX_MESSAGES, ChatCompletionRequest
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
@@ -18,6 +18,12 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 def chat(**fields: Any) -> ChatCompletionRequest:
     return parse(ChatCompletionRequest, json.dumps({"messages": MESSAGES, **fields}).encode())
+
+
+def tolerant(**fields: Any) -> ChatCompletionRequest:
+    """Parses a chat as a gateway without --strict-requests does."""
+    body = json.dumps({"messages": MESSAGES, **fields}).encode()
+    return parse(ChatCompletionRequest, body, IgnoredFields())
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -77,9 +83,8 @@ def test_a_bad_value_is_refused_by_name(make: Any, name: str, value: Any) -> Non
 @pytest.mark.parametrize(
     ("name", "neutral", "other"),
     [
-        ("best_of", 1, 3), ("use_beam_search", False, True), ("length_penalty", 1.0, 0.5),
+        ("best_of", 1, 3), ("use_beam_search", False, True),
         ("guided_json", None, {"type": "object"}), ("return_token_ids", False, True),
-        ("service_tier", "auto", "flex"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [chat, completion])
@@ -98,9 +103,8 @@ def test_unserved_parameters_are_accepted_if_they_change_nothing(
     ("name", "neutral", "other"),
     [
         ("functions", [], [{}]), ("function_call", "auto", {"name": "f"}),
-        ("echo", False, True), ("modalities", ["text"], ["text", "audio"]), ("store", False, True),
-        ("metadata", {}, {"a": "b"}), ("reasoning_effort", None, "low"), ("continue_final_message", False, True),
-        ("chat_template", None, "{{ messages }}"), ("documents", [], [{"text": "x"}]),
+        ("echo", False, True), ("modalities", ["text"], ["text", "audio"]),
+        ("web_search_options", None, {}), ("return_prompt_text", False, True),
     ],
 )  # fmt: skip
 def test_unserved_chat_parameters(name: str, neutral: Any, other: Any) -> None:
@@ -125,12 +129,12 @@ def test_zero_is_not_false() -> None:
     with pytest.raises(Unsupported):
         chat(use_beam_search=0)
     with pytest.raises(Unsupported):
-        chat(length_penalty=True)
+        chat(return_prompt_text=0)
 
 
 def test_the_first_unserved_parameter_is_refused() -> None:
     """The error always names the first unserved parameter of the body."""
-    names = ["suffix", "watermarking", "service_tier", "use_beam_search", "prompt_embeds"]
+    names = ["suffix", "watermarking", "logprob_token_ids", "use_beam_search", "prompt_embeds"]
     for first in names:
         with pytest.raises(Unsupported) as caught:
             completion(**dict.fromkeys([first, *names], "x"))
@@ -163,7 +167,6 @@ def test_unknown_parameters_are_refused(name: str) -> None:
         ([{"role": "function", "content": "x"}], "messages[0].role", "older form"),
         ([{"role": "user", "content": "x", "tool_call_id": "a"}], "messages[0].tool_call_id", "role 'tool'"),
         ([{"role": "user", "content": "x", "reasoning": "a"}], "messages[0].reasoning", "role 'assistant'"),
-        ([{"role": "assistant", "content": None}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": None}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": 5}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": []}], "messages[0].content", "string or a list"),
@@ -196,17 +199,58 @@ def test_messages_are_required() -> None:
         parse(ChatCompletionRequest, b"{}")
 
 
-def test_an_answers_message_may_come_back() -> None:
-    """The null fields of an answer's message are accepted in the next request."""
-    turn: dict[str, Any] = {
-        "role": "assistant",
-        "content": "x",
-        "refusal": None,
-        "tool_calls": None,
-        "annotations": [],
-        "audio": None,
-    }
-    assert chat(messages=[*MESSAGES, turn]).messages[1].content == "x"
+@pytest.mark.parametrize(
+    ("turn", "content"),
+    [
+        ({"content": "x", "refusal": None, "tool_calls": None, "annotations": [], "audio": None, "function_call": None}, "x"),
+        ({"content": "x", "annotations": [{"type": "url_citation"}]}, "x"),
+        ({"content": None, "refusal": "No."}, "No."), ({"content": "", "refusal": "No."}, "No."),
+        ({"content": "x", "refusal": "No."}, "x"), ({"content": None}, ""), ({}, ""), ({"content": []}, ""), ({"content": ""}, ""),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."), ({"content": [{"type": "output_text", "text": "x"}]}, "x"),
+        ({"content": None, "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, ""),
+    ],
+)  # fmt: skip
+def test_an_answers_message_may_come_back(turn: dict[str, Any], content: str) -> None:
+    """All shapes of an assistant's turn that clients and vLLM know are accepted in the next request."""
+    body = tolerant(messages=[*MESSAGES, {"role": "assistant", **turn}])
+    assert body.messages[1].content == content
+
+
+TOLERATED: dict[str, Any] = {
+    "metadata": {"a": "b"}, "store": False, "safety_identifier": "x", "prompt_cache_key": "x", "service_tier": "flex",
+    "prediction": {"type": "content", "content": "x"}, "verbosity": "low", "length_penalty": 0.5, "request_id": "x",
+    "mm_processor_kwargs": {"a": 1}, "unheard_of": 1,
+}  # fmt: skip
+
+
+def test_fields_that_cannot_change_the_output_are_accepted() -> None:
+    """They are named for the log; user and cache_salt have their own meaning."""
+    ignored = IgnoredFields()
+    parse(
+        ChatCompletionRequest, json.dumps({"messages": MESSAGES, "user": "x", **TOLERATED}).encode(), ignored
+    )
+    assert ignored.names == list(TOLERATED)
+    for name, value in TOLERATED.items():
+        with pytest.raises(InvalidArgument) as refused:
+            chat(**{name: value})
+        assert refused.value.param == name
+
+
+def test_names_and_hints_within_messages_are_accepted() -> None:
+    """A name reaches the template, which may show it; a hint to a cache is dropped."""
+    ignored = IgnoredFields()
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    turn = {"role": "user", "content": [part], "name": "bob"}
+    (message,) = parse(ChatCompletionRequest, json.dumps({"messages": [turn]}).encode(), ignored).messages
+    assert message.for_template() == {"role": "user", "content": "a", "name": "bob"}
+    assert ignored.names == ["content.cache_control", "messages.name"]
+
+
+def test_a_prompt_ends_in_one_way() -> None:
+    """It opens a turn or continues one; the default gives way to a wish."""
+    with pytest.raises(InvalidArgument, match="exclude one another"):
+        chat(continue_final_message=True, add_generation_prompt=True)
+    assert chat(continue_final_message=True).continue_final_message
 
 
 def test_text_parts_are_joined() -> None:

@@ -67,13 +67,32 @@ def test_templates_cannot_reach_into_python() -> None:
         template.render([], add_generation_prompt=True)
 
 
-def test_variables_must_be_known() -> None:
-    """A variable that the template would ignore is refused."""
+def test_a_templates_own_names_are_taken() -> None:
+    """A variable cannot replace the messages or a special token."""
     template = ChatTemplate("{% if enable_thinking %}T{% endif %}", {"bos_token": "<s>"})
     assert template.render([], add_generation_prompt=True, variables={"enable_thinking": True}) == "T"
-    for name in ("thinking", "messages", "bos_token"):
-        with pytest.raises(InvalidArgument, match=f"no variable '{name}'"):
+    for name in ("documents", "messages", "bos_token"):
+        with pytest.raises(InvalidArgument, match=f"cannot set '{name}'"):
             template.render([], add_generation_prompt=True, variables={name: 1})
+
+
+@pytest.mark.parametrize("content", ["One", " One ", "One\n\n", "", "<|im_end|>"])
+@pytest.mark.parametrize("shown", ["m.content", "m.content | trim"])
+def test_a_last_turn_is_continued_as_transformers_does(content: str, shown: str) -> None:
+    """The prompt ends where the last message's content ends, also if the template trims it."""
+    source = "{% for m in messages %}<{{ m.role }}>{{ " + shown + " }}</>{% endfor %}"
+    turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": content}]
+    text = ChatTemplate(source, {}).render(turns, add_generation_prompt=False, continue_final_message=True)
+    assert text == reference(source, turns, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_a_template_that_hides_the_last_turn_cannot_continue_it() -> None:
+    """The error names the parameter."""
+    with pytest.raises(InvalidArgument, match="does not show the last message") as refused:
+        ChatTemplate("x", {}).render(
+            [{"role": "user", "content": "a"}], add_generation_prompt=False, continue_final_message=True
+        )
+    assert refused.value.param == "continue_final_message"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,84 @@
+"""What a chat template writes a prompt of."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+from gateway.schemas.chat import Message, TemplateInput
+from gateway.text.chat_template import ChatTemplate
+from gateway.tools.prompting import show_tools_in_words
+
+
+class ChatPrompt(NamedTuple):
+    """The text of a prompt."""
+
+    text: str
+    ignored: Sequence[str]
+    """The client's parameters that the template does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatInput:
+    """A conversation, and what else its template may show. All of it is JSON."""
+
+    turns: Sequence[dict[str, Any]]
+    tools: Sequence[dict[str, Any]] = ()
+    may_call: bool = True
+    """Whether the model may call the tools; if not, a template that does not show tools gets no description
+    of them."""
+    add_generation_prompt: bool = True
+    """Whether the prompt ends with the header of the assistant's turn."""
+    continue_final_message: bool = False
+    """Whether the prompt ends within the last turn."""
+    documents: Sequence[Mapping[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """The template's own variables, as the client names them."""
+    effort: str | None = None
+    """How much the model shall think."""
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], body: TemplateInput, *, may_call: bool = True) -> Self:
+        """Returns the input of a conversation."""
+        return cls(
+            [message.for_template() for message in messages],
+            [tool.for_template() for tool in body.tools],
+            may_call,
+            body.add_generation_prompt and not body.continue_final_message,
+            body.continue_final_message,
+            body.documents,
+            body.chat_template_kwargs,
+            body.reasoning_effort,
+        )
+
+    def write(self, template: ChatTemplate) -> ChatPrompt:
+        """Returns the prompt that ``template`` writes.
+
+        Raises:
+            InvalidArgument: if the template refuses the conversation.
+        """
+        variables = {name: value for name, value in self._all_variables() if name in template.variables}
+        turns = show_tools_in_words(template, self.turns, self.tools if self.may_call else ())
+        text = template.render(
+            turns,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            variables=variables,
+            tools=self.tools,
+            documents=self.documents,
+        )
+        return ChatPrompt(text, list(self._ignored(template.variables)))
+
+    def _all_variables(self) -> Iterator[tuple[str, Any]]:
+        """Yields the template's variables; the client's own come last."""
+        if self.effort is not None:
+            yield "reasoning_effort", self.effort
+            # The switch of templates that know no degrees.
+            yield "enable_thinking", self.effort != "none"
+        yield from self.variables.items()
+
+    def _ignored(self, known: frozenset[str]) -> Iterator[str]:
+        if self.effort is not None and known.isdisjoint(("reasoning_effort", "enable_thinking")):
+            yield "reasoning_effort"
+        if self.documents and "documents" not in known:
+            yield "documents"
+        yield from (f"chat_template_kwargs.{name}" for name in self.variables if name not in known)
