@@ -118,7 +118,7 @@ def plan_answer(
     calls = (
         _plan_optional(form, served, body, thinking, asked)
         if choice == "auto"
-        else _plan_required(form, body, thinking, asked)
+        else _plan_required(form, body, thinking)
     )
     make, names = calls.form.make, frozenset(tool.function.name for tool in body.tools)
     markers = calls.form.markers
@@ -178,14 +178,12 @@ def _callee(tool: Tool, *, strict: bool) -> Callee:
     return Callee(tool.function.name, schema if strict else _ANY_OBJECT)
 
 
-def _plan_required(
-    form: Format | None,
-    body: ChatCompletionRequest,
-    thinking: _ThinkingPlan,
-    asked: pb.StructuredOutput | None,
-) -> _CallPlan:
-    """Plans an answer of nothing but calls: of any tool, or one call of the named tool."""
-    if asked is not None:
+def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: _ThinkingPlan) -> _CallPlan:
+    """Plans an answer of nothing but calls: of any tool, or one call of the named tool.
+
+    A response format is for the answer's content, of which there is none. Agents send both with every turn.
+    """
+    if body.structured_outputs is not None:
         raise InvalidArgument(
             f"{body.constraint_param} and a tool_choice that requires a call contradict one another; send one"
             ' of them, or tool_choice "auto" or "none"',

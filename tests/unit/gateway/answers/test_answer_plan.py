@@ -117,9 +117,21 @@ def test_a_constraint_with_optional_calls_needs_a_grammar_for_calls(
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
-@pytest.mark.parametrize("kind", ["json_object", "choice"])
+def test_a_response_format_leaves_required_calls_alone(
+    qwen: ServedModel, compiler: xgrammar.GrammarCompiler, choice: Any
+) -> None:
+    """The format is for content, which an answer of calls has none of; agents send both in every turn."""
+    fields, good, _ = KINDS["json_object"]
+    plan = plan_answer(settings(), qwen, chat(tools=[TIME], tool_choice=choice, **fields), [1])
+    assert plan.constraint is not None
+    assert plan.constraint_param == "tools"
+    assert not accepts(compiler, plan.constraint, good)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+@pytest.mark.parametrize("kind", ["choice", "regex"])
 def test_a_constraint_with_a_required_call_is_refused(qwen: ServedModel, choice: Any, kind: str) -> None:
-    """One of the two would have to be ignored."""
+    """structured_outputs constrains the whole output, so one of the two would have to be ignored."""
     fields, _, _ = KINDS[kind]
     (name,) = fields
     with pytest.raises(InvalidArgument, match="contradict one another") as caught:
