@@ -4,6 +4,7 @@ A flag (`--block-size`) comes before a `TRIPTYCH_*` variable, and that before th
 vLLM-Spyre deployment.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
 from protos.security.settings import LinkSecuritySettings
 from protos.settings import Group
+from protos.tracing.tracer import OtlpEndpoint
 from scheduler_svc.adapters.modules import name_and_path, split_modules
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
 from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets
@@ -76,7 +78,13 @@ class Settings(LinkSecuritySettings):
             "event_log_ttl_s",
             "drain_s",
         ),
-        Group.LOGGING: ("log_level", "log_format", "state_dir", "batchsize_log_interval_s"),
+        Group.LOGGING: (
+            "log_level",
+            "log_format",
+            "otlp_traces_endpoint",
+            "state_dir",
+            "batchsize_log_interval_s",
+        ),
     }
 
     reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
@@ -206,6 +214,9 @@ class Settings(LinkSecuritySettings):
     """Least severe level that is logged."""
     log_format: LogFormat = Field("json")
     """json for machines, console for people."""
+    otlp_traces_endpoint: OtlpEndpoint | None = Field(None)
+    """gRPC endpoint of the OpenTelemetry collector that gets the spans of requests, for example
+    http://127.0.0.1:4317. Needs the extra otel. Default: no traces."""
 
     @field_validator("decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before")
     @classmethod
@@ -254,6 +265,8 @@ class Settings(LinkSecuritySettings):
     def _weights(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
+        if value.startswith("{"):
+            return json.loads(value)
         pairs = [part.partition("=") for part in value.split(",") if part.strip()]
         if any(not equals or not name.strip() for name, equals, _ in pairs):
             raise ValueError("expected name=weight pairs, for example paid=4,trial=0.5")

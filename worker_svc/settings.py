@@ -1,6 +1,5 @@
 """The worker's settings: flags, then `TRIPTYCH_*` variables, then variables of other stacks."""
 
-import ast
 import json
 import math
 import os
@@ -8,13 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.logs import LogFormat, LogLevel
 from protos.security.settings import LinkSecuritySettings
 from protos.settings import Group
+from protos.tracing.tracer import OtlpEndpoint
+from worker_svc.compilation_config import CompilationConfig, literal
+from worker_svc.generation_defaults import check_overrides
 from worker_svc.ranks.layout import RankLayout
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
@@ -29,33 +31,6 @@ _SET_SIZES = "set --tensor-parallel-size or --pipeline-parallel-size"
 _PROFILERS = ("RBLN_PROFILER", "VLLM_RBLN_PROFILER")
 # The compilers that vLLM-Spyre's VLLM_SPYRE_DYNAMO_BACKEND may name.
 _COMPILERS = ("inductor", "sendnn", "sendnn_decoder")
-
-
-def _literal(text: str) -> Any:
-    """Returns the value of JSON or of a Python literal.
-
-    Raises:
-        ValueError: The text is neither.
-    """
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        return ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise ValueError('should be a level or JSON, for example {"level": 3}') from error
-
-
-class CompilationConfig(BaseModel):
-    """The fields of vLLM's `--compilation-config` that this worker supports."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-    level: int | None = Field(None, ge=0, le=3)
-    """The same as `-O`."""
-    candidate_compile_sizes: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = None
-    """Decode buckets to generate kernels for. Default: all."""
 
 
 class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
@@ -75,6 +50,8 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             "pooling_task",
             "trust_remote_code",
             "language_model_only",
+            "generation_config",
+            "override_generation_config",
             "seed",
         ),
         Group.DEVICE: (
@@ -132,7 +109,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             "configure_hang_timeout_s",
             "max_failed_steps",
         ),
-        Group.LOGGING: ("log_level", "log_format"),
+        Group.LOGGING: ("log_level", "log_format", "otlp_traces_endpoint"),
     }
 
     needs_master: ClassVar[bool] = True
@@ -196,6 +173,12 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     language_model_only: bool = False
     """Serve the text model of a multimodal checkpoint and leave its other weights unread. Without it, such
     checkpoints are refused."""
+    generation_config: str = Field("auto", min_length=1)
+    """Where sampling parameters come from that a request omits: auto (the model's generation_config.json), a
+    folder with such a file, or vllm (none; see docs/sampling.md)."""
+    override_generation_config: Annotated[dict[str, Any], NoDecode] = Field(default_factory=dict)
+    """JSON with sampling parameters that come before those, for example {"temperature": 0.7,
+    "max_new_tokens": 1024}."""
     enable_lora: bool = False
     """Serve LoRA adapters beside the model."""
     max_loras: int = Field(4, ge=1, le=256)
@@ -302,6 +285,9 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Least severe level that is logged."""
     log_format: LogFormat = "json"
     """json for machines, console for people."""
+    otlp_traces_endpoint: OtlpEndpoint | None = None
+    """gRPC endpoint of the OpenTelemetry collector that gets the spans of requests, for example
+    http://127.0.0.1:4317. Needs the extra otel. Default: no traces."""
 
     @model_validator(mode="before")
     @classmethod
@@ -320,8 +306,22 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     @field_validator("compilation_config", mode="before")
     @classmethod
     def _level_or_mapping(cls, value: Any) -> Any:
-        read = _literal(value) if isinstance(value, str) else value
+        read = literal(value) if isinstance(value, str) else value
         return {"level": read} if isinstance(read, int) else read
+
+    @field_validator("override_generation_config", mode="before")
+    @classmethod
+    def _json_object(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError('should be JSON, for example {"temperature": 0.7}') from error
+
+    @field_validator("override_generation_config")
+    @classmethod
+    def _in_bounds(cls, value: dict[str, Any]) -> dict[str, Any]:
+        check_overrides(value)
+        return value
 
     @field_validator("backend", mode="before")
     @classmethod

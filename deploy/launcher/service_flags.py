@@ -177,7 +177,7 @@ def _flag(name: str, value: object) -> str:
         case tuple():
             return f"{flag}={','.join(map(str, value))}"
         case dict():
-            return f"{flag}={','.join(f'{key}={item}' for key, item in value.items())}"
+            return f"{flag}={json.dumps(value)}"
         case BaseModel():
             return f"{flag}={value.model_dump_json(exclude_unset=True)}"
         case _:

@@ -181,6 +181,18 @@ def sampling_of(
     return params
 
 
+def _within_context(
+    served: ServedModel, body: SamplingRequest, sampling: pb.SamplingParams, num_prompt: int
+) -> pb.SamplingParams:
+    """Returns the parameters for one prompt: the model's recommended length counts as far as it fits."""
+    if body.output_limit is not None or not sampling.max_tokens:
+        return sampling
+    own = pb.SamplingParams()
+    own.CopyFrom(sampling)
+    own.max_tokens = max(body.min_tokens, min(sampling.max_tokens, served.model.max_model_len - num_prompt))
+    return own
+
+
 def generate_requests(
     served: ServedModel,
     body: SamplingRequest,
@@ -214,7 +226,7 @@ def generate_requests(
         inference.GenerateRequest(
             request_id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
             prompt_token_ids=prompt,
-            sampling=sampling,
+            sampling=_within_context(served, body, sampling, len(prompt)),
             n=body.n if body.n > 1 else None,
             priority=account.priority,
             tenant=account.tenant,

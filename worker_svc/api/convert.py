@@ -57,7 +57,7 @@ def description_to_proto(worker: Worker, *, worker_id: str, model: str) -> worke
             max_model_len=description.max_model_len,
             eos_token_ids=description.eos_token_ids,
             dtype=str(description.dtype).removeprefix("torch."),
-            default_sampling=None if pooling else _default_sampling(description.default_sampling),
+            default_sampling=None if pooling else _default_sampling(worker.default_sampling),
             pooled_size=pooling.size if pooling else 0,
             pooling=_pooling_info(pooling) if pooling else None,
         ),
@@ -130,7 +130,7 @@ def _default_sampling(recommended: Mapping[str, float]) -> common_pb2.SamplingPa
         if value < 0:  # some write top_k -1 for "off"
             get_logger().warning("recommended_sampling_ignored", name=name, value=value)
             continue
-        setattr(defaults, name, int(value) if name == "top_k" else float(value))
+        setattr(defaults, name, int(value) if name in {"top_k", "max_tokens"} else float(value))
     return defaults
 
 

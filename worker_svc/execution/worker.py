@@ -21,6 +21,7 @@ from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights
 from worker_svc.execution.ranks.lockstep import Follower, GiveUp, Leader
 from worker_svc.execution.ranks.rank_facts import rank_facts
+from worker_svc.generation_defaults import default_sampling
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints, StepConstraints

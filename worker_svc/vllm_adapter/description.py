@@ -9,12 +9,11 @@ from typing import Any
 import torch
 
 from protos.errors import ConfigurationRefused
+from worker_svc.generation_defaults import recommended
 from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.shapes.model_description import ModelDescription, ModelSize, PoolingDescription
 
 _MATRIX = 2  # dimensions
-# The sampling parameters that a model's authors may recommend, by their names in generation_config.json.
-_RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def is_experts(layer: Any) -> bool:
@@ -77,9 +76,7 @@ def describe(
         quantization=None if config.quant_config is None else str(config.quant_config.get_name()),
         layers=tuple(attention),
         pooling=pooling,
-        default_sampling={
-            name: generation[name] for name in _RECOMMENDED if generation.get(name) is not None
-        },
+        default_sampling=recommended(generation),
     )
 
 

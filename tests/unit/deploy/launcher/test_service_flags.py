@@ -76,6 +76,8 @@ ARGUMENTS = {
     "allowed_methods": ["--allowed-methods", "GET", "POST"],
     "compilation_config": ['--compilation-config={"level": 3, "candidate_compile_sizes": [1, 8]}'],
     "compile_strict": ["--compile-strict"],
+    "generation_config": ["--generation-config=vllm"],
+    "override_generation_config": ['--override-generation-config={"top_k": 5, "temperature": 0.5}'],
     "enable_expert_parallel": ["--enable-expert-parallel", "--tensor-parallel-size=2"],
     "decode_bucket_strategy": ["--decode-bucket-strategy=linear"],
     "decode_buckets": ["--decode-buckets=1,3", "--decode-bucket-strategy=manual"],

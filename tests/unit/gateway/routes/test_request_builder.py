@@ -81,6 +81,15 @@ def test_the_models_defaults_fill_the_gaps() -> None:
     assert not sampling_of(body_of(top_p=1.0), model).HasField("top_p")
 
 
+def test_the_models_default_length_counts_as_far_as_it_fits(served: ServedModel) -> None:
+    """A chat without max_tokens gets what generation_config.json says, or the rest of the context."""
+    served.model.default_sampling.max_tokens = 50
+    chat = parse(ChatCompletionRequest, b'{"messages": [{"role": "user", "content": "x"}], "min_tokens": 2}')
+    requests = generate_requests(served, chat, [[1] * 4, [1] * 60, [1] * 63], "id")
+    assert [request.sampling.max_tokens for request in requests] == [50, 4, 2]
+    assert generate_requests(served, body_of(), [[1]], "id")[0].sampling.max_tokens == 16
+
+
 @pytest.mark.parametrize(("seed", "wire"), [(0, 0), (7, 7), (-1, 2**64 - 1)])
 def test_seeds_fit_64_bits(seed: int, wire: int) -> None:
     """Negative seeds are allowed."""
