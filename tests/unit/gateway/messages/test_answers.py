@@ -1,0 +1,144 @@
+"""Blocks, stop reasons and events that a fake scheduler cannot bring about."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from gateway.answers.answer_plan import AnswerPlan
+from gateway.answers.generation import Usage
+from gateway.answers.sequence_text import Delta
+from gateway.messages.answer_body import StopReason, message_body, usage_body
+from gateway.messages.cache_hints import common_prefix, hints_of
+from gateway.messages.error_shape import shape
+from gateway.messages.message_stream_writer import MessageStreamWriter
+from gateway.messages.schemas import CountTokensRequest
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from gateway.schemas.base import parse
+from protos import errors
+
+USAGE = Usage(10, 5, 3)
+START = CallStart(0, "call_1", "f")
+
+
+class Script:
+    """A parser that finds the same events, one list per piece of text, whatever the text is."""
+
+    def __init__(self, *events: Sequence[Event]) -> None:
+        self._events = list(events)
+
+    def feed(self, _: str) -> list[Event]:
+        return list(self._events.pop(0))
+
+    def finish(self) -> list[Event]:
+        return []
+
+    def whole(self, _: str) -> list[Event]:
+        return [event for events in self._events for event in events]
+
+
+def streamed(*events: Sequence[Event], reason: str = "stop") -> list[dict[str, Any]]:
+    """Returns the events of a stream whose parser finds ``events``."""
+    plan = AnswerPlan(calls=lambda: Script(*events, []))
+    writer = MessageStreamWriter("msg_1", "m", plan, lambda: USAGE, omit_thinking=False)
+    data = writer.begin() + b"".join(writer.write(Delta(0, "x")) for _ in events)
+    data += writer.write(Delta(0, "", reason)) + writer.end(USAGE)
+    return [json.loads(event.partition("data: ")[2]) for event in data.decode().split("\n\n")[:-1]]
+
+
+def body(*events: Event, **end: Any) -> dict[str, Any]:
+    delta = Delta(0, "", "stop")._replace(**end)
+    return message_body("msg_1", "m", delta, events, USAGE, omit_thinking=False)
+
+
+def test_blocks_keep_their_order() -> None:
+    """Pieces of one block are joined; a revoked call is text again, with what stands around it."""
+    call = [START, CallArguments(0, '{"x"'), CallArguments(0, ": 1}")]
+    content = body(Reasoning("a"), Text("b"), Text("c"), *call, Text("d"))["content"]
+    assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "text"]
+    assert (content[1]["text"], content[2]["input"], content[3]["text"]) == ("bc", {"x": 1}, "d")
+    revoked = body(Text("b"), START, CallArguments(0, "{"), CallRevoked(0, "<call>"), Text("d"))
+    assert "".join(block["text"] for block in revoked["content"]) == "b<call>d"
+    assert revoked["stop_reason"] == "end_turn"
+    assert body()["content"] == [{"type": "text", "text": ""}]
+
+
+def test_a_call_that_is_cut_off_has_no_input() -> None:
+    """Its input is an object in any case, and the reason says that it is none to run."""
+    cut = body(START, CallArguments(0, '{"x'), finish_reason="length")
+    assert (cut["content"][0]["input"], cut["stop_reason"]) == ({}, "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("end", "called", "complete", "expected"),
+    [
+        (("length", None), True, True, ("max_tokens", None)),
+        (("stop", None), True, True, ("tool_use", None)),
+        (("stop", "x"), True, True, ("tool_use", None)),
+        (("stop", "x"), True, False, ("stop_sequence", "x")),
+        (("stop", "x"), False, False, ("stop_sequence", "x")),
+        (("stop", 7), False, False, ("end_turn", None)),
+        (("stop", None), True, False, ("tool_use", None)),
+    ],
+)
+def test_stop_reasons(
+    end: tuple[str, str | int | None], called: bool, complete: bool, expected: tuple[str, str | None]
+) -> None:
+    """The limit wins over calls, and complete calls win over stop sequences."""
+    assert StopReason.of(Delta(0, "", *end), called=called, complete=complete) == expected
+
+
+def test_arguments_may_come_late() -> None:
+    """Parsers of vLLM may mix calls and text: each piece of arguments names its own block."""
+    events = streamed([START], [CallArguments(0, "{"), Text("b")], [CallArguments(0, "}")])
+    starts = {event["index"]: event["content_block"]["type"] for event in events if "content_block" in event}
+    assert starts == {0: "tool_use", 1: "text"}
+    pieces = [event for event in events if event.get("delta", {}).get("type") == "input_json_delta"]
+    assert [(event["index"], event["delta"]["partial_json"]) for event in pieces] == [(0, "{"), (0, "}")]
+
+
+def test_a_revoked_call_is_none_to_run() -> None:
+    """A stream cannot take its block back, but it does not end with ``tool_use``."""
+    events = streamed([START], [CallArguments(0, "{")], [CallRevoked(0, "x")])
+    assert events[-2]["delta"]["stop_reason"] == "end_turn"
+
+
+def test_counts() -> None:
+    """The three counts of prompt tokens add up to the prompt."""
+    counts = usage_body(USAGE)
+    assert counts.pop("output_tokens") == 5
+    assert counts == {"input_tokens": 7, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3}
+
+
+def test_every_error_has_a_type() -> None:
+    """Also a class that is added to the tree; Anthropic's own status goes with its own type."""
+    for cls in errors._BY_CODE.values():
+        shaped = shape(cls("m"))
+        assert (shaped.status == 529) == (shaped.body["error"]["type"] == "overloaded_error")
+
+
+def test_hints() -> None:
+    """The last mark of each lifetime counts; marks of tools and of the system prompt keep both."""
+    mark, hour = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+    text = {"type": "text", "text": "a"}
+    fields: dict[str, Any] = {
+        "tools": [{"name": "f", "input_schema": {}, "cache_control": hour}],
+        "messages": [
+            {"role": "user", "content": [text | {"cache_control": mark}, text]},
+            {"role": "assistant", "content": [text, text | {"cache_control": mark}, text]},
+        ],
+    }
+
+    def lengths(**more: Any) -> list[tuple[int, list[int]]]:
+        request = parse(CountTokensRequest, json.dumps(fields | more).encode())
+        return [
+            (hint.ttl_s, [len(turn.content) for turn in hint.body.messages]) for hint in hints_of(request)
+        ]
+
+    assert lengths() == [(3600, [1]), (300, [2, 2])]
+    assert lengths(cache_control=mark) == [(3600, [1]), (300, [2, 3])]
+    assert lengths(cache_control=hour) == [(3600, [2, 3]), (300, [2, 2])]
+    assert [common_prefix([1, 2, 3], other) for other in ([1, 2, 4], [1, 2], [1, 2, 3, 4], [2])] == [
+        [1, 2], [1, 2], [1, 2, 3], [],
+    ]  # fmt: skip
