@@ -272,7 +272,7 @@ ENGINE = [
         "--ec-transfer-config",
     ),
     *refused(
-        "is not supported; subscribe to the scheduler's KV events, see docs/grpc.md", "--kv-events-config"
+        "is not supported; subscribe to the scheduler's KV events, see docs/kv-events.md", "--kv-events-config"
     ),
     *refused("is not supported; restart the workers with the new weights", "--weight-transfer-config"),
 ]

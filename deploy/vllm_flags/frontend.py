@@ -120,9 +120,9 @@ FRONTEND = [
         form="switch",
     ),
     *refused(
-        "is not served; direct gRPC clients use --scheduler-port, see docs/grpc.md", "--grpc", form="switch"
+        "is not served; direct gRPC clients use --scheduler-port, see docs/api-grpc.md", "--grpc", form="switch"
     ),
-    *refused("is not served; direct gRPC clients use --scheduler-port, see docs/grpc.md", "--grpc-port"),
+    *refused("is not served; direct gRPC clients use --scheduler-port, see docs/api-grpc.md", "--grpc-port"),
     *refused("is not served; start `triptych worker` on each host", "--headless", form="switch"),
     *refused("is always made from version and settings", "--fingerprint-mode", harmless=("full", "hash")),
     *refused("is always made from version and settings", "--fingerprint-value"),

@@ -28,7 +28,7 @@ RBLN: Final[list[Variable]] = [
             reason="two names of one switch"),
     *mapped("--rbln-moe-use-opt-kernel", "VLLM_RBLN_MOE_USE_OPT_KERNEL"),
     *mapped("--rbln-moe-custom-kernel", "VLLM_RBLN_MOE_CUSTOM_KERNEL"),
-    *honoured("the NPU's runtime reads it in the worker, which is refused with model parallelism: use one rank, or unset it",
+    *honoured("two names of one switch of the NPU's runtime; a replica of several ranks refuses it",
               "RBLN_PROFILER VLLM_RBLN_PROFILER"),
     *honoured("the NPUs that a process may use, which `triptych up` shares out", "RBLN_DEVICES RBLN_VISIBLE_DEVICES"),
     *honoured("the device file in deploy/compose.rbln.yaml", "RBLN_DEVICE"),

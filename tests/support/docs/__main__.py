@@ -15,6 +15,7 @@ from tests.bench.support.plot import draw
 from tests.support.docs.configuration import configuration
 from tests.support.docs.grpc_api import grpc_api
 from tests.support.docs.http_api import http_api
+from tests.support.docs.migration import migration
 from tests.support.docs.models_page import models
 from tests.support.docs.rooms import architecture
 from tests.support.paths import ROOT
@@ -30,6 +31,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "api-http.md": http_api,
     ROOT / "docs" / "api-grpc.md": grpc_api,
     ROOT / "docs" / "architecture.md": architecture,
+    ROOT / "docs" / "migration.md": migration,
     ROOT / "docs" / "models.md": models,
     **{
         ROOT / "docs" / "images" / f"{data.stem}.svg": partial(_plot, data)
