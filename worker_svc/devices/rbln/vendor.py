@@ -50,6 +50,8 @@ class Vendor:
             ConfigurationRefused: says in one line what is missing.
         """
         options = self._options
+        if profiler := os.environ.get("VLLM_RBLN_PROFILER"):  # vLLM-RBLN's name of the runtime's variable
+            os.environ.setdefault("RBLN_PROFILER", profiler)
         if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
             raise ConfigurationRefused(
                 f"device rbln needs the vendor's packages {' and '.join(missing)}; use --device cpu or cuda"

@@ -66,15 +66,18 @@ def test_a_meeting_place_has_a_host_and_a_port(master: str) -> None:
     assert settings.master == master
 
 
-def test_the_vendors_profiler_is_refused_with_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["RBLN_PROFILER", "VLLM_RBLN_PROFILER"])
+def test_the_vendors_profiler_is_refused_with_several_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It works in one process; 0 and an empty variable turn it off."""
     flags = ["--model", "any", *SPLIT, *TOGETHER]
-    for off in ("", "0"):
-        monkeypatch.setenv("RBLN_PROFILER", off)
+    for off in ("", "0", "False"):
+        monkeypatch.setenv(name, off)
         load(WorkerSettings, flags)
-    monkeypatch.setenv("RBLN_PROFILER", "1")
+    monkeypatch.setenv(name, "1")
     load(WorkerSettings, ["--model", "any"])
-    with pytest.raises(ConfigurationRefused, match="this replica has 4; unset it"):
+    with pytest.raises(ConfigurationRefused, match=f"^{name} works in one process, .* has 4; unset it"):
         load(WorkerSettings, flags)
 
 

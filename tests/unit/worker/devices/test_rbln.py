@@ -1,6 +1,7 @@
 """Device rbln with backend rbln-check: caches, plans, graphs and refusals."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,18 @@ def test_without_the_vendors_packages_it_is_refused_in_one_line() -> None:
         "device rbln needs the vendor's packages rebel and torch_rbln; use --device cpu or cuda"
     )
     assert open_device("rbln", DeviceOptions("rbln-check")).product_name().startswith("RBLN graphs")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rebel") is not None, reason="the vendor's packages are here")
+def test_the_plugin_s_name_of_the_profiler_reaches_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runtime knows its own name alone, which comes first."""
+    monkeypatch.setenv("VLLM_RBLN_PROFILER", "1")
+    monkeypatch.setenv("RBLN_PROFILER", "own")
+    for expected in ("own", "1"):
+        with pytest.raises(ConfigurationRefused):
+            open_device("rbln")
+        assert os.environ["RBLN_PROFILER"] == expected
+        monkeypatch.delenv("RBLN_PROFILER")
 
 
 @pytest.mark.parametrize(("triton", "where"), [(False, "meta"), (True, "cpu")])
