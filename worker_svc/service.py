@@ -77,12 +77,18 @@ async def serve(settings: Settings) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await server.stop(grace_s=0.5)
-        await thread.close(wait_s=0.5)
-        watchdog.close()
-        servicer.close()
-        worker.close()
+        await _close(server, thread, watchdog, servicer, worker)
         log.info("stopped")
+
+
+async def _close(
+    server: Server, thread: ModelThread, watchdog: Watchdog, servicer: WorkerServicer, worker: Worker
+) -> None:
+    await server.stop(grace_s=0.5)
+    await thread.close(wait_s=0.5)
+    watchdog.close()
+    servicer.close()
+    worker.close()
 
 
 async def _register(

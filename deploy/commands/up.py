@@ -20,8 +20,7 @@ from deploy.launcher.ports import free_ports
 from deploy.launcher.process import ChildSpec, worker_spec
 from deploy.launcher.readiness import Served, wait_for_model
 from deploy.launcher.run_dir import claim, socket_folder
-from deploy.launcher.secured import secured
-from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.settings import LaunchSettings, secured
 from deploy.launcher.standbys import Standbys, memory_note, standby_spec
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor, first_launch_error
 from deploy.secure_files import SecureFiles

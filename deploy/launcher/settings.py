@@ -1,16 +1,21 @@
 """The settings of launchers: those of the services that they start, and a few of their own."""
 
+import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from deploy.secure_files import SERVICE_NAME, SecureFiles, make
 from gateway.settings import Settings as GatewaySettings
+from protos.errors import ConfigurationRefused
 from protos.settings import Group, ServiceSettings
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
+
+_WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
 
 class StandbySettings(ServiceSettings):
@@ -90,3 +95,35 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     services. Makes what is needed in `secure/` in the run dir, and reuses it in later starts."""
     max_log_mb: int = Field(64, ge=1, le=65536)
     """MiB above which a service's log is moved to one older file, `.log.1`, and starts anew."""
+
+
+def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:
+    """Makes the files of `--secure` in the run dir and returns settings that use them.
+
+    What the user has set stays.
+
+    Raises:
+        ConfigurationRefused: the files cannot be made.
+    """
+    folder = settings.run_dir.absolute() / "secure"
+    hosts = [socket.gethostname(), *([] if settings.host in _WILDCARDS else [settings.host])]
+    try:
+        files = make(folder, hosts)
+    except OSError as error:
+        raise ConfigurationRefused(f"--secure: cannot write {folder}: {error.strerror}") from error
+    added: dict[str, Path | str | bool] = {}
+    if settings.grpc_tls_ca is None:
+        added |= {
+            "grpc_tls_ca": files.ca,
+            "grpc_tls_cert": files.service_cert,
+            "grpc_tls_key": files.service_key,
+            "grpc_tls_name": SERVICE_NAME,
+            "grpc_tls_require_client_cert": True,
+        }
+    if settings.service_token is None and settings.service_token_file is None:
+        added["service_token_file"] = files.service_token
+    if settings.ssl_certfile is None:
+        added |= {"ssl_certfile": files.http_cert, "ssl_keyfile": files.http_key}
+    if not settings.api_key and settings.api_key_file is None:
+        added["api_key_file"] = files.api_keys
+    return settings.model_copy(update=added), files

@@ -65,7 +65,9 @@ class Certificates:
             return self._server_configuration()
 
         return grpc.dynamic_ssl_server_credentials(
-            self._server_configuration(), changed, require_client_authentication=require_client_cert
+            self._server_configuration(),
+            changed,  # type: ignore[arg-type] # `None` for no change is documented
+            require_client_authentication=require_client_cert,
         )
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:

@@ -15,7 +15,7 @@ from gateway.http.tls import ServerTls
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused
 from protos.security.certificates import CertificatePaths
-from tests.support.certificates import BOTH, ca, service_files
+from tests.support.security.certificates import BOTH, ca, service_files
 from tests.support.gateway.serving import Gateway, running_gateway
 
 pytestmark = pytest.mark.contract

@@ -26,7 +26,7 @@ from protos.triptych.v1 import (
     worker_pb2_grpc,
 )
 from protos.wire import unix_address
-from tests.support.certificates import OTHER_TOKEN, TOKEN, service_files
+from tests.support.security.certificates import OTHER_TOKEN, TOKEN, service_files
 
 pytestmark = pytest.mark.contract
 
@@ -52,11 +52,12 @@ async def serving(security: LinkSecurity, path: Path | None = None) -> AsyncIter
     """Runs a server with all services, whose methods are not implemented; yields its address."""
 
     def register(server: grpc.aio.Server) -> None:
-        inference_pb2_grpc.add_InferenceServicer_to_server(inference_pb2_grpc.InferenceServicer(), server)
-        registry_pb2_grpc.add_WorkerRegistryServicer_to_server(
-            registry_pb2_grpc.WorkerRegistryServicer(), server
-        )
-        worker_pb2_grpc.add_WorkerServicer_to_server(worker_pb2_grpc.WorkerServicer(), server)
+        for module, name in (
+            (inference_pb2_grpc, "Inference"),
+            (registry_pb2_grpc, "WorkerRegistry"),
+            (worker_pb2_grpc, "Worker"),
+        ):
+            getattr(module, f"add_{name}Servicer_to_server")(getattr(module, f"{name}Servicer")(), server)
 
     server = Server((), register, security=security)
     port = await server.start("127.0.0.1", 0, path)
@@ -70,9 +71,14 @@ async def serving(security: LinkSecurity, path: Path | None = None) -> AsyncIter
 async def code_of(client: LinkSecurity, address: str, method: str = METHODS[0]) -> grpc.StatusCode:
     """Returns the status of a call; UNIMPLEMENTED means that it got through."""
     async with client.open_channel(address) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(method)(b"", timeout=10)
-    return caught.value.code()
+        return (await failed(channel, method)).code()
+
+
+async def failed(channel: Any, method: str = METHODS[0]) -> grpc.aio.AioRpcError:
+    """Calls a method and returns its failure."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary(method)(b"", timeout=10)
+    return caught.value
 
 
 async def test_every_method_needs_the_token_and_health_does_not() -> None:
@@ -101,7 +107,12 @@ async def test_a_socket_needs_the_token_too_and_others_cannot_open_it(tmp_path: 
 async def test_streams_carry_the_token() -> None:
     """The four kinds of methods send it."""
     async with serving(with_token()) as address, with_token().open_channel(address) as channel:
-        kinds = (channel.unary_unary, channel.unary_stream, channel.stream_unary, channel.stream_stream)
+        kinds: tuple[Any, ...] = (
+            channel.unary_unary,
+            channel.unary_stream,
+            channel.stream_unary,
+            channel.stream_stream,
+        )
         for kind in kinds:
             call: Any = kind(METHODS[0])(b"" if kind in kinds[:2] else iter([b""]))
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -111,10 +122,9 @@ async def test_a_refused_call_is_logged_by_both_sides_without_tokens() -> None:
     """The client's error says what to set; the server's log names peer and method, and does not fill up."""
     with capture_logs() as logs:
         async with serving(with_token()) as address, with_token(OTHER_TOKEN).open_channel(address) as channel:
-            for _ in range(3):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await channel.unary_unary(METHODS[0])(b"")
-    error = from_rpc_error(caught.value)
+            error = from_rpc_error(await failed(channel))
+            for _ in range(2):
+                await failed(channel)
     assert isinstance(error, Unauthenticated)
     assert "another service token; set --service-token-file" in error.message
     (line,) = (entry for entry in logs if entry["event"] == "call_refused")

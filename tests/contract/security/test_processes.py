@@ -18,8 +18,8 @@ from protos.security.links import LinkSecurity
 from protos.security.tokens import ServiceTokens
 from protos.server import Server
 from protos.triptych.v1 import worker_pb2_grpc
-from tests.support.certificates import OTHER_TOKEN, TOKEN, service_files
 from tests.support.scheduler.fake_worker import FakeWorker
+from tests.support.security.certificates import OTHER_TOKEN, TOKEN, service_files
 from worker_svc.api.registration import leave, stay_registered
 
 pytestmark = pytest.mark.contract

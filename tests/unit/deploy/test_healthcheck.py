@@ -16,7 +16,7 @@ from protos.security.certificates import Certificates
 from protos.security.links import LinkSecurity
 from protos.security.tokens import ServiceTokens
 from protos.server import Server
-from tests.support.certificates import TOKEN, service_files
+from tests.support.security.certificates import TOKEN, service_files
 
 
 async def check(*arguments: str) -> int:

@@ -8,7 +8,7 @@ from deploy.diagnosis.findings import Finding, Findings, Missing
 from deploy.inspection import host, security
 from deploy.launcher.run_dir import claim
 from gateway.settings import Settings
-from tests.support import certificates
+from tests.support.security import certificates
 
 
 def test_a_run_folder_in_use_is_named_and_left_alone(tmp_path: Path) -> None:

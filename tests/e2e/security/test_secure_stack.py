@@ -3,7 +3,9 @@
 import json
 import ssl
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import grpc
 import httpx
@@ -30,7 +32,7 @@ def code_of(
         else grpc.secure_channel(address, credentials, options=OPTIONS)
     )
     with channel:
-        calls = {
+        calls: dict[str, Callable[[Any], object]] = {
             "GetModel": lambda metadata: inference_pb2_grpc.InferenceStub(channel).GetModel(
                 inference_pb2.GetModelRequest(), timeout=10, metadata=metadata
             ),
@@ -41,7 +43,7 @@ def code_of(
         try:
             calls[method]((("authorization", f"Bearer {token}"),) if token else ())
         except grpc.RpcError as error:
-            return error.code()  # type: ignore[no-any-return, attr-defined]
+            return cast("grpc.Call", error).code()
     return grpc.StatusCode.OK
 
 
