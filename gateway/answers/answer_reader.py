@@ -148,6 +148,25 @@ class AnswerReader:
                 yield Text(part.source)
 
 
+class ThinkingMeter:
+    """Counts the tokens of one sequence's thinking; its markers count, too."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        """Counts the thinking that ``parser`` finds."""
+        self._parser: ToolParser | None = parser
+        self.num_tokens = 0
+
+    def feed(self, text: str, num_tokens: int) -> None:
+        """Takes the text that further tokens complete; they are the sequence's first ``num_tokens``."""
+        if self._parser is None:
+            return
+        events = self._parser.feed(text)
+        if any(isinstance(event, Text) and event.text for event in events):
+            self._parser = None
+        elif events:
+            self.num_tokens = num_tokens
+
+
 @dataclass(slots=True)
 class CollectedMessage:
     """A chat message, collected from events."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from gateway.answers.answer_reader import AnswerReader, finish_reason
 from gateway.answers.chunks import ChatChunks
 from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.generation import Delta
+from gateway.answers.sequence_text import Delta
 
 
 class ChatStreamWriter:

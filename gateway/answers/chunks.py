@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.answers.generation import Delta, Usage
+from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.resumable import ChunkNumbers
+from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.http.errors import error_body
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Final
 
 from gateway.answers.answer_reader import AnswerReader
-from gateway.answers.generation import Delta
 from gateway.answers.logprobs import TokenReport
+from gateway.answers.sequence_text import Delta
 from gateway.parsers.events import CallRevoked, CallStart, Event
 
 # The ids that our parsers and vLLM's make up. Others are the model's own.

@@ -8,10 +8,13 @@ from functools import partial
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
+from gateway.answers.answer_reader import ThinkingMeter
 from gateway.answers.logprobs import TokenReport
 from gateway.answers.prompt import Prompt
+from gateway.answers.sequence_text import Delta, SequenceText
 from gateway.http.errors import internal
 from gateway.metrics import EngineMetrics, Metrics
+from gateway.parsers.events import ToolParser
 from gateway.scheduler_link.pending_request import RequestGroup, SequenceEvent
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
@@ -25,155 +28,6 @@ from protos.triptych.v1 import common_pb2 as pb
 # Tokens that take a few milliseconds to turn into text.
 _MANY_TOKENS: Final = 500
 
-_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
-
-
-class Delta(NamedTuple):
-    """New text and tokens of one sequence."""
-
-    sequence: int
-    text: str
-    finish_reason: str | None = None
-    """In the last delta: "stop" or "length"."""
-    stop_reason: str | int | None = None
-    """The stop string or stop token that ended the sequence; ``None`` for the model's own end tokens."""
-    tokens: tuple[TokenReport, ...] = ()
-    """The new tokens, if log-probabilities were asked for. Text held back comes later than its tokens."""
-
-
-@dataclass(slots=True)
-class SequenceText:
-    """One sequence: turns its tokens into text and counts them."""
-
-    index: int
-    num_prompt_tokens: int
-    detokenizer: Detokenizer
-    stops: StopStrings | None
-    min_tokens: int
-    """Stop strings count only behind this many tokens."""
-    include_stop: bool
-    """Whether the text includes the stop string or token that ends it."""
-    stop_token_ids: frozenset[int]
-    num_logprobs: int | None = None
-    """How many of the likeliest tokens to report with each token; ``None``: no log-probabilities."""
-    num_tokens: int = 0
-    num_chars: int = 0
-    """Length of the text so far, including text held back."""
-    first_at: float = 0.0
-    """When the first token arrived."""
-    last_at: float = 0.0
-    """When the last tokens arrived."""
-    measured: EngineMetrics | None = None
-    """The metrics of the engine that runs it, once it has a token."""
-    finished: bool = False
-    to_echo: bool = False
-    """Whether the first text must still repeat the prompt."""
-
-    @classmethod
-    def of(
-        cls,
-        index: int,
-        body: SamplingRequest,
-        served: ServedModel,
-        prompt: Prompt,
-        markers: frozenset[str] | None,
-        *,
-        first: bool,
-    ) -> "SequenceText":
-        """Returns a sequence without tokens.
-
-        Args:
-            index: its number in the answer.
-            body: the HTTP request.
-            served: the model.
-            prompt: the prompt that it continues.
-            markers: special tokens that become text even if special tokens are skipped; ``None``: all of
-                them.
-            first: whether it is the first sequence of its prompt, which counts the prompt's tokens.
-        """
-        stops = (
-            StopStrings(body.stop, include_in_output=body.include_stop_str_in_output) if body.stop else None
-        )
-        return cls(
-            index=index,
-            num_prompt_tokens=len(prompt.token_ids) if first else 0,
-            detokenizer=served.text.detokenizers.make(
-                skip_special_tokens=body.skip_special_tokens and markers is not None,
-                shown=markers or frozenset(),
-                spaces_between_special_tokens=body.spaces_between_special_tokens,
-                prompt=prompt.token_ids[-8:],
-            ),
-            stops=stops,
-            min_tokens=body.min_tokens,
-            include_stop=body.include_stop_str_in_output,
-            stop_token_ids=frozenset(body.stop_token_ids),
-            num_logprobs=body.num_logprobs,
-            num_chars=len(prompt.echo or ""),
-            to_echo=prompt.echo is not None,
-        )
-
-    def push(self, event: SequenceEvent) -> Delta:
-        """Takes an event and returns its delta, which may be empty.
-
-        After a stop string, the sequence is finished and takes no more events.
-        """
-        reason = _REASONS.get(event.finish_reason)
-        token_ids = event.token_ids
-        # The token that ended the sequence is text only if the client wants to see it.
-        hidden = bool(reason and token_ids and event.stop_token_id is not None and not self.include_stop)
-        if self.is_plain:
-            self.num_tokens += len(token_ids)
-            text = self.detokenizer.push(token_ids[:-1] if hidden else token_ids)
-            if reason is None:
-                return Delta(self.index, text)
-            self.finished = True
-            return Delta(self.index, text + self.detokenizer.finish(), reason, self._stop_token(event))
-        return self._push_one_by_one(event, reason, len(token_ids) - hidden)
-
-    def push_token(self, token_id: int) -> str:
-        """Takes a token that ends nothing and returns the text that it completes, for :attr:`is_plain`."""
-        self.num_tokens += 1
-        return self.detokenizer.push((token_id,))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a token needs nothing but its text: no stop strings, no log-probabilities."""
-        return self.stops is None and self.num_logprobs is None
-
-    def _push_one_by_one(self, event: SequenceEvent, reason: str | None, visible: int) -> Delta:
-        """Handles tokens one by one.
-
-        Counting then stops at the token that completes a stop string, and each token's offset is known.
-        """
-        text, stops, tokens = "", self.stops, []
-        for position, token_id in enumerate(event.token_ids):
-            self.num_tokens += 1
-            if self.num_logprobs is not None:
-                entry = event.logprobs[position]
-                tokens.append(TokenReport.of(token_id, self.num_chars, entry, self.num_logprobs))
-            piece = self.detokenizer.push((token_id,)) if position < visible else ""
-            self.num_chars += len(piece)
-            if stops is None or self.num_tokens <= self.min_tokens:
-                text += piece
-                continue
-            text += stops.feed(piece)
-            if stops.matched is not None:
-                self.finished = True
-                return Delta(self.index, text, "stop", stops.matched, tuple(tokens))
-        if reason is None:
-            return Delta(self.index, text, tokens=tuple(tokens))
-        self.finished = True
-        last, stop_reason = self.detokenizer.finish(), self._stop_token(event)
-        if stops is not None:
-            last = stops.feed(last)
-            if stops.matched is not None:
-                return Delta(self.index, text + last, "stop", stops.matched, tuple(tokens))
-            last += stops.flush()
-        return Delta(self.index, text + last, reason, stop_reason, tuple(tokens))
-
-    def _stop_token(self, event: SequenceEvent) -> int | None:
-        return event.stop_token_id if event.stop_token_id in self.stop_token_ids else None
-
 
 @dataclass(slots=True)
 class Usage:
@@ -182,6 +36,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    thinking_tokens: int = 0
 
     def body(self) -> dict[str, object]:
         """Returns OpenAI's usage object."""
@@ -247,6 +102,7 @@ class Generation:
         echoes: Sequence[str] | None = None,
         markers: frozenset[str] | None = frozenset(),
         constraint_param: str = "",
+        thinking: Callable[[], ToolParser] | None = None,
     ) -> "Generation":
         """Returns the answer to requests that have been submitted.
 
@@ -261,6 +117,7 @@ class Generation:
             markers: special tokens that become text even if special tokens are skipped; ``None``: all of
                 them.
             constraint_param: the request's parameter that constrains the output.
+            thinking: makes a parser that separates thinking; ``None``: its tokens are not counted.
         """
         prompts = [
             Prompt.of(pending, echoes[index] if echoes is not None else None)
@@ -271,6 +128,9 @@ class Generation:
             for index, prompt in enumerate(prompts)
             for sequence in range(body.n)
         ]
+        if thinking is not None:
+            for one in sequences:
+                one.thinking = ThinkingMeter(thinking())
         make = partial(served.text.detokenizers.make, skip_special_tokens=body.skip_special_tokens)
         return cls(
             group,
@@ -396,7 +256,10 @@ class Generation:
             if sequence.finished:
                 continue
             before = sequence.num_tokens
-            delta = self._with_prompt(sequence, sequence.push(event))
+            delta = sequence.push(event)
+            if sequence.thinking is not None:
+                sequence.thinking.feed(delta.text, sequence.num_tokens)
+            delta = self._with_prompt(sequence, delta)
             if sequence.num_tokens > before:
                 self._measure(sequence, now, sequence.num_tokens - before)
             if delta.finish_reason is not None:
@@ -458,6 +321,7 @@ class Generation:
             sum(sequence.num_prompt_tokens for sequence in self.sequences),
             sum(sequence.num_tokens for sequence in self.sequences),
             sum(prompt.num_cached_tokens or 0 for prompt in self.prompts),
+            sum(sequence.thinking.num_tokens for sequence in self.sequences if sequence.thinking is not None),
         )
 
 

@@ -13,8 +13,9 @@ from typing import Any, Final, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.answers.generation import Delta, Generation, Usage
+from gateway.answers.generation import Generation, Usage
 from gateway.answers.logprobs import TokenReport
+from gateway.answers.sequence_text import Delta
 from gateway.http.errors import ClientGone, internal, note_error
 from gateway.http.middleware import note
 from gateway.http.protocol import BodyWriter

@@ -6,7 +6,8 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
-from gateway.answers.generation import Delta, Usage
+from gateway.answers.generation import Usage
+from gateway.answers.sequence_text import Delta
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 
 ID_PREFIX: Final = "msg_"

@@ -7,7 +7,8 @@ import orjson
 
 from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.generation import Delta, Usage
+from gateway.answers.generation import Usage
+from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.messages.answer_body import (
     StopReason,

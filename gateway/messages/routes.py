@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers.answer_plan import AnswerPlan
-from gateway.answers.generation import Delta
+from gateway.answers.sequence_text import Delta
 from gateway.http.errors import shape_errors
 from gateway.keys.caller import account_of
 from gateway.messages.answer_body import ID_PREFIX, message_body

@@ -5,8 +5,9 @@ from typing import Any
 import orjson
 
 from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.generation import Delta, Usage
+from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.parsers.events import CallRevoked, CallStart
 from gateway.responses.answer_body import ResponseObject, error_event

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.generation import Delta
 from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.answers.sequence_text import Delta
 from gateway.parsers.events import Event, Text
 from gateway.quoting import quote
 from gateway.responses.answer_body import ResponseObject

@@ -8,14 +8,16 @@ from starlette.responses import Response
 
 from gateway.answers.answer_plan import AnswerPlan, plan_answer
 from gateway.answers.chunks import DONE, Chunks, ChunkWriter
-from gateway.answers.generation import Delta, Generation, Timing, Usage
+from gateway.answers.generation import Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
+from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import EVENT_STREAM, EventStream, StreamWriter, collect, unenforced_header
 from gateway.chat_prompts.chat_input import ChatInput
 from gateway.http.middleware import note
 from gateway.keys.caller import account_of
 from gateway.keys.limits import charge
+from gateway.parsers.events import ToolParser
 from gateway.routes.answer_beginning import AnswerBeginning, begin_answer, submit
 from gateway.routes.context import context_of, generating_model
 from gateway.routes.request_builder import bad_word_tokens, generate_requests, truncated
@@ -88,6 +90,8 @@ class AnswerFormat(NamedTuple):
     """The request's parameter that set the constraint."""
     headers: Mapping[str, str] | None = None
     """Further headers of the HTTP response."""
+    thinking: Callable[[], ToolParser] | None = None
+    """Makes a parser that separates thinking; ``None``: the model does not think."""
 
 
 async def respond_to_chat(
@@ -116,7 +120,10 @@ async def respond_to_chat(
     effort = size if body.tools or body.constrained else 0
     plan = await context.text_worker.run(effort, lambda: plan_answer(context.settings, served, body, prompt))
     form = write(plan)._replace(
-        markers=plan.markers, constraint=plan.constraint, constraint_param=plan.constraint_param
+        markers=plan.markers,
+        constraint=plan.constraint,
+        constraint_param=plan.constraint_param,
+        thinking=plan.thinking,
     )
     return await respond(request, form, body, served, [prompt])
 
@@ -217,6 +224,7 @@ async def _begin(
         echoes=echoes,
         markers=form.markers,
         constraint_param=form.constraint_param,
+        thinking=form.thinking,
     )
 
 

@@ -12,7 +12,7 @@ from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.answer_reader import CollectedMessage, finish_reason
 from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.chunks import ChatChunks
-from gateway.answers.generation import Delta
+from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond_to_chat
 from gateway.routes.context import read_body

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.chunks import CompletionChunks
-from gateway.answers.generation import Delta
+from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond
 from gateway.routes.context import context_of, generating_model, read_body

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.answers.chunks import ChatChunks
-from gateway.answers.generation import Delta
+from gateway.answers.sequence_text import Delta
 from gateway.http.protocol import BodyWriter
 from tests.support.gateway.serving import CHAT, TEXT, Stack, running_stack
 

@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
+from tokenizers import Tokenizer
 
 from gateway.responses.answers import ResponseAnswer
 from protos.errors import Unavailable
@@ -166,6 +167,9 @@ async def test_a_collected_response_has_the_same_items(stack: Stack) -> None:
     streamed = (await stream(stack, tools=TOOLS))[-1].response
     assert essence(whole.output) == essence(streamed.output)
     assert whole.usage == streamed.usage
+    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
+    thinking = tokenizer.encode(FULL.partition("\n\n")[0], add_special_tokens=False).ids
+    assert whole.usage.output_tokens_details.reasoning_tokens == len(thinking)
     assert [tool.name for tool in whole.tools] == ["get_weather", "get_time"]
 
 

@@ -10,7 +10,7 @@ import pytest
 from gateway.answers.answer_reader import AnswerReader
 from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.chunks import ChatChunks
-from gateway.answers.generation import Delta
+from gateway.answers.sequence_text import Delta
 from gateway.tools.formats import FORMATS
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.answers.generation import Delta, SequenceText
+from gateway.answers.sequence_text import Delta, SequenceText
 from gateway.scheduler_link.pending_request import SequenceEvent
 from gateway.text.stop_strings import StopStrings
 from protos.triptych.v1 import common_pb2 as pb

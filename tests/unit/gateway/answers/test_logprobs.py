@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from gateway.answers.generation import Delta, SequenceText
 from gateway.answers.logprobs import MIN_LOGPROB, Reporter, TokenReport
+from gateway.answers.sequence_text import Delta, SequenceText
 from gateway.scheduler_link.pending_request import SequenceEvent
 from gateway.text.detokenizer import WindowedDetokenizer
 from gateway.text.stop_strings import StopStrings

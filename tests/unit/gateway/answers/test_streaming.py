@@ -9,8 +9,9 @@ import pytest
 from gateway.answers.answer_reader import AnswerReader
 from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.chunks import DONE, ChatChunks, Chunks, ChunkWriter, CompletionChunks, error_event
-from gateway.answers.generation import Delta, Usage
+from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.answers.sequence_text import Delta
 from gateway.parsers.reasoning import Thinking, ThinkParser
 from protos.errors import Unavailable
 

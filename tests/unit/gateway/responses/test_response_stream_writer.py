@@ -8,8 +8,9 @@ import pytest
 
 from gateway.answers.answer_reader import AnswerReader
 from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.generation import Delta, Usage
+from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter
+from gateway.answers.sequence_text import Delta
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.responses.answer_body import ResponseObject
 from gateway.responses.output_items import collected
