@@ -150,7 +150,10 @@ def _check(settings: ServiceSettings, findings: Findings) -> None:
             _check_worker(settings, findings)
         case GatewaySettings():
             findings.check("services", lambda: host.service_packages("gateway.app"))
-            findings.check("port", lambda: host.port(settings.host, settings.port, "--port or --host"))
+            if (path := settings.uds) is not None:
+                findings.check("socket", lambda: host.writable(path.parent, "--uds"))
+            else:
+                findings.check("port", lambda: host.port(settings.host, settings.port, "--port or --host"))
             waits = "new requests wait for --park-timeout-s and then get 503"
             _check_scheduler(settings, findings, services.INFERENCE, waits)
         case SchedulerSettings():

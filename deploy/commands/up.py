@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from deploy.inspection.environment import unknown_variables
 from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings]
         # The services get all settings as flags.
         os.environ.pop(CONFIG_VARIABLE, None)
         environment.check(os.environ, lambda reading: say(str(reading)))
+        for unknown in unknown_variables(os.environ):
+            say(unknown)
         with claim(settings.run_dir), socket_folder(settings.run_dir) as sockets:
             if settings.model in DEMO_MODELS:
                 settings = settings.model_copy(update={"model": fetch_demo_model(settings.model)})

@@ -51,12 +51,20 @@ def own_variables(environment: Mapping[str, str]) -> str:
     Raises:
         Remark: some do not, and what was probably meant.
     """
+    if unknown := unknown_variables(environment):
+        raise Remark("; ".join(unknown))
+    count = len(_set(environment))
+    return f"{count} set, all known" if count else "none set"
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable of ours that is set and does not exist."""
     known = variables()
-    given = {name for name, value in environment.items() if name.startswith(_OWN) and value}
-    unknown = sorted(given - known)
-    if unknown:
-        raise Remark(f"{'; '.join(_unknown(name, known) for name in unknown)}")
-    return f"{len(given)} set, all known" if given else "none set"
+    return [_unknown(name, known) for name in sorted(_set(environment) - known)]
+
+
+def _set(environment: Mapping[str, str]) -> set[str]:
+    return {name for name, value in environment.items() if name.startswith(_OWN) and value}
 
 
 def _unknown(name: str, known: Collection[str]) -> str:

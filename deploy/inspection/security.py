@@ -4,7 +4,7 @@ import ssl
 from pathlib import Path
 
 from deploy.diagnosis.findings import Findings, Missing
-from gateway.security_settings import SecuritySettings
+from gateway.settings import Settings as GatewaySettings
 from protos.security.settings import CallSecuritySettings
 
 
@@ -12,7 +12,7 @@ def check(settings: CallSecuritySettings, findings: Findings) -> None:
     """Runs the checks of what is configured."""
     if settings.grpc_tls_ca or settings.service_token or settings.service_token_file:
         findings.check("service links", lambda: _links(settings))
-    if not isinstance(settings, SecuritySettings):
+    if not isinstance(settings, GatewaySettings):
         return
     certificate, key, file = settings.ssl_certfile, settings.ssl_keyfile, settings.api_key_file
     if certificate is not None:

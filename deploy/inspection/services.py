@@ -24,11 +24,11 @@ def scheduler(address: str, security: LinkSecurity, service: str, *, waits: str)
     """
     try:
         with security.open_blocking_channel(address) as channel:
-            answer = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[no-untyped-call,attr-defined]
+            answer = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]
                 health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S, wait_for_ready=False
             )
     except grpc.RpcError as error:
-        reason = " ".join((error.details() or error.code().name).split())  # type: ignore[attr-defined]
+        reason = " ".join((error.details() or error.code().name).split())
         raise Remark(f"no scheduler answers at {address} ({reason}); {waits}") from error
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         what = "takes registrations" if service == REGISTRY else "has a ready worker"

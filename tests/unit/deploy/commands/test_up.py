@@ -7,6 +7,7 @@ import pytest
 
 from deploy import cli
 from deploy.commands import up
+from deploy.launcher.run_dir import claim
 from deploy.launcher.readiness import Served
 
 
@@ -47,6 +48,21 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureF
     assert f"port {port}" in error
     assert "--port" in error
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_what_has_no_effect_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of other stacks with the reason, and a variable of ours that does not exist."""
+    monkeypatch.setenv("VLLM_PLUGINS", "rbln")
+    monkeypatch.setenv("TRIPTYCH_MAX_NUM_SEQ", "4")
+    with claim(tmp_path):  # so that nothing starts
+        assert up.main(["--model", str(tmp_path), "--run-dir", str(tmp_path)]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("VLLM_PLUGINS=rbln has no effect: ")
+    assert lines[1].startswith(
+        "TRIPTYCH_MAX_NUM_SEQ is no setting and has no effect; did you mean TRIPTYCH_MAX_NUM_SEQS"
+    )
 
 
 def test_the_example_request_fits_the_model() -> None:
