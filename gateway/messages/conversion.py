@@ -51,6 +51,7 @@ def to_chat(body: PromptRequest, template: ChatTemplate | None, *, answer: bool 
         "messages": messages,
         "tools": [_tool(tool) for tool in body.tools if tool.custom],
         "chat_template_kwargs": _variables(body, template),
+        "reasoning_effort": body.output_config and body.output_config.effort,
         "include_reasoning": body.thinking is None or body.thinking.type != "disabled",
     }
     if not answer:
@@ -88,14 +89,12 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
 
 
 def _variables(body: PromptRequest, template: ChatTemplate | None) -> dict[str, Any]:
-    """Returns the template's variables: the switch of its thinking, the effort, and the client's own."""
+    """Returns the template's variables: the switch of its thinking, and the client's own."""
     known = template.variables if template is not None else frozenset()
     variables: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
         on = body.thinking.type == "enabled"
         variables |= {name: on for name in _SWITCHES if name in known}
-    if body.output_config is not None and body.output_config.effort and "reasoning_effort" in known:
-        variables["reasoning_effort"] = body.output_config.effort
     return {**variables, **body.chat_template_kwargs}
 
 

@@ -134,6 +134,17 @@ async def test_the_client_goes_on_after_a_call(stack: Stack, client: anthropic.A
     assert "<|im_start|>tool\nRain<|im_end|>" in prompt
 
 
+async def test_a_last_turn_of_the_assistant_is_continued(stack: Stack) -> None:
+    """The prompt ends where that turn ends, and the answer is what follows."""
+    stack.reply_with(" Seine.")
+    begun = [*ASK["messages"], {"role": "assistant", "content": "Paris lies on the"}]
+    message = await collected(stack, **{**ASK, "messages": begun})
+    assert message["content"] == [{"type": "text", "text": " Seine."}]
+    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
+    prompt = tokenizer.decode(list(stack.scheduler.requests[-1].prompt_token_ids), skip_special_tokens=False)
+    assert prompt.endswith("<|im_start|>assistant\nParis lies on the")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("text", "fields", "stop"),

@@ -169,16 +169,16 @@ def test_thinking(fields: dict[str, Any], variables: dict[str, Any], shown: bool
 
 
 def test_effort_reaches_templates_that_know_it() -> None:
-    """Others would refuse the variable."""
+    """Under the name that chats have for it, beside the switch of thinking."""
     template = ChatTemplate("{{ reasoning_effort }}{{ thinking }}", {})
     chat = to_chat(request(output_config={"effort": "high"}, thinking={"type": "enabled"}), template)
-    assert chat.chat_template_kwargs == {"reasoning_effort": "high", "thinking": True}
+    assert (chat.reasoning_effort, chat.chat_template_kwargs) == ("high", {"thinking": True})
 
 
 def test_a_last_turn_of_the_assistant_is_continued() -> None:
     """The prompt ends within it; a call cannot be continued."""
     chat = to_chat(request(USER, assistant(text("The best answer is ("))), ANY_ORDER)
-    assert not chat.add_generation_prompt
+    assert (chat.add_generation_prompt, chat.continue_final_message) == (False, True)
     with pytest.raises(InvalidArgument, match="send its result"):
         to_chat(request(USER, assistant(USE)), ANY_ORDER)
 
