@@ -50,7 +50,9 @@ async def stack(log: io.StringIO, tmp_path: Path) -> AsyncIterator[Stack]:
         "admin_api_key": SecretStr(ADMIN),
         "api_key_file": path,
     }
-    async with running_stack(ANSWER, max_parked_requests=0, max_body_bytes=10_000, **given) as stack:
+    async with running_stack(
+        ANSWER, max_parked_requests=0, max_body_bytes=10_000, enable_log_requests=True, **given
+    ) as stack:
         yield stack
 
 
