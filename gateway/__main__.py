@@ -17,6 +17,7 @@ import uvicorn
 from gateway.app import create_app
 from gateway.http.protocol import BoundedProtocol
 from gateway.http.tls import ServerTls
+from gateway.http.unix_socket import unix_listener
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import unread_limits
@@ -26,6 +27,7 @@ from protos import logs
 from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.settings import load
+from protos.tracing.tracer import open_tracer
 
 # Files that are open beside the clients' connections: modules, logs, the scheduler's channel.
 _OTHER_FILES: Final = 256
@@ -133,22 +135,47 @@ def serve(settings: Settings) -> None:
         unread=unread_limits(settings.max_unread_tokens_per_answer, settings.max_unread_answer_tokens),
         security=settings.link_security(),
     )
-    config = http_config(settings, create_app(settings, client))
-    listeners = [listen(settings.host, settings.port, reuse_port=settings.reuse_port)]
-    if settings.metrics_port is not None:
-        listeners.append(listen(settings.host, settings.metrics_port))
-    ports = [listener.getsockname()[1] for listener in listeners]
+    tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
+    config = http_config(settings, create_app(settings, client, tracer=tracer))
+    with listening(settings) as listeners:
+        _run(settings, client, config, listeners)
+    if tracer is not None:
+        tracer.close()
+    logs.get_logger().info("stopped")
+
+
+@contextlib.contextmanager
+def listening(settings: Settings) -> Iterator[list[socket.socket]]:
+    """Yields the socket of the API, and that of ``--metrics-port`` if it is set.
+
+    Raises:
+        ConfigurationRefused: if an address is not available.
+    """
+    with contextlib.ExitStack() as stack:
+        if settings.uds is None:
+            listeners = [listen(settings.host, settings.port, reuse_port=settings.reuse_port)]
+        else:
+            listeners = [stack.enter_context(unix_listener(settings.uds))]
+        if settings.metrics_port is not None:
+            listeners.append(listen(settings.host, settings.metrics_port))
+        yield listeners
+
+
+def _run(
+    settings: Settings, client: InferenceClient, config: uvicorn.Config, listeners: list[socket.socket]
+) -> None:
+    ports = [None if each.family is socket.AF_UNIX else each.getsockname()[1] for each in listeners]
     allow_files(settings.max_connections + _OTHER_FILES)
     logs.get_logger().info(
         "listening",
         host=settings.host,
         port=ports[0],
+        uds=settings.uds and str(settings.uds),
         metrics_port=ports[1] if len(ports) > 1 else None,
         tls=settings.ssl_certfile is not None,
         scheduler=settings.scheduler_address,
     )
     HttpServer(config, client, settings.drain_timeout_s).run(sockets=listeners)
-    logs.get_logger().info("stopped")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,17 +29,20 @@ from gateway.routes.pooling import classification, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
+from gateway.text.template_setting import read_template
 from gateway.text.tokenization import TextCodec, TextWorker
 from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
+from protos.tracing.tracer import Tracer
 
 # Opens the OpenAPI document.
 _DESCRIPTION: Final = (
     "OpenAI's HTTP interface, with vLLM's extensions. Bodies are JSON objects. Parameters without effect are"
     " accepted; parameters that would change the output but are not served are refused by name. Every answer has"
-    " the header X-Request-Id: the client's own, if it sent a usable one. The request header X-Tenant names the"
-    " tenant; the scheduler shares capacity fairly among tenants. Statuses 429 and 503 carry Retry-After."
+    " the header X-Request-Id: the client's own, if it sent a usable one. The request's key names the"
+    " tenant, or, where the gateway believes it, the header X-Tenant; the scheduler shares capacity fairly among"
+    " tenants. Keys travel as bearer tokens or in the header x-api-key. Statuses 429 and 503 carry Retry-After."
 )
 
 
@@ -55,6 +58,7 @@ def create_app(
     new_id: Callable[[], str] = random_id,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
+    tracer: Tracer | None = None,
 ) -> FastAPI:
     """Builds the application. Its lifespan connects ``client`` and closes it.
 
@@ -64,8 +68,17 @@ def create_app(
         new_id: makes ids of answers and requests.
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
+        tracer: writes the spans of requests, if anything does.
+
+    Raises:
+        ConfigurationRefused: if the chat template of the settings cannot be used.
     """
-    watcher = ServedModelWatcher(client, poll_s=settings.model_poll_s, prepare=_preparation(settings))
+    watcher = ServedModelWatcher(
+        client,
+        poll_s=settings.model_poll_s,
+        prepare=_preparation(settings),
+        template=read_template(settings.chat_template),
+    )
     metrics = Metrics(
         lambda: watcher.model_name,
         lambda: client.num_pending,
@@ -99,6 +112,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
+        root_path=settings.root_path,
     )
     app.state.prefix_pins = pins
     app.state.context = Context(
@@ -140,6 +154,7 @@ def create_app(
         read_timeout_s=settings.read_timeout_s,
         new_id=new_id,
         clock=clock,
+        tracer=tracer,
     )
     return app
 

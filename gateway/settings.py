@@ -1,17 +1,21 @@
 """The gateway's settings: flags, or ``TRIPTYCH_*`` variables of the same name."""
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import SettingsConfigDict
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS
 from gateway.security_settings import SecuritySettings
+from protos.limits import MAX_LOGPROBS
 from protos.logs import LogFormat, LogLevel
 from protos.security.settings import CallSecuritySettings
 from protos.settings import Group
+from protos.tracing.tracer import OtlpEndpoint
 
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:/\s]+):(\d{1,5})")
 
@@ -26,6 +30,8 @@ class Settings(CallSecuritySettings, SecuritySettings):
     section: ClassVar[str] = "gateway"
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.HTTP_API: (
+            "chat_template",
+            "default_chat_template_kwargs",
             "tool_call_parser",
             "reasoning_parser",
             "strict_requests",
@@ -33,6 +39,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "trust_request_chat_template",
             "max_body_bytes",
             "max_prompts",
+            "max_logprobs",
             "max_inputs",
             "max_pooled_values",
             "model_poll_s",
@@ -43,7 +50,15 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "max_unread_tokens_per_answer",
             "max_unread_answer_tokens",
         ),
-        Group.ADDRESSES: ("host", "port", "reuse_port", "metrics_port", "scheduler_address"),
+        Group.ADDRESSES: (
+            "host",
+            "port",
+            "uds",
+            "root_path",
+            "reuse_port",
+            "metrics_port",
+            "scheduler_address",
+        ),
         Group.TIMEOUTS: (
             "resume_timeout_s",
             "park_timeout_s",
@@ -52,7 +67,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "read_timeout_s",
             "write_timeout_s",
         ),
-        Group.LOGGING: ("log_level", "log_format"),
+        Group.LOGGING: ("log_level", "log_format", "enable_log_requests", "otlp_traces_endpoint"),
     }
 
     reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
@@ -65,6 +80,20 @@ class Settings(CallSecuritySettings, SecuritySettings):
     port: Annotated[
         int, Field(ge=0, le=65535, description="HTTP port; 0 picks a free one, which the log names.")
     ] = 8000
+    uds: Annotated[
+        Path | None,
+        Field(
+            description="Unix socket to listen on instead of --host and --port, for example"
+            " /run/triptych/http.sock."
+        ),
+    ] = None
+    root_path: Annotated[
+        str,
+        Field(
+            pattern=r"^(/[^/\s]+)*$",
+            description="Path of a proxy that leads here, for example /llm; requests may have it or not.",
+        ),
+    ] = ""
     reuse_port: Annotated[
         bool,
         Field(
@@ -86,6 +115,13 @@ class Settings(CallSecuritySettings, SecuritySettings):
     ] = "127.0.0.1:50051"
     log_level: Annotated[LogLevel, Field(description="Least severe level that is logged.")] = "info"
     log_format: Annotated[LogFormat, Field(description="'json' for machines, 'console' for people.")] = "json"
+    otlp_traces_endpoint: Annotated[
+        OtlpEndpoint | None,
+        Field(
+            description="gRPC endpoint of the OpenTelemetry collector that gets the spans of requests, for"
+            " example http://127.0.0.1:4317. Needs the extra otel. Default: no traces."
+        ),
+    ] = None
     max_body_bytes: Annotated[
         int,
         Field(
@@ -95,6 +131,14 @@ class Settings(CallSecuritySettings, SecuritySettings):
     max_prompts: Annotated[
         int, Field(ge=1, le=4096, description="Most prompts in one completions request.")
     ] = 128
+    max_logprobs: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=MAX_LOGPROBS,
+            description="Most log-probabilities that a request may ask for with each token.",
+        ),
+    ] = MAX_LOGPROBS
     max_inputs: Annotated[
         int, Field(ge=1, le=65536, description="Most texts in one request to a pooling model.")
     ] = 2048
@@ -194,6 +238,25 @@ class Settings(CallSecuritySettings, SecuritySettings):
         ),
     ] = 1 << 20
 
+    chat_template: Annotated[
+        str | None,
+        Field(
+            min_length=1,
+            description="Chat template to use instead of the model's own: a file, or the Jinja text itself.",
+        ),
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any],
+        NoDecode,
+        Field(
+            description='JSON with variables of the chat template, for example {"enable_thinking": false}. A'
+            " request's chat_template_kwargs and reasoning_effort come before them."
+        ),
+    ] = {}  # noqa: RUF012 - pydantic copies defaults
+    enable_log_requests: Annotated[
+        bool,
+        Field(description="Log each request's parameters and number of tokens; its texts are never logged."),
+    ] = False
     tool_call_parser: Annotated[
         str,
         Field(
@@ -234,6 +297,20 @@ class Settings(CallSecuritySettings, SecuritySettings):
             " time. 0: the marks have no effect. Pinned prefixes take memory from other tenants' requests.",
         ),
     ] = 0
+
+    @field_validator("default_chat_template_kwargs", mode="before")
+    @classmethod
+    def _is_object(cls, value: object) -> object:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError('must be JSON, for example {"enable_thinking": false}') from error
+
+    @model_validator(mode="after")
+    def _one_address(self) -> Self:
+        if self.uds is not None and self.reuse_port:
+            raise ValueError("--reuse-port shares a port, and --uds has none; omit one of them")
+        return self
 
     @field_validator("tool_call_parser", "reasoning_parser")
     @classmethod

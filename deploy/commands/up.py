@@ -17,7 +17,7 @@ from deploy.inspection.environment import unknown_variables
 from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
-from deploy.launcher.ports import free_ports
+from deploy.launcher.ports import Ports, free_ports
 from deploy.launcher.process import ChildSpec, worker_spec
 from deploy.launcher.readiness import Served, wait_for_model
 from deploy.launcher.run_dir import claim, socket_folder
@@ -112,63 +112,68 @@ class Launcher:
         self._settings = settings
         self._files = files
         self._security = settings.link_security()
+        self._sockets = sockets
+        self._scheduler = unix_address(self._scheduler_socket)
         with free_ports(settings) as ports:
             self._port, self._scheduler_port = ports.http, ports.scheduler
             self._metrics_ports = ports.metrics
-            run_dir = settings.run_dir
-            scheduler_socket = sockets / "scheduler.sock"
-            self._scheduler = unix_address(scheduler_socket)
-            worker_secrets = service_flags.secrets_of(settings, WorkerSettings)
-            scheduler = service_flags.scheduler_flags(settings, ports.scheduler, scheduler_socket)
-            worker_sockets = [sockets / f"{name}.sock" for name in worker_names(settings)]
-            self._workers = [
-                worker_spec(
-                    path.stem,
-                    tuple(
-                        service_flags.worker_flags(
-                            settings,
-                            port,
-                            path,
-                            scheduler_socket,
-                            index=index,
-                            master=ports.masters[index // settings.layout.world_size],
-                        )
-                    ),
-                    run_dir,
-                    {**service_flags.worker_environment(settings, index), **worker_secrets},
-                )
-                for index, (port, path) in enumerate(zip(ports.workers, worker_sockets, strict=True))
-            ]
-            self._names = {unix_address(path): path.stem for path in worker_sockets}
+            self._workers = self._worker_specs(ports)
             # The stopping order: each service outlives its clients.
-            self._stages = (
-                [
-                    ChildSpec(
-                        name,
-                        (
-                            *_COMMAND,
-                            "gateway",
-                            *service_flags.gateway_flags(settings, ports.http, own_port, scheduler_socket),
-                        ),
-                        run_dir,
-                        service_flags.secrets_of(settings, GatewaySettings),
-                    )
-                    for name, own_port in zip(gateway_names(settings), ports.metrics, strict=True)
-                ],
-                (
-                    ChildSpec(
-                        "scheduler",
-                        (*_COMMAND, "scheduler", *scheduler),
-                        run_dir,
-                        service_flags.secrets_of(settings, SchedulerSettings),
-                    ),
-                ),
-                self._workers,
-            )
+            self._stages = (self._gateway_specs(ports), (self._scheduler_spec(ports),), self._workers)
+        self._names = {unix_address(sockets / f"{spec.name}.sock"): spec.name for spec in self._workers}
         standbys = Standbys(standby_spec(self._workers[0]), num_standbys(settings), say)
         self._supervisor = Supervisor(
             self._stages, say, standbys=standbys, max_log_bytes=settings.max_log_mb << 20
         )
+
+    @property
+    def _scheduler_socket(self) -> Path:
+        return self._sockets / "scheduler.sock"
+
+    def _gateway_specs(self, ports: Ports) -> list[ChildSpec]:
+        settings = self._settings
+        secrets = service_flags.secrets_of(settings, GatewaySettings)
+        return [
+            ChildSpec(
+                name,
+                (
+                    *_COMMAND,
+                    "gateway",
+                    *service_flags.gateway_flags(settings, ports.http, own_port, self._scheduler_socket),
+                ),
+                settings.run_dir,
+                secrets,
+            )
+            for name, own_port in zip(gateway_names(settings), ports.metrics, strict=True)
+        ]
+
+    def _scheduler_spec(self, ports: Ports) -> ChildSpec:
+        settings = self._settings
+        flags = service_flags.scheduler_flags(settings, ports.scheduler, self._scheduler_socket)
+        secrets = service_flags.secrets_of(settings, SchedulerSettings)
+        return ChildSpec("scheduler", (*_COMMAND, "scheduler", *flags), settings.run_dir, secrets)
+
+    def _worker_specs(self, ports: Ports) -> list[ChildSpec]:
+        settings = self._settings
+        secrets = service_flags.secrets_of(settings, WorkerSettings)
+        return [
+            worker_spec(
+                name,
+                tuple(
+                    service_flags.worker_flags(
+                        settings,
+                        port,
+                        self._sockets / f"{name}.sock",
+                        self._scheduler_socket,
+                        index=index,
+                        master=ports.masters[index // settings.layout.world_size],
+                    )
+                ),
+                settings.run_dir,
+                {**service_flags.worker_environment(settings, index), **secrets},
+            )
+            for index, (name, port) in enumerate(zip(worker_names(settings), ports.workers, strict=True))
+        ]
 
     async def run(self) -> int:
         """Serves until a signal.
@@ -232,15 +237,16 @@ class Launcher:
             say(f"  {self._names.get(target, worker or target)}: {text}")
 
     async def _print_address(self, started: float) -> None:
-        base = self._url(self._port)
+        uds = self._settings.uds
+        base = self._url(self._port) if uds is None else "http://localhost"
         own = [self._url(port) for port in self._metrics_ports if port is not None]
         model = await wait_for_model(own or [base], self._scheduler, self._security)
         self._supervisor.mark_served()
         path, body = first_request(model)
         metrics = "".join(f"Metrics of a gateway: {gateway}/metrics\n" for gateway in own)
         say(
-            f"\nServing {model.name} on {base}/v1 after {time.monotonic() - started:.0f} s. Try:\n\n"
-            f"  curl {base}{path} {self._credentials()}-H 'Content-Type: application/json'"
+            f"\nServing {model.name} on {uds or f'{base}/v1'} after {time.monotonic() - started:.0f} s. Try:\n\n"
+            f"  curl {'' if uds is None else f'--unix-socket {uds} '}{base}{path} {self._credentials()}-H 'Content-Type: application/json'"
             f" -d '{json.dumps(body)}'\n\n"
             f"{metrics}gRPC clients use 127.0.0.1:{self._scheduler_port}"
             f"{'' if self._files is None else f', with what {self._files.folder} has'}. Ctrl-C stops it."
@@ -248,7 +254,8 @@ class Launcher:
 
     def _url(self, port: int) -> str:
         """Returns the URL of a gateway's port for clients of this machine."""
-        host = "127.0.0.1" if self._settings.host in {"0.0.0.0", "::"} else self._settings.host  # noqa: S104
+        own = self._settings.http_host
+        host = service_flags.LOOPBACK if own in {"0.0.0.0", "::"} else own  # noqa: S104
         scheme = "http" if self._settings.ssl_certfile is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

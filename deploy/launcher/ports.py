@@ -15,14 +15,14 @@ class Ports:
     """The ports of a stack."""
 
     http: int
-    """All gateways'."""
+    """All gateways'; unused with a Unix socket."""
     scheduler: int
     workers: tuple[int, ...]
     """Each rank's, replica by replica."""
     masters: tuple[int, ...]
     """Where the ranks of each replica meet."""
     metrics: tuple[int | None, ...]
-    """Each gateway's own; None for a single gateway that was given none."""
+    """Each gateway's own; None for a single gateway with a port that was given none."""
 
 
 @contextlib.contextmanager
@@ -47,12 +47,12 @@ def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
 
         def metrics_port(index: int) -> int | None:
             first = settings.metrics_port
-            if first is None and settings.gateways == 1:
+            if first is None and settings.gateways == 1 and settings.uds is None:
                 return None
-            return hold(settings.host, first + index if first else 0, "--metrics-port")
+            return hold(settings.http_host, first + index if first else 0, "--metrics-port")
 
         yield Ports(
-            hold(settings.host, settings.port, "--port or --host"),
+            hold(LOOPBACK, 0, "") if settings.uds else hold(settings.host, settings.port, "--port or --host"),
             hold(LOOPBACK, settings.scheduler_port, "--scheduler-port"),
             tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers * settings.layout.world_size)),
             tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers)),

@@ -31,7 +31,7 @@ def gateway_flags(
     return _flags(
         GatewaySettings,
         settings,
-        host=settings.host,
+        host=settings.http_host,
         port=port,
         metrics_port=metrics_port,
         reuse_port=settings.gateways > 1 or None,

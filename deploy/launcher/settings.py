@@ -3,9 +3,9 @@
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import ClassVar, Final, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from deploy.secure_files import SERVICE_NAME, SecureFiles, make
@@ -95,6 +95,19 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     services. Makes what is needed in `secure/` in the run dir, and reuses it in later starts."""
     max_log_mb: int = Field(64, ge=1, le=65536)
     """MiB above which a service's log is moved to one older file, `.log.1`, and starts anew."""
+
+    @property
+    def http_host(self) -> str:
+        """Where gateways listen on ports: with a Unix socket they have one for metrics only."""
+        return self.host if self.uds is None else "127.0.0.1"
+
+    @model_validator(mode="after")
+    def _one_gateway_has_a_socket(self) -> Self:
+        if self.uds is not None and self.gateways > 1:
+            raise ValueError(
+                f"--uds is the socket of one gateway, and --gateways is {self.gateways}; omit one"
+            )
+        return self
 
 
 def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:

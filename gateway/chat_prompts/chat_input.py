@@ -35,6 +35,8 @@ class ChatInput:
     """The template's own variables, as the client names them."""
     effort: str | None = None
     """How much the model shall think."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The deployment's values of variables that the client does not set."""
 
     @classmethod
     def of(cls, messages: Sequence[Message], body: TemplateInput, *, may_call: bool = True) -> Self:
@@ -69,7 +71,8 @@ class ChatInput:
         return ChatPrompt(text, list(self._ignored(template.variables)))
 
     def _all_variables(self) -> Iterator[tuple[str, Any]]:
-        """Yields the template's variables; the client's own come last."""
+        """Yields the template's variables: the deployment's first, the client's own last."""
+        yield from self.defaults.items()
         if self.effort is not None:
             yield "reasoning_effort", self.effort
             # The switch of templates that know no degrees.

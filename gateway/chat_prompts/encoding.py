@@ -1,5 +1,6 @@
 """Token ids of conversations."""
 
+from dataclasses import replace
 from functools import partial
 
 from gateway.chat_prompts.chat_input import ChatInput, ChatPrompt
@@ -25,6 +26,7 @@ class ChatEncoder:
         """
         self._trusts_templates = settings.trust_request_chat_template
         self._is_strict = settings.strict_requests
+        self._variables = settings.default_chat_template_kwargs
         self._worker = worker
         self._sandbox = TemplateSandbox()
 
@@ -49,6 +51,8 @@ class ChatEncoder:
             InvalidArgument: if there is no chat template, or it refuses the messages.
             Unsupported: if the client's own template is not allowed.
         """
+        if self._variables:
+            chat = replace(chat, defaults=self._variables)
         if body.chat_template is None:
             prompt = await self._worker.run(size, partial(self._write, served, chat))
         else:

@@ -15,12 +15,19 @@ from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import EVENT_STREAM, EventStream, StreamWriter, collect, unenforced_header
 from gateway.chat_prompts.chat_input import ChatInput
 from gateway.http.middleware import note
+from gateway.http.tracing import pass_on
 from gateway.keys.caller import account_of
 from gateway.keys.limits import charge
 from gateway.parsers.events import ToolParser
 from gateway.routes.answer_beginning import AnswerBeginning, begin_answer, submit
 from gateway.routes.context import context_of, generating_model
-from gateway.routes.request_builder import bad_word_tokens, generate_requests, truncated
+from gateway.routes.request_builder import (
+    bad_word_tokens,
+    check_logprobs,
+    generate_requests,
+    log_requests,
+    truncated,
+)
 from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
@@ -202,6 +209,7 @@ async def _begin(
     context = context_of(request)
     account = account_of(request, body.priority, body.cache_salt)
     note(request.scope, tenant=account.tenant or None)
+    check_logprobs(body, context.settings.max_logprobs)
     bad_words = await context.text_worker.run(
         sum(map(len, body.bad_words)), lambda: bad_word_tokens(served.text, body.bad_words)
     )
@@ -214,7 +222,10 @@ async def _begin(
         bad_words=bad_words,
         constraint=_strictness(form.constraint, body, context.settings),
     )
+    if context.settings.enable_log_requests:
+        log_requests(requests)
     charge(request.scope, sum(map(len, prompts)))
+    pass_on(request.scope, requests)
     return Generation.begin(
         submit(context.client, requests, beginning),
         body,

@@ -10,6 +10,7 @@ from gateway.schemas.sampling import SamplingRequest
 from gateway.text.tokenization import TextCodec, TextWorker
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.limits import SAMPLING
+from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import check_ids, check_token_ids
@@ -130,6 +131,39 @@ def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
         if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
             found.append(spaced)
     return found
+
+
+def check_logprobs(body: SamplingRequest, most: int) -> None:
+    """Refuses a request for more log-probabilities than the deployment allows.
+
+    Raises:
+        InvalidArgument: if it asks for more than ``most`` with each token.
+    """
+    own = "top_logprobs" if hasattr(body, "top_logprobs") else "logprobs"
+    for param, count in ((own, body.num_logprobs), ("prompt_logprobs", body.num_prompt_logprobs)):
+        if count is not None and count > most:
+            raise InvalidArgument(
+                f"{param} is {count}, but this deployment reports at most {most} log-probabilities with each token;"
+                " ask for fewer",
+                param=param,
+            )
+
+
+def log_requests(requests: Sequence[inference.GenerateRequest]) -> None:
+    """Logs what a client asks for, without its texts: counts of tokens, and parameters that are numbers."""
+    sampling = requests[0].sampling
+    numbers = {
+        field.name: value for field, value in sampling.ListFields() if isinstance(value, bool | int | float)
+    }
+    get_logger().info(
+        "request",
+        requests=[request.request_id for request in requests],
+        prompt_tokens=[len(request.prompt_token_ids) for request in requests],
+        n=requests[0].n or 1,
+        lora=requests[0].lora_name or None,
+        constrained=sampling.HasField("structured_output"),
+        **numbers,
+    )
 
 
 def sampling_of(

@@ -122,7 +122,12 @@ class ServedModelWatcher:
     """
 
     def __init__(
-        self, client: InferenceClient, *, poll_s: float, prepare: Callable[[TextCodec], None] = lambda _: None
+        self,
+        client: InferenceClient,
+        *,
+        poll_s: float,
+        prepare: Callable[[TextCodec], None] = lambda _: None,
+        template: str | None = None,
     ) -> None:
         """Prepares the watcher; :meth:`start` starts it.
 
@@ -130,7 +135,9 @@ class ServedModelWatcher:
             client: the client of the scheduler.
             poll_s: how often to look, seconds.
             prepare: further preparation of a tokenizer before it is used; may take seconds.
+            template: the chat template to use instead of the model's own.
         """
+        self._template = template
         self._client = client
         self._prepare = prepare
         self._poll_s = poll_s
@@ -211,7 +218,7 @@ class ServedModelWatcher:
                 continue
 
     def _load(self, folder: Path) -> TextCodec:
-        text = TextCodec.load(folder)
+        text = TextCodec.load(folder, self._template)
         self._prepare(text)
         return text
 

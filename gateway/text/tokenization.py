@@ -81,8 +81,12 @@ class TextCodec:
         self._wrapped: Any = None
 
     @classmethod
-    def load(cls, folder: Path) -> "TextCodec":
+    def load(cls, folder: Path, template: str | None = None) -> "TextCodec":
         """Reads a model's tokenizer and chat template from ``folder``. Takes 0.1 s or more.
+
+        Args:
+            folder: has the model's files.
+            template: replaces the model's chat template, also for conversations with tools.
 
         Raises:
             Internal: if a file is missing or cannot be read; the message names it.
@@ -102,7 +106,7 @@ class TextCodec:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
-        sources = _template_sources(folder, config)
+        sources = _template_sources(folder, config) if template is None else {"default": template}
         try:
             templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
         except jinja2.TemplateSyntaxError as error:
