@@ -68,19 +68,16 @@ async def stay_registered(
     log, delay_s, last_reason = get_logger(scheduler=scheduler), _FIRST_DELAY_S, ""
     near = socket if is_unix(scheduler) else None
     request = _request(worker_id, host, port, near, rank, replica_id)
-    notes = {
-        registry_pb2.RegisterEvent.STATE_HUNG: on_hung,
-        registry_pb2.RegisterEvent.STATE_RANK_LOST: on_rank_lost,
-    }
+    states = registry_pb2.RegisterEvent
+    notes = {states.STATE_HUNG: on_hung, states.STATE_RANK_LOST: on_rank_lost}
     async with security.open_channel(scheduler) as channel:
         stub = registry_pb2_grpc.WorkerRegistryStub(channel)
         while True:
             served_since = math.inf
             try:
-                # Waits for a scheduler that is not up yet, with the channel's backoff.
                 await wait_until_ready(channel, scheduler)
                 async for event in stub.Register(request):
-                    if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
+                    if event.state == states.STATE_SERVING:
                         served_since, last_reason = time.monotonic(), ""
                     if (note := notes.get(event.state)) is not None:
                         note(event.message)
