@@ -5,7 +5,7 @@ The parts have been validated, so they are put together without a second validat
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from gateway.responses.input_items import (
     FunctionCall,
@@ -64,7 +64,10 @@ def to_chat(body: ResponsesRequest, template: ChatTemplate | None) -> ResponseAs
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         include_reasoning=body.include_reasoning,
-        chat_template_kwargs={**_thinking_variables(body, template), **body.chat_template_kwargs},
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+        # As in vLLM: the answer goes on where the last message was cut.
+        continue_final_message=_is_unfinished(body.input[-1]),
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.num_logprobs is not None,
         top_logprobs=body.num_logprobs,
@@ -78,13 +81,13 @@ def _tool(function: Function) -> Tool:
     return Tool.model_construct(function=Function.model_construct(**given))
 
 
-def _thinking_variables(body: ResponsesRequest, template: ChatTemplate | None) -> dict[str, Any]:
-    """Returns the variables that the template reads the effort of thinking from."""
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is None or template is None:
-        return {}
-    variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return {name: value for name, value in variables.items() if name in template.variables}
+def _is_unfinished(item: InputItem) -> bool:
+    """Whether an item is a message of the assistant that was cut."""
+    return (
+        isinstance(item, InputMessage)
+        and item.role == "assistant"
+        and item.status in ("in_progress", "incomplete")
+    )
 
 
 def _system_first(messages: Sequence[Message]) -> list[Message]:

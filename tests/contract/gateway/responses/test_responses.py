@@ -238,6 +238,22 @@ async def test_a_conversation_goes_on_with_the_items_of_the_answer(
     assert prompt.count("<|im_start|>tool\nsunny<|im_end|>") == 2
 
 
+@pytest.mark.parametrize(
+    ("body", "end"),
+    [
+        ({"reasoning": {"effort": "none"}}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+        ({"reasoning": {"effort": "high"}}, "<|im_start|>assistant\n"),
+        ({"input": [{"role": "assistant", "content": "Par", "status": "incomplete"}]}, "assistant\nPar"),
+    ],
+)
+async def test_the_prompt_ends_as_the_request_says(stack: Stack, body: dict[str, Any], end: str) -> None:
+    """With thinking switched on or off, or within a message that was cut."""
+    stack.reply_with("ok")
+    await create(stack, **body)
+    text = stack.gateway.app.state.context.watcher.served().text
+    assert text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False).endswith(end)
+
+
 async def test_a_structured_answer(stack: Stack, client: openai.AsyncOpenAI) -> None:
     """The client's parser sends a schema, which the scheduler gets, and reads the answer."""
 

@@ -19,7 +19,7 @@ def request(**body: Any) -> ResponsesRequest:
     return parse(ResponsesRequest, orjson.dumps({"input": "hi", **body}), IgnoredFields())
 
 
-THINKS = ChatTemplate("{{ messages }}{{ enable_thinking }}{{ reasoning_effort }}", {})
+ANY_ORDER = ChatTemplate("{{ messages }}", {})
 ONE_SYSTEM = ChatTemplate(
     "{% for m in messages[1:] %}{% if m.role == 'system' %}{{ raise_exception('late') }}{% endif %}{% endfor %}",
     {},
@@ -66,7 +66,7 @@ def test_system_messages_are_joined_for_templates_that_take_one() -> None:
     items = [{"role": "user", "content": "hi"}, {"role": "developer", "content": "Rule."}]
     for template, expected in (
         (ONE_SYSTEM, [("system", "Be brief.\nRule."), ("user", "hi")]),
-        (THINKS, [("system", "Be brief."), ("user", "hi"), ("developer", "Rule.")]),
+        (ANY_ORDER, [("system", "Be brief."), ("user", "hi"), ("developer", "Rule.")]),
     ):
         found = chat(template, instructions="Be brief.", input=items).messages
         assert [(message.role, message.content) for message in found] == expected
@@ -168,15 +168,26 @@ def test_parameters_reach_the_chat_request() -> None:
     assert chat(top_logprobs=2).num_logprobs is None, "without the include, they are not asked for"
 
 
-@pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("minimal", True), ("high", True)])
-def test_the_effort_of_thinking_reaches_the_template(effort: str, thinks: bool) -> None:
-    """Under the two names that templates read; the request's own variables win."""
-    body: dict[str, Any] = {"reasoning": {"effort": effort, "summary": "auto"}}
-    expected = {"reasoning_effort": effort, "enable_thinking": thinks}
-    assert chat(THINKS, **body).chat_template_kwargs == expected
-    mine = {"enable_thinking": not thinks}
-    assert chat(ONE_SYSTEM, **body).chat_template_kwargs == {}, "this template reads neither"
-    assert chat(THINKS, **body, chat_template_kwargs=mine).chat_template_kwargs == {**expected, **mine}
+def test_the_effort_of_thinking_is_the_chats() -> None:
+    """The template gets it as it gets that of chats."""
+    assert chat(reasoning={"effort": "low", "summary": "auto"}).reasoning_effort == "low"
+    assert chat(reasoning={}).reasoning_effort is None
+    assert chat().reasoning_effort is None
+
+
+@pytest.mark.parametrize(
+    ("items", "continues"),
+    [
+        ([said("a")], False),
+        ([{**said("a"), "status": "incomplete"}], True),
+        ([{**said("a"), "status": "in_progress"}], True),
+        ([{**said("a"), "status": "incomplete"}, {"role": "user", "content": "b"}], False),
+        ([{"role": "user", "content": "b", "status": "incomplete"}], False),
+    ],
+)
+def test_a_message_that_was_cut_is_continued(items: list[dict[str, Any]], continues: bool) -> None:
+    """If it is the last item, as in vLLM."""
+    assert chat(input=items).continue_final_message is continues
 
 
 @pytest.mark.parametrize(
