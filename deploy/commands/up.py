@@ -114,8 +114,6 @@ class Launcher:
         self._security = settings.link_security()
         self._sockets = sockets
         self._scheduler = unix_address(self._scheduler_socket)
-        self._sockets = sockets
-        self._scheduler = unix_address(self._scheduler_socket)
         with free_ports(settings) as ports:
             self._port, self._scheduler_port = ports.http, ports.scheduler
             self._metrics_ports = ports.metrics
@@ -127,55 +125,6 @@ class Launcher:
         self._supervisor = Supervisor(
             self._stages, say, standbys=standbys, max_log_bytes=settings.max_log_mb << 20
         )
-
-    @property
-    def _scheduler_socket(self) -> Path:
-        return self._sockets / "scheduler.sock"
-
-    def _gateway_specs(self, ports: Ports) -> list[ChildSpec]:
-        settings = self._settings
-        secrets = service_flags.secrets_of(settings, GatewaySettings)
-        return [
-            ChildSpec(
-                name,
-                (
-                    *_COMMAND,
-                    "gateway",
-                    *service_flags.gateway_flags(settings, ports.http, own_port, self._scheduler_socket),
-                ),
-                settings.run_dir,
-                secrets,
-            )
-            for name, own_port in zip(gateway_names(settings), ports.metrics, strict=True)
-        ]
-
-    def _scheduler_spec(self, ports: Ports) -> ChildSpec:
-        settings = self._settings
-        flags = service_flags.scheduler_flags(settings, ports.scheduler, self._scheduler_socket)
-        secrets = service_flags.secrets_of(settings, SchedulerSettings)
-        return ChildSpec("scheduler", (*_COMMAND, "scheduler", *flags), settings.run_dir, secrets)
-
-    def _worker_specs(self, ports: Ports) -> list[ChildSpec]:
-        settings = self._settings
-        secrets = service_flags.secrets_of(settings, WorkerSettings)
-        return [
-            worker_spec(
-                name,
-                tuple(
-                    service_flags.worker_flags(
-                        settings,
-                        port,
-                        self._sockets / f"{name}.sock",
-                        self._scheduler_socket,
-                        index=index,
-                        master=ports.masters[index // settings.layout.world_size],
-                    )
-                ),
-                settings.run_dir,
-                {**service_flags.worker_environment(settings, index), **secrets},
-            )
-            for index, (name, port) in enumerate(zip(worker_names(settings), ports.workers, strict=True))
-        ]
 
     @property
     def _scheduler_socket(self) -> Path:
