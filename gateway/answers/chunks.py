@@ -5,8 +5,8 @@ chunk then costs one small JSON string.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Final
 
 import orjson
 
@@ -36,11 +36,20 @@ class Chunks(ABC):
     object: str
     answer_id: str
     """The answer's id."""
+    last_fields: ClassVar[Mapping[str, str]] = {}
+    """Further constant fields of chunks that end a choice or the stream."""
     _before_text: bytes
     _after_text: bytes
 
     def __init__(
-        self, answer_id: str, created: int, model: str, *, with_usage: bool, reporter: Reporter | None = None
+        self,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        with_usage: bool,
+        reporter: Reporter | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         """Encodes the constant parts.
 
@@ -51,10 +60,12 @@ class Chunks(ABC):
             with_usage: whether a usage chunk will follow; every other chunk then has ``"usage":null``, as
                 OpenAI's do.
             reporter: writes log-probabilities, if they were asked for.
+            fingerprint: of the model, for the chunks that end a choice or the stream.
         """
         self.answer_id = answer_id
         fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
-        self._head = b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
+        self._head = _head(fields)
+        self._last_head = _head({**fields, **self.last_fields, "system_fingerprint": fingerprint})
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         self._starts: dict[int, bytes] = {}
         self._reporter = reporter
@@ -73,7 +84,7 @@ class Chunks(ABC):
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """Returns the chunk without choices that ends a stream with usage."""
-        return self._head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+        return self._last_head + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
     def _text(self, index: int, text: str) -> bytes:
         """Returns a chunk with nothing but text."""
@@ -83,13 +94,19 @@ class Chunks(ABC):
         return start + orjson.dumps(text) + self._after_text + self._tail
 
     def _choice(self, choice: dict[str, Any]) -> bytes:
-        return self._head + orjson.dumps(choice) + self._tail
+        head = self._head if choice["finish_reason"] is None else self._last_head
+        return head + orjson.dumps(choice) + self._tail
+
+
+def _head(fields: Mapping[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(fields)[:-1] + b',"choices":['
 
 
 class ChatChunks(Chunks):
     """Chunks of a chat completion."""
 
     object = "chat.completion.chunk"
+    last_fields: ClassVar[Mapping[str, str]] = {"service_tier": "default"}
     _before_text = b'"delta":{"content":'
     _after_text = b'},"logprobs":null,"finish_reason":null}'
 

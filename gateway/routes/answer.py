@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway import version
 from gateway.answers.answer_plan import AnswerPlan, plan_answer
 from gateway.answers.chunks import DONE, Chunks, ChunkWriter
 from gateway.answers.generation import Generation, Timing, Usage
@@ -48,6 +49,8 @@ class CollectedExtras(NamedTuple):
     """One list per prompt, if log-probabilities of prompts were asked for."""
     n: int
     """Choices per prompt."""
+    fingerprint: str
+    """Of the model."""
 
     def of_prompt(self, sequence: int) -> dict[str, Any]:
         """Returns the fields about the prompt that ``sequence`` continues."""
@@ -67,6 +70,8 @@ class StreamStart(NamedTuple):
     usage_so_far: Callable[[], Usage]
     numbers: ChunkNumbers | None
     """Puts ids on the chunks of a resumable stream."""
+    fingerprint: str
+    """Of the model."""
 
     def chunk_writer(
         self, body: SamplingRequest, chunks: Chunks, write: Callable[[Delta], bytes]
@@ -175,6 +180,7 @@ async def respond(
     generation = await _begin(request, form, body, served, prompts, echoes, beginning)
     answer_id, created = beginning.answer_id, beginning.created
     model = served.adapter_of(body.model) or served.model.served_name
+    fingerprint = version.fingerprint(served.model)
     reporter = Reporter(
         served.text.detokenizers.token_bytes,
         as_ids=body.return_tokens_as_token_ids,
@@ -182,13 +188,15 @@ async def respond(
     )
     if body.stream:
         numbers = ChunkNumbers(answer_id, beginning.seen) if body.resumable else None
-        start = StreamStart(answer_id, created, model, reporter, lambda: generation.usage, numbers)
+        start = StreamStart(
+            answer_id, created, model, reporter, lambda: generation.usage, numbers, fingerprint
+        )
         return EventStream(generation, form.stream(start), form.headers)
     ends = await collect(generation, request.scope, request.receive)
 
     def encode() -> bytes:
         prompt_logprobs = _prompt_logprobs(body, generation, reporter)
-        extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n)
+        extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n, fingerprint)
         return form.body(answer_id, created, model, ends, extras)
 
     content = await context.text_worker.finish(_effort(body, generation, ends), encode)

@@ -44,7 +44,9 @@ def _format(body: ChatCompletionRequest, plan: AnswerPlan) -> AnswerFormat:
 
 
 def _stream(body: ChatCompletionRequest, plan: AnswerPlan, start: StreamStart) -> StreamWriter:
-    chunks = ChatChunks(*start[:3], with_usage=body.include_usage, reporter=start.reporter)
+    chunks = ChatChunks(
+        *start[:3], with_usage=body.include_usage, reporter=start.reporter, fingerprint=start.fingerprint
+    )
     write = chunks.write if plan.plain else ChatStreamWriter(chunks, plan.reader, named=plan.named).write
     return start.chunk_writer(body, chunks, write)
 
@@ -72,6 +74,8 @@ def _completion(
             "model": model,
             "choices": choices,
             "usage": extras.usage.body(),
+            "service_tier": "default",
+            "system_fingerprint": extras.fingerprint,
             **extras.of_prompt(0),
         }
     )

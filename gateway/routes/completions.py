@@ -87,7 +87,9 @@ def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
 
 
 def _stream(body: CompletionRequest, start: StreamStart) -> StreamWriter:
-    chunks = CompletionChunks(*start[:3], with_usage=body.include_usage, reporter=start.reporter)
+    chunks = CompletionChunks(
+        *start[:3], with_usage=body.include_usage, reporter=start.reporter, fingerprint=start.fingerprint
+    )
     return start.chunk_writer(body, chunks, chunks.write)
 
 
@@ -113,5 +115,6 @@ def _completion(
             "model": model,
             "choices": choices,
             "usage": extras.usage.body(),
+            "system_fingerprint": extras.fingerprint,
         }
     )

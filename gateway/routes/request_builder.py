@@ -84,7 +84,11 @@ def check_length(served: ServedModel, prompt: Sequence[int], limit: int | None, 
                 f"{count + limit} together"
             )
             advice = f"shorten the prompt or ask for at most {context - count} tokens"
-        raise ContextExceeded(f"this model's context is {context} tokens, but {asked}; {advice}", param=param)
+        raise ContextExceeded(
+            # LiteLLM and others know this error by OpenAI's first words.
+            f"This model's maximum context length is {context} tokens, but {asked}; {advice}",
+            param=param,
+        )
 
 
 def truncated(served: ServedModel, body: SamplingRequest, prompt: list[int]) -> list[int]:

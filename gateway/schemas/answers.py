@@ -38,6 +38,12 @@ class PromptTokensDetails(AnswerModel):
     cached_tokens: Annotated[int, Field(description="Prompt tokens served from the prefix cache.")]
 
 
+class CompletionTokensDetails(AnswerModel):
+    """Details of the answer's tokens."""
+
+    reasoning_tokens: Annotated[int, Field(description="Tokens of thinking; its markers count, too.")]
+
+
 class CompletionUsage(AnswerModel):
     """Token counts of an answer."""
 
@@ -47,7 +53,12 @@ class CompletionUsage(AnswerModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
+
+Fingerprint = Annotated[
+    str, Field(description="Changes with the model's files, its dtype, its context and Triptych's version.")
+]
 
 _ENDS: Final = "stop: an end token or a stop string; length: max_tokens or the end of the context"
 
@@ -135,6 +146,8 @@ class ChatCompletion(AnswerModel):
     model: str
     choices: list[ChatChoice]
     usage: CompletionUsage
+    service_tier: Annotated[Literal["default"], Field(description="There is one tier.")]
+    system_fingerprint: Fingerprint
     prompt_logprobs: PromptLogprobs = None
 
 
@@ -171,6 +184,7 @@ class Completion(AnswerModel):
     model: str
     choices: list[CompletionChoice]
     usage: CompletionUsage
+    system_fingerprint: Fingerprint
 
 
 class Embedding(AnswerModel):

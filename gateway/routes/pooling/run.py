@@ -153,9 +153,8 @@ class PoolCall:
             if count > longest:
                 shapes = self.served.pool_shapes
                 raise ContextExceeded(
-                    f"an input has {count} tokens and fits none of the shapes {shapes} of"
-                    f" '{self.served.model.served_name}'; shorten it to at most {longest} tokens, or send"
-                    " truncate_prompt_tokens=-1",
+                    f"This model's maximum context length is {longest} tokens, but an input has {count} tokens and"
+                    f" fits none of the shapes {shapes}; shorten it, or send truncate_prompt_tokens=-1",
                     param=param,
                 )
 

@@ -17,6 +17,7 @@ async def test_chat(stack: Stack) -> None:
     body = response.json()
     assert body.pop("id").startswith("chatcmpl-")
     assert body.pop("created") > 1_700_000_000
+    assert body.pop("system_fingerprint").startswith("fp_")
     prompt_tokens = len(stack.scheduler.requests[0].prompt_token_ids)
     assert body == {
         "object": "chat.completion",
@@ -28,7 +29,9 @@ async def test_chat(stack: Stack) -> None:
         "usage": {
             "prompt_tokens": prompt_tokens, "completion_tokens": len(stack.scheduler.reply),
             "total_tokens": prompt_tokens + len(stack.scheduler.reply), "prompt_tokens_details": {"cached_tokens": 3},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
+        "service_tier": "default",
     }  # fmt: skip
     assert list(stack.scheduler.requests[0].prompt_token_ids)[:1] == [1]
     assert not stack.scheduler.requests[0].sampling.HasField("max_tokens")

@@ -117,7 +117,9 @@ def test_a_prompt_beyond_the_context_is_refused(
     served: ServedModel, count: int, limit: int | None, words: str
 ) -> None:
     """The message has the numbers and what to change."""
-    with pytest.raises(ContextExceeded, match="context is 64 tokens") as caught:
+    with pytest.raises(
+        ContextExceeded, match=r"^This model's maximum context length is 64 tokens, but"
+    ) as caught:
         check_length(served, [1] * count, limit, param="prompt")
     assert words in caught.value.message
 
