@@ -87,6 +87,12 @@ LOCK_FILES = (
     Lock("scheduler", "The scheduler.", ("base", "scheduler")),
     Lock("worker-cpu", "A worker on a CPU.", ("base", "worker"), WORKER_NEVER_IMPORTS),
     Lock(
+        "otel",
+        "Spans of requests (--otlp-traces-endpoint), on top of a service's lock.",
+        ("otel",),
+        on_top_of=("scheduler",),
+    ),
+    Lock(
         "dev",
         "Tests, linters and generators, on top of gateway.txt and scheduler.txt.",
         ("dev",),

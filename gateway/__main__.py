@@ -27,7 +27,7 @@ from protos import logs
 from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.settings import load
-from protos.tracing.tracer import open_tracer
+from protos.tracing.opening import open_tracer
 
 # Files that are open beside the clients' connections: modules, logs, the scheduler's channel.
 _OTHER_FILES: Final = 256

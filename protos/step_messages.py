@@ -199,6 +199,7 @@ def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:
         ],
         pooling=pooling,
         adapter_slot=admission.adapter_slot,
+        traceparent=admission.traceparent,
     )
 
 
@@ -217,6 +218,7 @@ def _admission_from_proto(request: worker_pb2.SlotRequest) -> Admission:
         num_prompt_tokens=request.num_prompt_tokens or None,
         pooling=request.pooling if request.HasField("pooling") else None,
         adapter_slot=request.adapter_slot if request.HasField("adapter_slot") else None,
+        traceparent=request.traceparent,
     )
 
 

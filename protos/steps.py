@@ -55,6 +55,8 @@ class Admission:
     """Set for a pooling model, which ignores ``sampling`` and ``blocks``."""
     adapter_slot: int | None = None
     """Adapter slot of the request's LoRA adapter; None for the base model."""
+    traceparent: str = ""
+    """The span that the worker's spans of the request belong to; empty: it is not traced."""
 
     @property
     def prompt_len(self) -> int:

@@ -13,6 +13,7 @@ from protos.errors import TriptychError
 from protos.logs import configure, get_logger
 from protos.server import Server
 from protos.settings import load
+from protos.tracing.opening import open_tracer
 from protos.triptych.v1 import inference_pb2_grpc, registry_pb2_grpc
 from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer
@@ -35,7 +36,8 @@ async def serve(settings: Settings) -> None:
     log = get_logger()
     security = settings.link_security()
     deployment = Deployment(settings)
-    inference = InferenceServicer(deployment, settings)
+    tracer = open_tracer(settings.otlp_traces_endpoint, "scheduler")
+    inference = InferenceServicer(deployment, settings, tracer)
     registry = RegistryServicer(
         deployment,
         step_timeout_s=settings.step_timeout_s,
@@ -78,6 +80,8 @@ async def serve(settings: Settings) -> None:
     await deployment.drained(settings.drain_s)
     await server.stop(grace_s=0.5)
     deployment.histogram.save()
+    if tracer is not None:
+        tracer.close()
     log.info("stopped")
 
 

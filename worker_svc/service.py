@@ -10,6 +10,7 @@ from typing import Any
 from protos.logs import get_logger
 from protos.security.links import LinkSecurity
 from protos.server import Server
+from protos.tracing.opening import open_tracer
 from protos.triptych.v1 import worker_pb2_grpc
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.registration import leave, stay_registered
@@ -51,7 +52,7 @@ async def serve(settings: Settings) -> None:
         worker, thread, prepared=prepared, worker_id=worker_id, model=settings.model,
         on_configured=health.set_configured, failed_steps=failed_steps, step_limit_s=settings.step_limit_s,
         configure_limit_s=settings.configure_hang_timeout_s,
-        first_step_timeout_s=settings.first_step_timeout_s,
+        first_step_timeout_s=settings.first_step_timeout_s, tracer=open_tracer(settings.otlp_traces_endpoint, "worker"),
     )  # fmt: skip
     register = functools.partial(worker_pb2_grpc.add_WorkerServicer_to_server, servicer)
     server = Server((SERVICE,), register, max_concurrent_rpcs=settings.max_concurrent_rpcs, security=security)

@@ -9,7 +9,14 @@ from pathlib import Path
 import deploy
 from deploy.one_line_parser import OneLineParser
 
-_LOCKS = {"gateway": "gateway.txt", "scheduler": "scheduler.txt", "worker": "worker-cpu.txt"}
+_LOCKS = {
+    "gateway": "gateway.txt",
+    "scheduler": "scheduler.txt",
+    "worker": "worker-cpu.txt",
+    # What --otlp-traces-endpoint needs beside a service.
+    "otel": "otel.txt",
+}
+_SERVICES = ["gateway", "scheduler", "worker"]
 _TORCH_HINT = "torch's CPU build is not on every index: set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has it"
 
 
@@ -20,7 +27,7 @@ def main(argv: list[str]) -> int:
         The exit code: 0, or 1 if pip is missing or fails.
     """
     arguments = _parser().parse_args(argv)
-    services = arguments.services or list(_LOCKS)
+    services = arguments.services or _SERVICES
     pins = pins_of(services)
     if arguments.keep_torch:
         pins = [pin for pin in pins if not pin.startswith("torch==")]
@@ -61,7 +68,7 @@ def _parser() -> OneLineParser:
         nargs="*",
         type=_service,
         metavar="SERVICE",
-        help=f"{', '.join(_LOCKS)} (default: all three)",
+        help=f"{', '.join(_SERVICES)} (default: all three), or otel, for --otlp-traces-endpoint",
     )
     parser.add_argument(
         "--keep-torch", action="store_true",

@@ -14,7 +14,8 @@ WORKDIR /src
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/triptych
 COPY deploy/locks/ deploy/locks/
 RUN /build/bin/python -m pip install --no-deps "$(grep '^setuptools==' deploy/locks/dev.txt)" \
- && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps -r deploy/locks/gateway.txt
+ && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps -r deploy/locks/gateway.txt \
+    -r deploy/locks/otel.txt
 # A checkout is built into a wheel; a folder that `triptych compose-files` wrote has one.
 COPY . .
 RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \

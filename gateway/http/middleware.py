@@ -18,8 +18,10 @@ from gateway.http.errors import (
     internal,
 )
 from gateway.http.security_headers import security_headers
+from gateway.http.tracing import HttpTraces
 from gateway.metrics import Metrics
 from protos.logs import bind_request, get_logger
+from protos.tracing.tracer import Tracer
 
 _ACCESS_FIELDS: Final = "triptych.access"
 _HEADERS: Final = "triptych.headers"
@@ -80,8 +82,10 @@ class RequestMiddleware:
         read_timeout_s: float,
         new_id: Callable[[], str],
         clock: Callable[[], float],
+        tracer: Tracer | None = None,
     ) -> None:
-        """Wraps ``app``."""
+        """Wraps ``app``; ``tracer`` writes the spans of requests, if anything does."""
+        self._traces = HttpTraces(tracer) if tracer is not None else None
         self._app = app
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
@@ -99,6 +103,8 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         request_id = request_id_of(headers, self._new_id)
         scope["triptych.request_id"], scope["triptych.arrived"] = request_id, began
+        if self._traces is not None and scope["path"] not in _QUIET:
+            self._traces.begin(scope, headers)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -172,6 +178,9 @@ class RequestMiddleware:
         route = getattr(scope.get("route"), "path", None) or "other"
         seconds, error = self._clock() - began, error_code(scope)
         self._metrics.answered(route, scope["method"], status, seconds, error)
+        noted = scope.get(_ACCESS_FIELDS, {})
+        if self._traces is not None:
+            self._traces.end(scope, route=route, status=status, error=error, noted=noted)
         write = self._log.debug if scope["path"] in _QUIET else self._log.info
         write(
             "request",
@@ -181,5 +190,5 @@ class RequestMiddleware:
             status=status,
             ms=round(seconds * 1000, 1),
             **({} if error is None else {"error": error}),
-            **scope.get(_ACCESS_FIELDS, {}),
+            **noted,
         )

@@ -15,6 +15,7 @@ from protos.errors import (
 )
 from protos.logs import bind_request, get_logger
 from protos.overload.unread import UnreadLimits
+from protos.tracing.tracer import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.validation import check_fields
 from protos.wire import SCHEMA_REVISION, Context
@@ -60,8 +61,9 @@ def _shutting_down() -> Unavailable:
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """The service that clients call."""
 
-    def __init__(self, deployment: Deployment, settings: Settings) -> None:
-        """Serves `deployment`."""
+    def __init__(self, deployment: Deployment, settings: Settings, tracer: Tracer | None = None) -> None:
+        """Serves `deployment`; `tracer` writes the spans of sampled requests."""
+        self._tracer = tracer
         self._deployment = deployment
         self._pins = PinService(deployment)
         self.loras = LoraService(deployment, settings.lora_modules)
@@ -237,7 +239,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Validates all requests before the first one is submitted."""
         for request in requests:
             self._check_model(request.model)
-        submissions = list(map(pool_submission_from_proto, requests))
+        submissions = [pool_submission_from_proto(request, self._tracer) for request in requests]
         if (served := self._deployment.served) is not None and len(submissions) > 1:
             check_results_fit(submissions, served.model.pooled_size)
         return submissions
@@ -257,7 +259,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _submit(self, request: inference_pb2.GenerateRequest, sink: Sink) -> Submission:
         self._check_model(request.model)
-        submission = submission_from_proto(request)
+        submission = submission_from_proto(request, self._tracer)
         with bind_request(submission.request_id):
             self.logs.submit(submission, sink)
             self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))

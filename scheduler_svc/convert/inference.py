@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from protos.errors import Aborted, InvalidArgument
+from protos.tracing.tracer import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import TOKEN_TASKS, check_generate, check_pool, count_values
 from protos.wire import FULL_MESSAGE_BYTES
@@ -14,10 +15,11 @@ from scheduler_svc.pooling.tasks import MOST_VALUES
 from scheduler_svc.requests.admission import EventLogSpec, Resumed, Submission
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
+from scheduler_svc.requests.trace import TraceContext
 
 
-def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
-    """Validates a request as far as that is possible without knowing the model.
+def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer | None = None) -> Submission:
+    """Validates a request as far as that is possible without knowing the model; `tracer` writes its spans.
 
     Raises:
         InvalidArgument: naming the field, its bounds and what was sent.
@@ -48,7 +50,14 @@ def submission_from_proto(request: inference_pb2.GenerateRequest) -> Submission:
         age_s=request.age_ms / 1000 if request.HasField("age_ms") else None,
         silent_s=request.silent_ms / 1000,
         log=_log_spec(request.log) if request.HasField("log") else None,
+        tracing=_trace_context(request, tracer),
     )
+
+
+def _trace_context(
+    request: inference_pb2.GenerateRequest | inference_pb2.PoolRequest, tracer: Tracer | None
+) -> TraceContext | None:
+    return TraceContext(request.traceparent, request.tracestate, tracer) if request.traceparent else None
 
 
 def _log_spec(log: inference_pb2.EventLog) -> EventLogSpec:
@@ -57,8 +66,10 @@ def _log_spec(log: inference_pb2.EventLog) -> EventLogSpec:
     return EventLogSpec(log.log_id, log.digest, log.created_unix_s)
 
 
-def pool_submission_from_proto(request: inference_pb2.PoolRequest) -> PoolSubmission:
-    """Validates a pooling request as far as that is possible without knowing the model.
+def pool_submission_from_proto(
+    request: inference_pb2.PoolRequest, tracer: Tracer | None = None
+) -> PoolSubmission:
+    """Validates a pooling request as far as that is possible without knowing the model; see above.
 
     Raises:
         InvalidArgument: naming the field, its bounds and what was sent.
@@ -76,6 +87,7 @@ def pool_submission_from_proto(request: inference_pb2.PoolRequest) -> PoolSubmis
         pooling=pooling,
         priority=request.priority,
         tenant=request.tenant,
+        tracing=_trace_context(request, tracer),
     )
 
 

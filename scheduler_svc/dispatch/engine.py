@@ -135,9 +135,7 @@ class Engine:
         if adapter is not None and self.replicas and not self.adapters.max_loras:
             raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
         stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))
-        self._capacity.check(
-            submission, num_waiting=self.num_waiting, waiting_tokens=self._queues.num_tokens
-        )
+        self._capacity.check(submission, num_waiting=self.num_waiting, waiting_tokens=self._queues.num_tokens)
         requests = make_requests(submission, stop, sink, self._arrivals, self._clock(), adapter)
         for event in submission.ended(stop):
             sink.push(event)
@@ -239,6 +237,7 @@ class Engine:
 
     def _end(self, request: Request, event: Event) -> None:
         request.state = RequestState.FINISHED
+        request.end_trace(event, self._clock())
         request.sink.push(event)
         self.forget(request)
 

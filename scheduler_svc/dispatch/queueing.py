@@ -200,6 +200,7 @@ class Queues:
         """Requests that wait for a slot."""
         self.grammars = GrammarQueue()
         """Requests that wait for their grammar."""
+        self._clock = clock
         self.adapters = AdapterQueue(clock)
         """Requests that wait for their LoRA adapter."""
 
@@ -229,13 +230,17 @@ class Queues:
         """Adds a live request to the queue where it belongs."""
         if not self.grammars.hold(request):
             self.wait(request)
+        elif request.trace is not None:
+            request.trace.waits("grammar", self._clock())
 
     def wait(self, *requests: Request) -> None:
         """Adds requests that have their grammars."""
         for request in requests:
-            if not self.adapters.hold(request):
+            if waits := not self.adapters.hold(request):
                 request.state = RequestState.WAITING
                 self.waiting.add(request)
+            if request.trace is not None:
+                request.trace.waits("queue" if waits else "adapter", self._clock())
 
     def remove(self, request: Request) -> bool:
         """Removes a request; returns False if it is in no queue."""

@@ -33,6 +33,7 @@ from scheduler_svc.replica.stats import Distribution
 from scheduler_svc.replica.suspects import Detached, Loss, killed_too_many
 from scheduler_svc.requests.request import Delivery, Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
+from scheduler_svc.requests.trace import TraceContext, traceparent_of
 
 _NO_SAMPLING: Final = Sampling(common_pb2.SamplingParams())
 _NO_STOP: Final = StopRule.of(_NO_SAMPLING, frozenset(), max_tokens=0)
@@ -47,6 +48,8 @@ class PoolSubmission:
     pooling: common_pb2.PoolingParams
     priority: int = 0
     tenant: str = ""
+    tracing: TraceContext | None = None
+    """Where its spans belong; None: it is not traced."""
 
 
 @dataclass(slots=True)
@@ -183,6 +186,9 @@ class PoolEngine:
         self._wake_one()
 
     def _make_request(self, submission: PoolSubmission, sink: Sink, now_s: float) -> Request:
+        trace = submission.tracing.begin(now_s) if submission.tracing is not None else None
+        if trace is not None:
+            trace.waits("queue", now_s)
         return Request(
             request_id=submission.request_id,
             token_ids=list(submission.prompt_token_ids),
@@ -196,6 +202,8 @@ class PoolEngine:
             priority=submission.priority,
             tenant=submission.tenant,
             pooling=submission.pooling,
+            trace=trace,
+            traceparent=traceparent_of(submission.tracing, trace),
         )
 
     def find(self, request_id: str) -> Request | None:
@@ -244,6 +252,8 @@ class PoolEngine:
             return None
         for request in taken[1]:
             request.replica_id = replica_id
+            if request.trace is not None:
+                request.trace.runs(now)
             if request.delivery.first_scheduled_s is None:
                 request.delivery.first_scheduled_s = now
                 self.replicas[replica_id].scheduler.stats.queue_s.observe(now - request.delivery.accepted_s)
@@ -271,6 +281,10 @@ class PoolEngine:
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
         self._live.remove(request)
+
+    def end_trace(self, request: Request, event: Event) -> None:
+        """Writes the spans of a request, given its last event."""
+        request.end_trace(event, self._clock())
 
     def dispatch(self) -> None:
         """Does nothing: free replicas take their batches themselves, see :meth:`take`."""
@@ -350,6 +364,7 @@ class PoolEngine:
     def _end(self, request: Request, event: Event) -> None:
         request.state = RequestState.FINISHED
         self.forget(request)
+        request.end_trace(event, self._clock())
         request.sink.push(event)
 
     def _check_names(self, submissions: Sequence[PoolSubmission]) -> None:
@@ -395,6 +410,10 @@ class _Share:
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
         self.engine.forget(request)
+
+    def end_trace(self, request: Request, event: Event) -> None:
+        """Writes the spans of a request, given its last event."""
+        self.engine.end_trace(request, event)
 
 
 def _totals_of(scheduler: PoolScheduler) -> Totals:

@@ -34,6 +34,9 @@ class PoolOwner(Protocol):
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
 
+    def end_trace(self, request: Request, event: Event) -> None:
+        """Writes the spans of a request, given its last event."""
+
 
 @dataclass(slots=True)
 class PoolStats:
@@ -159,6 +162,7 @@ class PoolScheduler:
         assert request.slot is not None
         self._running[request.slot] = None
         request.state = RequestState.FINISHED
+        self._owner.end_trace(request, event)
         request.sink.push(event)
         self._owner.forget(request)
 
@@ -189,11 +193,13 @@ class PoolScheduler:
 
     def _finish(self, request: Request, values: Sequence[float], error: TriptychError | None) -> None:
         request.state, request.slot = RequestState.FINISHED, None
-        if error is not None:
-            request.sink.push(Event(request.request_id, error=error))
-        else:
-            event = Event(request.request_id, finish_reason=FinishReason.STOP, pooled=values)
-            request.sink.push(event.as_first(request))
+        event = Event(request.request_id, error=error)
+        if error is None:
+            event = Event(request.request_id, finish_reason=FinishReason.STOP, pooled=values).as_first(
+                request
+            )
+        self._owner.end_trace(request, event)
+        request.sink.push(event)
         self._owner.forget(request)
 
     def _fault(self, output: SlotOutput | None, request: Request) -> TriptychError | None:
@@ -220,4 +226,5 @@ def _admission(slot: int, request: Request) -> Admission:
         sampling=request.sampling.params,
         blocks={},
         pooling=request.pooling,
+        traceparent=request.traceparent,
     )

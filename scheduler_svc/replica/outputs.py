@@ -208,6 +208,8 @@ class Outputs:
             return  # the caller ends the request
         if output is not None and output.prompt_logprobs:
             self._send_prompt_logprobs(request, chunk.start, output.prompt_logprobs)
+        if request.trace is not None:
+            request.trace.chunk(step.begun_s, self._clock(), first=chunk.start, count=chunk.num_tokens)
         self._index_chunk(request, chunk.start, chunk.start + chunk.num_tokens)
         if request.suspect and request.kv.num_computed >= request.cleared_at:
             self._slots.clear_suspect(request)
@@ -275,6 +277,8 @@ class Outputs:
                 self._stats.cached_prompt_tokens += min(request.kv.num_cached, request.num_prompt_tokens)
         if delivery.first_token_s is None and event.token_ids:
             delivery.first_token_s = now = self._clock()
+            if request.trace is not None:
+                request.trace.first_token(now)
             if delivery.first_scheduled_s is not None:
                 self._stats.prefill_s.observe(now - delivery.first_scheduled_s)
         if event.finish_reason is None:

@@ -157,6 +157,7 @@ def _admission(request: Request) -> Admission:
         },
         sequence=request.sequence,
         adapter_slot=request.adapter_slot,
+        traceparent=request.traceparent,
     )
 
 

@@ -137,6 +137,8 @@ class Slots:
         if delivery.first_scheduled_s is None:
             delivery.first_scheduled_s = self._clock()
             self._stats.queue_s.observe(delivery.first_scheduled_s - delivery.accepted_s)
+        if request.trace is not None:
+            request.trace.runs(self._clock())
         self._plan.admit(request)
         self._owner.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
         if not request.num_to_prefill:
@@ -233,6 +235,7 @@ class Slots:
         else:
             self._shared.cancel(request)
         request.state = RequestState.FINISHED
+        request.end_trace(event, self._clock())
         request.sink.push(event)
         self._owner.forget(request)
 

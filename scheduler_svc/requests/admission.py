@@ -17,6 +17,7 @@ from scheduler_svc.requests.request import (
     Sink,
 )
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
+from scheduler_svc.requests.trace import TraceContext, traceparent_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ class Submission:
     """Seconds since a resumed request last brought a token."""
     log: EventLogSpec | None = None
     """Where to keep the events; None: nowhere."""
+    tracing: TraceContext | None = None
+    """Where its spans belong; None: it is not traced."""
 
     @property
     def was_accepted(self) -> bool:
@@ -241,6 +244,8 @@ def make_requests(
     for sequence, received in submission.sequences.items():
         if sequence in ended:
             continue
+        tracing = submission.tracing
+        trace = tracing.begin(now_s) if tracing is not None else None
         requests.append(
             Request(
                 request_id=submission.sequence_id(sequence),
@@ -260,6 +265,8 @@ def make_requests(
                 worker_losses=losses.get(sequence, 0),
                 cleared_at=DECODING_CLEARS if losses.get(sequence) else 0,
                 delivery=Delivery(accepted_s=now_s, silent_since_s=silent_since_s),
+                trace=trace,
+                traceparent=traceparent_of(tracing, trace),
             )
         )
     if group is not None:

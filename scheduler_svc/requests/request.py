@@ -17,6 +17,7 @@ from protos.triptych.v1 import common_pb2
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
+from scheduler_svc.requests.trace import RequestTrace
 
 DECODING_CLEARS: Final = sys.maxsize
 """Value of `Request.cleared_at` that no chunk reaches: only a decode step clears the suspect."""
@@ -242,6 +243,10 @@ class Request:
     """Computed tokens with which a chunk clears the suspect; a decode step always does."""
     delivery: Delivery = field(default_factory=Delivery)
     """The client's progress."""
+    trace: RequestTrace | None = None
+    """Its spans, if it is sampled and this service writes spans."""
+    traceparent: str = ""
+    """The span that the worker's spans belong to; empty: it writes none."""
 
     def __post_init__(self, cache_salt: str) -> None:
         # The log-probabilities of a prompt come with its computation, so no part of it may be a prefix hit.
@@ -267,6 +272,34 @@ class Request:
         self.failed_on.clear()
         if told:
             self.sink.push(Event(self.request_id, worker_losses=0))
+
+    def end_trace(self, event: Event, now_s: float) -> None:
+        """Writes the request's spans, if it is sampled, given its last event and a clock reading."""
+        if self.trace is None:
+            return
+        params, delivery, reason = self.sampling.params, self.delivery, event.finish_reason
+        attributes: dict[str, str | int | float] = {
+            "gen_ai.request.id": self.request_id,
+            "gen_ai.request.max_tokens": self.stop.max_tokens,
+            "gen_ai.request.temperature": params.temperature if params.HasField("temperature") else 1.0,
+            "gen_ai.request.top_p": params.top_p if params.HasField("top_p") else 1.0,
+            "gen_ai.usage.prompt_tokens": self.num_prompt_tokens,
+            "gen_ai.usage.completion_tokens": self.num_output_tokens,
+            "gen_ai.latency.e2e": now_s - delivery.accepted_s,
+            "triptych.cached_tokens": self.kv.num_cached,
+            "triptych.preemptions": delivery.num_preemptions,
+            "triptych.replica_id": self.replica_id or "",
+            "triptych.finish_reason": reason.name.lower() if reason is not None else "error",
+        }
+        started_s, first_s = delivery.first_scheduled_s, delivery.first_token_s
+        if started_s is not None:
+            attributes["gen_ai.latency.time_in_queue"] = started_s - delivery.accepted_s
+            attributes["gen_ai.latency.time_in_model_inference"] = now_s - started_s
+        if first_s is not None:
+            attributes["gen_ai.latency.time_to_first_token"] = first_s - delivery.accepted_s
+            attributes["gen_ai.latency.time_in_model_decode"] = now_s - first_s
+        self.trace.end(now_s, attributes, event.error.message if event.error is not None else "")
+        self.trace = None
 
     @property
     def can_fork(self) -> bool:

@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Final, Protocol
 
+from protos.logs import get_logger
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import StepPlan, StepResult, WorkerReport
+from protos.tracing.tracer import Tracer
 from protos.triptych.v1 import worker_pb2
 from worker_svc.api.leases import Launcher, PlanRunner
 from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.step_traces import StepTraces
 from worker_svc.api.watchdog import STEP, FailedSteps
 
 # Time between two reports.
@@ -36,6 +39,7 @@ class PlanStream:
         *,
         failed_steps: FailedSteps,
         step_limit_s: float,
+        tracer: Tracer | None = None,
     ) -> None:
         """Starts reading.
 
@@ -45,7 +49,9 @@ class PlanStream:
             thread: the model thread.
             failed_steps: counts the steps' results.
             step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
+            tracer: writes the spans of sampled requests, if anything does.
         """
+        self._traces = StepTraces(tracer) if tracer is not None else None
         self._messages = messages
         self._thread = thread
         self._failed_steps = failed_steps
@@ -57,7 +63,8 @@ class PlanStream:
         self._latest = -1
         self._ended = self._closed = False
         # Counters of reports begin with the stream.
-        self._worker, self._before = worker, worker.report()
+        self._worker = worker
+        self._before = self._count()
         self._next_report_s = 0.0
         # What made a plan end without a result: a fault in this program.
         self._error: BaseException | None = None
@@ -82,6 +89,8 @@ class PlanStream:
         """Ends the stream: the running step is the last one."""
         self._ended = self._closed = True
         self._reading.cancel()
+        if self._traces is not None:
+            self._traces.close()
 
     def is_superseded(self, step: int) -> bool:
         """Whether a plan has arrived that ends the lease of plan `step`, or the stream has ended."""
@@ -122,14 +131,24 @@ class PlanStream:
     def _deliver(self, plan: StepPlan, result: StepResult) -> None:
         # Counted first, so that the count is up to date when the scheduler reads the result.
         self._failed_steps.note(plan, result)
+        if self._traces is not None:
+            self._traces.note(plan, result)
         if plan.work is not None and (now_s := time.monotonic()) >= self._next_report_s:
             self._next_report_s = now_s + _REPORT_S
             result = replace(result, report=self._report())
         self._results.put_nowait(result_to_proto(plan, result))
 
+    def _count(self) -> WorkerReport:
+        """Returns what the worker has counted. If that fails, metrics have zeros, and steps go on."""
+        try:
+            return self._worker.report()
+        except Exception:  # noqa: BLE001 - devices raise anything
+            get_logger().exception("report_failed")
+            return WorkerReport()
+
     def _report(self) -> WorkerReport:
         """Returns what was counted since the stream began, and the memory of now."""
-        report, before = self._worker.report(), self._before
+        report, before = self._count(), self._before
         return replace(
             report,
             late_graphs=report.late_graphs - before.late_graphs,

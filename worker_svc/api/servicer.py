@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from protos.errors import SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
 from protos.logs import get_logger
+from protos.tracing.tracer import Tracer
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
@@ -46,6 +47,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         step_limit_s: Callable[[float], float] = lambda _: 0.0,
         configure_limit_s: float = 0.0,
         first_step_timeout_s: float = 0.0,
+        tracer: Tracer | None = None,
     ) -> None:
         """Serves `worker`.
 
@@ -61,7 +63,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 scheduler waits for one; 0 for any time.
             configure_limit_s: how long a configuration may go without progress before it does.
             first_step_timeout_s: how long a step that makes its graph may take; 0 if none does.
+            tracer: writes the spans of sampled requests, if anything does.
         """
+        self._tracer = tracer
         self._worker = worker
         self._thread = thread
         self._prepared = prepared
@@ -82,8 +86,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._log = get_logger()
 
     def close(self) -> None:
-        """Lets the threads that read adapters end, without waiting for them."""
+        """Exports the last spans, and lets the threads that read adapters end without waiting for them."""
         self._adapter_threads.close()
+        if self._tracer is not None:
+            self._tracer.close()
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -309,6 +315,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._thread,
             failed_steps=self._failed_steps,
             step_limit_s=self._step_limit_s,
+            tracer=self._tracer,
         )
         try:
             async for result in plans.results():

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from gateway.answers.streaming import while_client_waits
 from gateway.http.middleware import note
+from gateway.http.tracing import pass_on
 from gateway.keys.caller import account_of
 from gateway.keys.limits import charge
 from gateway.routes.answer import unique_wire_id
@@ -135,6 +136,7 @@ class PoolCall:
             )
             for index, each in enumerate(inputs)
         ]
+        pass_on(scope, requests)
         answers = self.context.client.pool(requests, vector_size=self.served.model.pooled_size)
         responses = await while_client_waits(self.request.receive, answers)
         note(scope, prompt_tokens=sum(len(each.token_ids) for each in inputs))

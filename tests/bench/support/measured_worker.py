@@ -134,7 +134,7 @@ class NullEngine:
     """Generates a constant token for each row after a step of constant time. Implements `Engine`."""
 
     bytes_per_block: tuple[int, ...] = (1,)
-    num_compiled = 0
+    num_compiled = num_late = 0
     code_folder: Path | None = None
 
     def __init__(self, step_s: float) -> None:

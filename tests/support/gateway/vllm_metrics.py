@@ -3,7 +3,7 @@
 import ast
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -40,7 +40,9 @@ def vllm_metrics() -> dict[str, VllmMetric]:
     return dict(_metrics(tree, families, root))
 
 
-def _metrics(tree: ast.Module, families: dict[str, object], root: Path) -> Iterator[tuple[str, VllmMetric]]:
+def _metrics(
+    tree: ast.Module, families: Mapping[str, object], root: Path
+) -> Iterator[tuple[str, VllmMetric]]:
     cache_labels = frozenset({*_fields(root / "config" / "cache.py", "CacheConfig"), "engine"})
     for node in ast.walk(tree):
         if not (
@@ -51,7 +53,7 @@ def _metrics(tree: ast.Module, families: dict[str, object], root: Path) -> Itera
         kind, name = _KINDS[node.func.attr], arguments["name"]
         if isinstance(name, ast.Constant):
             labels = frozenset(_labels(arguments["labelnames"]))
-            exported = f"{name.value}_total" if kind == "counter" else str(name.value)
+            exported = f"{name.value!s}_total" if kind == "counter" else str(name.value)
         else:  # the only metric whose name is a variable
             labels, exported = cache_labels, "vllm:cache_config_info"
         bounds = (

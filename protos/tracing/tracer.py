@@ -1,0 +1,68 @@
+"""What services know of tracing: tracers and spans, without OpenTelemetry."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Final, Protocol, TypeAlias
+
+from pydantic import AfterValidator
+
+Attributes: TypeAlias = Mapping[str, str | bool | int | float | Sequence[str]]
+
+_ENDPOINT: Final = re.compile(r"((grpc|https?)://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):\d{1,5}/?")
+
+
+def _check(value: str) -> str:
+    if not _ENDPOINT.fullmatch(value):
+        raise ValueError("must be the gRPC endpoint of a collector, for example http://127.0.0.1:4317")
+    return value
+
+
+OtlpEndpoint = Annotated[str, AfterValidator(_check)]
+"""The type of the setting --otlp-traces-endpoint."""
+
+
+class Span(Protocol):
+    """A sampled span that has begun. Times are nanoseconds since 1970."""
+
+    @property
+    def traceparent(self) -> str:
+        """The span as W3C trace context, for spans below it in other services."""
+
+    @property
+    def tracestate(self) -> str:
+        """The vendors' part of the trace context; often empty."""
+
+    def child(self, name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
+        """Writes a whole span below this one."""
+
+    def event(self, name: str, time_ns: int) -> None:
+        """Adds an event."""
+
+    def rename(self, name: str) -> None:
+        """Gives the span another name, which was not known when it began."""
+
+    def end(self, end_ns: int, attributes: Attributes, error: str = "") -> None:
+        """Writes the span; `error` says why it failed, if it did."""
+
+
+class Tracer(Protocol):
+    """Writes the spans of one service. Exporting happens in a thread, and what does not fit is dropped."""
+
+    def begin(
+        self, name: str, traceparent: str, tracestate: str = "", *, start_ns: int, serves_http: bool = False
+    ) -> Span | None:
+        """Begins a span.
+
+        Args:
+            name: the span's name.
+            traceparent: the span above it; empty: it begins a trace.
+            tracestate: the vendors' part of that context.
+            start_ns: its beginning.
+            serves_http: whether it is an HTTP server's.
+
+        Returns:
+            None if the trace is not sampled.
+        """
+
+    def close(self) -> None:
+        """Exports what is left, for a moment at most."""

@@ -1,0 +1,86 @@
+"""The spans of one sequence: what it waits for, its prefill chunks, its first token and its decoding.
+
+Only sampled requests have a trace. Until the sequence ends it is a few numbers; then its spans are written.
+Names of spans and attributes are vLLM's where vLLM has them.
+"""
+
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+from protos.tracing.tracer import Attributes, Span, Tracer
+
+Wait = Literal["queue", "grammar", "adapter"]
+"""What a request waits for: a slot, its grammar, or its LoRA adapter."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceContext:
+    """Where the spans of a client's request belong."""
+
+    traceparent: str
+    tracestate: str = ""
+    tracer: Tracer | None = None
+    """Writes them; None: this service writes none, and workers write theirs below the client's."""
+
+    def begin(self, now_s: float) -> "RequestTrace | None":
+        """Begins the trace of one sequence, at the clock reading `now_s`; None if it is not sampled."""
+        if self.tracer is None:
+            return None
+        now_ns = time.time_ns()
+        span = self.tracer.begin("llm_request", self.traceparent, self.tracestate, start_ns=now_ns)
+        return None if span is None else RequestTrace(span, now_s, now_ns)
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """The trace of one sequence. Times are readings of the scheduler's clock, seconds."""
+
+    span: Span
+    _begun_s: float
+    _begun_ns: int
+    _spans: list[tuple[str, float, float, Attributes]] = field(default_factory=list)
+    _wait: Wait | None = None
+    _waits_since_s: float = 0.0
+    _first_token_s: float | None = None
+
+    def waits(self, what: Wait, now_s: float) -> None:
+        """Notes that the request waits from now on."""
+        if self._wait != what:
+            self.runs(now_s)
+            self._wait, self._waits_since_s = what, now_s
+
+    def runs(self, now_s: float) -> None:
+        """Notes that the request waits no more."""
+        if self._wait is not None and now_s > self._waits_since_s:
+            self._spans.append((self._wait, self._waits_since_s, now_s, {}))
+        self._wait = None
+
+    def chunk(self, start_s: float, end_s: float, *, first: int, count: int) -> None:
+        """Notes a prefill chunk of `count` tokens from position `first` on."""
+        attributes = {"triptych.first_position": first, "triptych.tokens": count}
+        self._spans.append(("prefill_chunk", start_s, end_s, attributes))
+
+    def first_token(self, now_s: float) -> None:
+        """Notes the first token."""
+        self._first_token_s = now_s
+        self._spans.append(("first_token", self._begun_s, now_s, {}))
+
+    def end(self, now_s: float, attributes: Attributes, error: str = "") -> None:
+        """Writes all spans; `error` says why the request failed, if it did."""
+        self.runs(now_s)
+        if self._first_token_s is not None:
+            self._spans.append(("decode", self._first_token_s, now_s, {}))
+        for name, start_s, end_s, own in self._spans:
+            self.span.child(name, self._ns(start_s), self._ns(end_s), own)
+        self.span.end(self._ns(now_s), attributes, error)
+
+    def _ns(self, clock_s: float) -> int:
+        return self._begun_ns + round((clock_s - self._begun_s) * 1e9)
+
+
+def traceparent_of(tracing: TraceContext | None, trace: RequestTrace | None) -> str:
+    """Returns the span that the worker's spans belong to: the request's own, or else the client's."""
+    if trace is not None:
+        return trace.span.traceparent
+    return "" if tracing is None or tracing.tracer is not None else tracing.traceparent

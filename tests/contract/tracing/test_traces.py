@@ -1,0 +1,242 @@
+"""Traces through the services, received by a real OTLP receiver from real processes."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from protos.server import Server
+from protos.step_messages import plan_to_proto
+from protos.steps import Admission, Decode, Prefill, StepPlan, WorkerReport
+from protos.tracing.opening import open_tracer
+from protos.triptych.v1 import common_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.wire import SCHEMA_REVISION, open_channel
+from tests.support.gateway.serving import smollm2_folder
+from tests.support.scheduler.fake_worker import FakeWorker
+from tests.support.tracing.collector import Collector, ReceivedSpan, running_collector
+from worker_svc.api.model_thread import ModelThread
+from worker_svc.api.plan_stream import PlanStream
+from worker_svc.api.watchdog import FailedSteps
+from worker_svc.launched_step import LaunchedStep
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+BODY = {"prompt": "x", "max_tokens": 6, "ignore_eos": True}
+
+
+@contextlib.contextmanager
+def process(service: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Starts a service on a free port, which exports spans without delay."""
+    command = [sys.executable, "-m", f"{service}.__main__", "--port", "0", *flags]
+    environment = os.environ | {"OTEL_BSP_SCHEDULE_DELAY": "20"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
+        try:
+            assert started.stderr is not None
+            line = json.loads(started.stderr.readline())
+            assert line["event"] == "listening", line
+            yield started, line["port"]
+        finally:
+            started.kill()
+
+
+@dataclass
+class Traced:
+    """Processes that export to a collector, and the worker that they use."""
+
+    collector: Collector
+    worker: FakeWorker
+    http: httpx.AsyncClient
+    processes: list[subprocess.Popen[str]]
+
+
+def smollm2_worker() -> FakeWorker:
+    folder: Path = smollm2_folder()
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name.startswith("tokenizer")}
+    return FakeWorker(files=files, vocab_size=49_152)
+
+
+@contextlib.asynccontextmanager
+async def registered(worker: FakeWorker, scheduler: str) -> AsyncIterator[None]:
+    """Serves a worker to a scheduler in another process."""
+    server = Server(
+        ("triptych.v1.Worker",), lambda it: worker_pb2_grpc.add_WorkerServicer_to_server(worker, it)
+    )
+    port = await server.start("127.0.0.1", 0)
+    async with open_channel(scheduler) as channel:
+        stream = registry_pb2_grpc.WorkerRegistryStub(channel).Register(
+            registry_pb2.RegisterRequest(
+                schema_revision=SCHEMA_REVISION, worker_id="w", host="127.0.0.1", port=port, replica_id="r0"
+            )
+        )
+        try:
+            async for event in stream:
+                if event.state == registry_pb2.RegisterEvent.STATE_SERVING:
+                    break
+            yield
+        finally:
+            stream.cancel()
+            await server.stop(grace_s=0)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def traced() -> AsyncIterator[Traced]:
+    with (
+        running_collector() as collector,
+        process("scheduler_svc", "--otlp-traces-endpoint", collector.endpoint, "--drain-s", "0") as (
+            one,
+            port,
+        ),
+        process(
+            "gateway",
+            "--otlp-traces-endpoint",
+            collector.endpoint,
+            "--scheduler-address",
+            f"127.0.0.1:{port}",
+        ) as (two, http_port),
+    ):
+        worker = smollm2_worker()
+        async with (
+            registered(worker, f"127.0.0.1:{port}"),
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=20) as http,
+        ):
+            async with asyncio.timeout(20):
+                while (await http.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.02)
+            yield Traced(collector, worker, http, [one, two])
+
+
+async def complete(traced: Traced, flags: str = "01", **fields: object) -> httpx.Response:
+    headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}"}
+    return await traced.http.post("/v1/completions", json=BODY | fields, headers=headers)
+
+
+async def has_server_span(traced: Traced, status: int) -> list[ReceivedSpan]:
+    return await asyncio.to_thread(
+        traced.collector.wait_for,
+        lambda spans: (
+            any(each.attributes.get("http.response.status_code") == status for each in spans)
+            and any(each.name == "llm_request" for each in spans)
+        ),
+    )
+
+
+async def test_a_request_is_one_trace_through_the_services(traced: Traced) -> None:
+    """The client's span is above the gateway's, that above the scheduler's; the worker learns the latter."""
+    assert (await complete(traced)).status_code == 200
+    spans = await has_server_span(traced, 200)
+    assert {span.trace_id for span in spans} == {TRACE}
+    (server,) = [span for span in spans if span.service == "triptych-gateway"]
+    assert (server.name, server.parent_id, server.is_server) == ("POST /v1/completions", PARENT, True)
+    assert server.events == ("first_token",)
+    assert server.attributes["gen_ai.usage.completion_tokens"] == 6
+    assert server.attributes["gen_ai.response.finish_reasons"] == "length"
+    (request,) = [span for span in spans if span.name == "llm_request"]
+    assert (request.service, request.parent_id) == ("triptych-scheduler", server.span_id)
+    assert request.attributes["gen_ai.usage.completion_tokens"] == 6
+    assert request.attributes["triptych.replica_id"] == "r0"
+    assert (
+        0
+        < request.attributes["gen_ai.latency.time_to_first_token"]
+        < request.attributes["gen_ai.latency.e2e"]
+    )
+    parts = [span for span in spans if span.parent_id == request.span_id]
+    assert {span.name for span in parts} >= {"prefill_chunk", "first_token", "decode"}
+    for span in parts:
+        assert server.start_ns <= span.start_ns <= span.end_ns <= server.end_ns
+    admitted = [each for plan in plans_of(traced.worker) for each in plan.admit]
+    assert [each.traceparent.split("-")[1:3] for each in admitted] == [[TRACE, request.span_id]]
+
+
+def plans_of(worker: FakeWorker) -> list[StepPlan]:
+    return [worker.plans.get_nowait() for _ in range(worker.plans.qsize())]
+
+
+async def test_a_refused_request_has_only_the_gateways_span(traced: Traced) -> None:
+    """It has the error's code, and it is no failure of the server."""
+    assert (await complete(traced, max_tokens=10_000)).status_code == 400
+    spans = await has_server_span(traced, 400)
+    (refused,) = [each for each in spans if each.attributes.get("http.response.status_code") == 400]
+    assert refused.attributes["error.type"] == "context_length_exceeded"
+    assert not refused.error
+
+
+async def test_requests_that_are_not_sampled_have_no_spans(traced: Traced) -> None:
+    """Neither the scheduler nor the worker hears of their trace; polls of health are not traced at all."""
+    plans_of(traced.worker)
+    before = len(traced.collector.spans)
+    assert (await complete(traced, flags="00")).status_code == 200
+    assert (await traced.http.get("/health")).status_code == 200
+    assert {each.traceparent for plan in plans_of(traced.worker) for each in plan.admit} == {""}
+    assert (await complete(traced, max_tokens=20_000)).status_code == 400
+    spans = await asyncio.to_thread(traced.collector.wait_for, lambda spans: len(spans) > before)
+    assert [each.attributes.get("http.response.status_code") for each in spans[before:]] == [400]
+
+
+async def test_a_worker_writes_the_steps_of_a_request() -> None:
+    """A span for each chunk and one for all decode steps, below the span that the plan names."""
+
+    class Steps:
+        """Samples one token for each slot."""
+
+        def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+            return LaunchedStep(read_tokens=lambda: [7] if isinstance(plan.work, Decode) else [])
+
+        def report(self) -> WorkerReport:
+            raise OSError("no memory to count")
+
+    admission = Admission(
+        1, (3, 4, 5), 0, common_pb2.SamplingParams(), {}, traceparent=f"00-{TRACE}-{PARENT}-01"
+    )
+    plans = [
+        StepPlan(1, Prefill(1, 0, 3, sample=False), admit=(admission,)),
+        StepPlan(2, Decode((0, 1), (2, 2), 2, 3)),
+        StepPlan(3, release=(1,)),
+    ]
+
+    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
+        for plan in plans:
+            yield plan_to_proto(plan)
+        await asyncio.Event().wait()
+
+    with running_collector() as collector:
+        tracer, thread = open_tracer(collector.endpoint, "worker"), ModelThread()
+        stream = PlanStream(
+            incoming(), Steps(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0, tracer=tracer,
+        )  # fmt: skip
+        results = stream.results()
+        while (await anext(results)).step < 3:
+            pass
+        stream.close()
+        assert tracer is not None
+        tracer.close()
+        await thread.close(wait_s=5.0)
+        spans = {span.name: span for span in collector.spans}
+    assert {(span.trace_id, span.parent_id) for span in spans.values()} == {(TRACE, PARENT)}
+    assert spans.keys() == {"prefill_step", "decode_steps"}
+    assert spans["prefill_step"].attributes["triptych.tokens"] == 3
+    assert spans["decode_steps"].attributes["triptych.steps"] >= 1
+
+
+async def test_a_lost_collector_costs_nothing(traced: Traced) -> None:
+    """Requests are answered as before, and services end in time. Runs last: the collector is gone."""
+    traced.collector.stop()
+    answers = await asyncio.gather(*(complete(traced) for _ in range(20)))
+    assert {answer.status_code for answer in answers} == {200}
+    started = time.monotonic()
+    for each in traced.processes:
+        each.send_signal(signal.SIGTERM)
+    for each in traced.processes:
+        assert await asyncio.to_thread(each.wait, 10) == 0
+    assert time.monotonic() - started < 8
