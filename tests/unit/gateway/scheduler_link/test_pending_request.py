@@ -316,7 +316,13 @@ async def test_a_listener_takes_tokens_while_the_reader_waits() -> None:
     """Plain tokens go to the listener without waking the reader; what it leaves goes to the reader, in order."""
     group, _ = make()
     heard: list[int] = []
-    group.listen(lambda _, token_id: token_id < 10 and (heard.append(token_id) or True))
+
+    def hear(_: int, token_id: int) -> bool:
+        if token_id < 10:
+            heard.append(token_id)
+        return token_id < 10
+
+    group.listen(hear)
     group.put_token(0, 1)  # no reader waits yet
     assert await group.take() == [(0, SequenceEvent((1,)))]
     reader = asyncio.create_task(group.take())
