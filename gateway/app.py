@@ -18,6 +18,7 @@ from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
 from gateway.keys.guard import KeyGuard
 from gateway.keys.key_ring import KeyRing
+from gateway.keys.openapi import document_keys
 from gateway.keys.usage import KeyUsage
 from gateway.messages import routes as messages
 from gateway.messages.prefix_pins import PrefixPins
@@ -143,6 +144,8 @@ def create_app(
         app.include_router(family.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    if keys.guards:
+        document_keys(app)
     # The middleware that is added last runs first.
     app.add_middleware(KeyGuard, keys=keys, usage=KeyUsage(metrics.registry))
     if settings.allowed_origins:

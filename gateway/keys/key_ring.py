@@ -79,8 +79,11 @@ class KeyRing:
 
         The time does not depend on which key it is, nor on how much of one is right.
         """
+        keys = self._keys()
+        if not keys:
+            return None
         digests, found = [digest_of(text) for text in given], None
-        for key in self._keys():
+        for key in keys:
             for digest in digests:
                 if hmac.compare_digest(key.digest, digest):
                     found = found or key

@@ -76,6 +76,15 @@ async def test_every_route_of_the_api_needs_a_key(stack: Stack) -> None:
     assert (await stack.http.get("/nothing", headers=bearer("sk-flag"))).status_code == 404
 
 
+async def test_the_document_says_which_routes_need_a_key(stack: Stack) -> None:
+    """In both forms that clients send, and without a key for probes."""
+    document = (await stack.http.get("/openapi.json")).json()
+    assert document["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert document["components"]["securitySchemes"].keys() == {"bearer", "x-api-key"}
+    assert document["paths"]["/health"]["get"]["security"] == []
+    assert "security" not in document["paths"]["/v1/models"]["get"]
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
