@@ -39,6 +39,12 @@ class AnswerBlock(AnswerModel):
     ] = None
 
 
+class OutputTokensDetails(AnswerModel):
+    """Details of the answer's tokens."""
+
+    thinking_tokens: Annotated[int, Field(description="Tokens of thinking, its markers included.")]
+
+
 class MessageUsage(AnswerModel):
     """Token counts. The prompt has as many tokens as the three counts of its tokens together."""
 
@@ -46,6 +52,7 @@ class MessageUsage(AnswerModel):
     cache_creation_input_tokens: Annotated[int, Field(description="Always 0: caching costs nothing.")]
     cache_read_input_tokens: Annotated[int, Field(description="Prompt tokens from the prefix cache.")]
     output_tokens: int
+    output_tokens_details: OutputTokensDetails
     service_tier: Literal["standard"]
 
 

@@ -31,9 +31,9 @@ def _marks(body: PromptRequest) -> Iterator[tuple[CacheControl, list[Turn]]]:
 
     A mark on a tool or in the system prompt keeps all of both: templates write either of them first.
     """
-    for part in (*body.tools, *body.system):
-        if part.cache_control is not None:
-            yield part.cache_control, [_ANY_TURN]
+    for mark in [tool.cache_control for tool in body.tools] + [text.cache_control for text in body.system]:
+        if mark is not None:
+            yield mark, [_ANY_TURN]
     for index, turn in enumerate(body.messages):
         for end, block in enumerate(turn.content, start=1):
             if block.cache_control is not None:

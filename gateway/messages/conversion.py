@@ -127,8 +127,10 @@ def _user_turns(blocks: Sequence[Block], names: dict[str | None, str | None]) ->
     """Yields the results of calls, then what the user says: results must follow their calls."""
     for block in blocks:
         if block.type == "tool_result":
-            fields = {"role": "tool", "content": _result(block), "tool_call_id": block.tool_use_id}
-            yield Message.model_construct(**fields, name=names.get(block.tool_use_id))
+            call = block.tool_use_id
+            yield Message.model_construct(
+                role="tool", content=_result(block), tool_call_id=call, name=names.get(call)
+            )
     said = [block for block in blocks if block.type == "text"]
     if said or not blocks:
         yield Message.model_construct(role="user", content="\n".join(block.text or "" for block in said))
@@ -143,9 +145,9 @@ def _result(block: Block) -> str:
 def _assistant_turn(blocks: Sequence[Block]) -> Message:
     calls = [
         EarlierCall.model_construct(
-            id=block.id,
+            id=block.id or "",
             function=EarlierFunction.model_construct(
-                name=block.name, arguments=orjson.dumps(block.input).decode()
+                name=block.name or "", arguments=orjson.dumps(block.input).decode()
             ),
         )
         for block in blocks

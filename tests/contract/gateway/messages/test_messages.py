@@ -14,7 +14,7 @@ from tests.support.gateway.serving import Stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: ToolParam = {"name": "get_weather", "description": "The weather.", "input_schema": CITY}
 ASK: dict[str, Any] = {
     "model": "smollm2",

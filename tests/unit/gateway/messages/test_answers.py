@@ -18,7 +18,7 @@ from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event,
 from gateway.schemas.base import parse
 from protos import errors
 
-USAGE = Usage(10, 5, 3)
+USAGE = Usage(10, 5, 3, 2)
 START = CallStart(0, "call_1", "f")
 
 
@@ -54,7 +54,7 @@ def body(*events: Event, **end: Any) -> dict[str, Any]:
 
 def test_blocks_keep_their_order() -> None:
     """Pieces of one block are joined; a revoked call is text again, with what stands around it."""
-    call = [START, CallArguments(0, '{"x"'), CallArguments(0, ": 1}")]
+    call: list[Event] = [START, CallArguments(0, '{"x"'), CallArguments(0, ": 1}")]
     content = body(Reasoning("a"), Text("b"), Text("c"), *call, Text("d"))["content"]
     assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "text"]
     assert (content[1]["text"], content[2]["input"], content[3]["text"]) == ("bc", {"x": 1}, "d")
@@ -107,7 +107,7 @@ def test_a_revoked_call_is_none_to_run() -> None:
 def test_counts() -> None:
     """The three counts of prompt tokens add up to the prompt."""
     counts = usage_body(USAGE)
-    assert counts.pop("output_tokens") == 5
+    assert (counts.pop("output_tokens"), counts.pop("output_tokens_details")) == (5, {"thinking_tokens": 2})
     assert counts == {"input_tokens": 7, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3}
 
 
