@@ -28,6 +28,7 @@ from pydantic_settings import (
 
 from protos.command_line.config_file import ConfigFile
 from protos.command_line.dialect import Dialect
+from protos.command_line.examples import example
 from protos.command_line.suggestions import unknown_arguments
 from protos.errors import ConfigurationRefused
 
@@ -73,8 +74,6 @@ class ServiceSettings(BaseSettings):
     """Inherited fields that the program sets itself, each with the reason. They have no flag and no
     variable. With an empty reason, a subclass lets the user set a field again."""
 
-    examples: ClassVar[Mapping[Group, str]] = {}
-    """Flags that ``--help`` shows under a heading as an example."""
     section: ClassVar[str] = ""
     """The section of a configuration file with the fields of the class that declares it."""
     file_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
@@ -207,12 +206,12 @@ _file_values: ContextVar[Mapping[str, Any]] = ContextVar("file_values", default=
 _BOOLEAN = TypeAdapter(bool)
 
 # Descriptions say what an unset value means.
-_NO_DEFAULT = re.compile(r"(^| )\(default(: null|: \(\)| factory: .*)\)$")
+_NO_DEFAULT = re.compile(r"(^| )\(default(: null|: \(\)|: \{\}|: None| factory: .*)\)$")
 
 # Types of settings with several values, one behind another.
 _SEVERAL = {"tuple[str,...]": "VALUE", "tuple[SecretStr,...]": "KEY"}
 
-_METAVARS = {"tuple[int,...]": "int,...", "dict[str,float]": "name=float,..."}
+_METAVARS = {"tuple[int,...]": "int,...", "dict[str,float]": "name=float,...", "dict[str,Any]": "JSON"}
 
 
 class _Parser(ArgumentParser):
@@ -235,14 +234,7 @@ class _Parser(ArgumentParser):
         self._settings = cls
         self._fixed = fixed_fields(cls)
         used = {group_of(cls, name) for name in cls.model_fields if name not in self._fixed}
-        examples = declared(cls, "examples")
-        self._sections = {
-            group: self.add_argument_group(
-                group, f"For example {examples[group]}" if group in examples else None
-            )
-            for group in Group
-            if group in used
-        }
+        self._sections = {group: self.add_argument_group(group) for group in Group if group in used}
         self._known = known
         text = "YAML file with settings, in sections by service or without (TRIPTYCH_CONFIG)."
         self.add_argument("--config", metavar="FILE", help=text)
@@ -283,6 +275,13 @@ class _Parser(ArgumentParser):
             group = group_of(self._settings, field)
             container = self if group is None else self._sections[group]
             container.add_argument(*names, **options)
+
+    def format_help(self) -> str:
+        """Returns the help, with an example under each heading."""
+        for heading, section in self._sections.items():
+            text = example(heading, self._option_string_actions)
+            section.description = text and f"For example: {text}"
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Refuses a flag.

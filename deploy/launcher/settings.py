@@ -21,6 +21,8 @@ _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not b
 class StandbySettings(ServiceSettings):
     """How a launcher replaces dead workers."""
 
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
     section: ClassVar[str] = "launcher"
 
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.LAUNCHER: ("standby_workers",)}
