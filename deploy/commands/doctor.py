@@ -154,6 +154,7 @@ def _check(settings: ServiceSettings, findings: Findings) -> None:
                 findings.check("socket", lambda: host.writable(path.parent, "--uds"))
             else:
                 findings.check("port", lambda: host.port(settings.host, settings.port, "--port or --host"))
+            findings.check("parsers", lambda: host.parsers(settings), needs=("services",))
             waits = "new requests wait for --park-timeout-s and then get 503"
             _check_scheduler(settings, findings, services.INFERENCE, waits)
         case SchedulerSettings():
@@ -220,7 +221,7 @@ def _check_worker(settings: WorkerSettings, findings: Findings) -> None:
         needs.append("NPU")
         findings.check("weights", npu.weights, needs=("torch",))
     else:
-        findings.check("compiler", lambda: host.compiler(name))
+        findings.check("compiler", lambda: host.compiler(name, settings.level_for(1)))
     findings.check("compile cache", lambda: machine.cache_folder(settings.cache_folder(name)))
     _check_device(settings, findings, name, needs)
 
@@ -251,6 +252,13 @@ def _check_device(settings: WorkerSettings, findings: Findings, name: str, needs
     if runs and settings.layout.world_size > 1:
         findings.check("devices of ranks", lambda: ranks.devices(settings, name), needs=("device",))
     findings.check("memory", lambda: device_checks.memory(opened[0]), needs=("device",))
+    if not isinstance(settings, DoctorSettings) and runs:
+        workers = getattr(settings, "workers", 1) * settings.layout.world_size if name == "cpu" else 1
+        findings.check(
+            "room for weights",
+            lambda: model.room(settings, opened[0].free_memory(), workers),
+            needs=("memory", "model"),
+        )
     if runs:
         findings.check("tensors", lambda: device_checks.tensors(opened[0]), needs=("device",))
         findings.check("copies", lambda: device_checks.copies(opened[0]), needs=("tensors",))

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import shutil
 import socket
 import tempfile
@@ -12,8 +13,11 @@ from deploy.launcher.ports import free_ports
 from deploy.launcher.run_dir import user_of
 from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.supervisor import LaunchError
+from gateway.settings import Settings as GatewaySettings
 
 _GIB = 2**30
+# The optimization level from which a CPU's kernels are generated and compiled.
+_GENERATES = 2
 # Less than that, and logs or a histogram may fill the disk.
 _LITTLE_BYTES = 1 << 30
 
@@ -96,25 +100,43 @@ def service_packages(*modules: str) -> str:
     return f"those of the {' and the '.join(names)} are installed"
 
 
-def compiler(name: str) -> str:
+def parsers(settings: GatewaySettings) -> str:
+    """Loads the parsers of tool calls and thinking that the settings name.
+
+    Raises:
+        ConfigurationRefused: vLLM is not installed, or has no such parser.
+    """
+    from gateway.tools import vllm_parsers  # needs the gateway's packages
+
+    vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
+    vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
+    return f"{settings.tool_call_parser} for tool calls, {settings.reasoning_parser} for thinking"
+
+
+def compiler(name: str, level: int) -> str:
     """Finds the compiler that makes host code for a device.
 
     Args:
         name: the device's name.
+        level: the optimization level; from 2 on, a CPU's kernels are generated.
 
     Raises:
-        Missing: an NPU's neighbours do without, but a GPU's launchers need one.
-        Remark: a CPU works without, but slower.
+        Missing: there is none, and the worker needs one.
+        Remark: there is none, and a CPU's worker is slower without.
     """
     candidates = ("g++", "clang++") if name == "cpu" else ("gcc", "cc", "clang")
-    found = next((path for command in candidates if (path := shutil.which(command))), None)
+    found = os.environ.get("CXX" if name == "cpu" else "CC") or next(
+        filter(None, map(shutil.which, candidates)), ""
+    )
     if found:
         return found
     if name == "cuda":
         raise Missing("Triton compiles its launchers with a C compiler, and there is none; install gcc")
-    raise Remark(
-        "there is no C++ compiler: own CPU kernels must be in the image, and -O 2 does not work; install g++"
-    )
+    if level >= _GENERATES:
+        raise Missing(
+            f"-O {level} generates C++ code, and there is no C++ compiler; install g++, or use -O 1"
+        )
+    raise Remark("there is no C++ compiler, so own CPU kernels must be in the image; install g++")
 
 
 def _free(folder: Path, text: str) -> str:

@@ -53,6 +53,29 @@ def architecture(settings: Settings) -> str:
     return f"vLLM has a class for {', '.join(names) or 'it'}"
 
 
+def room(settings: Settings, free: int, workers: int) -> str:
+    """Compares the size of the weights with a device's free memory.
+
+    Args:
+        settings: the worker's.
+        free: bytes.
+        workers: how many replicas share this memory.
+
+    Raises:
+        Missing: the weights alone do not fit.
+        Remark: their size is not known yet.
+    """
+    path = find(settings)
+    if path is None or not (path / "config.json").is_file() or settings.load_format == "dummy":
+        raise Remark("a worker finds out when the model is here")
+    itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}.get(settings.dtype)
+    needed = Checkpoint.open(path).num_bytes(itemsize) * workers / settings.layout.world_size
+    text = f"weights take about {needed / _GIB:.3g} of {free / _GIB:.3g} GiB"
+    if needed > free:
+        raise Missing(f"{text}; use a smaller or quantized model, more ranks, or another device")
+    return text
+
+
 def find(settings: Settings) -> Path | None:
     """Returns the folder or the .gguf file of the model, or `None` if it must be fetched first.
 

@@ -47,6 +47,7 @@ def test_a_gateway_is_checked_without_torch(capsys: pytest.CaptureFixture[str]) 
     assert code == 0
     found = checks(content)
     assert found["services"] == ("ok", "those of the gateway are installed")
+    assert found["parsers"] == ("ok", "auto for tool calls, auto for thinking")
     assert found["port"][0] == "ok"
     assert found["scheduler"][0] == "note"
     assert found["scheduler"][1].endswith("new requests wait for --park-timeout-s and then get 503")

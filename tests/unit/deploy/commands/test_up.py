@@ -7,8 +7,8 @@ import pytest
 
 from deploy import cli
 from deploy.commands import up
-from deploy.launcher.run_dir import claim
 from deploy.launcher.readiness import Served
+from deploy.launcher.run_dir import claim
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.diagnosis.findings import Finding, Findings, Missing
+from deploy.diagnosis.findings import Finding, Findings, Missing, Remark
 from deploy.inspection import host, security
 from deploy.launcher.run_dir import claim
 from gateway.settings import Settings
@@ -44,3 +44,24 @@ def test_certificates_and_keys_are_read(tmp_path: Path) -> None:
     assert secured(ssl_certfile=tmp_path / "missing")["certificate"].status == "FAILED"
     assert secured(ssl_certfile=paths.ca)["certificate"].status == "FAILED"
     assert not secured()
+
+
+@pytest.mark.parametrize(
+    ("device", "level", "expected", "text"),
+    [
+        ("cpu", 1, Remark, "own CPU kernels must be in the image"),
+        ("cpu", 2, Missing, "-O 2 generates C"),
+        ("cuda", 2, Missing, "Triton compiles its launchers with a C compiler"),
+    ],
+)
+def test_a_missing_compiler_matters_where_code_is_generated(
+    device: str, level: int, expected: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A variable that names one is enough."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(expected, match=text):
+        host.compiler(device, level)
+    monkeypatch.setenv("CXX" if device == "cpu" else "CC", "/opt/compiler")
+    assert host.compiler(device, level) == "/opt/compiler"

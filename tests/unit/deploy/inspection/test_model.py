@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.diagnosis.findings import Finding, Findings
+from deploy.diagnosis.findings import Finding, Findings, Missing
 from deploy.inspection import model
 from tests.support import tiny_models
+from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.settings import Settings
 
 
@@ -111,3 +112,16 @@ def test_gguf_files_are_told_from_others(tmp_path: Path) -> None:
     bad.write_text(json.dumps({}))
     assert checked(str(good))["weight files"].status == "ok"
     assert checked(str(bad))["weight files"].text.endswith("is no GGUF file; fetch it again")
+
+
+def test_weights_that_do_not_fit_are_a_failure(folder: Path) -> None:
+    """Replicas that share the memory count each, and ranks take a share each."""
+    size = Checkpoint.open(folder).num_bytes(2)
+    settings = Settings(model=str(folder), dtype="bfloat16")
+    assert model.room(settings, size, 1).startswith("weights take about ")
+    with pytest.raises(Missing, match="use a smaller or quantized model"):
+        model.room(settings, size, 2)
+    split = settings.model_copy(update={"tensor_parallel_size": 2})
+    model.room(split, size, 2)
+    with pytest.raises(Missing):
+        model.room(split, size // 2 - 1, 1)
