@@ -136,7 +136,9 @@ def _item(value: Any, info: ValidationInfo) -> InputItem:
     """Reads an item as its type says; a finding keeps its path in the body."""
     if not isinstance(value, dict):
         raise ValueError(f"must be an item (a JSON object), got {quote(value)}")  # noqa: TRY004
-    kind = value.get("type", "message")
+    kind = value.get("type")
+    if kind is None:
+        kind = "message"
     if kind == "item_reference":
         raise ValueError(
             "is not supported: nothing is stored that an item_reference could name; send the item itself, as"

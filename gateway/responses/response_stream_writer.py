@@ -1,5 +1,6 @@
 """Writes the events of a streamed response."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -9,7 +10,7 @@ from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
-from gateway.parsers.events import CallRevoked, CallStart
+from gateway.parsers.events import CallRevoked, CallStart, Event, Text
 from gateway.responses.answer_body import ResponseObject, error_event
 from gateway.responses.output_items import MessageItem, Output, OutputItem, Status
 from protos.errors import TriptychError
@@ -18,12 +19,12 @@ from protos.errors import TriptychError
 class ResponseStreamWriter(StreamWriter):
     """Writes typed, numbered events; there is no terminator behind the last one."""
 
-    def __init__(self, response: ResponseObject, reader: DeltaReader, reporter: Reporter) -> None:
+    def __init__(self, response: ResponseObject, reader: DeltaReader | None, reporter: Reporter) -> None:
         """Creates a writer.
 
         Args:
             response: writes the response object.
-            reader: finds the events in the text.
+            reader: finds the events in the text; ``None``: all of it is the message.
             reporter: writes log-probabilities, if they were asked for.
         """
         self._response = response
@@ -46,8 +47,13 @@ class ResponseStreamWriter(StreamWriter):
 
     def write(self, delta: Delta) -> bytes:
         """Returns the events that the text settles; at the end also those that close the last item."""
+        item, text = self._open, delta.text
+        if self._reader is None and item is not None and not (delta.tokens or delta.finish_reason):
+            # Most deltas of most answers.
+            item.pieces.append(text)
+            return self._text_delta(text) if text else b""
         out: list[bytes] = []
-        for event, tokens in self._reader.read(delta):
+        for event, tokens in self._events(delta):
             item = self._output.take(event)
             if item is self._output.items[-1] and item is not self._open:
                 out += (self._close("completed"), self._opening(item))
@@ -55,8 +61,13 @@ class ResponseStreamWriter(StreamWriter):
                 out.append(self._delta(item, item.pieces[-1], tokens))
         if delta.finish_reason is not None:
             self._cut = delta.finish_reason == "length"
-            out.append(self._last(self._reader.take_reports()))
+            out.append(self._last(self._reader.take_reports() if self._reader is not None else []))
         return b"".join(out)
+
+    def _events(self, delta: Delta) -> Iterable[tuple[Event, Sequence[TokenReport]]]:
+        if self._reader is not None:
+            return self._reader.read(delta)
+        return [(Text(delta.text), delta.tokens)] if delta.text or delta.tokens else []
 
     def end(self, usage: Usage) -> bytes:
         """Returns the event with the whole response."""
@@ -71,7 +82,7 @@ class ResponseStreamWriter(StreamWriter):
         response = self._response.failed(self._output.bodies(cut=True), error)
         return event + self._event("response.failed", response=response)
 
-    def _last(self, tokens: list[TokenReport]) -> bytes:
+    def _last(self, tokens: Sequence[TokenReport]) -> bytes:
         """Closes the last item; an answer without any has an empty message."""
         opening = b""
         if not self._output.items:
@@ -102,11 +113,15 @@ class ResponseStreamWriter(StreamWriter):
         )
         return added
 
-    def _delta(self, item: OutputItem, text: str, tokens: list[TokenReport]) -> bytes:
+    def _text_delta(self, text: str) -> bytes:
+        """Returns the event for further text of the open item."""
+        self._count += 1
+        return self._delta_head % (self._count - 1) + orjson.dumps(text) + b"}\n\n"
+
+    def _delta(self, item: OutputItem, text: str, tokens: Sequence[TokenReport]) -> bytes:
         logprobs = chat_logprobs(self._reporter, tokens) if tokens and isinstance(item, MessageItem) else []
         if item is self._open and not logprobs:
-            self._count += 1
-            return self._delta_head % (self._count - 1) + orjson.dumps(text) + b"}\n\n"
+            return self._text_delta(text)
         fields = {**_place(item), "delta": text}
         if isinstance(item, MessageItem):
             item.logprobs += logprobs
@@ -132,7 +147,7 @@ class ResponseStreamWriter(StreamWriter):
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def chat_logprobs(reporter: Reporter, tokens: list[TokenReport]) -> list[dict[str, Any]]:
+def chat_logprobs(reporter: Reporter, tokens: Sequence[TokenReport]) -> list[dict[str, Any]]:
     """Returns the log-probabilities of a message's tokens; none if they were not asked for."""
     reported = reporter.chat(tokens)
     return [] if reported is None else reported["content"]

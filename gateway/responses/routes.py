@@ -70,7 +70,8 @@ async def create_response(request: Request) -> Response:
 
 def _stream(body: ResponsesRequest, plan: AnswerPlan, start: StreamStart) -> ResponseStreamWriter:
     response = ResponseObject(body, start.answer_id, start.created, start.model)
-    return ResponseStreamWriter(response, DeltaReader(plan.reader(), start.answer_id), start.reporter)
+    reader = None if plan.plain else DeltaReader(plan.reader(), start.answer_id)
+    return ResponseStreamWriter(response, reader, start.reporter)
 
 
 def _body(
@@ -92,7 +93,7 @@ def _body(
 def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[dict[str, Any]]:
     """Returns the log-probabilities of the tokens that belong to the message, as a stream reports them."""
     if plan.plain or not reporter.wanted:
-        return chat_logprobs(reporter, list(end.tokens))
+        return chat_logprobs(reporter, end.tokens)
     reader, last = DeltaReader(plan.reader(), ""), len(end.tokens) - 1
     tokens: list[TokenReport] = []
     event: Event | None = None

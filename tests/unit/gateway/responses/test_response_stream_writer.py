@@ -9,7 +9,7 @@ import pytest
 from gateway.answers.answer_reader import AnswerReader
 from gateway.answers.delta_reader import DeltaReader
 from gateway.answers.generation import Usage
-from gateway.answers.logprobs import Reporter
+from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sequence_text import Delta
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.responses.answer_body import ResponseObject
@@ -23,12 +23,11 @@ from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError
 BROKEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": Paris}}\n</tool_call> Sorry.'
 
 
-def writer(calls: bool = False) -> ResponseStreamWriter:
+def writer(*, calls: bool = False, logprobs: bool = False) -> ResponseStreamWriter:
     response = ResponseObject(parse(ResponsesRequest, b'{"input": "hi"}'), "resp_1f", 1, "m")
-    reader = AnswerReader(None, FORMATS["hermes"].make(["get_weather"]) if calls else None)
-    return ResponseStreamWriter(
-        response, DeltaReader(reader, "resp_1f"), Reporter(lambda _: b"", wanted=False)
-    )
+    parsed = DeltaReader(AnswerReader(None, FORMATS["hermes"].make(["get_weather"])), "resp_1f")
+    reporter = Reporter(lambda token: b"%d" % token, wanted=logprobs)
+    return ResponseStreamWriter(response, parsed if calls else None, reporter)
 
 
 def read(data: bytes) -> list[dict[str, Any]]:
@@ -70,6 +69,21 @@ def test_errors_end_a_stream_at_any_point(error: TriptychError, code: str) -> No
     assert failed["type"] == "response.failed"
     assert failed["response"]["error"] == {"code": code, "message": error.message}
     assert failed["response"]["output"][0]["content"][0]["text"] == "Hello"
+
+
+@pytest.mark.parametrize("calls", [True, False])
+def test_tokens_are_reported_once(calls: bool) -> None:
+    """With the text that they complete, or at the end, whether the text is parsed or not."""
+    stream, data = writer(calls=calls, logprobs=True), b""
+    pieces = [("a", None), ("", None), ("b ", None), ("", "stop")]
+    for token, (text, reason) in enumerate(pieces):
+        data += stream.write(Delta(0, text, reason, None, (TokenReport(token, 0, -0.5),)))
+    events = read(data)
+    reported = [entry["token"] for e in events if e["type"].endswith("text.delta") for entry in e["logprobs"]]
+    assert reported == ["0", "1", "2", "3"]
+    assert "".join(e["delta"] for e in events if e["type"].endswith("text.delta")) == "ab "
+    (done,) = [e for e in events if e["type"].endswith("text.done")]
+    assert [entry["token"] for entry in done["logprobs"]] == reported
 
 
 def test_text_survives_the_framing() -> None:
