@@ -18,10 +18,15 @@ from tests.support.gateway.serving import Stack, running_stack
 
 pytestmark = pytest.mark.contract
 
-KEY, ADMIN, FILE_KEY, WRONG = "sk-KEY-71f3", "sk-ADMIN-71f3", "sk-FILE-71f3", "sk-WRONG-71f3"
-PROMPT = "PROMPT-71f3"
-ANSWER = "Answer-71f3"
-HIDDEN = "71f3"
+KEY, ADMIN, FILE_KEY, WRONG = (
+    "sk-KEY-hush-hush",
+    "sk-ADMIN-hush-hush",
+    "sk-FILE-hush-hush",
+    "sk-WRONG-hush-hush",
+)
+PROMPT = "PROMPT-hush-hush"
+ANSWER = "Answer-hush-hush"
+HIDDEN = "hush-hush"
 """Every text that no log may have contains it."""
 
 BAD_JSON = b'{"messages": "' + PROMPT.encode()
