@@ -24,6 +24,7 @@ from deploy.inspection.report import Report
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from deploy.vllm_flags.dialect import VllmDialect
 from gateway.settings import Settings as GatewaySettings
+from protos.command_line.suggestions import similar
 from protos.environment import table
 from protos.errors import ConfigurationRefused
 from protos.logs import configure
@@ -111,12 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = _JSON in arguments
     arguments = [argument for argument in arguments if argument != _JSON]
-    command = arguments.pop(0) if arguments and arguments[0] in _COMMANDS else ""
+    command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     report = Report(f"triptych {command or 'worker'}", as_json=as_json)
     readings = table.read(os.environ)
     dialect = VllmDialect() if command in {"serve", "up"} else None
     try:
-        settings = load(_COMMANDS.get(command, DoctorSettings), arguments, dialect)
+        settings = load(_settings_class(command), arguments, dialect)
     except ConfigurationRefused as error:
         report.environment(readings)
         report.refuse(str(error))
@@ -134,6 +135,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if getattr(settings, "parity", False):
         works = "A worker would start, and computes what it should."
     return 0 if report.close(works) else 1
+
+
+def _settings_class(command: str) -> type[ServiceSettings]:
+    if not command:
+        return DoctorSettings
+    if command not in _COMMANDS:
+        meant = similar(command, _COMMANDS) or ", ".join(_COMMANDS)
+        raise ConfigurationRefused(f"{command} is no command that can be checked; use {meant}")
+    return _COMMANDS[command]
 
 
 def _check(settings: ServiceSettings, findings: Findings) -> None:

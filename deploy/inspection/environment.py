@@ -7,7 +7,7 @@ from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.command_line.suggestions import similar
-from protos.environment.table import Reading
+from protos.environment.table import Reading, is_service_link
 from protos.environment.variable import Kind
 from protos.settings import CONFIG_VARIABLE
 from scheduler_svc.settings import Settings as SchedulerSettings
@@ -64,7 +64,11 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 
 
 def _set(environment: Mapping[str, str]) -> set[str]:
-    return {name for name, value in environment.items() if name.startswith(_OWN) and value}
+    return {
+        name
+        for name, value in environment.items()
+        if name.startswith(_OWN) and value and (name in variables() or not is_service_link(name))
+    }
 
 
 def _unknown(name: str, known: Collection[str]) -> str:

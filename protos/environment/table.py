@@ -67,7 +67,7 @@ def read(environment: Mapping[str, str]) -> list[Reading]:
     return [
         _read(name, value)
         for name, value in sorted(environment.items())
-        if name.startswith(FAMILIES) and value and (name in VARIABLES or not _SERVICE_LINK.search(name))
+        if name.startswith(FAMILIES) and value and (name in VARIABLES or not is_service_link(name))
     ]
 
 
@@ -97,6 +97,11 @@ def check_for_service(environment: Mapping[str, str]) -> None:
         environment,
         lambda reading: log.warning("variable_ignored", variable=reading.name, reason=reading.reason),
     )
+
+
+def is_service_link(name: str) -> bool:
+    """Whether Kubernetes may have set a variable, for a service whose name begins like a setting's."""
+    return _SERVICE_LINK.search(name) is not None
 
 
 def shown(name: str, value: str) -> str:

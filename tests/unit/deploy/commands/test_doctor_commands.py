@@ -127,6 +127,22 @@ def test_a_bad_flag_is_a_bad_setting(capsys: pytest.CaptureFixture[str]) -> None
     assert (content["starts"], content["error"]) == (False, line.removeprefix("triptych doctor: "))
 
 
+def test_an_unknown_command_is_a_bad_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    """The line names the one that was meant."""
+    assert doctor.main(["srve", "smollm2"]) == 2
+    assert capsys.readouterr().err == ("triptych doctor: srve is no command that can be checked; use serve\n")
+
+
+def test_links_of_kubernetes_are_no_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service that is called triptych gives every pod such variables."""
+    monkeypatch.setenv("TRIPTYCH_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("TRIPTYCH_PORT_8000_TCP_ADDR", "10.0.0.1")
+    _, content = report(capsys, "scheduler", "--port=0")
+    assert checks(content)["own variables"] == ("ok", "none set")
+
+
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with all packages of this environment but a worker's."""
