@@ -24,6 +24,8 @@ RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \
 
 FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/triptych /opt/triptych
+# Mount a volume here and set TRIPTYCH_STATE_DIR to it, and `triptych plan` works in the container.
+RUN install -d -o 10001 -g 10001 /state
 ENV PATH=/opt/triptych/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /tmp

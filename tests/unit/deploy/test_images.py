@@ -51,6 +51,23 @@ def test_a_compose_service_is_built_and_started_with_names_that_exist(name: str)
     assert variables <= {f"TRIPTYCH_{field.upper()}" for field in settings.model_fields}
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_one_file_has_the_settings_of_all_services(name: str) -> None:
+    """Compose reads its own variables from the same file, which no image and no commit takes along."""
+    assert COMPOSE["services"][name]["env_file"] == [{"path": ".env", "required": False}]
+    for ignored in (".gitignore", ".dockerignore"):
+        assert "deploy/.env" in (ROOT / ignored).read_text().splitlines()
+
+
+def test_the_schedulers_statistics_outlive_it() -> None:
+    """`triptych plan` finds them. The image has the folder, which gives the volume its owner."""
+    scheduler = COMPOSE["services"]["scheduler"]
+    folder = scheduler["environment"]["TRIPTYCH_STATE_DIR"]
+    assert f"state:{folder}" in scheduler["volumes"]
+    assert "state" in COMPOSE["volumes"]
+    assert f"install -d -o 10001 -g 10001 {folder}" in (DEPLOY / "images/scheduler.Dockerfile").read_text()
+
+
 def test_the_secure_compose_file_names_settings_and_the_files_that_are_made(tmp_path: Path) -> None:
     """Each service uses files of the volume that `triptych secure-files` fills before the service starts."""
     secure = yaml.safe_load((DEPLOY / "compose.secure.yaml").read_text())["services"]
