@@ -15,8 +15,8 @@ from gateway.http.tls import ServerTls
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused
 from protos.security.certificates import CertificatePaths
-from tests.support.security.certificates import BOTH, ca, service_files
 from tests.support.gateway.serving import Gateway, running_gateway
+from tests.support.security.certificates import BOTH, ca, service_files
 
 pytestmark = pytest.mark.contract
 
