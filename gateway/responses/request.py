@@ -10,7 +10,7 @@ from gateway.responses.input_items import InputItems
 from gateway.responses.tools import Allowed, FunctionTool, ResponseToolChoice, ResponseTools, functions_of
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions, or_default
-from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat, Schema
+from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat
 from gateway.schemas.tools import NamedChoice
 from protos import limits
 
@@ -41,7 +41,7 @@ class TextFormat(RequestModel):
     name: Annotated[str | None, Field(max_length=256, description="Ignored.")] = None
     description: Annotated[str | None, Field(max_length=MAX_TEXT, description="Ignored.")] = None
     schema_: Annotated[
-        Schema | None, Field(alias="schema", description="With type json_schema: a JSON schema.")
+        dict[str, Any] | None, Field(alias="schema", description="With type json_schema: a JSON schema.")
     ] = None
     strict: Annotated[bool | None, Field(description="As in response_format of chats.")] = None
 

@@ -353,6 +353,7 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "skipped"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not among"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "schema must be given"),
+        ({"text": {"format": {"type": "json_schema", "schema": True}}}, "text.format.schema", "JSON object"),
         ({"input": "word " * 600}, "input", "context"),
         ({"metadata": {"a": "b" * 600}}, "metadata", "512"),
     ],
