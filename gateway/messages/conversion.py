@@ -146,9 +146,7 @@ def _assistant_turn(blocks: Sequence[Block]) -> Message:
     calls = [
         EarlierCall.model_construct(
             id=block.id or "",
-            function=EarlierFunction.model_construct(
-                name=block.name or "", arguments=orjson.dumps(block.input).decode()
-            ),
+            function=EarlierFunction.model_construct(name=block.name or "", arguments=_json(block.input)),
         )
         for block in blocks
         if block.type == "tool_use"
@@ -158,6 +156,15 @@ def _assistant_turn(blocks: Sequence[Block]) -> Message:
     return Message.model_construct(
         role="assistant", content=text, tool_calls=calls, reasoning="\n".join(filter(None, thinking)) or None
     )
+
+
+def _json(arguments: dict[str, Any] | None) -> str:
+    try:
+        return orjson.dumps(arguments).decode()
+    except orjson.JSONEncodeError as error:
+        raise InvalidArgument(
+            "the 'input' of a call in 'messages' is nested too deep; flatten it", param="messages"
+        ) from error
 
 
 def _tool(tool: AnthropicTool) -> Tool:

@@ -183,6 +183,15 @@ def test_a_last_turn_of_the_assistant_is_continued() -> None:
         to_chat(request(USER, assistant(USE)), ANY_ORDER)
 
 
+def test_inputs_of_any_depth() -> None:
+    """JSON is read deeper than it is written."""
+    deep: dict[str, Any] = {}
+    for _ in range(400):
+        deep = {"x": deep}
+    with pytest.raises(InvalidArgument, match="nested too deep"):
+        to_chat(request(USER, assistant({**USE, "input": deep}), USER), ANY_ORDER)
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
