@@ -30,6 +30,7 @@ from gateway.routes.pooling import classification, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
+from gateway.shared_metrics import SharedMetrics
 from gateway.text.template_setting import read_template
 from gateway.text.tokenization import TextCodec, TextWorker
 from gateway.tools import vllm_parsers
@@ -45,6 +46,10 @@ _DESCRIPTION: Final = (
     " tenant, or, where the gateway believes it, the header X-Tenant; the scheduler shares capacity fairly among"
     " tenants. Keys travel as bearer tokens or in the header x-api-key. Statuses 429 and 503 carry Retry-After."
 )
+
+_FAMILIES: Final = (
+    chat, completions, messages, responses, embeddings, scoring, classification, models, loras, tokenize, ops,
+)  # fmt: skip
 
 
 def random_id() -> str:
@@ -74,6 +79,38 @@ def create_app(
     Raises:
         ConfigurationRefused: if the chat template of the settings cannot be used.
     """
+    context = _assemble(settings, client, new_id, clock, wall_clock)
+    pins = PrefixPins(client, settings.pins_per_tenant, clock)
+    app = FastAPI(
+        title="Triptych",
+        description=_DESCRIPTION,
+        version=version.VERSION,
+        lifespan=_lifespan(context, pins),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        root_path=settings.root_path,
+    )
+    app.state.prefix_pins = pins
+    app.state.context = context
+    for family in _FAMILIES:
+        app.include_router(family.router)
+    app.add_exception_handler(TriptychError, _on_triptych_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    if context.keys.guards:
+        document_keys(app)
+    _add_middleware(app, context, tracer)
+    return app
+
+
+def _assemble(
+    settings: Settings,
+    client: InferenceClient,
+    new_id: Callable[[], str],
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> Context:
+    """Makes the parts that all routes share."""
     watcher = ServedModelWatcher(
         client,
         poll_s=settings.model_poll_s,
@@ -88,78 +125,61 @@ def create_app(
         lambda: watcher.max_model_len,
     )
     text_worker = TextWorker(settings.max_waiting_texts)
-    chat_encoder = ChatEncoder(settings, text_worker)
-    keys = KeyRing.of(settings, clock)
-    pins = PrefixPins(client, settings.pins_per_tenant, clock)
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await client.start()
-        watcher.start()
-        try:
-            yield
-        finally:
-            await pins.close()
-            await watcher.close()
-            await client.close()
-            await chat_encoder.close()
-            text_worker.close()
-
-    app = FastAPI(
-        title="Triptych",
-        description=_DESCRIPTION,
-        version=version.VERSION,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        root_path=settings.root_path,
-    )
-    app.state.prefix_pins = pins
-    app.state.context = Context(
+    return Context(
         settings,
         client,
         watcher,
         metrics,
         text_worker,
-        chat_encoder,
-        keys,
+        ChatEncoder(settings, text_worker),
+        KeyRing.of(settings, clock),
+        settings.metrics_folder and SharedMetrics(settings.metrics_folder, metrics.text),
         new_id=new_id,
         clock=clock,
         wall_clock=wall_clock,
     )
-    for family in (
-        chat,
-        completions,
-        messages,
-        responses,
-        embeddings,
-        scoring,
-        classification,
-        models,
-        loras,
-        tokenize,
-        ops,
-    ):
-        app.include_router(family.router)
-    app.add_exception_handler(TriptychError, _on_triptych_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    if keys.guards:
-        document_keys(app)
-    # The middleware that is added last runs first.
-    app.add_middleware(KeyGuard, keys=keys, usage=KeyUsage(metrics.registry))
+
+
+def _lifespan(
+    context: Context, pins: PrefixPins
+) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    """Returns what starts the parts, and ends them with the application."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if context.shared_metrics is not None:
+            await context.shared_metrics.start()
+        await context.client.start()
+        context.watcher.start()
+        try:
+            yield
+        finally:
+            await pins.close()
+            await context.watcher.close()
+            await context.client.close()
+            if context.shared_metrics is not None:
+                await context.shared_metrics.close()
+            await context.chat_encoder.close()
+            context.text_worker.close()
+
+    return lifespan
+
+
+def _add_middleware(app: FastAPI, context: Context, tracer: Tracer | None) -> None:
+    """Wraps the routes. The middleware that is added last runs first."""
+    settings = context.settings
+    app.add_middleware(KeyGuard, keys=context.keys, usage=KeyUsage(context.metrics.registry))
     if settings.allowed_origins:
         app.add_middleware(CORSMiddleware, **_cross_origin(settings))
     app.add_middleware(
         RequestMiddleware,
-        metrics=metrics,
+        metrics=context.metrics,
         max_body_bytes=settings.max_body_bytes,
         read_timeout_s=settings.read_timeout_s,
-        new_id=new_id,
-        clock=clock,
+        new_id=context.new_id,
+        clock=context.clock,
         tracer=tracer,
     )
-    return app
 
 
 def _cross_origin(settings: Settings) -> dict[str, Any]:

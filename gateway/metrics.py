@@ -302,15 +302,13 @@ class Metrics:
         if error is not None:
             self._errors.labels(handler, error).inc()
 
-    def text(self, scheduler: bytes | None = None) -> bytes:
-        """Returns all metrics in Prometheus' text format.
+    def scheduler_answers(self, answers: bool) -> None:
+        """Records whether the scheduler's metrics are at hand."""
+        self._scheduler_up.set(answers)
 
-        Args:
-            scheduler: the scheduler's metrics in the same format, under other names; ``None`` if the
-                scheduler does not answer.
-        """
+    def text(self) -> bytes:
+        """Returns this gateway's metrics in Prometheus' text format."""
         if self._model_name():
             # A scrape before the first request then shows zeros instead of nothing.
             self.engine("")
-        self._scheduler_up.set(scheduler is not None)
-        return generate_latest(self.registry) + (scheduler or b"")
+        return generate_latest(self.registry)

@@ -56,6 +56,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "uds",
             "root_path",
             "reuse_port",
+            "metrics_folder",
             "metrics_port",
             "scheduler_address",
         ),
@@ -108,6 +109,13 @@ class Settings(CallSecuritySettings, SecuritySettings):
             le=65535,
             description="A second HTTP port, which only this process has: for /metrics and /health of one of"
             " several gateways that share a port. `triptych up` adds the gateway's number.",
+        ),
+    ] = None
+    metrics_folder: Annotated[
+        Path | None,
+        Field(
+            description="A folder that all gateways behind a shared port have in common, for example"
+            " /run/triptych/metrics. `/metrics` on that port is then the sum over all of them."
         ),
     ] = None
     scheduler_address: Annotated[

@@ -11,7 +11,7 @@ from deploy.launcher.supervisor import BAD_SETTING, LaunchError
 from protos.wire import MAX_SOCKET_PATH_BYTES
 
 # As long as the longest name of a socket.
-_LONGEST_NAME = "scheduler.sock"
+_LONGEST_NAME = "metrics/0123456789ab.sock"
 _LOCK = "launcher.pid"
 
 

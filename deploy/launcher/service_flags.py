@@ -35,6 +35,7 @@ def gateway_flags(
         port=port,
         metrics_port=metrics_port,
         reuse_port=settings.gateways > 1 or None,
+        metrics_folder=scheduler.with_name("metrics") if settings.gateways > 1 else None,
         scheduler_address=unix_address(scheduler),
         drain_timeout_s=_GATEWAY_DRAIN_S,
     )

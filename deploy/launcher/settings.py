@@ -59,6 +59,7 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     fixed: ClassVar[Mapping[str, str]] = {
         "scheduler_address": "the launcher knows where its scheduler listens",
         "reuse_port": "the launcher knows how many gateways share the port",
+        "metrics_folder": "the launcher chooses the folder of gateways that share the port",
         "rank": "the launcher numbers the ranks of each replica",
         "world_size": "it follows from --tensor-parallel-size and --pipeline-parallel-size",
         "local_rank": "the launcher gives each rank a device of its own",

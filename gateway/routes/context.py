@@ -15,6 +15,7 @@ from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModel, ServedModelWatcher
 from gateway.schemas.base import IgnoredFields, RequestModel, parse
 from gateway.settings import Settings
+from gateway.shared_metrics import SharedMetrics
 from gateway.text.tokenization import TextWorker
 from protos.logs import get_logger
 from protos.triptych.v1.inference_pb2 import LoraInfo
@@ -33,6 +34,8 @@ class Context:
     text_worker: TextWorker
     chat_encoder: ChatEncoder
     keys: KeyRing
+    shared_metrics: SharedMetrics | None
+    """Where this gateway is one of several that share a port."""
     new_id: Callable[[], str]
     """Makes ids of answers and requests."""
     clock: Callable[[], float]

@@ -44,14 +44,23 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Returns metrics in Prometheus' text format: the gateway's, then the scheduler's if it answers.
 
-    `triptych:gateway_scheduler_up` says whether the scheduler's metrics are included.
+    `triptych:gateway_scheduler_up` says whether the scheduler's metrics are included. Gateways that share
+    a port answer with the sum over all of them; on its own `--metrics-port`, each answers for itself.
     """
     context = context_of(request)
     try:
         scheduler = await context.client.get_metrics()
     except TriptychError:
-        scheduler = None
-    return Response(context.metrics.text(scheduler), media_type=CONTENT_TYPE_LATEST)
+        scheduler = b""
+    context.metrics.scheduler_answers(bool(scheduler))
+    shared = context.shared_metrics
+    settings, server = context.settings, request.scope["server"]
+    on_own_port = settings.metrics_port is not None and server is not None and server[1] != settings.port
+    if shared is None or on_own_port:
+        own = context.metrics.text()
+    else:
+        own = await shared.text()
+    return Response(own + scheduler, media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/version", summary="Read the version", response_model=None, responses=documented(Version))

@@ -53,7 +53,7 @@ def test_help_lists_every_setting_but_the_fixed_ones(capsys: pytest.CaptureFixtu
 def test_only_addresses_drains_and_the_log_format_are_fixed() -> None:
     """A new setting of a service is reachable unless this list grows with it."""
     assert set(LaunchSettings.fixed) == {
-        "scheduler_address", "socket", "reuse_port", "advertise_host", "drain_timeout_s", "drain_s", "log_format",
+        "scheduler_address", "socket", "reuse_port", "metrics_folder", "advertise_host", "drain_timeout_s", "drain_s", "log_format",
         "rank", "world_size", "local_rank", "replica_id", "master",
     }  # fmt: skip
 

@@ -313,7 +313,7 @@ async def test_what_a_reader_waits_for_is_not_unread() -> None:
 
 
 async def test_a_listener_takes_tokens_while_the_reader_waits() -> None:
-    """Plain tokens go to the listener without waking the reader; what it leaves goes to the reader, in order."""
+    """Plain tokens go to the listener without waking the reader, which gets what is left, in order."""
     group, _ = make()
     heard: list[int] = []
 

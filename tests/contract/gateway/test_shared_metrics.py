@@ -1,0 +1,36 @@
+"""Gateways that share a port answer scrapes with the sum over all of them."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
+from tests.support.gateway.serving import CHAT, running_gateway, smollm2_folder
+
+pytestmark = pytest.mark.contract
+
+
+async def sample(url: str, name: str) -> list[float]:
+    async with httpx.AsyncClient(timeout=20) as http:
+        text = (await http.get(f"{url}/metrics")).text
+    return [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)]
+
+
+async def test_any_gateway_answers_for_all(tmp_path: Path) -> None:
+    """Each adds the others' counts to its own, lists the scheduler's once, and forgets one that has left."""
+    scheduler = FakeScheduler(smollm2_folder(), [504, 2])
+    async with serving(scheduler) as server:
+        settings = {"metrics_folder": tmp_path / "metrics"}
+        async with running_gateway(server.port, **settings) as one, httpx.AsyncClient(timeout=20) as http:
+            async with running_gateway(server.port, **settings) as two:
+                for gateway in (one, two, two):
+                    answer = await http.post(f"{gateway.base_url}/v1/chat/completions", json=CHAT)
+                    assert answer.status_code == 200
+                for gateway in (one, two):
+                    assert sum(await sample(gateway.base_url, "vllm:request_success_total")) == 3
+                    assert await sample(gateway.base_url, "triptych:gateway_processes") == [2]
+                    assert len(await sample(gateway.base_url, "vllm:num_requests_running")) == 1
+            (tmp_path / "metrics" / "dead.sock").touch()
+            assert await sample(one.base_url, "triptych:gateway_processes") == [1]
+            assert sum(await sample(one.base_url, "vllm:request_success_total")) == 1
