@@ -32,6 +32,8 @@ class ChatStreamWriter:
             place = f"{chunks.answer_id}/{index}"
             choice = self._choices[index] = DeltaReader(self._new_reader(), place)
         out = [chunks.event(index, event, tokens) for event, tokens in choice.read(delta)]
+        if delta.token_ids:
+            out.append(chunks.ids(index, delta.token_ids))
         if reason is not None:
             if rest := choice.take_reports():
                 out.append(chunks.text(index, "", rest))

@@ -50,6 +50,7 @@ class Chunks(ABC):
         with_usage: bool,
         reporter: Reporter | None = None,
         fingerprint: str | None = None,
+        prompt_of: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         """Encodes the constant parts.
 
@@ -61,14 +62,16 @@ class Chunks(ABC):
                 OpenAI's do.
             reporter: writes log-probabilities, if they were asked for.
             fingerprint: of the model, for the chunks that end a choice or the stream.
+            prompt_of: returns the token ids of a choice's prompt, for its first chunk; ``None``: it has none.
         """
         self.answer_id = answer_id
-        fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
-        self._head = _head(fields)
-        self._last_head = _head({**fields, **self.last_fields, "system_fingerprint": fingerprint})
+        self._fields = {"id": answer_id, "object": self.object, "created": created, "model": model}
+        self._head = _head(self._fields)
+        self._last_head = _head({**self._fields, **self.last_fields, "system_fingerprint": fingerprint})
         self._tail = b'],"usage":null}\n\n' if with_usage else b"]}\n\n"
         self._starts: dict[int, bytes] = {}
         self._reporter = reporter
+        self._prompt_of = prompt_of
 
     def set_usage(self, usage: dict[str, Any]) -> None:
         """Puts ``usage`` into every chunk from now on."""
@@ -112,13 +115,24 @@ class ChatChunks(Chunks):
 
     def opening(self, index: int) -> bytes:
         """Returns the chunk with the role."""
-        return self._delta(index, {"role": "assistant", "content": "", "refusal": None}, ())
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        if self._prompt_of is None:
+            return self._delta(index, delta, ())
+        head = _head({**self._fields, "prompt_token_ids": self._prompt_of(index)})
+        return self._delta(index, delta, ()).replace(self._head, head)
 
     def write(self, delta: Delta) -> bytes:
         """Returns a chunk with more content, if any, and at the end a separate chunk with the reason."""
-        index, text, reason, stop_reason, tokens = delta
-        content = self.text(index, text, tokens) if text or tokens else b""
+        index, text, reason, stop_reason, tokens, token_ids = delta
+        if token_ids:
+            content = self._delta(index, {"content": text}, tokens, token_ids)
+        else:
+            content = self.text(index, text, tokens) if text or tokens else b""
         return content if reason is None else content + self.end(index, reason, stop_reason)
+
+    def ids(self, index: int, token_ids: Sequence[int]) -> bytes:
+        """Returns a chunk with nothing but the ids of new tokens."""
+        return self._delta(index, {}, (), token_ids)
 
     def text(self, index: int, text: str, tokens: Sequence[TokenReport] = ()) -> bytes:
         """Returns a chunk with more content, and with log-probabilities if there are ``tokens``."""
@@ -148,9 +162,12 @@ class ChatChunks(Chunks):
             "index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason, "stop_reason": stop_reason,
         })  # fmt: skip
 
-    def _delta(self, index: int, delta: dict[str, Any], tokens: Sequence[TokenReport]) -> bytes:
+    def _delta(
+        self, index: int, delta: dict[str, Any], tokens: Sequence[TokenReport], token_ids: Sequence[int] = ()
+    ) -> bytes:
         logprobs = self._reporter.chat(tokens) if self._reporter and tokens else None
-        return self._choice({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self._choice({**choice, "token_ids": token_ids} if token_ids else choice)
 
 
 class CompletionChunks(Chunks):
@@ -160,17 +177,22 @@ class CompletionChunks(Chunks):
     _before_text = b'"text":'
     _after_text = b',"logprobs":null,"finish_reason":null}'
 
-    def opening(self, index: int) -> bytes:  # noqa: ARG002 - as the base's
-        """Returns nothing: plain completions have no role."""
-        return b""
+    def opening(self, index: int) -> bytes:
+        """Returns nothing, or the ids of the prompt: plain completions have no role."""
+        if self._prompt_of is None:
+            return b""
+        choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+        return self._choice({**choice, "prompt_token_ids": self._prompt_of(index)})
 
     def write(self, delta: Delta) -> bytes:
         """Returns a chunk with more text; the last one also has the reason."""
-        index, text, reason, stop_reason, tokens = delta
-        if reason is None and not tokens:
+        index, text, reason, stop_reason, tokens, token_ids = delta
+        if reason is None and not tokens and not token_ids:
             return self._text(index, text) if text else b""
         logprobs = self._reporter.completion(tokens) if self._reporter and tokens else None
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if token_ids:
+            choice["token_ids"] = token_ids
         return self._choice(choice if reason is None else {**choice, "stop_reason": stop_reason})
 
 

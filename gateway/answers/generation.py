@@ -290,7 +290,7 @@ class Generation:
         """Returns the delta with the prompt in front of it, if answers repeat the prompt."""
         if self.prompt_only:
             sequence.num_tokens = 0
-            delta = delta._replace(text="", tokens=())
+            delta = delta._replace(text="", tokens=(), token_ids=())
         if not sequence.to_echo:
             return delta
         sequence.to_echo = False

@@ -28,6 +28,8 @@ class Delta(NamedTuple):
     """The stop string or stop token that ended the sequence; ``None`` for the model's own end tokens."""
     tokens: tuple[TokenReport, ...] = ()
     """The new tokens, if log-probabilities were asked for. Text held back comes later than its tokens."""
+    token_ids: tuple[int, ...] = ()
+    """The ids of the new tokens, if they were asked for."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class SequenceText:
     stop_token_ids: frozenset[int]
     num_logprobs: int | None = None
     """How many of the likeliest tokens to report with each token; ``None``: no log-probabilities."""
+    reports_ids: bool = False
+    """Whether to report the ids of tokens."""
     num_tokens: int = 0
     num_chars: int = 0
     """Length of the text so far, including text held back."""
@@ -99,6 +103,7 @@ class SequenceText:
             include_stop=body.include_stop_str_in_output,
             stop_token_ids=frozenset(body.stop_token_ids),
             num_logprobs=body.num_logprobs,
+            reports_ids=body.return_token_ids,
             num_chars=len(prompt.echo or ""),
             to_echo=prompt.echo is not None,
         )
@@ -108,11 +113,18 @@ class SequenceText:
 
         After a stop string, the sequence is finished and takes no more events.
         """
+        before = self.num_tokens
+        delta = self._push(event)
+        if not self.reports_ids:
+            return delta
+        return delta._replace(token_ids=tuple(event.token_ids[: self.num_tokens - before]))
+
+    def _push(self, event: SequenceEvent) -> Delta:
         reason = _REASONS.get(event.finish_reason)
         token_ids = event.token_ids
         # The token that ended the sequence is text only if the client wants to see it.
         hidden = bool(reason and token_ids and event.stop_token_id is not None and not self.include_stop)
-        if self.is_plain:
+        if self._is_text_alone:
             self.num_tokens += len(token_ids)
             text = self.detokenizer.push(token_ids[:-1] if hidden else token_ids)
             if reason is None:
@@ -131,7 +143,11 @@ class SequenceText:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token needs nothing but its text: no stop strings, no log-probabilities."""
+        """Whether a token needs nothing but its text: no stop strings, no log-probabilities, no id."""
+        return self._is_text_alone and not self.reports_ids
+
+    @property
+    def _is_text_alone(self) -> bool:
         return self.stops is None and self.num_logprobs is None
 
     def _push_one_by_one(self, event: SequenceEvent, reason: str | None, visible: int) -> Delta:

@@ -136,6 +136,7 @@ async def collect(generation: Generation, scope: Scope, receive: Receive) -> lis
     """
     texts: list[list[str]] = [[] for _ in generation.sequences]
     tokens: list[list[TokenReport]] = [[] for _ in generation.sequences]
+    ids: list[list[int]] = [[] for _ in generation.sequences]
     ends: dict[int, Delta] = {}
     with generation, noted(scope, generation):
         async with ends_with_client(receive, generation):
@@ -143,10 +144,11 @@ async def collect(generation: Generation, scope: Scope, receive: Receive) -> lis
                 for delta in deltas:
                     texts[delta.sequence].append(delta.text)
                     tokens[delta.sequence] += delta.tokens
+                    ids[delta.sequence] += delta.token_ids
                     if delta.finish_reason is not None:
                         ends[delta.sequence] = delta
     return [
-        ends[index]._replace(text="".join(parts), tokens=tuple(tokens[index]))
+        ends[index]._replace(text="".join(parts), tokens=tuple(tokens[index]), token_ids=tuple(ids[index]))
         for index, parts in enumerate(texts)
     ]
 

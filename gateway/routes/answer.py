@@ -51,12 +51,21 @@ class CollectedExtras(NamedTuple):
     """Choices per prompt."""
     fingerprint: str
     """Of the model."""
+    prompts: Sequence[Sequence[int]] | None = None
+    """Token ids of the prompts, if ids were asked for."""
 
     def of_prompt(self, sequence: int) -> dict[str, Any]:
         """Returns the fields about the prompt that ``sequence`` continues."""
-        if self.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": self.prompt_logprobs[sequence // self.n]}
+        fields: dict[str, Any] = {}
+        if self.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self.prompt_logprobs[sequence // self.n]
+        if self.prompts is not None:
+            fields["prompt_token_ids"] = self.prompts[sequence // self.n]
+        return fields
+
+    def of_choice(self, end: Delta) -> dict[str, Any]:
+        """Returns the further fields of a choice."""
+        return {} if self.prompts is None else {"token_ids": end.token_ids}
 
 
 class StreamStart(NamedTuple):
@@ -72,6 +81,8 @@ class StreamStart(NamedTuple):
     """Puts ids on the chunks of a resumable stream."""
     fingerprint: str
     """Of the model."""
+    prompt_of: Callable[[int], Sequence[int]] | None
+    """Returns the token ids of a choice's prompt, if ids were asked for."""
 
     def chunk_writer(
         self, body: SamplingRequest, chunks: Chunks, write: Callable[[Delta], bytes]
@@ -188,15 +199,17 @@ async def respond(
     )
     if body.stream:
         numbers = ChunkNumbers(answer_id, beginning.seen) if body.resumable else None
+        prompt_of = (lambda choice: prompts[choice // body.n]) if body.return_token_ids else None
         start = StreamStart(
-            answer_id, created, model, reporter, lambda: generation.usage, numbers, fingerprint
+            answer_id, created, model, reporter, lambda: generation.usage, numbers, fingerprint, prompt_of
         )
         return EventStream(generation, form.stream(start), form.headers)
     ends = await collect(generation, request.scope, request.receive)
 
     def encode() -> bytes:
         prompt_logprobs = _prompt_logprobs(body, generation, reporter)
-        extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n, fingerprint)
+        ids = prompts if body.return_token_ids else None
+        extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n, fingerprint, ids)
         return form.body(answer_id, created, model, ends, extras)
 
     content = await context.text_worker.finish(_effort(body, generation, ends), encode)
@@ -273,6 +286,7 @@ def _effort(body: SamplingRequest, generation: Generation, ends: Sequence[Delta]
     """Estimates the work of encoding a collected answer: its characters, plus its log-probabilities."""
     chars = sum(len(end.text) for end in ends)
     reported = sum(len(end.tokens) for end in ends) * (1 + (body.num_logprobs or 0))
+    reported += sum(len(end.token_ids) for end in ends)
     if body.prompt_logprobs is None:
         return chars + reported
     prompt_tokens = sum(len(prompt.token_ids) for prompt in generation.prompts)

@@ -45,7 +45,11 @@ def _format(body: ChatCompletionRequest, plan: AnswerPlan) -> AnswerFormat:
 
 def _stream(body: ChatCompletionRequest, plan: AnswerPlan, start: StreamStart) -> StreamWriter:
     chunks = ChatChunks(
-        *start[:3], with_usage=body.include_usage, reporter=start.reporter, fingerprint=start.fingerprint
+        *start[:3],
+        with_usage=body.include_usage,
+        reporter=start.reporter,
+        fingerprint=start.fingerprint,
+        prompt_of=start.prompt_of,
     )
     write = chunks.write if plan.plain else ChatStreamWriter(chunks, plan.reader, named=plan.named).write
     return start.chunk_writer(body, chunks, write)
@@ -59,6 +63,7 @@ def _choice(plan: AnswerPlan, end: Delta, extras: CollectedExtras) -> dict[str, 
         "logprobs": extras.reporter.chat(end.tokens),
         "finish_reason": reason and finish_reason(reason, len(message.calls), named=plan.named),
         "stop_reason": end.stop_reason,
+        **extras.of_choice(end),
     }
 
 

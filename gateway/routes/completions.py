@@ -88,7 +88,11 @@ def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
 
 def _stream(body: CompletionRequest, start: StreamStart) -> StreamWriter:
     chunks = CompletionChunks(
-        *start[:3], with_usage=body.include_usage, reporter=start.reporter, fingerprint=start.fingerprint
+        *start[:3],
+        with_usage=body.include_usage,
+        reporter=start.reporter,
+        fingerprint=start.fingerprint,
+        prompt_of=start.prompt_of,
     )
     return start.chunk_writer(body, chunks, chunks.write)
 
@@ -103,6 +107,7 @@ def _completion(
             "logprobs": extras.reporter.completion(end.tokens),
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
+            **extras.of_choice(end),
             **extras.of_prompt(end.sequence),
         }
         for end in ends

@@ -79,6 +79,9 @@ PromptLogprobs = Annotated[
 ]
 
 
+TokenIdList = Annotated[list[int] | None, Field(description="With return_token_ids.")]
+
+
 class CalledFunction(AnswerModel):
     """The function of a tool call."""
 
@@ -135,6 +138,7 @@ class ChatChoice(AnswerModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: StopReason
+    token_ids: TokenIdList = None
 
 
 class ChatCompletion(AnswerModel):
@@ -149,6 +153,7 @@ class ChatCompletion(AnswerModel):
     service_tier: Annotated[Literal["default"], Field(description="There is one tier.")]
     system_fingerprint: Fingerprint
     prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: TokenIdList = None
 
 
 class CompletionLogprobs(AnswerModel):
@@ -172,7 +177,9 @@ class CompletionChoice(AnswerModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason
+    token_ids: TokenIdList = None
     prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: TokenIdList = None
 
 
 class Completion(AnswerModel):

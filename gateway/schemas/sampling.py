@@ -128,7 +128,6 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
         ),
         Unserved((), "use structured_outputs or response_format, as with vLLM"),
     ),
-    "return_token_ids": Unserved((False,)),
     "prompt_embeds": Unserved(),
     "repetition_detection": Unserved(),
     "watermarking": Unserved((False,)),
@@ -226,6 +225,9 @@ class SamplingRequest(RequestModel):
     ] = None
     return_tokens_as_token_ids: Annotated[
         bool, or_default(False), Field(description="Write tokens in log-probabilities as token_id:5.")
+    ] = False
+    return_token_ids: Annotated[
+        bool, or_default(False), Field(description="Add the ids of the prompt's and the answer's tokens.")
     ] = False
     truncate_prompt_tokens: Annotated[
         int | None,

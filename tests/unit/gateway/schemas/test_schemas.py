@@ -84,7 +84,7 @@ def test_a_bad_value_is_refused_by_name(make: Any, name: str, value: Any) -> Non
     ("name", "neutral", "other"),
     [
         ("best_of", 1, 3), ("use_beam_search", False, True),
-        ("guided_json", None, {"type": "object"}), ("return_token_ids", False, True),
+        ("guided_json", None, {"type": "object"}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [chat, completion])
