@@ -4,13 +4,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from protos.errors import Overloaded
 from tests.support.gateway.anthropic_types import PATH
-from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.serving import Stack, running_gateway, running_stack, smollm2_folder
 from tests.support.gateway.tool_templates import THINKING, folder_with
+from tests.support.scheduler.fake_worker import FakeWorker
+from tests.support.scheduler.running_scheduler import joined, run_scheduler
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -88,3 +91,26 @@ async def test_hints_are_ignored_by_default() -> None:
     async with running_stack("x") as stack:
         await send(stack, "t", user("a", **MARK), cache_control=MARK["cache_control"])
         assert stack.scheduler.num_pins == 0
+
+
+async def test_a_real_scheduler_keeps_the_prefix() -> None:
+    """The answer has filled the cache, so the pin computes nothing; the next request finds the prefix."""
+    folder = smollm2_folder()
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    worker = FakeWorker(files=files, vocab_size=49152, max_model_len=128)
+    async with (
+        run_scheduler() as scheduler,
+        joined(scheduler, worker),
+        running_gateway(scheduler.port, pins_per_tenant=2) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
+    ):
+        ask = {"max_tokens": 2, "messages": [user("A prompt that is longer than a chunk.", **MARK)]}
+        first = (await http.post(PATH, json=ask)).json()["usage"]
+        assert worker.device is not None
+        prefilled = worker.device.prefilled
+        await gateway.app.state.prefix_pins.settled()
+        (replica_id,) = scheduler.engine.replicas
+        assert (scheduler.engine.pinned.count(replica_id), worker.device.prefilled) == (1, prefilled)
+        second = (await http.post(PATH, json=ask)).json()["usage"]
+        assert first["cache_read_input_tokens"] == 0
+        assert second["cache_read_input_tokens"] > 10
