@@ -224,18 +224,14 @@ async def test_a_conversation_goes_on_with_the_items_of_the_answer(
         for item in first.output
         if item.type == "function_call"
     ]
-    items: Any = [
-        {"role": "user", "content": "Weather?"},
-        *[item.model_dump() for item in first.output],
-        *results,
-    ]
-    second = await client.responses.create(model="smollm2", input=items, tools=TOOLS)
-    assert second.output_text == "Sunny."
-    prompt = stack.gateway.app.state.context.watcher.served().text.decode(
-        stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False
-    )
-    assert f"assistant\n<think>\nLet me see.\n</think>\n\nI ask.{CALL}{CALL}<|im_end|>" in prompt
-    assert prompt.count("<|im_start|>tool\nsunny<|im_end|>") == 2
+    text = stack.gateway.app.state.context.watcher.served().text
+    for output in (first.output, [item.model_dump() for item in first.output]):
+        items: Any = [{"role": "user", "content": "Weather?"}, *output, *results]
+        second = await client.responses.create(model="smollm2", input=items, tools=TOOLS)
+        assert second.output_text == "Sunny."
+        prompt = text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False)
+        assert f"assistant\n<think>\nLet me see.\n</think>\n\nI ask.{CALL}{CALL}<|im_end|>" in prompt
+        assert prompt.count("<|im_start|>tool\nsunny<|im_end|>") == 2
 
 
 @pytest.mark.parametrize(
