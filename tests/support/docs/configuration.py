@@ -22,11 +22,41 @@ INTRODUCTION = """\
 # Configuration
 
 Every setting of a service is a flag and a variable. A flag wins over the variable of the same name, which wins over a variable that
-Triptych takes over from vLLM, vLLM-RBLN or vLLM-Spyre. A setting that is unset takes its default. Lists are written with commas. A
-switch is `--flag` or `--no-flag`; as a variable it is `1` or `0`.
+Triptych takes over from vLLM, vLLM-RBLN or vLLM-Spyre. Last comes the file of `--config`. A setting that is unset takes its default.
+Lists are written with commas. A switch is `--flag` or `--no-flag`; as a variable it is `1` or `0`.
 
 A bad value ends the start with exit code 2 and one line that names the flag, the variable and what is wrong. `triptych COMMAND --help`
-prints the same settings.
+prints the same settings, with an example under each heading.
+
+## Write settings to a file
+
+`--config FILE.yaml` (`TRIPTYCH_CONFIG`) reads settings from a file, for `triptych up` and `triptych serve` as well as for each single
+service. Names may have dashes or underscores.
+
+```yaml
+log-level: info # above the sections: for every service that reads the file
+gateway:
+  port: 8000
+  tool-call-parser: hermes
+scheduler:
+  max-num-seqs: 32
+  tenant-weights: {paid: 4, trial: 0.5}
+worker:
+  model: Qwen/Qwen3-0.6B
+  dtype: bfloat16
+launcher: # what only `triptych up` and `triptych serve` have
+  workers: 2
+```
+
+A service reads its own section and what stands above the sections. The launcher reads all of them; there, `port` of `scheduler` is
+`--scheduler-port`. For the launcher, every setting and every flag of `vllm serve` may also stand above the sections, so a file of
+`vllm serve` works as it is. An unknown name is refused with the name that was probably meant.
+
+## Set up containers
+
+`deploy/compose.yaml` passes the variables of one file, `.env` in the same folder, to all services.
+
+## Look up a setting
 """
 
 SERVICES: tuple[tuple[str, type[ServiceSettings], str], ...] = (
@@ -164,4 +194,6 @@ def _default(field: FieldInfo) -> str:
         return "unset"
     if isinstance(default, bool):
         return "on" if default else "off"
+    if isinstance(default, tuple):
+        return f"`{','.join(map(str, default))}`"
     return f"`{default.value if isinstance(default, Enum) else default}`"
