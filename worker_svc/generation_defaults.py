@@ -11,12 +11,11 @@ from protos.logs import get_logger
 
 _FILE: Final = "generation_config.json"
 _NAMES: Final = {
-    name: name
-    for name in (
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    )
-} | {"max_new_tokens": "max_tokens"}  # fmt: skip
-"""The names of generation_config.json, and ours."""
+    "temperature": "temperature",
+    "max_new_tokens": "max_tokens",
+    **{name: name for name, bounds in SAMPLING.items() if bounds.off},
+}
+"""The names of generation_config.json, and ours: length, temperature, and what can be switched off."""
 
 
 def recommended(config: Mapping[str, Any]) -> dict[str, float]:
