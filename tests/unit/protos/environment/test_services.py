@@ -4,15 +4,18 @@ import importlib
 
 import pytest
 
+# Ends a service that starts nevertheless.
+NOWHERE = "--host=256.0.0.1"
+
 
 @pytest.mark.parametrize(
     ("command", "module", "flags"),
     [
-        ("gateway", "gateway.__main__", []),
-        ("scheduler", "scheduler_svc.__main__", []),
-        ("worker", "worker_svc.__main__", ["--model=x"]),
+        ("gateway", "gateway.__main__", [NOWHERE]),
+        ("scheduler", "scheduler_svc.__main__", [NOWHERE]),
+        ("worker", "worker_svc.__main__", ["--model=x", NOWHERE]),
         ("compile", "deploy.commands.compile", []),
-        ("up", "deploy.commands.up", []),
+        ("up", "deploy.commands.up", [NOWHERE]),
     ],
 )
 def test_a_refused_variable_stops_the_start(
