@@ -344,7 +344,11 @@ def _flags(
 def sections_of(cls: type[ServiceSettings]) -> dict[str, dict[str, str]]:
     """Returns the sections of a configuration file that set a class: by name, and the field of each name."""
     fixed = fixed_fields(cls)
-    owners = {vars(base)["section"]: base for base in reversed(cls.__mro__) if vars(base).get("section")}
+    owners: dict[str, type[ServiceSettings]] = {
+        vars(base)["section"]: base
+        for base in reversed(cls.__mro__)
+        if issubclass(base, ServiceSettings) and vars(base).get("section")
+    }
     sections: dict[str, dict[str, str]] = {}
     for section, owner in owners.items():
         inherited = {

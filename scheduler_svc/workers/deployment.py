@@ -128,7 +128,6 @@ class Deployment:
         )
         self._check_same_model(served, replica_id)
         scheduler = setup.attach(description, num_blocks, served.name, link)
-        self.engine.adapters.registry.aliases = served.aliases
         self._factory = self._factory_for(description)
         if self.served is None:
             self.served = served

@@ -167,7 +167,8 @@ class GeneratingReplicas:
             plans_ahead=description.plans_ahead,
             adapter_slots=description.lora.max_loras if description.lora else 0,
         )
-        self.engine.adapters.registry.served_name = served_name
+        registry = self.engine.adapters.registry
+        registry.served_name, registry.aliases = served_name, self._settings.served_model_name[1:]
 
         def ask(grammar: Grammar) -> None:
             link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
