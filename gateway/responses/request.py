@@ -114,6 +114,9 @@ class ResponsesRequest(SamplingRequest):
         "messages": Unserved((), "send 'input'"),
         "n": Unserved((1,), _NO_PROMPTS),
         "best_of": Unserved((1,), _NO_PROMPTS),
+        "return_token_ids": Unserved(
+            (False,), "a response has no token ids; omit it, or use /v1/chat/completions"
+        ),
         "prompt_logprobs": Unserved((), "a response has no log-probabilities of its input"),
         "truncate_prompt_tokens": Unserved((), 'send truncation="auto"'),
         "truncation_side": Unserved((), "truncation drops the oldest tokens"),

@@ -17,9 +17,6 @@ def body_schema(model: type[RequestModel]) -> dict[str, Any]:
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
     # Definitions are inlined: FastAPI adds no components for bodies that it does not read.
     definitions = schema.pop("$defs", {})
-    # A subclass may list an inherited field as unserved or tolerated.
-    for name in (*model.unserved, *model.tolerated):
-        schema["properties"].pop(name, None)
     return {
         "requestBody": {
             "required": True,

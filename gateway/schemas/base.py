@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import orjson
-from pydantic import AliasChoices, BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails
 
 from gateway.quoting import clip, quote
 from protos.errors import InvalidArgument, Unsupported
@@ -78,6 +87,17 @@ class RequestModel(BaseModel):
     """Known parameters that would change the output and are not served, by name."""
     tolerated: ClassVar[Mapping[str, str]] = {}
     """Known parameters that cannot change the output, by name; the advice if they are refused."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Describes what is served: a subclass may list an inherited field as unserved or tolerated."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name in properties.keys() & (cls.unserved.keys() | cls.tolerated.keys()):
+            del properties[name]
+        return schema
 
     @model_validator(mode="before")
     @classmethod

@@ -40,10 +40,18 @@ async def test_every_route_is_described(stack: Stack) -> None:
 
 
 async def test_the_document_names_the_parameters(stack: Stack) -> None:
-    """The body of a chat lists its parameters."""
+    """The bodies list what is served."""
     paths = (await stack.http.get("/openapi.json")).json()["paths"]
-    schema = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert {"messages", "temperature", "stream"} <= schema["properties"].keys()
+
+    def properties(path: str) -> dict[str, Any]:
+        schema = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        return dict(schema["properties"])
+
+    assert {"messages", "temperature", "stream"} <= properties("/v1/chat/completions").keys()
+    responses = properties("/v1/responses")
+    assert {"input", "temperature", "stream"} <= responses.keys()
+    assert not {"n", "max_tokens"} & responses.keys(), "inherited parameters that are refused"
+    assert "resumable" not in str(responses["stream_options"])
 
 
 @pytest.mark.parametrize(
