@@ -17,9 +17,11 @@ COMMON_UNSERVED: Mapping[str, Unserved] = {
     "messages": Unserved((), "send the text as 'input'"),
     "embed_dtype": Unserved(("float32",), "results are float32"),
     "endianness": Unserved(("native", "little"), "base64 is little-endian"),
-    "padding": Unserved(("do_not_pad",), "padding has no effect on results"),
-    "request_id": Unserved((), "send it as the header X-Request-Id"),
-    "cache_salt": Unserved((), "pooling models have no prefix cache"),
+}
+COMMON_TOLERATED: Mapping[str, str] = {
+    "padding": "padding has no effect on results; omit it",
+    "request_id": "send it as the header X-Request-Id",
+    "cache_salt": "pooling models have no prefix cache; omit it",
 }
 
 Inputs = Annotated[
@@ -68,6 +70,7 @@ class PoolingBody(RequestModel):
     """What every request to a pooling model may have."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = COMMON_UNSERVED
+    tolerated: ClassVar[Mapping[str, str]] = COMMON_TOLERATED
 
     model: Annotated[
         ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")

@@ -20,9 +20,16 @@ from tests.support.docs.pages import NOTICE, anchor, page, table
 INTRODUCTION = """\
 # HTTP API
 
-The gateway speaks OpenAI's interface; names that OpenAI does not have are vLLM's. Bodies are JSON, types are strict, and a field that is
-unknown or not served is refused by name: nothing is ignored silently. `null` means the default. `GET /openapi.json` has the same as an
-OpenAPI document.
+The gateway speaks OpenAI's interface; names that OpenAI does not have are vLLM's. Bodies are JSON, and types are strict. `null` means the
+default. `GET /openapi.json` has the same as an OpenAPI document.
+
+A field that would change the output and is not served is refused by name. A field that cannot change it (`metadata`, `service_tier`,
+`cache_control`, an unknown one) is accepted, and one debug line of the gateway's log names all such fields of a request: look there if a
+mistyped parameter seems to do nothing. `--strict-requests` refuses these fields, too.
+
+The chat template reads `reasoning_effort` (as `reasoning_effort`, and as `enable_thinking`, off with "none"), `documents` and
+`chat_template_kwargs`; what it does not read changes nothing. With `--trust-request-chat-template`, a request may bring a `chat_template`
+of at most 128 Ki characters. It runs in a process of its own that opens no file, and ends beyond 2 seconds of CPU time or 256 MiB.
 
 Where a table has no text for a sampling parameter, [sampling.md](sampling.md) says what it does.
 """
@@ -32,6 +39,11 @@ HEADERS = (
     (
         "`X-Tenant`",
         "The tenant to charge under fair scheduling: one printable value of at most 256 bytes. Without it: the common tenant.",
+    ),
+    (
+        "`X-Triptych-Unenforced`",
+        "In answers: the parts of a JSON schema that the answer may violate, because no grammar can enforce them, for"
+        " example `$.tags: uniqueItems; $.age: not`. [Structured output](structured-output.md) says when.",
     ),
 )
 

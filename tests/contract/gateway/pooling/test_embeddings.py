@@ -10,6 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from openai.types import CreateEmbeddingResponse
 
 from gateway.schemas.answers import EmbeddingList, ModelCard
 from protos.errors import Internal, Overloaded, Unsupported
@@ -61,6 +62,14 @@ async def test_one_text(stack: Stack) -> None:
     assert request.task == pb.POOL_TASK_EMBED
     assert request.model == "minilm"
     assert not request.HasField("use_activation")
+
+
+async def test_the_answer_fits_the_clients_type_and_habits_are_tolerated(stack: Stack) -> None:
+    """No field is missing or unknown; fields that cannot change the embeddings are accepted."""
+    habits = {"cache_salt": "x", "padding": "longest", "request_id": "x", "metadata": {}, "user": "me"}
+    plain = await post(stack, input="a")
+    CreateEmbeddingResponse.model_validate(plain, strict=True, extra="forbid")
+    assert (await post(stack, input="a", **habits))["data"] == plain["data"]
 
 
 @pytest.mark.parametrize(
