@@ -3,8 +3,10 @@
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.diagnosis.findings import Remark
+from deploy.diagnosis.findings import Missing, Remark
 from protos.security.links import LinkSecurity
+from protos.security.token_check import METADATA_KEY
+from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 
 _TIMEOUT_S = 3.0
 INFERENCE, REGISTRY = "triptych.v1.Inference", "triptych.v1.WorkerRegistry"
@@ -20,6 +22,7 @@ def scheduler(address: str, security: LinkSecurity, service: str, *, waits: str)
         waits: what the asking service does until the scheduler answers.
 
     Raises:
+        Missing: it refuses the service token.
         Remark: it does not answer, or does not serve.
     """
     try:
@@ -27,6 +30,7 @@ def scheduler(address: str, security: LinkSecurity, service: str, *, waits: str)
             answer = health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]
                 health_pb2.HealthCheckRequest(service=service), timeout=_TIMEOUT_S, wait_for_ready=False
             )
+            _check_token(channel, security)
     except grpc.RpcError as error:
         reason = " ".join((error.details() or error.code().name).split())
         raise Remark(f"no scheduler answers at {address} ({reason}); {waits}") from error
@@ -35,3 +39,19 @@ def scheduler(address: str, security: LinkSecurity, service: str, *, waits: str)
         return f"{address} answers, and {what}"
     lacks = "takes no registrations" if service == REGISTRY else "has no ready worker"
     raise Remark(f"{address} answers, but {lacks}; {waits}")
+
+
+def _check_token(channel: grpc.Channel, security: LinkSecurity) -> None:
+    """Makes a call that needs the service token; health checks do not.
+
+    Raises:
+        Missing: it is refused.
+    """
+    metadata = ((METADATA_KEY, security.tokens.authorization),) if security.tokens else None
+    try:
+        inference_pb2_grpc.InferenceStub(channel).GetLoad(
+            inference_pb2.GetLoadRequest(), timeout=_TIMEOUT_S, metadata=metadata
+        )
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise Missing(f"the scheduler refuses this service: {error.details()}") from error

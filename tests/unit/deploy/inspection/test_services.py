@@ -5,21 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from deploy.diagnosis.findings import Remark
+from deploy.diagnosis.findings import Missing, Remark
 from deploy.inspection import services
 from protos.security.links import LinkSecurity
+from protos.security.tokens import ServiceTokens
 from protos.server import Server
 from protos.wire import unix_address
+from tests.support.security.certificates import OTHER_TOKEN, TOKEN
 
 WAITS = "it waits"
+OPEN = LinkSecurity()
 
 
-async def asked(path: Path, service: str) -> str:
+async def asked(path: Path, service: str, security: LinkSecurity = OPEN) -> str:
     """Asks for a service's health, and returns the finding."""
     try:
-        return await asyncio.to_thread(
-            services.scheduler, unix_address(path), LinkSecurity(), service, waits=WAITS
-        )
+        return await asyncio.to_thread(services.scheduler, unix_address(path), security, service, waits=WAITS)
     except Remark as remark:
         return str(remark)
 
@@ -45,3 +46,17 @@ async def test_names_of_services_are_the_scheduler_s(service: str) -> None:
     from scheduler_svc import __main__ as scheduler
 
     assert service in {scheduler.INFERENCE, scheduler.REGISTRY}
+
+
+async def test_a_wrong_token_is_a_failure(tmp_path: Path) -> None:
+    """Health needs no token, so another call shows what a scheduler makes of it."""
+    path = tmp_path / "s.sock"
+    ours, theirs = (LinkSecurity(tokens=ServiceTokens(token=token)) for token in (TOKEN, OTHER_TOKEN))
+    server = Server((services.INFERENCE,), lambda _: None, security=theirs)
+    await server.start("127.0.0.1", 0, path)
+    await server.set_serving(True, services.INFERENCE)
+    for wrong, fault in ((ours, "has another service token"), (OPEN, "has no service token")):
+        with pytest.raises(Missing, match=f"the scheduler refuses this service: .*{fault}"):
+            await asked(path, services.INFERENCE, wrong)
+    assert (await asked(path, services.INFERENCE, theirs)).endswith("has a ready worker")
+    await server.stop(0)
