@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.clients import agents_python, node_folder, run_client
+from tests.support.clients.environments import agents_python, node_folder, run_client
 from tests.support.stack import Stack, running_stack
 from worker_svc.model_files.demo_models import fetch
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from protos.errors import Overloaded
-from tests.support.clients import node_folder, run_client
+from tests.support.clients.environments import node_folder, run_client
 from tests.support.gateway.serving import TEXT, Stack, running_stack
 from tests.support.security.certificates import service_files
 
