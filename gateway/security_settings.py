@@ -34,7 +34,7 @@ class SecuritySettings(ServiceSettings):
     reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {"api_key": "VLLM_API_KEY"}
 
     api_key: Annotated[
-        tuple[Annotated[SecretStr, Field(min_length=1)], ...],
+        tuple[SecretStr, ...],
         NoDecode,
         Field(
             description="Keys of which every request needs one, as bearer token or in the header x-api-key. Several"
@@ -124,9 +124,11 @@ class SecuritySettings(ServiceSettings):
     @classmethod
     def _are_keys(cls, value: object) -> object:
         """Reads a variable: one key or a JSON list; or a flag's keys, quoted with commas between them."""
-        if not isinstance(value, str):
-            return value
-        return _json_list(value) if value.startswith(("[", '"')) else (value,)
+        if isinstance(value, str):
+            value = _json_list(value) if value.startswith(("[", '"')) else (value,)
+        if isinstance(value, tuple | list) and "" in value:
+            raise ValueError("has an empty key; set a key, or omit the flag")
+        return value
 
     @field_validator("allowed_origins", "allowed_methods", "allowed_headers", mode="before")
     @classmethod

@@ -52,8 +52,8 @@ def test_a_variable_has_one_key_or_a_list(
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--api-key", ""], "should have at least 1 item"),
-        (["--api-key", "hush", ""], "should have at least 1 item"),
+        (["--api-key", ""], "has an empty key"),
+        (["--api-key", "hush", ""], "has an empty key"),
         (["--ssl-keyfile", "hush"], "need --ssl-certfile"),
         (["--ssl-certfile", "hush", "--ssl-cert-reqs", "1"], "--ssl-cert-reqs 1 needs --ssl-ca-certs"),
         (["--ssl-certfile", "hush", "--ssl-cert-reqs", "3"], "should be 0, 1 or 2"),
