@@ -246,7 +246,7 @@ class Launcher:
         metrics = "".join(f"Metrics of a gateway: {gateway}/metrics\n" for gateway in own)
         say(
             f"\nServing {model.name} on {uds or f'{base}/v1'} after {time.monotonic() - started:.0f} s. Try:\n\n"
-            f"  curl {'' if uds is None else f'--unix-socket {uds} '}{base}{path} {self._credentials()}-H 'Content-Type: application/json'"
+            f"  curl {'' if uds is None else f'--unix-socket {uds} '}{base}{path} {credentials(self._settings, self._files)}-H 'Content-Type: application/json'"
             f" -d '{json.dumps(body)}'\n\n"
             f"{metrics}gRPC clients use 127.0.0.1:{self._scheduler_port}"
             f"{'' if self._files is None else f', with what {self._files.folder} has'}. Ctrl-C stops it."
@@ -259,14 +259,22 @@ class Launcher:
         scheme = "http" if self._settings.ssl_certfile is None else "https"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    def _credentials(self) -> str:
-        """Returns what curl needs for the files of `--secure`. The key itself stays out of the output."""
-        files, settings = self._files, self._settings
-        if files is None:
-            return ""
-        ca = f"--cacert {files.ca} " if settings.ssl_certfile == files.http_cert else ""
-        key = f'-H "Authorization: Bearer $(cat {files.api_key})" '
-        return ca + (key if settings.api_key_file == files.api_keys else "")
+
+def credentials(settings: LaunchSettings, files: SecureFiles | None) -> str:
+    """Returns what curl needs for the gateway's certificate and keys. No key is in the output.
+
+    Args:
+        settings: the launcher's.
+        files: what `--secure` has made.
+    """
+    ca = f"--cacert {files.ca} " if files is not None and settings.ssl_certfile == files.http_cert else ""
+    if files is not None and settings.api_key_file == files.api_keys:
+        key = f"$(cat {files.api_key})"
+    elif settings.api_key or settings.api_key_file is not None:
+        key = "$KEY"
+    else:
+        return ca
+    return f'{ca}-H "Authorization: Bearer {key}" '
 
 
 def first_request(model: Served) -> tuple[str, dict[str, Any]]:

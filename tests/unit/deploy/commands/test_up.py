@@ -9,6 +9,8 @@ from deploy import cli
 from deploy.commands import up
 from deploy.launcher.readiness import Served
 from deploy.launcher.run_dir import claim
+from deploy.launcher.settings import LaunchSettings
+from deploy.secure_files import SecureFiles
 
 
 @pytest.mark.parametrize(
@@ -73,3 +75,17 @@ def test_the_example_request_fits_the_model() -> None:
         assert up.first_request(Served("m", tuple(tasks)))[0] == path
     path, body = up.first_request(Served("m"))
     assert (path, body["model"]) == ("/v1/chat/completions", "m")
+
+
+def test_the_example_request_sends_a_key_where_it_needs_one(tmp_path: Path) -> None:
+    """The key itself is never printed."""
+    files = SecureFiles(tmp_path)
+    made = {"ssl_certfile": files.http_cert, "api_key_file": files.api_keys}
+    plain = LaunchSettings(api_key=())
+    assert up.credentials(plain, None) == ""
+    with_key = LaunchSettings.model_validate({"api_key": ("hush",)})
+    assert up.credentials(with_key, None) == '-H "Authorization: Bearer $KEY" '
+    secure = plain.model_copy(update=made)
+    assert up.credentials(secure, files) == (
+        f'--cacert {files.ca} -H "Authorization: Bearer $(cat {files.api_key})" '
+    )
