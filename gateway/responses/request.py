@@ -16,7 +16,7 @@ from protos import limits
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _STATELESS: Final = "nothing is stored"
-_NO_PROMPTS: Final = "a response continues its input once"
+_ONE_ANSWER: Final = "a request has one response; send it several times"
 
 # OpenAI's bounds.
 _MAX_METADATA: Final = 16
@@ -112,8 +112,8 @@ class ResponsesRequest(SamplingRequest):
         "max_completion_tokens": Unserved((), "send 'max_output_tokens'"),
         "response_format": Unserved((), "send 'text.format'"),
         "messages": Unserved((), "send 'input'"),
-        "n": Unserved((1,), _NO_PROMPTS),
-        "best_of": Unserved((1,), _NO_PROMPTS),
+        "n": Unserved((1,), _ONE_ANSWER),
+        "best_of": Unserved((1,), _ONE_ANSWER),
         "return_token_ids": Unserved(
             (False,), "a response has no token ids; omit it, or use /v1/chat/completions"
         ),
