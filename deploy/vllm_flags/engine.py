@@ -174,6 +174,7 @@ SCHEDULER = [
         "--max-num-batched-tokens",
         "is the length of one prompt's chunk; decode steps do not count against it",
         convert=conversions.count("--max-num-batched-tokens"),
+        noted=True,
     ),
     *mapped(
         "--max-num-queued-reqs",
@@ -272,7 +273,8 @@ ENGINE = [
         "--ec-transfer-config",
     ),
     *refused(
-        "is not supported; subscribe to the scheduler's KV events, see docs/kv-events.md", "--kv-events-config"
+        "is not supported; subscribe to the scheduler's KV events, see docs/kv-events.md",
+        "--kv-events-config",
     ),
     *refused("is not supported; restart the workers with the new weights", "--weight-transfer-config"),
 ]

@@ -33,7 +33,9 @@ class VllmFlag:
     harmless: tuple[str, ...] = ()
     """Values of a refused flag that ask for what happens anyway."""
     convert: Convert | None = None
-    """How a mapped value becomes ours; `None` for a value that stays as it is."""
+    """How a mapped value becomes ours."""
+    noted: bool = False
+    """Whether the reason is said even if a mapped value stays as it is."""
 
 
 def same(*names: str, form: Form = "value", note: str = "") -> list[VllmFlag]:
@@ -45,11 +47,11 @@ def same(*names: str, form: Form = "value", note: str = "") -> list[VllmFlag]:
 
 
 def mapped(
-    names: str, ours: str, reason: str, *, form: Form = "value", convert: Convert | None = None
+    names: str, ours: str, reason: str, *, form: Form = "value", convert: Convert, noted: bool = False
 ) -> list[VllmFlag]:
     """Returns the row of a flag that becomes one of ours."""
     name, *short = names.split()
-    return [VllmFlag(name, "mapped", ours, reason, form, tuple(short), convert=convert)]
+    return [VllmFlag(name, "mapped", ours, reason, form, tuple(short), convert=convert, noted=noted)]
 
 
 def moot(reason: str, *names: str, form: Form = "value") -> list[VllmFlag]:

@@ -120,7 +120,9 @@ FRONTEND = [
         form="switch",
     ),
     *refused(
-        "is not served; direct gRPC clients use --scheduler-port, see docs/api-grpc.md", "--grpc", form="switch"
+        "is not served; direct gRPC clients use --scheduler-port, see docs/api-grpc.md",
+        "--grpc",
+        form="switch",
     ),
     *refused("is not served; direct gRPC clients use --scheduler-port, see docs/api-grpc.md", "--grpc-port"),
     *refused("is not served; start `triptych worker` on each host", "--headless", form="switch"),

@@ -3,6 +3,8 @@
 from deploy.vllm_flags import conversions
 from deploy.vllm_flags.flag import mapped, moot, refused, same
 
+TOKENIZER = "--tokenizer"
+"""The flag that may name the model again."""
 _KERNELS = "each device has its own kernels"
 _SLEEP = "is not served; stop the worker to free its memory"
 _MAMBA = "no state-space model is served"
@@ -57,7 +59,7 @@ MODEL = [
         "--quantization-config",
         harmless=("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "auto"),
     ),
-    *refused("is read from the model's folder; put the tokenizer's files there", "--tokenizer"),
+    *refused("is read from the model's folder; put the tokenizer's files there", TOKENIZER),
     *refused(
         "is the model's; give --revision of a commit that has the tokenizer's files",
         "--tokenizer-revision",

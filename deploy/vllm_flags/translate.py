@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.vllm_flags.flag import VllmFlag
+from deploy.vllm_flags.model import TOKENIZER
 from deploy.vllm_flags.table import BY_NAME
 from protos.errors import ConfigurationRefused
 
@@ -20,6 +21,8 @@ class Translation:
     """Our flags. Arguments that vLLM does not know stay as they are."""
     notes: list[str] = field(default_factory=list)
     """A line for each flag that has no effect or another meaning."""
+    model: str | None = None
+    """The model that the command line names."""
 
     def add(self, flag: VllmFlag, written: str, values: Sequence[str], *, on: bool = True) -> None:
         """Adds one flag of vLLM's.
@@ -37,7 +40,8 @@ class Translation:
             case "moot":
                 self.notes.append(f"{written} has no effect: {flag.reason}")
             case "refused":
-                if on and not (values and all(value in flag.harmless for value in values)):
+                harmless = (*flag.harmless, self.model) if flag.name == TOKENIZER else flag.harmless
+                if on and not (values and all(value in harmless for value in values)):
                     raise ConfigurationRefused(f"{written} {flag.reason}")
             case "alias" if flag.form == "switch":
                 self.argv.append(flag.ours if on else f"--no-{flag.ours[2:]}")
@@ -55,12 +59,12 @@ class Translation:
         except ValueError as error:
             raise ConfigurationRefused(f"{written} {error}, got {value!r}") from error
         self.argv += ours
-        if value and ours != [f"{flag.name}={value}"]:
+        given = f"{written} {value}" if flag.form == "value" else written
+        if ours == [f"{flag.name}={value}"]:
+            self.notes += [f"{given}: here it {flag.reason}"] if flag.noted else []
+        elif value:
             result = f"is {' '.join(ours)} here" if ours else "has no effect"
-            self.notes.append(
-                f"{written} {value if flag.form != 'switch' else ''}".rstrip()
-                + f" {result}: it {flag.reason}"
-            )
+            self.notes.append(f"{given} {result}: it {flag.reason}")
 
 
 def translate(argv: Sequence[str]) -> Translation:
@@ -69,7 +73,7 @@ def translate(argv: Sequence[str]) -> Translation:
     Raises:
         ConfigurationRefused: A flag is refused, has a value that cannot be used, or lacks its value.
     """
-    translation = Translation()
+    translation = Translation(model=_model(argv))
     dotted: dict[str, Any] = {}
     rest = list(argv)
     while rest:
@@ -90,6 +94,18 @@ def translate(argv: Sequence[str]) -> Translation:
     for base, keys in dotted.items():
         translation.add(BY_NAME[base], base, [json.dumps(keys)])
     return translation
+
+
+def _model(argv: Sequence[str]) -> str | None:
+    """Returns the model where vLLM expects it: before the flags, or behind `--model`."""
+    if argv and not argv[0].startswith("-"):
+        return argv[0]
+    for place, argument in enumerate(argv):
+        if argument.startswith("--model="):
+            return argument.partition("=")[2]
+        if argument == "--model":
+            return next(iter(argv[place + 1 :]), None)
+    return None
 
 
 def _name(argument: str) -> tuple[str, str, str]:

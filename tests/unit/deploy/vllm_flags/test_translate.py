@@ -34,6 +34,8 @@ from protos.errors import ConfigurationRefused
         ("--kv-cache-dtype auto --cpu-offload-gb 0 --quantization awq", []),
         ("--no-enable-sleep-mode --disable-log-stats", []),
         ("--runner pooling --convert embed", ["--pooling-task=embed"]),
+        ("m --tokenizer m", ["m"]),
+        ("--tokenizer m --model m", ["--model=m"]),
         ("--workers 2 --nonsense", ["--workers", "2", "--nonsense"]),
     ],
 )
@@ -48,6 +50,10 @@ def test_command_lines(theirs: str, ours: list[str]) -> None:
         (
             "--gpu-memory-utilization 0.9",
             "--gpu-memory-utilization 0.9 is --kv-share=0.9 here: it has another base: vLLM counts",
+        ),
+        (
+            "--max-num-batched-tokens 512",
+            "--max-num-batched-tokens 512: here it is the length of one prompt's chunk",
         ),
         ("--enable-chunked-prefill", "--enable-chunked-prefill has no effect: prompts are always prefilled"),
         ("--disable-log-stats", "--disable-log-stats has no effect: the gateway"),
@@ -77,6 +83,7 @@ def test_flags_with_the_same_meaning_are_not_noted() -> None:
             "--kv-cache-dtype is not supported: KV caches have the model's type; omit it",
         ),
         ("--quantization=fp8", "--quantization is read from the checkpoint's config.json; omit it"),
+        ("m --tokenizer n", "--tokenizer is read from the model's folder; put the tokenizer's files there"),
         ("--enable-sleep-mode", "--enable-sleep-mode is not served; stop the worker to free its memory"),
         ("--max-model-len auto", "--max-model-len should be a number, for example 8192, 8k .8000. or"),
         ("--port", "--port expects a value"),
