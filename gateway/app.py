@@ -133,7 +133,7 @@ def _assemble(
         text_worker,
         ChatEncoder(settings, text_worker),
         KeyRing.of(settings, clock),
-        settings.metrics_folder and SharedMetrics(settings.metrics_folder, metrics.text),
+        SharedMetrics(settings.metrics_folder, metrics.text) if settings.metrics_folder else None,
         new_id=new_id,
         clock=clock,
         wall_clock=wall_clock,
