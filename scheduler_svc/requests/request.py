@@ -298,7 +298,8 @@ class Request:
         if first_s is not None:
             attributes["gen_ai.latency.time_to_first_token"] = first_s - delivery.accepted_s
             attributes["gen_ai.latency.time_in_model_decode"] = now_s - first_s
-        self.trace.end(now_s, attributes, event.error.message if event.error is not None else "")
+        # Messages may quote the client; the kind of error does not.
+        self.trace.end(now_s, attributes, type(event.error).__name__ if event.error is not None else "")
         self.trace = None
 
     @property

@@ -34,6 +34,12 @@ def test_a_lock_is_installed_without_dependencies(pip_calls: list[list[str]]) ->
     assert set(command[5:]) == pins("scheduler")
 
 
+def test_what_traces_need_is_installed_by_its_own_name(pip_calls: list[list[str]]) -> None:
+    """It comes beside a service, and never by default."""
+    assert cli.main(["install", "scheduler", "otel"]) == 0
+    assert set(pip_calls[0][5:]) == pins("scheduler", "otel")
+
+
 def test_without_a_service_all_locks_are_installed_at_once(pip_calls: list[list[str]]) -> None:
     """A package that several locks pin is named once."""
     assert cli.main(["install"]) == 0
