@@ -168,6 +168,7 @@ def test_unknown_parameters_are_refused(name: str) -> None:
         ([{"role": "user", "content": "x", "tool_call_id": "a"}], "messages[0].tool_call_id", "role 'tool'"),
         ([{"role": "user", "content": "x", "reasoning": "a"}], "messages[0].reasoning", "role 'assistant'"),
         ([{"role": "user", "content": None}], "messages[0].content", "string or a list"),
+        ([{"role": "assistant", "content": 0}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": 5}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": []}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content", "image_url"),
