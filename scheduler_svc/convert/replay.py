@@ -26,6 +26,7 @@ def _events_of(log: RequestLog) -> Iterator[Event]:
         num_prompt_tokens=log.num_prompt_tokens,
         num_cached_tokens=log.num_cached_tokens,
         lora_digest=log.lora_digest,
+        replica_id=log.replica_id,
         prompt_logprobs=log.prompt_logprobs,
     )
     for number, one in enumerate(log.sequences):

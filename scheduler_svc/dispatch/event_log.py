@@ -70,6 +70,8 @@ class RequestLog:
     sequences: list[SequenceLog]
     num_cached_tokens: int = 0
     """Prompt tokens that the first run found in the prefix cache."""
+    replica_id: str = ""
+    """The replica that the first run began on."""
     lora_digest: str = ""
     """Digest of the LoRA adapter that the last run used."""
     announced: bool = False
@@ -135,6 +137,7 @@ class RequestLog:
             self.lora_digest = event.lora_digest
             if not self.announced:
                 self.announced, self.num_cached_tokens = True, event.num_cached_tokens
+                self.replica_id = event.replica_id
         one.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
         if event.worker_losses is not None:

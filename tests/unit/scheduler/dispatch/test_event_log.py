@@ -182,7 +182,7 @@ async def test_log_probabilities_are_kept_and_rewound() -> None:
     request = logged.rig.engine.find("r")
     assert request is not None
     entries = [common_pb2.TokenLogprobs(logprob=-float(n), top_token_ids=[n]) for n in range(6)]
-    request.sink.push(Event("r", prompt_logprobs=entries[:2], first=True, num_cached_tokens=3))
+    request.sink.push(Event("r", prompt_logprobs=entries[:2], first=True, num_cached_tokens=3, replica_id="r0"))
     for entry in entries:
         token = expected_tokens(PROMPT, len(request.token_ids) - 2)[-1]
         request.token_ids.append(token)
@@ -195,6 +195,7 @@ async def test_log_probabilities_are_kept_and_rewound() -> None:
     events = [message.event for message in log_to_protos(log)]
     assert _merged(events) == (entries[:2], expected_tokens(PROMPT, 6), entries)
     assert (events[0].prompt.num_cached_tokens, events[0].prompt.HasField("seed")) == (3, True)
+    assert events[0].prompt.replica_id == "r0"
     logged.submit("r2", max_tokens=20, logprobs=1, resumed=expected_tokens(PROMPT, 4))
     log = logged.logs.take("log", "d")
     assert list(log.sequences[0].logprobs) == entries[:4]
