@@ -21,6 +21,7 @@ KEYS = [
     {"name": "busy", "key": "sk-busy", "max_concurrent_requests": 1},
     {"name": "slow", "key": "sk-slow", "requests_per_minute": 2},
     {"name": "short", "key": "sk-short", "tokens_per_minute": 40},
+    {"name": "tiny", "key": "sk-tiny", "tokens_per_minute": 20},
     {"name": "ops", "key": "sk-ops", "admin": True},
 ]
 
@@ -176,6 +177,17 @@ async def test_tokens_per_minute(stack: Stack) -> None:
         )
         assert line in metrics
     assert 'triptych:gateway_key_requests_total{key="short",status="429"} 1.0' in metrics
+
+
+async def test_prompts_are_charged_before_they_run(stack: Stack) -> None:
+    """A client cannot start many requests at once on the tokens of one."""
+    stack.scheduler.pause_after = 1
+    first = asyncio.create_task(chat(stack, bearer("sk-tiny")))
+    await stack.scheduler.until(lambda: len(stack.scheduler.requests) == 1)
+    assert (await chat(stack, bearer("sk-tiny"))).status_code == 429
+    assert len(stack.scheduler.requests) == 1
+    first.cancel()
+    await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
 
 
 async def test_admin_routes_need_admin_rights(stack: Stack) -> None:
