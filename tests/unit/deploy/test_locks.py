@@ -54,11 +54,12 @@ for top in {name.partition(".")[0] for name in sys.modules}:
             "gateway",
             "gateway",
             # `triptych secure-files` runs in the gateway's image.
-            ["uvicorn.loops.uvloop", "uvicorn.protocols.http.httptools_impl", "cryptography.x509"],
+            ["uvicorn.loops.uvloop", "uvicorn.protocols.http.httptools_impl", "cryptography.x509", "yaml"],
             # uvicorn declares h11 but uses httptools; anyio imports idna for international host names only.
             {"h11", "idna"},
         ),
-        ("scheduler", "scheduler_svc", [], set()),
+        # `--config` reads YAML.
+        ("scheduler", "scheduler_svc", ["yaml"], set()),
     ],
 )
 def test_a_service_imports_every_package_of_its_image(
