@@ -7,10 +7,12 @@ import pytest
 from cryptography import x509
 
 from deploy import cli, secure_files
+from deploy.launcher.settings import LaunchSettings, secured
 from deploy.secure_files import SERVICE_NAME, make
 from gateway.keys.key_file import digest_of, read_key_file
 from protos.security.certificates import CertificatePaths, Certificates
 from protos.security.tokens import ServiceTokens
+from protos.settings import load
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -72,6 +74,20 @@ def test_damaged_pairs_are_made_again(tmp_path: Path) -> None:
     damaged = content(tmp_path)
     make(tmp_path)
     assert content(tmp_path)["http.pem"] != damaged["http.pem"]
+
+
+def test_up_secures_what_the_user_has_not_set(tmp_path: Path) -> None:
+    """Flags of the user win over --secure; everything else is protected."""
+    run_dir = f"--run-dir={tmp_path / 'run'}"
+    settings, files = secured(load(LaunchSettings, ["--secure", run_dir]))
+    assert settings.grpc_tls_require_client_cert
+    assert settings.link_security().tokens is not None
+    assert (settings.ssl_certfile, settings.api_key_file) == (files.http_cert, files.api_keys)
+    assert {"grpc_tls_ca", "service_token_file", "ssl_keyfile"} <= settings.model_fields_set
+    own = ["--api-key=mine", "--ssl-certfile=/own.pem", f"--service-token={'own' * 9}"]
+    settings, _ = secured(load(LaunchSettings, ["--secure", run_dir, *own]))
+    assert (settings.api_key_file, settings.service_token_file, settings.ssl_keyfile) == (None, None, None)
+    assert settings.grpc_tls_ca == files.ca
 
 
 def test_the_command_prints_settings_and_no_secret(
