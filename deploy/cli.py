@@ -29,7 +29,9 @@ _COMMANDS = {
         "deploy.commands.up", "serve a model on this machine: all three services", "gateway scheduler worker"
     ),
     "serve": _Command(
-        "deploy.commands.serve", "the same with the flags of `vllm serve`", "gateway scheduler worker"
+        "deploy.commands.serve",
+        "the same, on all interfaces, as `vllm serve` does",
+        "gateway scheduler worker",
     ),
     "gateway": _Command("gateway.__main__", "start the HTTP gateway alone", "gateway"),
     "scheduler": _Command("scheduler_svc.__main__", "start the scheduler alone", "scheduler"),

@@ -63,7 +63,7 @@ class ConfigFile:
             for name, value in ((names[name], value) for name, value in given.items()):
                 if values.setdefault(name, value) != value:
                     raise ConfigurationRefused(
-                        f"{self.path}: section {section} sets {name} to {value!r}, and {values[name]!r} is set above;"
+                        f"{self.path}: section {section} sets {name}, which is set above to something else;"
                         " one command has one value"
                     )
         return values

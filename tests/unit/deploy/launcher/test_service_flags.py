@@ -75,7 +75,7 @@ ARGUMENTS = {
     "allowed_origins": ["--allowed-origins", "https://a.example", "https://b.example"],
     "allowed_methods": ["--allowed-methods", "GET", "POST"],
     "chat_template": ["--chat-template={{ messages }}"],
-    "default_chat_template_kwargs": ["--default-chat-template-kwargs={\"enable_thinking\": false}"],
+    "default_chat_template_kwargs": ['--default-chat-template-kwargs={"enable_thinking": false}'],
     "max_logprobs": ["--max-logprobs=5"],
     "root_path": ["--root-path=/llm"],
     "compilation_config": ['--compilation-config={"level": 3, "candidate_compile_sizes": [1, 8]}'],

@@ -95,7 +95,7 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         (
             LaunchSettings,
             "log_level: info\nworker: {log_level: debug}",
-            "section worker sets log_level to 'debug', and 'info' is set above",
+            "section worker sets log_level, which is set above to something else; one command has one value",
         ),
     ],
 )
