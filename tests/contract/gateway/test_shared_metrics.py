@@ -1,6 +1,7 @@
 """Gateways that share a port answer scrapes with the sum over all of them."""
 
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,7 +22,7 @@ async def test_any_gateway_answers_for_all(tmp_path: Path) -> None:
     """Each adds the others' counts to its own, lists the scheduler's once, and forgets one that has left."""
     scheduler = FakeScheduler(smollm2_folder(), [504, 2])
     async with serving(scheduler) as server:
-        settings = {"metrics_folder": tmp_path / "metrics"}
+        settings: dict[str, Any] = {"metrics_folder": tmp_path / "metrics"}
         async with running_gateway(server.port, **settings) as one, httpx.AsyncClient(timeout=20) as http:
             async with running_gateway(server.port, **settings) as two:
                 for gateway in (one, two, two):
