@@ -1,18 +1,23 @@
 """Answers fit the types of OpenAI's own client strictly: no field is missing, of another type, or unknown."""
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion import Completion
 from openai.types.create_embedding_response import CreateEmbeddingResponse
 from openai.types.model import Model
 from pydantic import BaseModel
 
-from tests.support.gateway.serving import CHAT, Stack
+from tests.support.gateway.serving import CHAT, Stack, running_stack
+from tests.support.gateway.tool_templates import THINKING, WEATHER, folder_with
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
+CHATS = "/v1/chat/completions"
+CALL = '\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 PROMPT = {"prompt": "The capital", "max_tokens": 3}
 LOGPROBS = {"logprobs": True, "top_logprobs": 2}
 
@@ -69,6 +74,30 @@ def as_declared(chunk: dict[str, Any]) -> dict[str, Any]:
     """
     choices = [{**one, "finish_reason": one["finish_reason"] or "stop"} for one in chunk["choices"]]
     return {**chunk, "choices": choices}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A model that thinks, calls a tool twice, and says something."""
+    special = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    folder = folder_with(tmp_path_factory.mktemp("qwen"), THINKING, special)
+    async with running_stack(f"<think>\nHm.\n</think>\n\nI look.{CALL}{CALL}", folder=folder) as stack:
+        yield stack
+
+
+async def test_thinking_and_calls_fit_the_clients_types(thinking: Stack) -> None:
+    """The tokens of thinking are counted in both forms."""
+    body = {**CHAT, "tools": [WEATHER], **LOGPROBS}
+    answer = (await thinking.http.post(CHATS, json=body)).json()
+    checked(ChatCompletion, answer)
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 2)
+    assert choice["message"]["reasoning"].strip() == "Hm."
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    *chunks, _ = await thinking.stream(CHATS, {**body, "stream_options": {"include_usage": True}})
+    for each in chunks:
+        checked(ChatCompletionChunk, each)
+    assert chunks[-1]["usage"] == answer["usage"]
 
 
 async def test_models_fit_the_clients_type(stack: Stack) -> None:
