@@ -17,7 +17,7 @@ from gateway.answers.streaming import StreamWriter
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond_to_chat
 from gateway.routes.context import read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
-from gateway.schemas.answers import ChatCompletion
+from gateway.schemas.answers import ChatChunk, ChatCompletion
 from gateway.schemas.chat import ChatCompletionRequest
 
 router = APIRouter(tags=["Generation"])
@@ -27,7 +27,7 @@ router = APIRouter(tags=["Generation"])
     "/v1/chat/completions",
     summary="Answer a conversation",
     openapi_extra=body_schema(ChatCompletionRequest),
-    responses=documented(ChatCompletion, content=event_stream("`chat.completion.chunk` objects")),
+    responses=documented(ChatCompletion, content=event_stream(ChatChunk)),
 )
 async def chat_completions(request: Request) -> Response:
     """Generates the assistant's next message for a conversation, as OpenAI's endpoint does.

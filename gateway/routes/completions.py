@@ -14,7 +14,7 @@ from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, re
 from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.routes.request_builder import encode_prompts, truncated
-from gateway.schemas.answers import Completion
+from gateway.schemas.answers import Completion, CompletionChunk
 from gateway.schemas.completions import CompletionRequest
 from protos.errors import InvalidArgument
 from protos.limits import MAX_SEQUENCES
@@ -26,7 +26,7 @@ router = APIRouter(tags=["Generation"])
     "/v1/completions",
     summary="Continue prompts",
     openapi_extra=body_schema(CompletionRequest),
-    responses=documented(Completion, content=event_stream("`text_completion` objects")),
+    responses=documented(Completion, content=event_stream(CompletionChunk)),
 )
 async def completions(request: Request) -> Response:
     """Continues one or more prompts, given as text or as token ids, as OpenAI's endpoint does.

@@ -66,7 +66,15 @@ def documented(
     return {200: success, "default": failure}
 
 
-def event_stream(events: str) -> dict[str, Any]:
-    """Returns the media type of a streamed answer whose events hold ``events``."""
-    description = f'Server-sent events with {events}; the last event is "data: [DONE]".'
-    return {"text/event-stream": {"schema": {"type": "string", "description": description}}}
+def event_stream(event: type[BaseModel]) -> dict[str, Any]:
+    """Returns the media type of a streamed answer.
+
+    Args:
+        event: the JSON of its events, whose field ``object`` names them.
+    """
+    schema = event.model_json_schema(mode="serialization")
+    definitions = schema.pop("$defs", {})
+    name = schema["properties"]["object"]["const"]
+    description = f'Server-sent events with `{name}` objects; the last event is "data: [DONE]".'
+    content = {"contentMediaType": "application/json", "contentSchema": _inline(schema, definitions)}
+    return {"text/event-stream": {"schema": {"type": "string", "description": description, **content}}}

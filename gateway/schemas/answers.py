@@ -194,6 +194,82 @@ class Completion(AnswerModel):
     system_fingerprint: Fingerprint
 
 
+class FunctionDelta(AnswerModel):
+    """A part of a call: first the name, then pieces of the arguments."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(AnswerModel):
+    """News of one call."""
+
+    index: Annotated[int, Field(description="Number of the call in the message.")]
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class MessageDelta(AnswerModel):
+    """News of the assistant's message."""
+
+    role: Annotated[Literal["assistant"] | None, Field(description="In the first chunk of a choice.")] = None
+    content: str | None = None
+    refusal: None = None
+    reasoning: Annotated[str | None, Field(description="Thinking (vLLM's name).")] = None
+    reasoning_content: Annotated[str | None, Field(description="The same under DeepSeek's name.")] = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(AnswerModel):
+    """News of one choice."""
+
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Annotated[ChatFinishReason | None, Field(description="In the choice's last chunk.")]
+    stop_reason: StopReason = None
+    token_ids: TokenIdList = None
+
+
+class ChatChunk(AnswerModel):
+    """A piece of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: Annotated[list[ChatChunkChoice], Field(description="None in the chunk with the usage.")]
+    usage: Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")] = None
+    service_tier: Annotated[Literal["default"] | None, Field(description="In last chunks.")] = None
+    system_fingerprint: Annotated[str | None, Field(description="In last chunks.")] = None
+    prompt_token_ids: TokenIdList = None
+
+
+class CompletionChunkChoice(AnswerModel):
+    """News of one choice."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Annotated[FinishReason | None, Field(description="In the choice's last chunk.")]
+    stop_reason: StopReason = None
+    token_ids: TokenIdList = None
+    prompt_token_ids: TokenIdList = None
+
+
+class CompletionChunk(AnswerModel):
+    """A piece of a streamed completion."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: Annotated[list[CompletionChunkChoice], Field(description="None in the chunk with the usage.")]
+    usage: Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")] = None
+    system_fingerprint: Annotated[str | None, Field(description="In last chunks.")] = None
+
+
 class Embedding(AnswerModel):
     """The embedding of one input."""
 

@@ -57,6 +57,26 @@ async def test_the_document_names_the_parameters(stack: Stack) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "model"),
     [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, answers.ChatChunk),
+        ("/v1/completions", {**PROMPT, "logprobs": 2}, answers.CompletionChunk),
+    ],
+)
+async def test_events_match_the_document(
+    stack: Stack, path: str, body: dict[str, Any], model: type[answers.AnswerModel]
+) -> None:
+    """The events of a stream have the documented fields and no others."""
+    options = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+    *chunks, _ = await stack.stream(path, {**body, **options})
+    for chunk in chunks:
+        model.model_validate(chunk)
+    document = (await stack.http.get("/openapi.json")).json()
+    schema = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert schema["contentSchema"]["properties"].keys() == model.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
         ("/v1/chat/completions", CHAT, answers.ChatCompletion),
         ("/v1/chat/completions", {**CHAT, **LOGPROBS}, answers.ChatCompletion),
         ("/v1/completions", PROMPT, answers.Completion),
