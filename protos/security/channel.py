@@ -1,6 +1,7 @@
 """A channel that sends the service token and follows changes of the certificate files."""
 
 import asyncio
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
@@ -37,7 +38,8 @@ class SecuredChannel(grpc.aio.Channel):
         self._tokens = tokens
         self._seen = version()
         self._channel = connect()
-        self._retired: dict[grpc.aio.Channel, asyncio.Task[None]] = {}
+        self._retired: set[asyncio.Task[None]] = set()
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def current(self) -> grpc.aio.Channel:
         """Returns the channel for new calls."""
@@ -49,9 +51,14 @@ class SecuredChannel(grpc.aio.Channel):
         return self._channel
 
     def _retire(self, old: grpc.aio.Channel) -> None:
+        """Closes a channel once its calls have ended."""
         task = asyncio.get_running_loop().create_task(old.close(_LONG_S))
-        self._retired[old] = task
-        task.add_done_callback(lambda _: self._retired.pop(old, None))
+        self._retired.add(task)
+        task.add_done_callback(self._retired.discard)
+
+    def track(self, call: Any) -> None:
+        """Remembers a call, to cancel it when the channel closes."""
+        self._calls.add(call)
 
     def with_token(self, metadata: Any) -> Any:
         """Returns a call's metadata with the token."""
@@ -67,12 +74,10 @@ class SecuredChannel(grpc.aio.Channel):
 
     async def close(self, grace: float | None = None) -> None:
         """Closes all channels, after ``grace`` seconds at most, and cancels what still runs."""
-        retired = list(self._retired.items())
-        for channel, task in retired:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await channel.close(grace)
         await self._channel.close(grace)
+        for call in list(self._calls):
+            call.cancel()
+        await asyncio.gather(*self._retired)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Returns the state of the channel for new calls."""
@@ -121,4 +126,6 @@ class _Method:
         if channel is not self._on:
             self._on = channel
             self._method = getattr(channel, self._kind)(*self._args, **self._kwargs)
-        return self._method(*args, metadata=self._channel.with_token(metadata), **kwargs)
+        call = self._method(*args, metadata=self._channel.with_token(metadata), **kwargs)
+        self._channel.track(call)
+        return call

@@ -43,7 +43,9 @@ async def wait_until_ready(channel: grpc.aio.Channel, address: str) -> None:
                     log.warning("not_connected", reason=reason, retry="until it succeeds")
             if watch is None or watch.done():
                 watch = asyncio.ensure_future(channel.wait_for_state_change(state))
-            await asyncio.wait({watch}, timeout=_LOOK_EVERY_S)
+            done, _ = await asyncio.wait({watch}, timeout=_LOOK_EVERY_S)
+            for ended in done:
+                ended.exception()  # of a channel that was closed meanwhile; the next look tells
     finally:
         if watch is not None:
             watch.cancel()

@@ -207,7 +207,8 @@ async def test_certificates_rotate_while_a_stream_goes_on(tmp_path: Path) -> Non
         service_files(tmp_path / "client", signed_by="next", trusts="next")
         await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
         assert not watch.done()
-        watch.cancel()
+        await channel.close()
+        assert await watch.code() is grpc.StatusCode.CANCELLED
 
 
 async def test_waiting_for_a_peer_ends_when_its_ca_arrives(
