@@ -44,6 +44,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "max_pooled_values",
             "model_poll_s",
             "keep_alive_s",
+            "sse_keep_alive_interval",
             "max_parked_requests",
             "max_connections",
             "max_waiting_texts",
@@ -197,6 +198,16 @@ class Settings(CallSecuritySettings, SecuritySettings):
     keep_alive_s: Annotated[
         int, Field(ge=1, le=3600, description="How long an idle HTTP connection is kept, seconds.")
     ] = 75
+
+    sse_keep_alive_interval: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=3600,
+            description="Seconds without an event after which a streamed answer gets a comment, so that proxies keep"
+            " its connection, also before its first token; 0: never.",
+        ),
+    ] = 0.0
 
     read_timeout_s: Annotated[
         float,

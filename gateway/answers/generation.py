@@ -2,28 +2,25 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, Self
 
 from gateway.answers.answer_reader import ThinkingMeter
-from gateway.answers.logprobs import TokenReport
 from gateway.answers.prompt import Prompt
 from gateway.answers.sequence_text import Delta, SequenceText
 from gateway.http.errors import internal
-from gateway.metrics import EngineMetrics, Metrics
+from gateway.metrics import Metrics
 from gateway.parsers.events import ToolParser
 from gateway.scheduler_link.pending_request import RequestGroup, SequenceEvent
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
 from gateway.text.detokenizer import Detokenizer
-from gateway.text.stop_strings import StopStrings
 from gateway.text.tokenization import TextWorker
 from protos.errors import Aborted, TriptychError
 from protos.logs import get_logger
-from protos.triptych.v1 import common_pb2 as pb
 
 # Tokens that take a few milliseconds to turn into text.
 _MANY_TOKENS: Final = 500
@@ -218,6 +215,10 @@ class Generation:
             return True
 
         self.group.listen(on_token)
+
+    def interrupt(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Lets :meth:`deltas` await ``call``, if it waits for events, before it waits on."""
+        self.group.interrupt(call)
 
     async def _take(self) -> Sequence[tuple[int, SequenceEvent]]:
         """Waits for events; returns one at a time if they are many, so that other streams go on meanwhile."""

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers.generation import Generation, Usage
+from gateway.answers.idle_watch import IdleWatch
 from gateway.answers.logprobs import TokenReport
 from gateway.answers.sequence_text import Delta
 from gateway.http.errors import ClientGone, internal, note_error
@@ -44,8 +45,14 @@ class StreamWriter(ABC):
     def error(self, error: TriptychError) -> bytes:
         """Returns the events that end a stream that failed, at any point."""
 
+    def keep_alive(self) -> bytes:
+        """Returns bytes without meaning that keep an idle connection open; after :meth:`begin`."""
+        return _COMMENT
+
 
 T = TypeVar("T")
+
+_COMMENT: Final = b": keep-alive\n\n"
 
 _UNENFORCED: Final = "x-triptych-unenforced"
 # Most proxies refuse heads of more than 4 to 16 KiB.
@@ -156,12 +163,18 @@ async def collect(generation: Generation, scope: Scope, receive: Receive) -> lis
 class EventStream(Response):
     """Streams a generation as server-sent events.
 
-    The status line waits for the first event, so that a refused request gets its proper status. Written
-    directly against ASGI: a generator behind ``StreamingResponse`` costs several times as much per token.
+    The status line waits for the first event, so that a refused request gets its proper status, or for the
+    first comment that keeps the connection open. Written directly against ASGI: a generator behind
+    ``StreamingResponse`` costs several times as much per token.
     """
 
     def __init__(
-        self, generation: Generation, writer: StreamWriter, headers: Mapping[str, str] | None = None
+        self,
+        generation: Generation,
+        writer: StreamWriter,
+        headers: Mapping[str, str] | None = None,
+        *,
+        keep_alive_s: float = 0,
     ) -> None:
         """Prepares the stream.
 
@@ -169,47 +182,80 @@ class EventStream(Response):
             generation: the running answer.
             writer: writes its events.
             headers: further headers.
+            keep_alive_s: seconds without an event after which the stream gets a comment; 0: never.
         """
         super().__init__(status_code=200)
         self._generation = generation
         self._writer = writer
         self._more_headers = headers or {}
+        self._keep_alive_s = keep_alive_s
+        self._began = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the stream to its end."""
-        generation, writer = self._generation, self._writer
+        generation = self._generation
         with generation, noted(scope, generation):
             async with ends_with_client(receive, generation):
-                deltas = await generation.deltas()
-                await send({"type": "http.response.start", "status": 200, "headers": self._all_headers()})
+                idle = self._idle_watch(send) if self._keep_alive_s else None
                 try:
-                    if begin := writer.begin():
-                        await send({"type": "http.response.body", "body": begin, "more_body": True})
-                    self._write_at_once(scope)
-                    while deltas:
-                        if body := await self._encode(deltas):
-                            await send({"type": "http.response.body", "body": body, "more_body": True})
-                        deltas = await generation.deltas()
-                    last = writer.end(generation.usage)
-                except ClientGone:
-                    note(scope, client_gone=True)
-                    return
-                except Exception as error:  # noqa: BLE001 - the stream must report it
-                    seen = _as_error(error)
-                    note_error(scope, seen)
-                    last = writer.error(seen)
-                await send({"type": "http.response.body", "body": last, "more_body": False})
+                    await self._run(scope, send, idle)
+                finally:
+                    if idle is not None:
+                        idle.stop()
+
+    async def _run(self, scope: Scope, send: Send, idle: IdleWatch | None) -> None:
+        generation, writer = self._generation, self._writer
+        try:
+            deltas = await generation.deltas()
+            await self._begin(send)
+            self._write_at_once(scope, idle)
+            while deltas:
+                if body := await self._encode(deltas):
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    if idle is not None:
+                        idle.wrote()
+                deltas = await generation.deltas()
+            last = writer.end(generation.usage)
+        except ClientGone:
+            if not self._began:
+                raise
+            note(scope, client_gone=True)
+            return
+        except Exception as error:
+            if not self._began:
+                raise
+            seen = _as_error(error)
+            note_error(scope, seen)
+            last = writer.error(seen)
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _begin(self, send: Send) -> None:
+        """Sends the status line, and the events before the first delta, unless they have been sent."""
+        if self._began:
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": self._all_headers()})
+        self._began = True
+        if begin := self._writer.begin():
+            await send({"type": "http.response.body", "body": begin, "more_body": True})
+
+    def _idle_watch(self, send: Send) -> IdleWatch:
+        async def keep_alive() -> None:
+            await self._begin(send)
+            await send({"type": "http.response.body", "body": self._writer.keep_alive(), "more_body": True})
+
+        return IdleWatch(self._keep_alive_s, lambda: self._generation.interrupt(keep_alive))
 
     def _all_headers(self) -> list[tuple[bytes, bytes]]:
         more = {**self._more_headers, **unenforced_header(self._generation)}
         return [*_HEADERS, *((name.encode(), value.encode()) for name, value in more.items())]
 
-    def _write_at_once(self, scope: Scope) -> None:
+    def _write_at_once(self, scope: Scope, idle: IdleWatch | None) -> None:
         """Lets plain tokens go straight to the connection from now on."""
         connection = BodyWriter.of(scope)
         if connection is None:
             return
-        encode, write = self._writer.write, connection.write
+        encode = self._writer.write
+        write = connection.write if idle is None else idle.noting(connection.write)
 
         def on_delta(delta: Delta) -> None:
             if body := encode(delta):

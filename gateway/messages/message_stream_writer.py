@@ -102,6 +102,10 @@ class MessageStreamWriter(StreamWriter):
         """Returns the event that ends a stream that failed."""
         return encode_event("error", **error_body(error))
 
+    def keep_alive(self) -> bytes:
+        """Returns a ping: Anthropic's API has no comments."""
+        return encode_event("ping")
+
     def _event(self, event: Event) -> bytes:
         match event:
             case Text(text):

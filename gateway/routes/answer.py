@@ -203,7 +203,8 @@ async def respond(
         start = StreamStart(
             answer_id, created, model, reporter, lambda: generation.usage, numbers, fingerprint, prompt_of
         )
-        return EventStream(generation, form.stream(start), form.headers)
+        idle_s = context.settings.sse_keep_alive_interval
+        return EventStream(generation, form.stream(start), form.headers, keep_alive_s=idle_s)
     ends = await collect(generation, request.scope, request.receive)
 
     def encode() -> bytes:

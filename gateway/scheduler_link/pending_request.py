@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple, Self
 
 from protos.errors import Internal, TriptychError
@@ -265,6 +265,7 @@ class RequestGroup:
         self._error: TriptychError | None = None
         self._listener: Callable[[int, int], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._interruption: Callable[[], Awaitable[None]] | None = None
 
     async def take(self) -> list[tuple[int, SequenceEvent]]:
         """Waits for events and returns all there are, each with its sequence's number.
@@ -283,6 +284,9 @@ class RequestGroup:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
             self._waiter = None
+            if self._interruption is not None:
+                call, self._interruption = self._interruption, None
+                await call()
         if self._events:
             events, self._events = self._events, []
             self._num_taken = self._unread.num
@@ -305,6 +309,12 @@ class RequestGroup:
                 reader gets the others, and all further events.
         """
         self._listener = listener
+
+    def interrupt(self, call: Callable[[], Awaitable[None]]) -> None:
+        """Lets the reader await ``call`` before it waits on. Does nothing if it does not wait."""
+        if self._waiter is not None:
+            self._interruption = call
+            self._wake()
 
     def put_token(self, index: int, token_id: int) -> None:
         """Adds one token of sequence ``index``: the most frequent event, with nothing but a token."""
