@@ -5,10 +5,12 @@ import sys
 
 import pytest
 
+from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.compilation import VLLM_KEYS
 from deploy.vllm_flags.parsers import REASONING_PARSERS, TOOL_PARSERS
 from deploy.vllm_flags.rbln import RBLN
 from deploy.vllm_flags.table import FLAGS
+from protos.settings import fixed_fields
 
 # Prints the names and the form of each flag of vLLM's own parser.
 _PROGRAM = """
@@ -48,6 +50,18 @@ def test_no_flag_is_listed_twice() -> None:
     """Each name belongs to one row."""
     names = [name for flag in (*FLAGS, *RBLN) for name in (flag.name, *flag.short)]
     assert len(names) == len(set(names))
+
+
+def test_the_flags_that_the_table_names_exist() -> None:
+    """An alias or a mapped flag leads to a flag of the settings of `triptych up`."""
+    fixed = fixed_fields(LaunchSettings)
+    settings = {f"--{name.replace('_', '-')}" for name in LaunchSettings.model_fields if name not in fixed}
+    missing = [
+        flag.name for flag in (*FLAGS, *RBLN) if flag.ours and flag.ours not in {*settings, "--config"}
+    ]
+    assert missing == []
+    # A setting of ours with a name of vLLM's is no flag without effect.
+    assert [flag.name for flag in FLAGS if flag.name in settings and not flag.ours] == []
 
 
 def test_rows_say_what_their_kind_needs() -> None:
