@@ -107,10 +107,9 @@ async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> 
 
 
 def unenforced_header(generation: Generation) -> dict[str, str]:
-    """Returns the header that names the parts of JSON schemas that an answer may violate; logs them, too."""
+    """Returns the header that names the parts of JSON schemas that an answer may violate."""
     if not generation.unenforced:
         return {}
-    get_logger().info("the JSON schema is enforced in part", unenforced=generation.unenforced)
     # As JSON text, because property names may have any characters.
     text = "; ".join(json.dumps(part)[1:-1] for part in generation.unenforced)
     return {_UNENFORCED: text if len(text) <= _MAX_UNENFORCED else f"{text[:_MAX_UNENFORCED]}..."}
@@ -132,6 +131,7 @@ def noted(scope: Scope, generation: Generation) -> Iterator[None]:
             completion_tokens=usage.completion_tokens,
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000, 1),
             finish_reason=",".join(dict.fromkeys(generation.finish_reasons)) or None,
+            unenforced=generation.unenforced or None,
         )
 
 
