@@ -12,14 +12,18 @@ from gateway.chat_prompts.chat_input import ChatInput
 from gateway.chat_prompts.sandbox import TemplateSandbox, job_of
 from protos.errors import InvalidArgument, Overloaded
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 CHAT = ChatInput([{"role": "user", "content": "hi"}])
 
 
-@pytest_asyncio.fixture
-async def templates(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TemplateSandbox]:
-    monkeypatch.setattr(sandbox, "CPU_S", 0.3)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def templates() -> AsyncIterator[TemplateSandbox]:
+    """Lasts for all tests, because a process takes a moment to start."""
     made = TemplateSandbox()
-    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "CPU_S", 0.3)
+        yield made
     await made.close()
 
 
@@ -61,6 +65,7 @@ async def test_a_bad_template_is_the_clients_error(
 
 async def test_a_process_has_no_secrets(templates: TemplateSandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its environment has nothing but the paths of its modules."""
+    await templates.close()
     monkeypatch.setenv("TRIPTYCH_ADMIN_API_KEY", "secret")
     await written(templates, "x")
     (child,) = templates._idle
@@ -73,6 +78,7 @@ async def test_a_client_that_leaves_ends_its_template(
     templates: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cancelled template leaves no process behind."""
+    await templates.close()
     monkeypatch.setattr(sandbox, "CPU_S", 60)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     task = asyncio.create_task(written(templates, endless))
