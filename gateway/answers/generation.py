@@ -240,7 +240,8 @@ class Generation:
             if prompt.num_cached_tokens is None:
                 prompt.num_cached_tokens = event.num_cached_tokens
             prompt.replica_id = prompt.replica_id or event.replica_id
-            self.unenforced += (part for part in event.unenforced if part not in self.unenforced)
+            if event.unenforced:
+                self.unenforced += (part for part in event.unenforced if part not in self.unenforced)
         return [(index, event) for index, event in events if event.token_ids or event.finish_reason]
 
     async def _report_prompts(self, numbers: set[int]) -> None:
