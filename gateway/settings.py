@@ -35,6 +35,9 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "tool_call_parser",
             "reasoning_parser",
             "strict_requests",
+            "dev_mode",
+            "enable_tokenizer_info_endpoint",
+            "disable_fastapi_docs",
             "pins_per_tenant",
             "trust_request_chat_template",
             "max_body_bytes",
@@ -76,6 +79,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
         "keep_alive_s": "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
         "max_prompts": "VLLM_MAX_COMPLETION_PROMPTS",
         "log_level": "VLLM_LOGGING_LEVEL",
+        "dev_mode": "VLLM_SERVER_DEV_MODE",
     }
 
     host: Annotated[str, Field(min_length=1, description="Address to listen on.")] = "127.0.0.1"
@@ -127,8 +131,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
     otlp_traces_endpoint: Annotated[
         OtlpEndpoint | None,
         Field(
-            description="gRPC endpoint of the OpenTelemetry collector that gets the spans of requests, for"
-            " example http://127.0.0.1:4317. Needs the extra otel. Default: no traces."
+            description="gRPC endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."
         ),
     ] = None
     max_body_bytes: Annotated[
@@ -306,6 +309,19 @@ class Settings(CallSecuritySettings, SecuritySettings):
             " schemas that cannot be enforced as a whole. Without it, the log names such fields, and the answer's"
             " header X-Triptych-Unenforced the parts of schemas."
         ),
+    ] = False
+    dev_mode: Annotated[
+        bool,
+        Field(
+            description="Let requests without admin rights use /server_info, /tokenizer_info and /reset_prefix_cache;"
+            " for machines that only you reach."
+        ),
+    ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Field(description="Let requests without admin rights use /tokenizer_info.")
+    ] = False
+    disable_fastapi_docs: Annotated[
+        bool, Field(description="Do not serve /docs, /redoc and /openapi.json.")
     ] = False
     pins_per_tenant: Annotated[
         int,

@@ -215,8 +215,7 @@ class Settings(LinkSecuritySettings):
     log_format: LogFormat = Field("json")
     """json for machines, console for people."""
     otlp_traces_endpoint: OtlpEndpoint | None = Field(None)
-    """gRPC endpoint of the OpenTelemetry collector that gets the spans of requests, for example
-    http://127.0.0.1:4317. Needs the extra otel. Default: no traces."""
+    """gRPC endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
 
     @field_validator("decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before")
     @classmethod

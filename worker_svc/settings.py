@@ -286,8 +286,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     log_format: LogFormat = "json"
     """json for machines, console for people."""
     otlp_traces_endpoint: OtlpEndpoint | None = None
-    """gRPC endpoint of the OpenTelemetry collector that gets the spans of requests, for example
-    http://127.0.0.1:4317. Needs the extra otel. Default: no traces."""
+    """gRPC endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
 
     @model_validator(mode="before")
     @classmethod
