@@ -170,15 +170,15 @@ def _within_context(submission: Submission, model: ModelLimits) -> int:
     num_prompt, asked = len(submission.prompt_token_ids), submission.max_tokens
     if num_prompt >= model.max_model_len:
         raise ContextExceeded(
-            f"the prompt has {num_prompt} tokens, but the context of {model.max_model_len} tokens must also "
-            f"hold a generated token; shorten the prompt to at most {model.max_model_len - 1} tokens",
+            f"This model's maximum context length is {model.max_model_len} tokens, but the prompt has {num_prompt}"
+            f" and must leave room for one more; shorten it to at most {model.max_model_len - 1} tokens",
             param="prompt",
         )
     room = model.max_model_len - num_prompt
     if asked is not None and asked > room:
         raise ContextExceeded(
-            f"{num_prompt} prompt tokens and max_tokens={asked} exceed the context of {model.max_model_len} tokens; "
-            f"ask for at most {room}",
+            f"This model's maximum context length is {model.max_model_len} tokens, but the request has {num_prompt}"
+            f" prompt tokens and max_tokens={asked}; ask for at most {room}",
             param="max_tokens",
         )
     return room if asked is None else asked
@@ -202,14 +202,14 @@ def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) ->
         )
     if submission.max_tokens is not None or cut <= 0:
         raise ContextExceeded(
-            f"{num_prompt} prompt tokens and max_tokens={max_tokens} never fit this deployment's KV memory of "
-            f"{most_tokens} tokens a request",
+            f"This deployment's maximum context length is {most_tokens} tokens a request (its KV memory), but the"
+            f" request has {num_prompt} prompt tokens and max_tokens={max_tokens}; ask for less",
             param="max_tokens",
         )
     if cut < min_tokens:
         raise ContextExceeded(
-            f"{num_prompt} prompt tokens and min_tokens={min_tokens} never fit this deployment's KV "
-            f"memory of {most_tokens} tokens a request",
+            f"This deployment's maximum context length is {most_tokens} tokens a request (its KV memory), but the"
+            f" request has {num_prompt} prompt tokens and min_tokens={min_tokens}; ask for less",
             param="min_tokens",
         )
     return cut

@@ -220,8 +220,11 @@ class _Lowering:
             refuse_schema(where, "has both const and enum; keep one", "enum")
         if "type" in keys:
             types = self._types(node["type"], where)
-            if not all(any(_has_type(value, name) for name in types) for value in values):
+            fitting = [value for value in values if any(_has_type(value, name) for name in types)]
+            # The schema means the others, but its author may not; a lenient lowering takes it at its word.
+            if len(fitting) < len(values) and (self._unenforced is None or not fitting):
                 refuse_schema(where, "has a const or an enum with a value that is not of its type")
+            values = fitting
         self._budget.values -= len(values)
         if self._budget.values < 0:
             refuse_schema(where, "has too many enum values; describe less of the output")

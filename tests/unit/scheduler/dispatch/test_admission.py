@@ -37,7 +37,7 @@ from tests.support.scheduler.second_replica import add_replica, run
     [
         (make_submission([97]), InvalidArgument, "token id 97; this model's ids end at 96"),
         (make_submission([5], resumed=[500]), InvalidArgument, "token id 500"),
-        (make_submission([5] * 64), ContextExceeded, "the prompt has 64 tokens, but the context of 64"),
+        (make_submission([5] * 64), ContextExceeded, "maximum context length is 64 tokens, but the prompt has 64"),
         (make_submission([5] * 60, max_tokens=5), ContextExceeded, "ask for at most 4"),
         (make_submission(min_p=0.5), Unsupported, "min_p is not supported"),
     ],
@@ -57,7 +57,7 @@ def test_a_request_that_cannot_be_served_is_refused(
 def test_a_request_that_never_fits_the_memory_is_refused_with_the_numbers() -> None:
     """A request that fits the context but not the KV memory is refused with the size of the memory."""
     rig = make_rig(num_blocks=9)
-    with pytest.raises(ContextExceeded, match="never fit this deployment's KV memory of 32 tokens"):
+    with pytest.raises(ContextExceeded, match="maximum context length is 32 tokens a request"):
         rig.submit(make_submission([5] * 30, max_tokens=10))
 
 
@@ -219,7 +219,7 @@ def test_a_resumed_request_that_has_ended_needs_no_memory(max_tokens: int | None
 def test_min_tokens_beyond_the_memory_is_refused() -> None:
     """A request that cannot reach its min_tokens is refused at submission."""
     rig = make_rig(make_geometry(max_model_len=64), num_blocks=9)
-    with pytest.raises(ContextExceeded, match="min_tokens=23 never fit"):
+    with pytest.raises(ContextExceeded, match="and min_tokens=23; ask for less"):
         rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=23)))
     rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=22)))
 

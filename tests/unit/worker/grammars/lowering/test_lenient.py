@@ -47,6 +47,7 @@ def both(one: Any, *names: str) -> dict[str, Any]:
         ({"$ref": "https://example.org/a"}, {}, ["$: $ref"]),
         ({"enum": ["a", "bb"], "minLength": 2}, {"enum": ["a", "bb"]}, ["$: minLength"]),
         ({"const": 1, "enum": [1]}, {"const": 1}, ["$: enum"]),
+        ({"type": "string", "enum": ["a", None]}, {"enum": ["a"]}, []),
         ({"type": "object", "patternProperties": {"a": {}, "b": {}}}, {"type": "object"}, ["$: patternProperties"]),
         ({**both({}), "patternProperties": {"b": {}}}, both({}), ["$: patternProperties"]),
         ({"type": "object", "propertyNames": {"maxLength": 3}, "minProperties": 2}, {"type": "object", "propertyNames": {"maxLength": 3}}, ["$: minProperties"]),
@@ -68,7 +69,7 @@ def test_what_cannot_be_enforced_is_left_out_and_named(
     [
         "text", False, {"type": "str"}, {"type": "object", "properties": {"a": "str"}}, {"enum": []},
         {"type": "object", "required": ["a"], "properties": {}, "additionalProperties": False},
-        {"$ref": "#"}, {"type": "string", "minLength": 3, "maxLength": 2}, {"type": "number", "minimum": "1"},
+        {"$ref": "#"}, {"type": "string", "enum": [1]}, {"type": "string", "minLength": 3, "maxLength": 2}, {"type": "number", "minimum": "1"},
     ],
 )  # fmt: skip
 def test_what_is_no_schema_or_matches_nothing_is_refused(schema: Any) -> None:
