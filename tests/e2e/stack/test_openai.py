@@ -209,8 +209,8 @@ async def test_a_timeout_cancels_the_request(client_async: openai.AsyncOpenAI, s
         ({"temperature": -1}, "temperature"), ({"temperature": 9}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -5}, "max_tokens"), ({"messages": []}, "messages"),
         ({"n": 1000}, "n"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"stop": [""]}, "stop"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"not": {}}}}}, "response_format"),
-        ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs"), ({"extra_body": {"made_up": 1}}, "made_up"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"not": {}}}}}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs"), ({"extra_body": {"prompt_embeds": "x"}}, "prompt_embeds"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
         ({"presence_penalty": 2.5}, "presence_penalty"), ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
@@ -247,6 +247,30 @@ def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
     # No value of this schema fits into four tokens, whatever is sampled.
     cut = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, response_format=wanted)
     assert cut.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_is_enforced_as_far_as_possible(client: openai.OpenAI, stream: bool) -> None:
+    """A header names the rest, and the answer has what can be enforced."""
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris"], "not": {}}},
+        "required": ["city"],
+        "if": {},
+    }
+    response = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=QUESTION, max_tokens=100, stream=stream,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+        metadata={"habit": "yes"}, store=False, extra_body={"made_up": 1},
+    )  # fmt: skip
+    assert response.headers["x-triptych-unenforced"] == "$: if; $.city: not"
+    answer: Any = response.parse()
+    text = (
+        "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+        if stream
+        else answer.choices[0].message.content
+    )
+    assert json.loads(text) == {"city": "Paris"}
 
 
 def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI) -> None:
