@@ -156,7 +156,8 @@ class PoolCall:
                 shapes = self.served.pool_shapes
                 raise ContextExceeded(
                     f"This model's maximum context length is {longest} tokens, but an input has {count} tokens and"
-                    f" fits none of the shapes {shapes}; shorten it, or send truncate_prompt_tokens=-1",
+                    f" fits none of the shapes {shapes}; shorten it to at most {longest} tokens, or send"
+                    " truncate_prompt_tokens=-1",
                     param=param,
                 )
 
