@@ -2,18 +2,20 @@
 
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
-from gateway.schemas.pooling import Dimensions, EncodingFormat, InputBody
+from gateway.schemas.pooling import EncodedBody
 
 
-class EmbeddingRequest(InputBody):
+class EmbeddingRequest(EncodedBody):
     """A request for embeddings of one or more texts."""
 
-    encoding_format: EncodingFormat = "float"
-    dimensions: Dimensions = None
-    normalize: Annotated[
-        bool | None, Field(description="Scale embeddings to length 1; omitted: as the model's authors do.")
+    use_activation: Annotated[
+        bool | None,
+        Field(
+            validation_alias=AliasChoices("use_activation", "normalize"),
+            description="Scale embeddings to length 1; omitted: as the model's authors do. Also called normalize.",
+        ),
     ] = None
     prompt_name: Annotated[
         str | None,
@@ -30,6 +32,6 @@ class EmbeddingRequest(InputBody):
         asked = self.prompt_name is not None or self.prompt is not None
         if self.prompt_name is not None and self.prompt is not None:
             raise ValueError("prompt and prompt_name exclude each other; send one of them")
-        if asked and not all(isinstance(text, str) for text in self.input):
-            raise ValueError("prompt and prompt_name need inputs that are texts, not token ids")
+        if asked and not (self.input and all(isinstance(text, str) for text in self.input)):
+            raise ValueError("prompt and prompt_name need inputs that are texts")
         return self

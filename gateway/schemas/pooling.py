@@ -6,28 +6,35 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, model_validator
 
 from gateway.quoting import quote
-from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.base import RequestModel, Unserved, ignore
+from gateway.schemas.chat import Messages, TemplateInput
 from gateway.schemas.completions import as_prompts
 from gateway.schemas.sampling import UINT32_MAX, ModelName, or_default
 
-COMMON_UNSERVED: Mapping[str, Unserved] = {
-    "messages": Unserved((), "send the text as 'input'"),
-    "embed_dtype": Unserved(("float32",), "results are float32"),
-    "endianness": Unserved(("native", "little"), "base64 is little-endian"),
-}
 COMMON_TOLERATED: Mapping[str, str] = {
     "padding": "padding has no effect on results; omit it",
+    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "models read text alone; omit it"),
     "request_id": "send it as the header X-Request-Id",
     "cache_salt": "pooling models have no prefix cache; omit it",
 }
 
+
+def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:
+    """Returns a list of inputs, empty if the request has a conversation instead."""
+    if value is not None:
+        return as_prompts(value)
+    if info.data.get("messages") is None:
+        raise ValueError("is required: send it, or 'messages'")
+    return []
+
+
 Inputs = Annotated[
     list[str | list[int]],
-    BeforeValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-    Field(description="One input or several, as text or as token ids."),
+    BeforeValidator(_inputs, json_schema_input_type=str | list[str] | list[int] | list[list[int]] | None),
+    Field(description="One input or several, as text or as token ids.", validate_default=True),
 ]
 
 Dimensions = Annotated[
@@ -38,11 +45,6 @@ Dimensions = Annotated[
         description="Cut embeddings to so many values, if the model was trained for it.",
     ),
 ]
-EncodingFormat = Annotated[
-    Literal["float", "base64"],
-    or_default("float"),
-    Field(description="base64: float32 in little-endian order, as OpenAI's client asks for."),
-]
 
 Activation = Annotated[
     bool | None,
@@ -50,12 +52,23 @@ Activation = Annotated[
 ]
 
 
-def _texts(value: Any) -> list[str]:
-    """Returns a list of texts, from a text, a list of them, or Jina's objects with ``text``."""
+def _text_of(item: Any, info: ValidationInfo) -> Any:
+    """Returns the text of an object with ``text``, as Jina and Cohere have them.
+
+    Its other fields are not read.
+    """
+    if not isinstance(item, dict) or not isinstance(item.get("text"), str):
+        return item
+    for name in item:
+        if name != "text":
+            ignore(info, str(name), "models read 'text' alone; omit it")
+    return item["text"]
+
+
+def _texts(value: Any, info: ValidationInfo) -> list[str]:
+    """Returns a list of texts, from a text or an object, or a list of them."""
     values = value if isinstance(value, list) else [value]
-    texts: list[Any] = [
-        item.get("text") if isinstance(item, dict) and set(item) == {"text"} else item for item in values
-    ]
+    texts = [_text_of(item, info) for item in values]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"must be a string or a list of strings, got {quote(value)}")
     if not texts:
@@ -63,13 +76,22 @@ def _texts(value: Any) -> list[str]:
     return texts
 
 
-Texts = Annotated[list[str], BeforeValidator(_texts, json_schema_input_type=str | list[str])]
+class _TextObject(RequestModel):
+    """A text in an object."""
+
+    text: str
+
+
+_TextOrObject = str | _TextObject
+
+Texts = Annotated[
+    list[str], BeforeValidator(_texts, json_schema_input_type=_TextOrObject | list[_TextOrObject])
+]
 
 
 class PoolingBody(RequestModel):
     """What every request to a pooling model may have."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = COMMON_UNSERVED
     tolerated: ClassVar[Mapping[str, str]] = COMMON_TOLERATED
 
     model: Annotated[
@@ -93,13 +115,54 @@ class PoolingBody(RequestModel):
     )
 
 
-class InputBody(PoolingBody):
-    """A request with inputs that are read one by one."""
+class InputBody(PoolingBody, TemplateInput):
+    """A request with inputs that are read one by one, or with one conversation."""
 
-    input: Inputs
-    add_special_tokens: Annotated[
-        bool | None, Field(description="Add the special tokens that the model expects; true by default.")
+    messages: Annotated[
+        Messages | None,
+        Field(description="One conversation instead of input, for the model's chat template."),
     ] = None
+    # Behind messages, because its validator looks at them.
+    input: Inputs = None  # type: ignore[assignment]
+    add_generation_prompt: Annotated[
+        bool,
+        or_default(False),
+        Field(description="End a conversation with the header of the assistant's turn."),
+    ] = False
+    add_special_tokens: Annotated[
+        bool | None,
+        Field(description="Add the model's special tokens; by default to texts, not to conversations."),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_kind_of_input(self) -> "InputBody":
+        if self.input and self.messages is not None:
+            raise ValueError("input and messages exclude each other; send one of them")
+        return self
+
+
+class EncodedBody(InputBody):
+    """A request that says how its results are written."""
+
+    encoding_format: Annotated[
+        Literal["float", "base64", "bytes", "bytes_only"],
+        or_default("float"),
+        Field(
+            description="base64: the bytes of all numbers, as OpenAI's client asks for. bytes: all results one after"
+            " the other as the body, described in the header `metadata`; bytes_only: without that header."
+        ),
+    ] = "float"
+    embed_dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"],
+        or_default("float32"),
+        Field(description="The type of numbers in base64 and bytes."),
+    ] = "float32"
+    endianness: Annotated[
+        Literal["native", "big", "little"],
+        or_default("native"),
+        Field(description="The order of bytes in base64 and bytes; native is little."),
+    ] = "native"
+    dimensions: Dimensions = None
 
 
 # Older names of vLLM's. Ignoring them would change the values.
@@ -111,22 +174,20 @@ _RENAMED: Mapping[str, Unserved] = dict.fromkeys(
 class ClassificationRequest(InputBody):
     """A request to classify one or more texts."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = {**COMMON_UNSERVED, **_RENAMED}
+    unserved: ClassVar[Mapping[str, Unserved]] = _RENAMED
 
     use_activation: Activation = None
 
 
-class PoolingRequest(InputBody):
+class PoolingRequest(EncodedBody):
     """A request for a model's results as they are."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = {**COMMON_UNSERVED, **_RENAMED}
+    unserved: ClassVar[Mapping[str, Unserved]] = _RENAMED
 
     task: Annotated[
         Literal["embed", "classify", "score", "token_embed", "token_classify"] | None,
         Field(description="Must be one that the model serves; omitted: the model's own."),
     ] = None
-    encoding_format: EncodingFormat = "float"
-    dimensions: Dimensions = None
     use_activation: Activation = None
 
 
@@ -140,6 +201,9 @@ class _PairBody(PoolingBody):
             description="The task, for models whose chat template writes pairs and has a variable 'instruction'."
         ),
     ] = None
+    chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
+        default_factory=dict, description="Further variables for a chat template that writes pairs."
+    )
     max_tokens_per_query: Annotated[
         int, or_default(0), Field(ge=0, description="Keep at most so many tokens of each query. 0: all.")
     ] = 0
@@ -173,8 +237,11 @@ class RerankRequest(_PairBody):
     """A request to sort documents by how well they answer a query."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
-        **COMMON_UNSERVED,
-        "rank_fields": Unserved((), "send the text of each document"),
+        "rank_fields": Unserved((["text"],), "send the text of each document"),
+    }
+    tolerated: ClassVar[Mapping[str, str]] = {
+        **COMMON_TOLERATED,
+        "max_chunks_per_doc": "documents are read whole; omit it",
     }
 
     query: Annotated[str, Field(description="The query.")]

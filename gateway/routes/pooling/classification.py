@@ -1,12 +1,14 @@
 """``/classify``, and ``/pooling`` for results as they are."""
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
-from gateway.routes.pooling.run import PoolCall, encode_inputs
+from gateway.routes.pooling.run import BYTES, PoolCall, encode_inputs
 from gateway.schemas.answers import ClassificationList, PoolingList
 from gateway.schemas.pooling import ClassificationRequest, PoolingRequest
 from protos.triptych.v1 import common_pb2 as pb
@@ -43,12 +45,12 @@ async def classify(request: Request) -> Response:
     "/pooling",
     summary="Get a pooling model's results",
     openapi_extra=body_schema(PoolingRequest),
-    responses=documented(PoolingList),
+    responses=documented(PoolingList, content=BYTES),
 )
 async def pooling(request: Request) -> Response:
     """Returns what a pooling model computes for each input: one vector, or one for each token.
 
-    base64 has the rows of a matrix one after the other.
+    base64 and bytes have the rows of a matrix one after the other.
     """
     body = await read_body(request, PoolingRequest)
     served = await served_model(request, body.model)
@@ -61,8 +63,9 @@ async def pooling(request: Request) -> Response:
     responses = await call.pool(
         inputs, task, param="input", use_activation=body.use_activation, dimensions=body.dimensions
     )
-    data = [
-        {"index": index, "object": "pooling", "data": values}
-        for index, values in enumerate(await call.encoded(responses, body.encoding_format))
-    ]
-    return call.answer("pooling-", data, inputs)
+
+    def write(results: list[Any]) -> Response:
+        data = [{"index": index, "object": "pooling", "data": values} for index, values in enumerate(results)]
+        return call.answer("pooling-", data, inputs)
+
+    return await call.answer_encoded(body, inputs, responses, write)

@@ -1,8 +1,6 @@
 """Encodes the inputs of a request to a pooling model, and asks the scheduler for their results."""
 
-import array
-import base64
-import sys
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -12,14 +10,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.streaming import while_client_waits
+from gateway.chat_prompts.chat_input import ChatInput
 from gateway.http.middleware import note
 from gateway.http.tracing import pass_on
 from gateway.keys.caller import account_of
 from gateway.keys.limits import charge
 from gateway.routes.answer import unique_wire_id
 from gateway.routes.context import Context, context_of
+from gateway.routes.pooling.encoding import as_bytes, as_json, description
 from gateway.scheduler_link.served_model import ServedModel
-from gateway.schemas.pooling import InputBody, PoolingBody
+from gateway.schemas.pooling import EncodedBody, InputBody, PoolingBody
 from gateway.text.pooling_inputs import Cuts, PoolInput, encode_text
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
@@ -32,8 +32,19 @@ _MOST_CHARACTERS: Final = 32 * 1024 * 1024
 # Values that cost as much to write as a character costs to read.
 _VALUES_PER_CHARACTER: Final = 8
 
-# Values that are copied in one call, which holds up other threads.
-_VALUES_AT_ONCE: Final = 64 * 1024
+# Results whose description still fits into the header that clients of HTTP read.
+_MOST_DESCRIBED: Final = 400
+
+# The media type of results as bytes, for the OpenAPI document.
+BYTES: Final[dict[str, Any]] = {
+    "application/octet-stream": {
+        "schema": {
+            "type": "string",
+            "format": "binary",
+            "description": "With encoding_format bytes or bytes_only: all results, one after the other.",
+        }
+    }
+}
 
 T = TypeVar("T")
 
@@ -59,6 +70,16 @@ class PoolCall:
             InvalidArgument: with the limit.
         """
         most = self.context.settings.max_inputs
+        if (
+            isinstance(self.body, EncodedBody)
+            and self.body.encoding_format == "bytes"
+            and count > _MOST_DESCRIBED
+        ):
+            raise InvalidArgument(
+                f"encoding_format=bytes describes at most {_MOST_DESCRIBED} results in a header; send fewer inputs at"
+                " once, or bytes_only",
+                param="encoding_format",
+            )
         if count > most:
             raise InvalidArgument(f"'{param}' has {count} texts; send at most {most} at once", param=param)
 
@@ -171,12 +192,47 @@ class PoolCall:
                 param=param,
             )
 
-    async def encoded(self, responses: Sequence[inference.PoolResponse], encoding_format: str) -> list[Any]:
-        """Returns the values of each result as JSON: numbers, rows of numbers, or base64."""
+    async def answer_encoded(
+        self,
+        body: EncodedBody,
+        inputs: Sequence[PoolInput],
+        responses: Sequence[inference.PoolResponse],
+        write: Callable[[list[Any]], Response],
+    ) -> Response:
+        """Returns results in the form that the request asks for.
+
+        Args:
+            body: the request.
+            inputs: what the model read.
+            responses: its results.
+            write: writes the answer around the results as JSON.
+        """
+        results = await self.encoded(responses, body)
+        if body.encoding_format in ("float", "base64"):
+            return write(results)
+        headers = {}
+        if body.encoding_format == "bytes":
+            headers["metadata"] = json.dumps(
+                {
+                    "id": f"embd-{self.context.new_id()}",
+                    "created": int(self.context.wall_clock()),
+                    "model": self.served.model.served_name,
+                    "data": description(results, responses, body),
+                    "usage": usage_of(inputs),
+                }
+            )
+        return Response(b"".join(results), headers=headers, media_type="application/octet-stream")
+
+    async def encoded(self, responses: Sequence[inference.PoolResponse], body: EncodedBody) -> list[Any]:
+        """Returns the values of each result as JSON or as bytes, whichever the request asks for."""
         size = sum(len(response.values) for response in responses)
-        return await self.compute(
-            size, lambda: [_encoded(response, encoding_format) for response in responses]
-        )
+
+        def work() -> list[Any]:
+            if body.encoding_format in ("float", "base64"):
+                return [as_json(response, body) for response in responses]
+            return [as_bytes(response.values, body) for response in responses]
+
+        return await self.compute(size, work)
 
     async def compute(self, size: int, work: Callable[[], T]) -> T:
         """Does work on `size` values of results; much of it in a thread, so that other answers go on."""
@@ -200,13 +256,20 @@ class PoolCall:
 
 
 async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> list[PoolInput]:
-    """Returns the tokens of each input; ``prompt`` is put in front of texts.
+    """Returns the tokens of each input, or of a conversation; ``prompt`` is put in front of texts.
 
     Raises:
-        InvalidArgument: if there are too many inputs, or an id is beyond the vocabulary.
+        InvalidArgument: if there are too many inputs, an id is beyond the vocabulary, or the chat template
+            refuses the conversation.
     """
+    cuts, served = call.cuts(), call.served
+    if body.messages is not None:
+        chat, size = ChatInput.of(body.messages, body), len(await call.request.body())
+        special = bool(body.add_special_tokens)
+        ids = await call.context.chat_encoder.encode(served, chat, body, special=special, size=size)
+        return [PoolInput(cuts.cut_ids(ids))]
     call.check_count(len(body.input), "input")
-    cuts, served, special = call.cuts(), call.served, body.add_special_tokens is not False
+    special = body.add_special_tokens is not False
 
     def one(given: str | list[int]) -> PoolInput:
         if isinstance(given, str):
@@ -228,25 +291,3 @@ def usage_of(inputs: Sequence[PoolInput]) -> dict[str, int]:
 def answer_json(answer: dict[str, Any]) -> Response:
     """Returns a JSON response."""
     return Response(orjson.dumps(answer), media_type="application/json")
-
-
-def _encoded(response: inference.PoolResponse, encoding_format: str) -> Any:
-    """Encodes the values of a result; row by row, because each call of the encoder holds up other threads."""
-    if encoding_format == "base64":
-        return _base64(response.values)
-    values = response.values
-    if len(response.shape) < 2:
-        return orjson.Fragment(orjson.dumps(list(values)))
-    width = response.shape[1]
-    rows = (orjson.dumps(values[start : start + width]) for start in range(0, len(values), width))
-    return orjson.Fragment(b"[" + b",".join(rows) + b"]")
-
-
-def _base64(values: Sequence[float]) -> str:
-    """Encodes ``values`` as OpenAI's client reads them: float32 in little-endian order."""
-    numbers = array.array("f")
-    for start in range(0, len(values), _VALUES_AT_ONCE):
-        numbers.extend(values[start : start + _VALUES_AT_ONCE])
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return base64.b64encode(numbers.tobytes()).decode()

@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from gateway.routes.pooling.run import PoolCall
 from gateway.schemas.answers import ClassificationList, PoolingList
+from gateway.schemas.pooling import PoolingRequest
 from gateway.text.tokenization import TextWorker
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
@@ -116,7 +117,8 @@ async def test_a_long_answer_is_encoded_beside_the_event_loop(encoding_format: s
     worker = TextWorker()
     call = PoolCall(*cast("Any", (None, SimpleNamespace(text_worker=worker), None, None)))
     response = SimpleNamespace(shape=[400, 256], values=Values([0.5] * 400 * 256))
-    (encoded,) = await call.encoded(cast("Any", [response]), encoding_format)
+    body = PoolingRequest.model_validate({"input": "a", "encoding_format": encoding_format})
+    (encoded,) = await call.encoded(cast("Any", [response]), body)
     worker.close()
     assert {name.partition("_")[0] for name, _ in found} == {"text"}
     if encoding_format == "float":

@@ -126,7 +126,7 @@ async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
         ({"input": []}, "input", "is empty"),
         ({"input": [1, "a"]}, "input", "must be a string"),
         ({"input": "x", "dimensions": 0}, "dimensions", "greater than or equal to 1"),
-        ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"input": "x", "encoding_format": "hex"}, "encoding_format", "'float', 'base64'"),
         (
             {"input": "x", "truncate_prompt_tokens": 65},
             "truncate_prompt_tokens",

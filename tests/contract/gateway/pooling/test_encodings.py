@@ -1,0 +1,145 @@
+"""Results in the forms that vLLM's clients ask for, over real HTTP and real gRPC."""
+
+import array
+import base64
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+
+from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
+from tests.support.gateway.serving import Stack, minilm_folder, running_gateway
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+# The last ones lie between two numbers of 16 bits, are ties, or overflow float16.
+VALUES = [0.0, -1.5, 3.14159265, 1e-5, 1.00390625, 1.01171875, 70000.0, -0.1]
+
+TEMPLATE = (
+    "{% for turn in messages %}{{ turn.role }}: {{ turn.content }} {% endfor %}{{ mood | default('') }}"
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """An embedding model with a chat template."""
+    folder: Path = tmp_path_factory.mktemp("minilm")
+    for path in minilm_folder().iterdir():
+        shutil.copy(path, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    scheduler = FakeScheduler(
+        folder,
+        model="minilm",
+        pooled_size=len(VALUES),
+        pool_tasks=(pb.POOL_TASK_EMBED,),
+        pool_values=lambda request: [value * request.prompt_token_ids[0] for value in VALUES],
+    )
+    async with (
+        serving(scheduler) as server,
+        running_gateway(server.port, max_inputs=1000) as gateway,
+        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
+    ):
+        yield Stack(scheduler, gateway, http)
+
+
+async def post(stack: Stack, path: str = "/v1/embeddings", /, **body: Any) -> httpx.Response:
+    response = await stack.http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def read(part: bytes, dtype: str, endianness: str) -> torch.Tensor:
+    """Returns the numbers in bytes as a client of vLLM reads them."""
+    width = 4 if dtype == "float32" else 2
+    numbers = array.array("I" if width == 4 else "H", part)
+    if endianness == "big":
+        numbers.byteswap()
+    return torch.frombuffer(bytearray(numbers.tobytes()), dtype=getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("endianness", ["native", "little", "big"])
+async def test_numbers_are_those_that_torch_converts(stack: Stack, dtype: str, endianness: str) -> None:
+    """In base64, in the bytes with their description, and in the bytes alone."""
+    form: dict[str, Any] = {"input": [[1], [2]], "embed_dtype": dtype, "endianness": endianness}
+    body = (await post(stack, **form, encoding_format="base64")).json()
+    expected = [
+        torch.tensor([value * times for value in VALUES]).to(getattr(torch, dtype)) for times in (1, 2)
+    ]
+    for entry, numbers in zip(body["data"], expected, strict=True):
+        assert torch.equal(read(base64.b64decode(entry["embedding"]), dtype, endianness), numbers)
+    for path in ("/v1/embeddings", "/pooling"):
+        described = await post(stack, path, **form, encoding_format="bytes")
+        assert described.headers["content-type"] == "application/octet-stream"
+        metadata = json.loads(described.headers["metadata"])
+        assert metadata["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
+        for index, (item, numbers) in enumerate(zip(metadata["data"], expected, strict=True)):
+            part = described.content[item.pop("start") : item.pop("end")]
+            assert torch.equal(read(part, dtype, endianness), numbers)
+            about = {"embed_dtype": dtype, "endianness": endianness, "shape": [len(VALUES)]}
+            assert item == {"index": index, **about}
+        alone = await post(stack, path, **form, encoding_format="bytes_only")
+        assert "metadata" not in alone.headers
+        assert alone.content == described.content
+
+
+async def test_a_description_must_fit_into_a_header(stack: Stack) -> None:
+    """More results than clients can read the header of are refused, and have bytes_only."""
+    many = [[1]] * 401
+    response = await stack.http.post("/v1/embeddings", json={"input": many, "encoding_format": "bytes"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "encoding_format")
+    assert "at most 400 results" in error["message"]
+    alone = await post(stack, input=many, encoding_format="bytes_only")
+    assert len(alone.content) == 401 * 4 * len(VALUES)
+    assert len((await post(stack, input=many[1:], encoding_format="bytes")).headers["metadata"]) < 60_000
+
+
+@pytest.mark.parametrize("name", ["use_activation", "normalize"])
+async def test_both_names_of_scaling_reach_the_scheduler(stack: Stack, name: str) -> None:
+    """`use_activation` is vLLM's name."""
+    await post(stack, **{"input": "a", name: False})
+    (request,) = stack.scheduler.pooled
+    assert (request.HasField("use_activation"), request.use_activation) == (True, False)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_a_conversation_is_one_input(stack: Stack, path: str) -> None:
+    """The chat template writes it, with the client's variables; the client chooses special tokens."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    sent: dict[str, Any] = {"messages": messages, "chat_template_kwargs": {"mood": "glad"}}
+    body = (await post(stack, path, **sent)).json()
+    await post(stack, path, **sent, add_special_tokens=True)
+    plain, special = (list(each.prompt_token_ids) for each in stack.scheduler.pooled)
+    text = (await post(stack, "/detokenize", tokens=plain)).json()["prompt"]
+    assert text == "user : hi assistant : ho glad"
+    assert special[1:-1] == plain
+    assert len(body["data"]) == 1
+    short = await post(stack, path, messages=messages, truncate_prompt_tokens=2)
+    assert short.json()["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "text"),
+    [
+        ({}, "input", "is required: send it, or 'messages'"),
+        ({"messages": []}, "messages", "at least 1 item"),
+        ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "input", "exclude each other"),
+        ({"messages": [{"role": "user", "content": "b"}], "prompt": "c"}, "prompt", "need inputs that are texts"),
+        ({"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype", "'float32', 'float16' or 'bfloat16'"),
+        ({"input": "a", "endianness": "middle"}, "endianness", "'native', 'big' or 'little'"),
+    ],
+)  # fmt: skip
+async def test_an_invalid_form_is_refused(stack: Stack, body: dict[str, Any], param: str, text: str) -> None:
+    """The error names the parameter and what to change."""
+    response = await stack.http.post("/v1/embeddings", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert text in error["message"]
