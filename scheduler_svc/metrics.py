@@ -7,6 +7,7 @@ see (latencies, tokens, finish reasons); that is not repeated here.
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -14,7 +15,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from protos.errors import TriptychError
 from protos.overload.unread import UnreadLimits
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.load import Load, ReplicaMemory
 from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
@@ -120,6 +123,39 @@ class _Collected(Collector):
         return self._metrics
 
 
+class UnservedRequests:
+    """Counts requests of all clients that brought no whole answer, by what happened and the error's code."""
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def refused(self, error: TriptychError, count: int = 1) -> None:
+        """Counts requests that were not accepted."""
+        self._counts["refused", _code_of(error)] += count
+
+    def ended(self, error: TriptychError | None) -> None:
+        """Counts an accepted request that failed, or without an error a sequence that was aborted."""
+        self._counts[
+            "aborted" if error is None else "failed", "aborted" if error is None else _code_of(error)
+        ] += 1
+
+    def metric(self) -> Metric:
+        """Returns the counter."""
+        requests = CounterMetricFamily(
+            "triptych:unserved_requests",
+            "Requests that were refused, failed or were aborted.",
+            labels=("outcome", "code"),
+        )
+        for labels, count in self._counts.items():
+            requests.add_metric(labels, count)
+        return requests
+
+
+def _code_of(error: TriptychError) -> str:
+    return common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
+
+
 class SchedulerMetrics(Collector):
     """The metrics of a deployment.
 
@@ -132,6 +168,8 @@ class SchedulerMetrics(Collector):
         """Measures `deployment`, and what waits for its slow clients."""
         self._deployment = deployment
         self._unread = unread
+        self.unserved = UnservedRequests()
+        """Requests that brought no whole answer."""
         self._gone: dict[str, Totals] = {}
         self._retired = Totals()
         deployment.on_detach(self._keep)
@@ -151,6 +189,7 @@ class SchedulerMetrics(Collector):
         replicas.add_metric(("configuring",), num_starting)
         yield replicas
         yield from _losses(self._deployment.losses)
+        yield self.unserved.metric()
         yield _timeouts(self._deployment.timeouts)
         yield from _unread(self._unread)
         served = self._deployment.served

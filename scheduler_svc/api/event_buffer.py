@@ -7,6 +7,7 @@ from typing import Final
 from protos.errors import TriptychError
 from protos.overload.unread import UnreadLimits
 from scheduler_svc.requests.request import Event, TokenColumns
+from scheduler_svc.requests.sampling import FinishReason
 
 # Buffered tokens beyond which the reader of a stream accepts no more requests.
 _MAX_BUFFERED: Final = 4096
@@ -22,13 +23,20 @@ class EventBuffer:
     Code that adds events in answer to client messages must wait for :meth:`has_room` first.
     """
 
-    def __init__(self, limits: UnreadLimits, abort: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        limits: UnreadLimits,
+        abort: Callable[[], None],
+        count_loss: Callable[[TriptychError | None], None] = lambda _: None,
+    ) -> None:
         """Starts empty.
 
         Args:
             limits: bounds what may wait for the client.
             abort: aborts the client's requests, because it reads too slowly.
+            count_loss: counts a request that fails, given its error, or a sequence that is aborted.
         """
+        self._count_loss = count_loss
         self._abort = abort
         self._unread = limits.reader(self._end)
         self._error: TriptychError | None = None
@@ -40,7 +48,13 @@ class EventBuffer:
 
     def push(self, event: Event) -> None:
         """Adds an event."""
+        if event.error is not None or event.finish_reason is FinishReason.ABORT:
+            self._count_loss(event.error)
         self._add(event, _weight(event))
+
+    def refuse(self, request_id: str, error: TriptychError) -> None:
+        """Adds the event of a request that was not accepted."""
+        self._add(Event(request_id, error=error), 1)
 
     def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
         """Adds one plain token for each request, as one entry."""

@@ -95,7 +95,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _buffer(self, requests: Iterable[str]) -> EventBuffer:
         """Returns the buffer of a stream, given the ids of its requests; they may change while it runs."""
-        return EventBuffer(self._unread, functools.partial(self._abort_all, requests))
+        abort = functools.partial(self._abort_all, requests)
+        return EventBuffer(self._unread, abort, self._metrics.unserved.ended)
 
     def _abort_all(self, requests: Iterable[str]) -> None:
         for request_id in requests:
@@ -181,7 +182,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         mine.add(submission.request_id)
                         buffer.push(Event(submission.request_id, accepted=True))
                     except TriptychError as error:
-                        buffer.push(Event(message.generate.request_id, error=error))
+                        buffer.refuse(message.generate.request_id, error)
                 case "abort":
                     self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
 
@@ -229,6 +230,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     assert isinstance(event, Event)
                     results[event.request_id] = pooled_to_proto(event, mine.pop(event.request_id))
         except TriptychError as error:
+            if not (mine or results):
+                self._metrics.unserved.refused(error, len(requests))
             await abort(context, error)
         finally:
             buffer.close()
@@ -258,11 +261,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
 
     def _submit(self, request: inference_pb2.GenerateRequest, sink: Sink) -> Submission:
-        self._check_model(request.model)
-        submission = submission_from_proto(request, self._tracer)
-        with bind_request(submission.request_id):
-            self.logs.submit(submission, sink)
-            self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
+        try:
+            self._check_model(request.model)
+            submission = submission_from_proto(request, self._tracer)
+            with bind_request(submission.request_id):
+                self.logs.submit(submission, sink)
+                self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
+        except TriptychError as error:
+            self._metrics.unserved.refused(error)
+            raise
         return submission
 
     async def Abort(

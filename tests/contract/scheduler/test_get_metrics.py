@@ -12,6 +12,7 @@ from tests.support.scheduler.fake_pool_worker import FakePoolWorker, pool_reques
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
+    failure,
     generate_request,
     joined,
     run_scheduler,
@@ -34,6 +35,25 @@ async def scrape(scheduler: RunningScheduler) -> dict[tuple[str, Labels], float]
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in families
         for sample in family.samples
+    }
+
+
+async def test_requests_without_an_answer_are_counted_by_their_end() -> None:
+    """Refused and aborted requests of direct clients count, and those that are served do not."""
+    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker()):
+        await failure(scheduler.inference.Generate(generate_request([96, 97])))
+        call = scheduler.inference.Generate(generate_request(max_tokens=50))
+        await anext(aiter(call))
+        call.cancel()
+        await tokens_of(scheduler, generate_request())
+        async with asyncio.timeout(10):
+            while scheduler.engine.live():
+                await asyncio.sleep(0.01)
+        samples = await scrape(scheduler)
+    found = {tuple(sorted(labels)): value for (name, labels), value in samples.items() if "unserved" in name}
+    assert found == {
+        (("code", "invalid_argument"), ("outcome", "refused")): 1,
+        (("code", "aborted"), ("outcome", "aborted")): 1,
     }
 
 

@@ -57,6 +57,11 @@ class MeasuredRig:
             self.deployment, UnreadLimits(per_reader=1000, total=1000, flags=("", ""))
         )
 
+    def generated(self) -> float:
+        """Returns the new tokens of all engines, without writing and reading all of the text."""
+        families = {family.name: family for family in self.metrics.collect()}
+        return sum(sample.value for sample in families["vllm:generation_tokens"].samples)
+
     def scrape(self) -> Scrape:
         return Scrape(generate_latest(self.metrics))
 
@@ -249,7 +254,7 @@ async def test_old_lost_replicas_share_one_series() -> None:
         rig.submit(make_submission(request_id=str(index)))
         rig.run()
         bench.deployment.detach(f"w{index}", Loss.DIED)
-        assert bench.scrape().total("vllm:generation_tokens_total") == 8 * (index + 1)
+        assert bench.generated() == 8 * (index + 1)
     scrape = bench.scrape()
     engines = {dict(labels)["engine"] for _, labels in scrape.samples if dict(labels).get("engine")}
     assert engines == {RETIRED, *(f"w{index}" for index in range(4, 20))}
@@ -266,6 +271,7 @@ def test_before_a_model_is_served_only_workers_are_reported() -> None:
         "triptych:lost_workers",
         "triptych:suspect_requests",
         "triptych:poison_requests",
+        "triptych:unserved_requests",
         "triptych:timed_out_requests",
         "triptych:unread_tokens",
         "triptych:slow_readers",
