@@ -1,6 +1,8 @@
 """Whether the other services answer, against a real gRPC server."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -25,19 +27,35 @@ async def asked(path: Path, service: str, security: LinkSecurity = OPEN) -> str:
         return str(remark)
 
 
+@contextlib.asynccontextmanager
+async def serving(path: Path, *names: str, security: LinkSecurity = OPEN) -> AsyncIterator[Server]:
+    """Runs a server with services that do not serve yet."""
+    server = Server(names, lambda _: None, security=security)
+    await server.start("127.0.0.1", 0, path)
+    try:
+        yield server
+    finally:
+        await server.stop(0)
+
+
+async def test_a_scheduler_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """With the reason, and what happens until it is there."""
+    path = tmp_path / "missing.sock"
+    text = await asked(path, services.INFERENCE)
+    assert text.startswith(f"no scheduler answers at {unix_address(path)} (")
+    assert text.endswith(f"); {WAITS}")
+
+
 async def test_a_scheduler_is_asked_for_each_service(tmp_path: Path) -> None:
-    """It may take registrations long before a worker is ready, and it may not be there yet."""
+    """It may take registrations long before a worker is ready."""
     path = tmp_path / "s.sock"
     address = unix_address(path)
-    assert (await asked(path, services.INFERENCE)).startswith(f"no scheduler answers at {address} (")
-    server = Server((services.INFERENCE, services.REGISTRY), lambda _: None)
-    await server.start("127.0.0.1", 0, path)
-    await server.set_serving(True, services.REGISTRY)
-    assert await asked(path, services.REGISTRY) == f"{address} answers, and takes registrations"
-    assert await asked(path, services.INFERENCE) == f"{address} answers, but has no ready worker; {WAITS}"
-    await server.set_serving(True, services.INFERENCE)
-    assert await asked(path, services.INFERENCE) == f"{address} answers, and has a ready worker"
-    await server.stop(0)
+    async with serving(path, services.INFERENCE, services.REGISTRY) as server:
+        await server.set_serving(True, services.REGISTRY)
+        assert await asked(path, services.REGISTRY) == f"{address} answers, and takes registrations"
+        assert await asked(path, services.INFERENCE) == f"{address} answers, but has no ready worker; {WAITS}"
+        await server.set_serving(True, services.INFERENCE)
+        assert await asked(path, services.INFERENCE) == f"{address} answers, and has a ready worker"
 
 
 @pytest.mark.parametrize("service", [services.INFERENCE, services.REGISTRY])
@@ -52,11 +70,9 @@ async def test_a_wrong_token_is_a_failure(tmp_path: Path) -> None:
     """Health needs no token, so another call shows what a scheduler makes of it."""
     path = tmp_path / "s.sock"
     ours, theirs = (LinkSecurity(tokens=ServiceTokens(token=token)) for token in (TOKEN, OTHER_TOKEN))
-    server = Server((services.INFERENCE,), lambda _: None, security=theirs)
-    await server.start("127.0.0.1", 0, path)
-    await server.set_serving(True, services.INFERENCE)
-    for wrong, fault in ((ours, "has another service token"), (OPEN, "has no service token")):
-        with pytest.raises(Missing, match=f"the scheduler refuses this service: .*{fault}"):
-            await asked(path, services.INFERENCE, wrong)
-    assert (await asked(path, services.INFERENCE, theirs)).endswith("has a ready worker")
-    await server.stop(0)
+    async with serving(path, services.INFERENCE, security=theirs) as server:
+        await server.set_serving(True, services.INFERENCE)
+        for wrong, fault in ((ours, "has another service token"), (OPEN, "has no service token")):
+            with pytest.raises(Missing, match=f"the scheduler refuses this service: .*{fault}"):
+                await asked(path, services.INFERENCE, wrong)
+        assert (await asked(path, services.INFERENCE, theirs)).endswith("has a ready worker")
