@@ -167,7 +167,7 @@ def test_it_works_where_torch_is_not_installed(command: str, without_torch: Path
     ]
     done = subprocess.run(
         [sys.executable, "-S", "-c", code, "doctor", command, *arguments, "--json"],
-        check=False, capture_output=True, text=True, cwd=tmp_path, timeout=60,
+        check=False, capture_output=True, text=True, cwd=tmp_path, timeout=100,
         env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{without_torch}"},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
