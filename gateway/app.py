@@ -24,8 +24,9 @@ from gateway.messages import routes as messages
 from gateway.messages.prefix_pins import PrefixPins
 from gateway.metrics import Metrics
 from gateway.responses import routes as responses
-from gateway.routes import chat, completions, loras, models, ops, tokenize
+from gateway.routes import chat, completions, loras, models, tokenize
 from gateway.routes.context import Context
+from gateway.routes.operations import caches, info, metrics, pages, probes
 from gateway.routes.pooling import classification, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
@@ -48,7 +49,8 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, completions, messages, responses, embeddings, scoring, classification, models, loras, tokenize, ops,
+    chat, completions, messages, responses, embeddings, scoring, classification, models, loras, tokenize,
+    probes, metrics, info, caches,
 )  # fmt: skip
 
 
@@ -86,6 +88,7 @@ def create_app(
         description=_DESCRIPTION,
         version=version.VERSION,
         lifespan=_lifespan(context, pins),
+        openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -95,6 +98,8 @@ def create_app(
     app.state.context = context
     for family in _FAMILIES:
         app.include_router(family.router)
+    if not settings.disable_fastapi_docs:
+        app.include_router(pages.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     if context.keys.guards:
@@ -117,7 +122,7 @@ def _assemble(
         prepare=_preparation(settings),
         template=read_template(settings.chat_template),
     )
-    metrics = Metrics(
+    measured = Metrics(
         lambda: watcher.model_name,
         lambda: client.num_pending,
         lambda: len(client.parking),
@@ -129,11 +134,11 @@ def _assemble(
         settings,
         client,
         watcher,
-        metrics,
+        measured,
         text_worker,
         ChatEncoder(settings, text_worker),
         KeyRing.of(settings, clock),
-        SharedMetrics(settings.metrics_folder, metrics.text) if settings.metrics_folder else None,
+        SharedMetrics(settings.metrics_folder, measured.text) if settings.metrics_folder else None,
         new_id=new_id,
         clock=clock,
         wall_clock=wall_clock,

@@ -1,5 +1,6 @@
 """The gateway's metrics, under vLLM's names where vLLM has them."""
 
+import contextlib
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Callable, Iterator
@@ -224,6 +225,9 @@ class _SlowReaders(Collector):
 class Metrics:
     """One gateway's metrics, in their own registry."""
 
+    num_in_flight: int
+    """HTTP requests under way."""
+
     def __init__(
         self,
         model_name: Callable[[], str],
@@ -266,8 +270,9 @@ class Metrics:
             ("handler", "code"),
             registry=self.registry,
         )
-        self.http_in_flight = self._gauge(
-            "triptych:gateway_http_requests_in_flight", "HTTP requests under way."
+        self.num_in_flight = 0
+        self._gauge("triptych:gateway_http_requests_in_flight", "HTTP requests under way.").set_function(
+            lambda: self.num_in_flight
         )
         self._gauge(
             "triptych:gateway_requests_in_flight", "Requests under way at the scheduler, or parked."
@@ -282,6 +287,15 @@ class Metrics:
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
+
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Counts an HTTP request while it is under way."""
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
 
     def engine(self, replica_id: str) -> EngineMetrics:
         """Returns the metrics of a replica; without an id, those of requests that no replica has run."""

@@ -21,6 +21,7 @@ FRONTEND = [
     *same("--chat-template", "--default-chat-template-kwargs"),
     *same("--sse-keep-alive-interval"),
     *same("--enable-log-requests", form="switch"),
+    *same("--enable-tokenizer-info-endpoint", "--disable-fastapi-docs", form="switch"),
     *same("--trust-request-chat-template", form="switch"),
     *mapped(
         "--tool-call-parser",
@@ -60,7 +61,10 @@ FRONTEND = [
         "--disable-uvicorn-access-log",
         form="switch",
     ),
-    *moot("the gateway does not log requests to /health and /metrics", "--disable-access-log-for-endpoints"),
+    *moot(
+        "the gateway does not log requests to /metrics, /health and other probes",
+        "--disable-access-log-for-endpoints",
+    ),
     *moot("headers are limited as the HTTP parser limits them", "--h11-max-incomplete-event-size"),
     *moot("headers are limited as the HTTP parser limits them", "--h11-max-header-count"),
     *moot("late interaction always runs in the worker", "--enable-flash-late-interaction", form="switch"),
@@ -106,12 +110,6 @@ FRONTEND = [
     *refused("would load code into the gateway; put a proxy in front", "--middleware"),
     *refused("is not served; call tools in the client", "--tool-server"),
     *refused("is always assistant; rename it in the client", "--response-role", harmless=("assistant",)),
-    *refused("is not served; use the /tokenize route", "--enable-tokenizer-info-endpoint", form="switch"),
-    *refused(
-        "is not served; bind --host to an address that only you reach",
-        "--disable-fastapi-docs",
-        form="switch",
-    ),
     *refused("is not served: models read text alone", "--trust-request-mm-kwargs", form="switch"),
     *refused(
         "is not served; clients with tokens call the scheduler's gRPC API (--scheduler-port)",

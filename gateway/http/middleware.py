@@ -29,7 +29,7 @@ _STATUS: Final = "triptych.status"
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 # Machines poll these every few seconds, so they are logged at debug level only.
-_QUIET: Final = frozenset({"/health", "/metrics"})
+_QUIET: Final = frozenset({"/health", "/live", "/load", "/metrics", "/ping", "/ready"})
 
 # How much of an oversized body is read and discarded, as a multiple of the limit and in seconds.
 _DISCARD_FACTOR: Final = 8
@@ -116,7 +116,7 @@ class RequestMiddleware:
                 message["headers"] = [*given, *more, *security_headers(given)]
             await send(message)
 
-        with bind_request(request_id), self._metrics.http_in_flight.track_inprogress():
+        with bind_request(request_id), self._metrics.in_flight():
             try:
                 if int(headers.get("content-length") or 0) > self._max_body_bytes:
                     if "expect" not in headers:

@@ -15,8 +15,15 @@ from gateway.keys.limits import set_admission
 from gateway.keys.usage import KeyUsage
 from protos.errors import Overloaded
 
+PAGE_FOLDER: Final = "/docs/"
+PAGE_FILES: Final = frozenset(
+    {"swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png"}
+)
+"""What the pages of documentation load."""
+
 OPEN_PATHS: Final = frozenset({
-    "/health", "/live", "/ready", "/ping", "/version", "/metrics", "/docs", "/redoc", "/openapi.json",
+    "/health", "/live", "/ready", "/ping", "/load", "/version", "/metrics", "/docs", "/redoc", "/openapi.json",
+    *(PAGE_FOLDER + name for name in PAGE_FILES),
 })  # fmt: skip
 """Paths that need no key: they show neither prompts nor answers, and probes and scrapers have no keys."""
 

@@ -243,6 +243,11 @@ class InferenceClient:
         request = inference.UnpinPrefixRequest(pin_id=pin_id)
         await _typed(self._stub.UnpinPrefix(request, timeout=self._call_timeout_s))
 
+    async def reset_prefix_cache(self) -> int:
+        """Drops all cached prefixes and pins; returns the number of replicas. Raises as :meth:`get_model`."""
+        call = self._stub.ResetPrefixCache(inference.ResetPrefixCacheRequest(), timeout=self._call_timeout_s)
+        return (await _typed(call)).num_replicas
+
     async def get_load(self) -> inference.Load:
         """Returns the deployment's load; raises as :meth:`get_model` does."""
         return await _typed(self._stub.GetLoad(inference.GetLoadRequest(), timeout=self._call_timeout_s))

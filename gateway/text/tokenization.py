@@ -57,6 +57,8 @@ class TextCodec:
     """Whether the template handles thinking between ``<think>`` and ``</think>``."""
     special_tokens: dict[str, str]
     """``bos_token``, ``eos_token`` and so on, by name."""
+    config: dict[str, Any]
+    """tokenizer_config.json."""
     detokenizers: DetokenizerFactory
     """Makes the incremental detokenizers."""
 
@@ -67,7 +69,9 @@ class TextCodec:
         special_tokens: dict[str, str],
         tool_template: ChatTemplate | None = None,
         prompts: TextPrompts | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:
+        self.config = config or {}
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.tool_template = tool_template or chat_template
@@ -112,7 +116,7 @@ class TextCodec:
         except jinja2.TemplateSyntaxError as error:
             raise Internal(f"the model's chat template cannot be compiled: {error}") from error
         prompts = TextPrompts.read(_read_json(folder / PROMPTS_FILE))
-        return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"), prompts)
+        return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"), prompts, config)
 
     def wrapped(self, wrap: Callable[[], Any]) -> Any:
         """Returns what ``wrap`` makes of the tokenizer.

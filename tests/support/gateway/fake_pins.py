@@ -23,12 +23,15 @@ class FakePins(_Servicer):  # type: ignore[misc]
     """The pins that are held, by id."""
     num_pins: int
     """Pins so far."""
+    num_resets: int
+    """Resets of the prefix cache so far."""
     refuse_pin: TriptychError | None
     """The answer to pins."""
 
     def reset_pins(self) -> None:
         """Forgets all pins."""
         self.pins, self.num_pins, self.refuse_pin = {}, 0, None
+        self.num_resets = 0
 
     async def PinPrefix(
         self, request: inference.PinPrefixRequest, context: wire.Context
@@ -49,6 +52,14 @@ class FakePins(_Servicer):  # type: ignore[misc]
         found = self.pins.pop(request.pin_id, None) is not None
         await self._notify()
         return inference.UnpinPrefixResponse(found=found)
+
+    async def ResetPrefixCache(
+        self, request: inference.ResetPrefixCacheRequest, context: wire.Context
+    ) -> inference.ResetPrefixCacheResponse:
+        self.num_resets += 1
+        self.pins.clear()
+        await self._notify()
+        return inference.ResetPrefixCacheResponse(num_replicas=1)
 
     async def _notify(self) -> None:
         async with self.changed:

@@ -60,6 +60,7 @@ async def test_every_route_of_the_api_needs_a_key(stack: Stack) -> None:
         "/live",
         "/ready",
         "/ping",
+        "/load",
         "/version",
         "/metrics",
         "/docs",

@@ -1,4 +1,4 @@
-"""Routes for operators and load balancers: health, metrics and version."""
+"""What this gateway measures, and its version."""
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -9,30 +9,9 @@ from gateway.routes.context import context_of
 from gateway.routes.openapi import documented
 from gateway.schemas.answers import Version
 from gateway.version import VERSION
-from protos.errors import TriptychError, Unavailable
-from protos.triptych.v1 import inference_pb2 as inference
+from protos.errors import TriptychError
 
 router = APIRouter(tags=["Operations"])
-
-
-@router.get(
-    "/health",
-    summary="Check health",
-    response_class=Response,
-    responses=documented(description="A replica is ready. The body is empty."),
-)
-async def health(request: Request) -> Response:
-    """Answers 200 if a request sent now would run, otherwise 503 with the reason.
-
-    The check asks the scheduler whether a replica is ready.
-    """
-    context = context_of(request)
-    load = await context.client.get_load()
-    if not any(replica.state == inference.REPLICA_STATE_READY for replica in load.replicas):
-        details = [f"{replica.replica_id}: {replica.detail or 'not ready'}" for replica in load.replicas]
-        raise Unavailable(f"no replica is ready ({'; '.join(details) or 'no worker has registered'})")
-    context.watcher.served()
-    return Response(status_code=200)
 
 
 @router.get(

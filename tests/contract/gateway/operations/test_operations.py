@@ -1,0 +1,116 @@
+"""Probes, and the routes that only operators may use."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from pydantic import SecretStr
+
+from gateway.routes.operations import answers
+from gateway.version import VERSION
+from tests.support.gateway.serving import CHAT, TEXT, Stack, running_stack
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+USER, ADMIN = {"authorization": "Bearer sk-user"}, {"x-api-key": "sk-admin"}
+
+OPERATORS = [
+    ("GET", "/server_info"),
+    ("GET", "/tokenizer_info"),
+    ("POST", "/reset_prefix_cache"),
+    ("POST", "/reset_mm_cache"),
+    ("POST", "/reset_encoder_cache"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Stack]:
+    async with running_stack(
+        TEXT, api_key=(SecretStr("sk-user"),), admin_api_key=SecretStr("sk-admin"), max_parked_requests=0
+    ) as stack:
+        yield stack
+
+
+async def test_probes_need_no_key_and_follow_the_scheduler(stack: Stack) -> None:
+    """A gateway lives whatever its scheduler says; the other probes are 503 while no replica is ready."""
+    probes = [("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")]
+    for ready, status in ((True, 200), (False, 503)):
+        stack.scheduler.ready = ready
+        for method, path in probes:
+            response = await stack.http.request(method, path)
+            assert response.status_code == status, path
+            assert ready or "no replica is ready" in response.json()["error"]["message"]
+        assert (await stack.http.get("/live")).status_code == 200
+
+
+async def test_the_load_is_the_number_of_requests_under_way(stack: Stack) -> None:
+    """The request that asks is not one of them."""
+    assert (await stack.http.get("/load")).json() == {"server_load": 0}
+    stack.scheduler.pause_after = 2
+    chat = asyncio.create_task(stack.http.post("/v1/chat/completions", json=CHAT, headers=USER))
+    await stack.scheduler.until(lambda: len(stack.scheduler.requests) == 1)
+    assert (await stack.http.get("/load")).json() == {"server_load": 1}
+    await stack.scheduler.resume()
+    await chat
+    assert (await stack.http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_routes_for_operators_need_admin_rights(stack: Stack) -> None:
+    """Another key gets 403, no key 401."""
+    for method, path in OPERATORS:
+        for headers, status in ((ADMIN, 200), (USER, 403), ({}, 401)):
+            response = await stack.http.request(method, path, headers=headers)
+            assert response.status_code == status, path
+    assert stack.scheduler.num_resets == 1
+
+
+async def test_server_info_has_settings_and_versions_but_no_secret(stack: Stack) -> None:
+    """A bug report can contain it."""
+    response = await stack.http.get("/server_info", headers=ADMIN)
+    info = answers.ServerInfo.model_validate(response.json())
+    assert info.settings["max_parked_requests"] == 0
+    assert info.settings["admin_api_key"] == "**********"
+    assert info.versions["triptych"] == VERSION
+    assert info.model is not None
+    assert info.model.names == ["smollm2"]
+    assert not any(word in response.text for word in ("sk-user", "sk-admin"))
+
+
+async def test_tokenizer_info_is_the_configuration_with_its_template(stack: Stack) -> None:
+    """Special tokens are texts, as in vLLM's answer."""
+    response = await stack.http.get("/tokenizer_info", headers=ADMIN)
+    answers.TokenizerInfo.model_validate(response.json())
+    config = json.loads((stack.scheduler.folder / "tokenizer_config.json").read_text())
+    info = response.json()
+    assert info["tokenizer_class"] == config["tokenizer_class"]
+    assert info["eos_token"] == config["eos_token"]
+    assert info["chat_template"] == (stack.scheduler.folder / "chat_template.jinja").read_text()
+    assert all(isinstance(token, str) for token in info.get("added_tokens_decoder", {}).values())
+
+
+async def test_running_requests_are_not_reset(stack: Stack) -> None:
+    """What the scheduler does not do is refused by name."""
+    refused = await stack.http.post("/reset_prefix_cache?reset_running_requests=true", headers=ADMIN)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "reset_running_requests"
+    reset = await stack.http.post("/reset_prefix_cache?reset_running_requests=false", headers=ADMIN)
+    assert reset.json() == {"success": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "opened"),
+    [
+        ({}, []),
+        ({"enable_tokenizer_info_endpoint": True}, ["/tokenizer_info"]),
+        ({"dev_mode": True}, [path for _, path in OPERATORS]),
+    ],
+)
+async def test_settings_open_routes_without_keys(settings: dict[str, Any], opened: list[str]) -> None:
+    """Without keys, rights come from the settings alone."""
+    async with running_stack(TEXT, **settings) as stack:
+        for method, path in OPERATORS:
+            response = await stack.http.request(method, path)
+            assert response.status_code == (200 if path in opened else 403), path
