@@ -23,8 +23,6 @@ class StandbySettings(ServiceSettings):
 
     model_config = SettingsConfigDict(use_attribute_docstrings=True)
 
-    section: ClassVar[str] = "launcher"
-
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.LAUNCHER: ("standby_workers",)}
 
     standby_workers: int = Field(1, ge=0, le=64)
