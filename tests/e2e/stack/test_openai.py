@@ -258,11 +258,12 @@ def test_a_schema_is_enforced_as_far_as_possible(client: openai.OpenAI, stream: 
         "required": ["city"],
         "if": {},
     }
-    response = client.chat.completions.with_raw_response.create(
-        model=MODEL, messages=QUESTION, max_tokens=100, stream=stream,
-        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
-        metadata={"habit": "yes"}, store=False, extra_body={"made_up": 1},
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "model": MODEL, "messages": QUESTION, "max_tokens": 100, "stream": stream,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+        "metadata": {"habit": "yes"}, "store": False, "extra_body": {"made_up": 1},
+    }  # fmt: skip
+    response = client.chat.completions.with_raw_response.create(**fields)
     assert response.headers["x-triptych-unenforced"] == "$: if; $.city: not"
     answer: Any = response.parse()
     text = (
