@@ -39,6 +39,17 @@ _COMMANDS = {
     "keep-worker": _Command(
         "deploy.commands.keep_worker", "start one worker, and restart it when it dies", "worker"
     ),
+    "chat": _Command("deploy.client_commands.chat", "chat with the model of a running gateway", "gateway"),
+    "complete": _Command(
+        "deploy.client_commands.complete", "complete prompts with the model of a running gateway", "gateway"
+    ),
+    "bench": _Command(
+        "deploy.client_commands.bench", "measure a running gateway with the workloads of vLLM", "gateway"
+    ),
+    "run-batch": _Command(
+        "deploy.client_commands.run_batch", "run a file of OpenAI batch requests", "gateway"
+    ),
+    "env": _Command("deploy.client_commands.env", "describe this machine for a bug report"),
     "doctor": _Command(
         "deploy.commands.doctor", "say what flags and variables mean, and check whether a command would start"
     ),

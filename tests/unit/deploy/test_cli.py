@@ -19,7 +19,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for command in (
         "up", "serve", "gateway", "scheduler", "worker", "keep-worker", "doctor", "plan", "compile", "catalog", "models", "install",
-        "compose-files", "version",
+        "compose-files", "chat", "complete", "bench", "run-batch", "env", "version",
     ):  # fmt: skip
         assert f"\n    {command}" in text
 
@@ -36,9 +36,12 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize(
     "command",
-    [["plan"], ["catalog", "list"], ["models", "fetch", "smollm2"], ["install"], ["compose-files", "folder"]],
+    [
+        ["plan"], ["catalog", "list"], ["models", "fetch", "smollm2"], ["install"], ["compose-files", "folder"],
+        ["chat"], ["complete"], ["bench"], ["env"],
+    ],
     ids=lambda command: command[0],
-)
+)  # fmt: skip
 def test_a_bad_flag_is_one_line(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The line names the command and the flag; the exit code is 2."""
     with pytest.raises(SystemExit) as stopped:
@@ -81,6 +84,14 @@ def test_a_worker_without_torch_names_the_command_that_installs_it() -> None:
     assert done.returncode == 2
     assert "run `triptych install worker`" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_client_without_its_package_names_the_command_that_installs_it() -> None:
+    """What calls a gateway needs httpx, which comes with the gateway's packages."""
+    code = "import sys; sys.modules['httpx'] = None\nfrom deploy import cli\nsys.exit(cli.main(['chat', '-q', 'hi']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "triptych chat: httpx is not installed; run `triptych install gateway`\n"
 
 
 def test_fetching_without_torch_names_the_command_that_installs_it(

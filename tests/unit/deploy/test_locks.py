@@ -53,10 +53,17 @@ for top in {name.partition(".")[0] for name in sys.modules}:
         (
             "gateway",
             "gateway",
-            # `triptych secure-files` runs in the gateway's image.
-            ["uvicorn.loops.uvloop", "uvicorn.protocols.http.httptools_impl", "cryptography.x509", "yaml"],
-            # uvicorn declares h11 but uses httptools; anyio imports idna for international host names only.
-            {"h11", "idna"},
+            # `triptych secure-files`, `chat`, `bench` and `run-batch` run in the gateway's image.
+            [
+                "uvicorn.loops.uvloop",
+                "uvicorn.protocols.http.httptools_impl",
+                "cryptography.x509",
+                "yaml",
+                "httpx",
+                "httpcore",
+                "certifi",
+            ],
+            set(),
         ),
         # `--config` reads YAML.
         ("scheduler", "scheduler_svc", ["yaml"], set()),

@@ -1,0 +1,113 @@
+"""Sends the requests of a workload and takes the time of each token that arrives."""
+
+import asyncio
+import random
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import httpx
+
+from deploy.client.answers import event_of
+from deploy.client.connection import ClientError, error_text
+from deploy.client.workloads import Prompt, Server
+
+_PATH: Final = "/v1/completions"
+
+
+@dataclass
+class Outcome:
+    """What became of one request."""
+
+    num_prompt_tokens: int
+    started_s: float
+    """By the monotonic clock, as the next ones."""
+    arrivals_s: list[float] = field(default_factory=list)
+    """When each chunk arrived."""
+    num_output_tokens: int = 0
+    error: str = ""
+    """Why it failed, in one line."""
+
+    @property
+    def ttft_s(self) -> float:
+        """The time to the first chunk."""
+        return self.arrivals_s[0] - self.started_s
+
+    @property
+    def latency_s(self) -> float:
+        """The time to the last chunk."""
+        return self.arrivals_s[-1] - self.started_s
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When requests are sent."""
+
+    request_rate: float
+    """Requests per second, at random intervals (a Poisson process); infinite: all at once."""
+    max_concurrency: int | None
+    """Requests that run at the same time."""
+    seed: int
+
+
+async def send_all(
+    server: Server, prompts: Sequence[Prompt], pace: Pace, extra: Mapping[str, Any]
+) -> tuple[list[Outcome], float]:
+    """Sends all requests and waits for their answers.
+
+    Args:
+        server: where to send them.
+        prompts: what to send, in this order.
+        pace: when.
+        extra: further fields of each request.
+
+    Returns:
+        An outcome of each prompt, and the seconds from the first request to the last answer.
+    """
+    slots: AbstractAsyncContextManager[Any] = (
+        nullcontext() if pace.max_concurrency is None else asyncio.Semaphore(pace.max_concurrency)
+    )
+    source = random.Random(pace.seed)  # noqa: S311 - no secrets
+    started = due = time.perf_counter()
+
+    async def send(prompt: Prompt, at: float) -> Outcome:
+        await asyncio.sleep(at - time.perf_counter())
+        async with slots:
+            return await _send(server, prompt, extra)
+
+    tasks = []
+    async with asyncio.TaskGroup() as group:
+        for prompt in prompts:
+            tasks.append(group.create_task(send(prompt, due)))
+            due += 0.0 if pace.request_rate == float("inf") else source.expovariate(pace.request_rate)
+    return [task.result() for task in tasks], time.perf_counter() - started
+
+
+async def _send(server: Server, prompt: Prompt, extra: Mapping[str, Any]) -> Outcome:
+    body = {
+        "model": server.model,
+        "prompt": prompt.prompt,
+        "max_tokens": prompt.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **extra,
+    }
+    outcome = Outcome(prompt.num_tokens, time.perf_counter())
+    try:
+        async with server.http.stream("POST", _PATH, json=body) as response:
+            if response.is_error:
+                outcome.error = f"{response.status_code}: {error_text(await response.aread())}"
+                return outcome
+            async for line in response.aiter_lines():
+                event = event_of(line) or {}
+                if event.get("choices"):
+                    outcome.arrivals_s.append(time.perf_counter())
+                if usage := event.get("usage"):
+                    outcome.num_output_tokens = usage["completion_tokens"]
+    except (httpx.HTTPError, ClientError) as error:
+        outcome.error = str(error) or type(error).__name__
+    if not outcome.arrivals_s and not outcome.error:
+        outcome.error = "the answer had no tokens"
+    return outcome

@@ -1,0 +1,129 @@
+"""`triptych chat` and `triptych complete` against a real gateway."""
+
+import asyncio
+import io
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from protos.errors import InvalidArgument
+from tests.support.gateway.commands import KEY, Command
+from tests.support.gateway.serving import TEXT, Stack, running_stack
+from tests.support.security.certificates import ca, service_files
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+
+async def text_of(stack: Stack, request: int) -> str:
+    """Returns the prompt of a request that the scheduler has received."""
+    tokens = list(stack.scheduler.requests[request].prompt_token_ids)
+    response = await stack.http.post("/detokenize", json={"tokens": tokens})
+    return str(response.json()["prompt"])
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/"])
+async def test_a_quick_answer_is_all_that_is_printed(stack: Stack, triptych: Command, path: str) -> None:
+    """The answer is on standard output alone, so that it can be piped; the address may end in any way."""
+    done = await triptych("chat", "-q", "hi", "--url", stack.gateway.base_url + path)
+    assert (done.code, done.out) == (0, f"{TEXT}\n")
+    assert done.err == "Using model: smollm2\n"
+
+
+async def test_a_conversation_remembers(
+    stack: Stack, triptych: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line of standard input is a message after the earlier ones; a refused one is forgotten."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\nthree\n"))
+    refused = iter([None, InvalidArgument("not that one"), None])
+    stack.scheduler.refuse = lambda _: next(refused)
+    done = await triptych("chat", "--system-prompt", "Be brief.")
+    assert (done.code, done.out) == (0, f"{TEXT}\n{TEXT}\n")
+    assert done.err.splitlines()[1:] == ["the server answered 400: not that one"]
+    last = await text_of(stack, -1)
+    assert "Be brief." in last
+    assert "three" in last
+    assert TEXT in last
+    assert "two" not in last
+
+
+async def test_completions_end_where_they_should(stack: Stack, triptych: Command) -> None:
+    """--max-tokens limits the answer, and --stats says how long it took."""
+    done = await triptych("complete", "-q", "Paris", "--max-tokens", "3", "--stats")
+    answer, ttft, tps = done.out.splitlines()
+    assert done.code == 0
+    assert answer == "Paris is the"
+    assert ttft.startswith("TTFT:")
+    assert "(3 tokens in" in tps
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (("--api-key", "wrong"), "the server answered 401: "),
+        (("--model-name", "other"), "the server answered 404: "),
+        (
+            ("--url", "localhost:8000"),
+            "--url localhost:8000 is no address; write it like http://localhost:8000/v1",
+        ),
+        (("--url", "http://127.0.0.1:9"), "cannot reach http://127.0.0.1:9: "),
+        (
+            ("--url", "https://localhost", "--ca-file", "nowhere"),
+            "the certificates in nowhere cannot be read",
+        ),
+    ],
+    ids=["key", "model", "address", "unreachable", "ca"],
+)
+async def test_what_fails_is_one_line(triptych: Command, flags: tuple[str, ...], error: str) -> None:
+    """The line says what was wrong, and the exit code is 1."""
+    done = await triptych("chat", "-q", "hi", *flags)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.splitlines()[-1].startswith(f"triptych chat: {error}")
+    assert len(done.err.splitlines()) <= 2
+
+
+async def test_a_private_ca_is_trusted_when_named(
+    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without --ca-file or SSL_CERT_FILE the certificate is refused, and the line says what to give."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    paths = service_files(tmp_path)
+    ca_file = tmp_path / "trusted.pem"
+    ca_file.write_bytes(ca("ours").pem)
+    async with running_stack(TEXT, ssl_certfile=paths.cert, ssl_keyfile=paths.key) as stack:
+        url = stack.gateway.base_url.replace("http://127.0.0.1", "https://localhost")
+        refused = await triptych("chat", "-q", "hi", "--url", url)
+        trusted = await triptych("chat", "-q", "hi", "--url", url, "--ca-file", str(ca_file))
+        monkeypatch.setenv("SSL_CERT_FILE", str(ca_file))
+        by_variable = await triptych("chat", "-q", "hi", "--url", url)
+    assert refused.code == 1
+    assert refused.err.endswith("give its CA with --ca-file\n")
+    assert trusted.err == "Using model: smollm2\n"
+    assert trusted.out == by_variable.out == f"{TEXT}\n"
+
+
+async def test_ctrl_c_ends_an_answer_and_then_the_program(stack: Stack) -> None:
+    """The first one aborts the request, and the conversation goes on; at the prompt, it ends the program."""
+    stack.scheduler.pause_after = 2
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "deploy.cli", "chat", "--api-key", KEY, "--url", stack.gateway.base_url),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(b"first\n")
+    assert await process.stdout.readexactly(5) == b"Paris"
+    process.send_signal(signal.SIGINT)
+    await stack.scheduler.until(lambda: len(stack.scheduler.aborted) == 1)
+    stack.scheduler.pause_after = None
+    process.stdin.write(b"second\n")
+    rest = b""
+    while not rest.endswith(b"Seine.\n"):
+        rest += await process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert await process.wait() == 130
+    assert (await process.communicate())[1] == b"Using model: smollm2\n"
+    assert "second" in await text_of(stack, -1)

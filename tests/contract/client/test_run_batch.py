@@ -1,0 +1,148 @@
+"""`triptych run-batch` against a real gateway."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protos.errors import InvalidArgument, Overloaded
+from tests.support.gateway.commands import Command
+from tests.support.gateway.serving import TEXT, Stack
+
+pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
+
+CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def line(custom_id: str, url: str = "/v1/chat/completions", **changes: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": CHAT, **changes})
+
+
+def write(folder: Path, *lines: str) -> tuple[Path, Path]:
+    """Writes an input file; returns it and the output file."""
+    (folder / "in.jsonl").write_text("".join(f"{each}\n" for each in lines))
+    return folder / "in.jsonl", folder / "out.jsonl"
+
+
+def results(path: Path) -> dict[str | None, dict[str, Any]]:
+    """Returns the lines of an output file by custom id."""
+    return {entry["custom_id"]: entry for entry in map(json.loads, path.read_text().splitlines())}
+
+
+async def test_each_request_has_a_line_in_openai_s_form(triptych: Command, tmp_path: Path) -> None:
+    """Answers of several routes are there by custom id, with their status and request id."""
+    source, output = write(
+        tmp_path,
+        line("chat"),
+        line("text", "/v1/completions", body={"model": "smollm2", "prompt": "x"}),
+        line("response", "/v1/responses", body={"model": "smollm2", "input": "x"}),
+        line("bad", "/v1/completions", body={"model": "smollm2", "prompt": "x", "temperature": -1}),
+    )
+    done = await triptych("run-batch", "-i", str(source), "-o", str(output))
+    assert (done.code, done.out) == (
+        0,
+        f"3 succeeded, 1 failed, 0 invalid lines, 0 done before; written to {output}\n",
+    )
+    found = results(output)
+    assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"] == TEXT
+    assert found["text"]["response"]["body"]["choices"][0]["text"] == TEXT
+    assert found["response"]["response"]["body"]["object"] == "response"
+    assert found["bad"]["response"]["status_code"] == 400
+    assert "temperature" in found["bad"]["response"]["body"]["error"]["message"]
+    assert {entry["error"] for entry in found.values()} == {None}
+    assert all(entry["id"].startswith("batch_req_") for entry in found.values())
+    assert all(entry["response"]["request_id"] for entry in found.values())
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("{", "no JSON"),
+        ("[]", "no JSON object"),
+        ("{}", "custom_id must be"),
+        (line("a"), "custom_id 'a' is that of an earlier line"),
+        (line("b", method="GET"), "method must be 'POST', got 'GET'"),
+        (line("b", "/v1/models"), "url must be one of /v1/chat/completions"),
+        (line("b", body=[]), "body must be an object"),
+        (line("b", body={**CHAT, "stream": True}), "omit stream"),
+    ],
+    ids=["text", "list", "id", "twice", "method", "url", "body", "stream"],
+)
+async def test_a_bad_line_is_an_error_line(triptych: Command, tmp_path: Path, bad: str, reason: str) -> None:
+    """The other requests run, and a second run reports nothing twice."""
+    source, output = write(tmp_path, line("a"), bad, "", line("c"))
+    await triptych("run-batch", "-i", str(source), "-o", str(output))
+    entries = [json.loads(each) for each in output.read_text().splitlines()]
+    (error,) = [entry for entry in entries if entry["error"]]
+    assert error["response"] is None
+    assert error["error"]["line"] == 2
+    assert reason in error["error"]["message"]
+    assert {entry["custom_id"] for entry in entries if entry["response"]} == {"a", "c"}
+    again = await triptych("run-batch", "-i", str(source), "-o", str(output))
+    assert again.out.startswith("0 succeeded, 0 failed, 0 invalid lines, 3 done before;")
+    assert len(output.read_text().splitlines()) == 3
+
+
+async def test_a_batch_goes_on_where_it_was_cut_off(stack: Stack, triptych: Command, tmp_path: Path) -> None:
+    """Finished requests do not run again, and a half-written last line is replaced."""
+    source, output = write(tmp_path, line("a"), line("b"))
+    await triptych("run-batch", "-i", str(source), "-o", str(output), "--max-concurrency", "1")
+    output.write_bytes(output.read_bytes()[:-20])
+    stack.scheduler.requests.clear()
+    done = await triptych("run-batch", "-i", str(source), "-o", str(output))
+    assert done.out.startswith("1 succeeded, 0 failed, 0 invalid lines, 1 done before;")
+    assert len(stack.scheduler.requests) == 1
+    assert results(output).keys() == {"a", "b"}
+
+
+async def test_only_so_many_run_at_once(stack: Stack, triptych: Command, tmp_path: Path) -> None:
+    """With one request at a time, answers are in the order of the input."""
+    names = [f"request-{number}" for number in range(8)]
+    source, output = write(tmp_path, *map(line, names))
+    await triptych("run-batch", "-i", str(source), "-o", str(output), "--max-concurrency", "1")
+    assert list(results(output)) == names
+
+
+async def test_a_busy_server_is_asked_again(
+    stack: Stack, triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal for overload is no answer yet; other refusals are."""
+    monkeypatch.setattr("deploy.client.batch_run._LONGEST_PAUSE_S", 0.0)
+    busy = iter([Overloaded("later", retry_after_ms=1), Overloaded("later", retry_after_ms=1), None])
+    stack.scheduler.refuse = lambda _: next(busy)
+    source, output = write(tmp_path, line("a"))
+    done = await triptych("run-batch", "-i", str(source), "-o", str(output))
+    assert done.out.startswith("1 succeeded,")
+    stack.scheduler.refuse = lambda _: InvalidArgument("never")
+    source, output = write(tmp_path, line("b"))
+    done = await triptych("run-batch", "-i", str(source), "-o", str(output))
+    assert done.out.startswith("0 succeeded, 1 failed,")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "error"),
+    [
+        (("-i", "nowhere", "-o", "out"), 1, "nowhere is no file; change -i"),
+        (("-i", "http://host/in", "-o", "out"), 1, "-i takes a file; copy it"),
+        (("-i", "pyproject.toml", "-o", "README.md"), 1, "README.md is no output of a batch"),
+        (("-i", "pyproject.toml", "-o", "nowhere/out"), 1, "nowhere/out cannot be written"),
+        (("-i", "a", "-o", "b", "--max-model-len", "9"), 2, "unrecognized arguments: --max-model-len 9"),
+        (("-i", "a", "-o", "b", "--model", "c"), 2, "omit one of them"),
+        (("-i", "pyproject.toml", "-o", "b", "--api-key", "wrong"), 1, "the server answered 401"),
+    ],
+    ids=["input", "web", "output", "folder", "flag", "both", "key"],
+)
+async def test_what_cannot_run_is_one_line(
+    triptych: Command, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], code: int, error: str
+) -> None:
+    """Nothing is written, and the line says what to change."""
+    if code == 2:
+        with pytest.raises(SystemExit) as stopped:
+            await triptych("run-batch", *flags)
+        assert stopped.value.code == 2
+        text = capsys.readouterr().err
+    else:
+        text = (await triptych("run-batch", *flags)).err
+    assert error in text
+    assert text.count("\n") == 1

@@ -1,0 +1,46 @@
+"""The figures of `triptych bench`, compared with vLLM's own for the same times."""
+
+import pytest
+
+from deploy.client.figures import figures, percentile, table
+from deploy.client.load import Outcome
+
+
+def outcomes() -> list[Outcome]:
+    """Three answers with known times, and a failure."""
+    return [
+        Outcome(10, 0.0, [0.5, 0.6, 0.8], 3),
+        Outcome(20, 0.2, [0.3, 1.3], 2),
+        Outcome(30, 1.0, [1.1], 1),
+        Outcome(40, 0.0, [0.1], 1, "400: no"),
+    ]
+
+
+def test_figures_are_vllm_s() -> None:
+    """Sums leave out failures; TPOT leaves out the first token and answers of one token."""
+    found = figures(outcomes(), 2.0)
+    assert (found["completed"], found["failed"]) == (3, 1)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (60, 6)
+    assert (found["request_throughput"], found["output_throughput"]) == (1.5, 3.0)
+    assert found["total_token_throughput"] == 33.0
+    # TTFT 500, 100, 100; TPOT 150 and 1000; ITL 100, 200, 1000.
+    assert found["mean_ttft_ms"] == pytest.approx(700 / 3)
+    assert found["median_ttft_ms"] == pytest.approx(100)
+    assert found["mean_tpot_ms"] == pytest.approx(575)
+    assert found["median_itl_ms"] == pytest.approx(200)
+    assert found["p99_itl_ms"] == pytest.approx(984)
+    assert (found["max_output_tokens_per_s"], found["max_concurrent_requests"]) == (4.0, 2)
+
+
+def test_nothing_that_succeeded_is_no_fault() -> None:
+    """All figures are 0, and the table prints."""
+    found = figures([Outcome(1, 0.0, error="no")], 1.0)
+    assert (found["completed"], found["failed"], found["p99_tpot_ms"]) == (0, 1, 0.0)
+    assert "Failed requests:                         1         " in table(found, 2.0, None).splitlines()
+
+
+def test_percentiles_are_interpolated() -> None:
+    """As numpy does it: 99 % of the way from the least to the greatest of 101 values is the hundredth."""
+    assert percentile([float(value) for value in range(101)], 0.99) == pytest.approx(99)
+    assert percentile([5.0], 0.99) == 5.0
+    assert percentile([2.0, 1.0], 0.5) == 1.5
