@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
+from gateway.routes.pooling.answers import ClassificationList, PoolingList
 from gateway.routes.pooling.run import BYTES, PoolCall, encode_inputs
-from gateway.schemas.answers import ClassificationList, PoolingList
 from gateway.schemas.pooling import ClassificationRequest, PoolingRequest
 from protos.triptych.v1 import common_pb2 as pb
 

@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
+from gateway.routes.pooling.answers import EmbeddingList
 from gateway.routes.pooling.run import BYTES, PoolCall, answer_json, encode_inputs, usage_of
-from gateway.schemas.answers import EmbeddingList
 from gateway.schemas.embeddings import EmbeddingRequest
 from protos.triptych.v1 import common_pb2 as pb
 

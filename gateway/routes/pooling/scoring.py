@@ -1,16 +1,19 @@
-"""``/score`` and ``/rerank``."""
+"""``/score`` and ``/rerank``, under all their paths."""
 
-from collections.abc import Sequence
-from operator import mul
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.quoting import clip
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
+from gateway.routes.pooling.answers import CohereRerankAnswer, RerankAnswer, ScoreList
 from gateway.routes.pooling.run import PoolCall, answer_json, usage_of
-from gateway.schemas.answers import RerankAnswer, ScoreList
+from gateway.routes.pooling.similarity import compare
 from gateway.schemas.pooling import RerankRequest, ScoreRequest
 from gateway.text.pooling_inputs import Cuts, PoolInput, encode_pair, encode_text, text_ids
 from gateway.text.tokenization import TextCodec
@@ -20,16 +23,24 @@ from protos.triptych.v1 import common_pb2 as pb
 router = APIRouter(tags=["Pooling"])
 
 
-@router.post(
-    "/score",
-    summary="Score pairs of texts",
-    openapi_extra=body_schema(ScoreRequest),
-    responses=documented(ScoreList),
-)
+# Documents of one request that Cohere bills as one search.
+_DOCUMENTS_PER_SEARCH: Final = 100
+
+_SCORE: Final[dict[str, Any]] = {
+    "openapi_extra": body_schema(ScoreRequest),
+    "responses": documented(ScoreList),
+}
+_RERANK: Final = body_schema(RerankRequest)
+
+
+@router.post("/score", summary="Score pairs of texts", **_SCORE)
+@router.post("/v1/score", summary="Score pairs of texts, under an older path of vLLM's", **_SCORE)
 async def score(request: Request) -> Response:
     """Scores pairs: each of `text_2` with the one `text_1`, or with its own.
 
-    A cross-encoder reads both texts at once. An embedding model gives the cosine of two embeddings.
+    A cross-encoder reads both texts at once. An embedding model gives the cosine of two embeddings. A model
+    with a vector for each token (ColBERT) gives MaxSim: the sum, over the tokens of the first text, of the
+    largest product with a token of the second.
     """
     body = await read_body(request, ScoreRequest)
     call = PoolCall.of(request, await served_model(request, body.model), body)
@@ -41,15 +52,47 @@ async def score(request: Request) -> Response:
 @router.post(
     "/rerank",
     summary="Sort documents by relevance",
-    openapi_extra=body_schema(RerankRequest),
+    openapi_extra=_RERANK,
+    responses=documented(RerankAnswer),
+)
+@router.post(
+    "/v1/rerank",
+    summary="Sort documents by relevance, under Jina's path",
+    openapi_extra=_RERANK,
     responses=documented(RerankAnswer),
 )
 async def rerank(request: Request) -> Response:
-    """Scores each document with the query and returns the best ones first, as Jina's and Cohere's APIs do.
+    """Scores each document with the query and returns the best ones first, as Jina's API does.
 
     See /score for how a model scores.
     """
     body = await read_body(request, RerankRequest)
+    return answer_json(await _ranked(request, body))
+
+
+@router.post(
+    "/v2/rerank",
+    summary="Sort documents by relevance, for Cohere's clients",
+    openapi_extra=_RERANK,
+    responses=documented(CohereRerankAnswer),
+)
+async def cohere_rerank(request: Request) -> Response:
+    """Scores each document with the query and returns the best ones first, as Cohere's API does.
+
+    The answer is that of /rerank, with Cohere's `meta`.
+    """
+    body = await read_body(request, RerankRequest)
+    answer = await _ranked(request, body)
+    answer["meta"] = {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": math.ceil(len(body.documents) / _DOCUMENTS_PER_SEARCH)},
+        "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},
+    }
+    return answer_json(answer)
+
+
+async def _ranked(request: Request, body: RerankRequest) -> dict[str, Any]:
+    """Returns the answer to a request, the best documents first."""
     call = PoolCall.of(request, await served_model(request, body.model), body)
     scores, inputs = await _scores(call, body, [body.query], body.documents, param="documents")
     order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
@@ -61,14 +104,12 @@ async def rerank(request: Request) -> Response:
         }
         for index in order
     ]
-    return answer_json(
-        {
-            "id": f"rerank-{call.context.new_id()}",
-            "model": call.served.model.served_name,
-            "results": results,
-            "usage": usage_of(inputs),
-        }
-    )
+    return {
+        "id": f"rerank-{call.context.new_id()}",
+        "model": call.served.model.served_name,
+        "results": results,
+        "usage": usage_of(inputs),
+    }
 
 
 async def _scores(
@@ -82,14 +123,14 @@ async def _scores(
     """Returns a score for each document, and what the model read.
 
     Raises:
-        Unsupported: if the model neither scores nor embeds.
+        Unsupported: if the model neither scores nor embeds, or the request has options that it lacks.
     """
     call.check_count(len(documents), param)
     cuts = call.cuts(first=body.max_tokens_per_query, second=body.max_tokens_per_doc)
-    if call.served.check_serves(pb.POOL_TASK_SCORE, pb.POOL_TASK_EMBED) == pb.POOL_TASK_EMBED:
-        return await _cosines(call, body, queries, documents, cuts, param)
-    text, instruction = call.served.text, body.instruction
-    _check_instruction(text, instruction)
+    task = call.served.check_serves(pb.POOL_TASK_SCORE, pb.POOL_TASK_EMBED, pb.POOL_TASK_TOKEN_EMBED)
+    if task != pb.POOL_TASK_SCORE:
+        return await compare(call, body, queries, documents, cuts, task=task, param=param)
+    text, variables = call.served.text, _template_variables(call, body)
     firsts = queries if len(queries) == len(documents) else [queries[0]] * len(documents)
     pairs = zip(firsts, documents, strict=True)
     if text.pair_template is not None and cuts.total is not None:
@@ -102,7 +143,7 @@ async def _scores(
 
     def encode() -> list[PoolInput]:
         if text.pair_template is not None:
-            return [_rendered(text, *pair, instruction, cuts) for pair in pairs]
+            return [_rendered(text, *pair, variables, cuts) for pair in pairs]
         known = {query: text_ids(text.tokenizer, query) for query in set(firsts)}
         return [encode_pair(text.tokenizer, known[query], document, cuts) for query, document in pairs]
 
@@ -111,16 +152,34 @@ async def _scores(
     return [response.values[0] for response in responses], inputs
 
 
-def _check_instruction(text: TextCodec, instruction: str | None) -> None:
-    template = text.pair_template
-    if instruction is not None and (template is None or "instruction" not in template.variables):
+def _template_variables(call: PoolCall, body: ScoreRequest | RerankRequest) -> dict[str, Any]:
+    """Returns what the request has for the template that writes pairs.
+
+    Raises:
+        Unsupported: if the template does not read the instruction; under --strict-requests, any variable.
+    """
+    template = call.served.text.pair_template
+    known = frozenset() if template is None else template.variables
+    if body.instruction is not None and "instruction" not in known:
         raise Unsupported(
             "instruction is not supported: this model has no chat template that writes pairs with one; omit it",
             param="instruction",
         )
+    given = {} if body.instruction is None else {"instruction": body.instruction}
+    given |= body.chat_template_kwargs
+    unread = [name for name in given if name not in known]
+    if unread and call.context.settings.strict_requests:
+        raise Unsupported(
+            f"chat_template_kwargs.{clip(unread[0])} is not supported: the model has no chat template that writes"
+            " pairs and reads it; omit it",
+            param="chat_template_kwargs",
+        )
+    return {name: value for name, value in given.items() if name in known}
 
 
-def _rendered(text: TextCodec, query: str, document: str, instruction: str | None, cuts: Cuts) -> PoolInput:
+def _rendered(
+    text: TextCodec, query: str, document: str, variables: Mapping[str, Any], cuts: Cuts
+) -> PoolInput:
     """Returns what the model reads of a pair that its template writes."""
     assert text.pair_template is not None
     short = [
@@ -132,45 +191,5 @@ def _rendered(text: TextCodec, query: str, document: str, instruction: str | Non
         for each, keep in ((query, cuts.first), (document, cuts.second))
     ]
     turns = [{"role": role, "content": each} for role, each in zip(("query", "document"), short, strict=True)]
-    variables = {} if instruction is None else {"instruction": instruction}
     whole = text.pair_template.render(turns, add_generation_prompt=True, variables=variables)
     return encode_text(text.tokenizer, whole, Cuts())
-
-
-async def _cosines(
-    call: PoolCall,
-    body: ScoreRequest | RerankRequest,
-    queries: Sequence[str],
-    documents: Sequence[str],
-    cuts: Cuts,
-    param: str,
-) -> tuple[list[float], list[PoolInput]]:
-    for name in ("use_activation", "instruction"):
-        if getattr(body, name) is not None:
-            raise Unsupported(
-                f"{name} is not supported: the scores of an embedding model are cosines; omit it", param=name
-            )
-    text = call.served.text
-    query_prompt, document_prompt = text.prompts.query, text.prompts.document
-
-    def work() -> list[PoolInput]:
-        first, second = (
-            Cuts(cuts.total, cuts.first, side=cuts.side),
-            Cuts(cuts.total, cuts.second, side=cuts.side),
-        )
-        return [
-            *(encode_text(text.tokenizer, query_prompt + query, first) for query in queries),
-            *(encode_text(text.tokenizer, document_prompt + document, second) for document in documents),
-        ]
-
-    size = sum(len(query_prompt) + len(query) for query in queries)
-    size += sum(len(document_prompt) + len(document) for document in documents)
-    inputs = await call.encode(size, work)
-    responses = await call.pool(inputs, pb.POOL_TASK_EMBED, param=param, use_activation=True)
-    vectors = [response.values for response in responses]
-    firsts, seconds = vectors[: len(queries)], vectors[len(queries) :]
-    if len(firsts) < len(seconds):
-        firsts = [firsts[0]] * len(seconds)
-    pairs = zip(firsts, seconds, strict=True)
-    size = sum(map(len, vectors))
-    return await call.compute(size, lambda: [sum(map(mul, one, two)) for one, two in pairs]), inputs

@@ -12,8 +12,8 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from gateway.routes.pooling.answers import ClassificationList, PoolingList
 from gateway.routes.pooling.run import PoolCall
-from gateway.schemas.answers import ClassificationList, PoolingList
 from gateway.schemas.pooling import PoolingRequest
 from gateway.text.tokenization import TextWorker
 from protos.triptych.v1 import common_pb2 as pb
@@ -72,7 +72,7 @@ async def test_a_classifier_of_several_classes_does_not_score(stack: Stack) -> N
     """The refusal names what it serves and the route for it."""
     response = await stack.http.post("/score", json={"text_1": "a", "text_2": "b"})
     assert response.json()["error"]["message"] == (
-        "'feelings' serves classify, not score or embed; use /classify"
+        "'feelings' serves classify, not score or embed or token_embed; use /classify"
     )
 
 

@@ -12,7 +12,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types import CreateEmbeddingResponse
 
-from gateway.schemas.answers import EmbeddingList, ModelCard
+from gateway.routes.pooling.answers import EmbeddingList
+from gateway.schemas.answers import ModelCard
 from protos.errors import Internal, Overloaded, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from gateway.schemas.answers import RerankAnswer, ScoreList
+from gateway.routes.pooling.answers import RerankAnswer, ScoreList
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2
@@ -200,9 +200,14 @@ async def test_a_template_writes_pairs_with_an_instruction(template: str, tmp_pa
     async for stack in stack_of(scheduler):
         await post(stack, "/score", text_1="one", text_2="two")
         await post(stack, "/score", text_1="one", text_2="two", instruction="compare")
+        own = {"chat_template_kwargs": {"instruction": "weigh", "mood": "glad"}}
+        await post(stack, "/v1/rerank", query="one", documents="two", instruction="compare", **own)
         sent = [list(each.prompt_token_ids) for each in scheduler.pooled]
-        assert sent == [found.ids for found in _encoded("judge: q one d two ", "compare: q one d two ")]
-        assert [each.second_text_at for each in scheduler.pooled] == [0, 0]
+        assert sent == [
+            found.ids
+            for found in _encoded("judge: q one d two ", "compare: q one d two ", "weigh: q one d two ")
+        ]
+        assert [each.second_text_at for each in scheduler.pooled] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -235,13 +240,17 @@ async def test_an_invalid_request_is_refused(
     assert stack.scheduler.pooled == []
 
 
-@pytest.mark.parametrize("field", ["instruction", "use_activation"])
-async def test_cosines_take_no_options_of_cross_encoders(embedder: Stack, field: str) -> None:
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [("instruction", "x", "reads no pairs"), ("use_activation", True, "are cosines; omit it")],
+)
+async def test_cosines_take_no_options_of_cross_encoders(
+    embedder: Stack, field: str, value: Any, text: str
+) -> None:
     """An embedding model refuses them by name."""
-    value = "x" if field == "instruction" else True
     response = await embedder.http.post("/score", json={"text_1": "a", "text_2": "b", field: value})
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
-    assert "are cosines; omit it" in response.json()["error"]["message"]
+    assert text in response.json()["error"]["message"]
 
 
 async def test_one_failure_fails_the_request(stack: Stack) -> None:
