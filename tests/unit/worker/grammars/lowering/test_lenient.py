@@ -1,6 +1,8 @@
 """A lenient schema is enforced as far as possible, and says what is not."""
 
+import contextlib
 import json
+import random
 import time
 from typing import Any
 
@@ -101,3 +103,45 @@ def test_schemas_in_tags_are_lenient_too() -> None:
     tag = {"type": "structural_tag", "format": {"type": "tag", "begin": "<", "content": content, "end": ">"}}
     lower(Spec("structural_tag", json.dumps(tag), lenient=True), unenforced)
     assert unenforced == ["$: uniqueItems"]
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "type": ("string", "integer", "object", "array", ["string", "null"], "str"), "required": (["a"], ["a", "b"], 1),
+    "minLength": (0, 2, 200_000), "minItems": (0, 2, -1), "minProperties": (0, 3), "maximum": (1, 2.5, 1e20, "1"),
+    "multipleOf": (2, 0.1, 0), "pattern": ("a+", "^(?!x)", "("), "format": ("date", "colour"), "uniqueItems": (True, False),
+    "enum": ([1, "a"], []), "const": ("a", None), "$ref": ("#", "#/$defs/a", "#/nope", "https://a.b"), "mood": ("bad",),
+}  # fmt: skip
+NESTED = ("items", "additionalProperties", "propertyNames", "not", "contains")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+NAMED = ("properties", "patternProperties", "$defs")
+
+
+def made_up(dice: random.Random, depth: int) -> Any:
+    """Returns a schema of random keywords, most of which do not fit together."""
+    if depth == 0 or dice.random() < 0.1:
+        return dice.choice((True, False, {}, {"type": "null"}, {"type": "string"}, 5))
+    schema: dict[str, Any] = {}
+    for name in dice.sample([*VALUES, *NESTED, *LISTS, *NAMED], dice.randint(0, 4)):
+        if name in VALUES:
+            schema[name] = dice.choice(VALUES[name])
+        elif name in NESTED:
+            schema[name] = made_up(dice, depth - 1)
+        elif name in LISTS:
+            schema[name] = [made_up(dice, depth - 1) for _ in range(dice.randint(0, 2))]
+        else:
+            schema[name] = {key: made_up(dice, depth - 1) for key in dice.sample(["a", "b", "a\n"], 2)}
+    return schema
+
+
+def test_every_schema_is_lowered_or_refused() -> None:
+    """No mixture of keywords keeps the lowering from its end; what a strict one takes, it takes unchanged."""
+    dice, taken = random.Random(0), 0
+    for _ in range(2000):
+        schema = made_up(dice, 3)
+        with contextlib.suppress(InvalidArgument):
+            found = lowered(schema)
+            taken += 1
+            with contextlib.suppress(InvalidArgument):
+                _, text = lower(Spec("json_schema", json.dumps(schema)))
+                assert found == (json.loads(text), [])
+    assert taken > 1000
