@@ -8,7 +8,8 @@ import pytest
 
 from protos.errors import InvalidArgument, Overloaded
 from tests.support.gateway.commands import Command
-from tests.support.gateway.serving import TEXT, Stack
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
+from tests.support.gateway.serving import TEXT, Stack, running_gateway, smollm2_folder
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -53,6 +54,24 @@ async def test_each_request_has_a_line_in_openai_s_form(triptych: Command, tmp_p
     assert {entry["error"] for entry in found.values()} == {None}
     assert all(entry["id"].startswith("batch_req_") for entry in found.values())
     assert all(entry["response"]["request_id"] for entry in found.values())
+
+
+async def test_pooling_models_take_batches(triptych: Command, tmp_path: Path) -> None:
+    """Embeddings, scores and reranked documents are there by custom id."""
+    texts = {"query": "x", "documents": ["y", "z"]}
+    source, output = write(
+        tmp_path,
+        line("embed", "/v1/embeddings", body={"model": "minilm", "input": "x"}),
+        line("score", "/score", body={"model": "minilm", "text_1": "x", "text_2": ["y", "z"]}),
+        line("rerank", "/v2/rerank", body={"model": "minilm", **texts}),
+    )
+    scheduler = FakeScheduler(smollm2_folder(), model="minilm", max_model_len=64, pooled_size=4)
+    async with serving(scheduler) as server, running_gateway(server.port) as gateway:
+        done = await triptych("run-batch", "-i", str(source), "-o", str(output), "--url", gateway.base_url)
+    assert "3 succeeded," in done.out
+    bodies = {name: entry["response"]["body"] for name, entry in results(output).items()}
+    assert len(bodies["embed"]["data"][0]["embedding"]) == 4
+    assert len(bodies["score"]["data"]) == len(bodies["rerank"]["results"]) == 2
 
 
 @pytest.mark.parametrize(

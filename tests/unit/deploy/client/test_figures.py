@@ -1,4 +1,4 @@
-"""The figures of `triptych bench`, compared with vLLM's own for the same times."""
+"""The figures of `triptych bench` for known times."""
 
 import pytest
 
