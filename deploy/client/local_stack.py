@@ -19,8 +19,9 @@ from deploy.launcher.parent import PARENT_VARIABLE
 
 _POLL_S: Final = 0.1
 _OK: Final = 200
-# Nothing else reaches the socket, so it needs no keys.
-_KEYS: Final = {"VLLM_API_KEY", "TRIPTYCH_API_KEY", "TRIPTYCH_API_KEY_FILE"}
+_NOT_READY: Final = 503
+# Only this user reaches the socket, so it needs no keys and no TLS.
+_PROTECTION: Final = ("VLLM_API_KEY", "TRIPTYCH_API_KEY", "TRIPTYCH_SECURE", "TRIPTYCH_SSL_")
 
 
 @contextlib.contextmanager
@@ -40,12 +41,12 @@ def local_stack(model: str, flags: Sequence[str]) -> Iterator[Connection]:
         *(sys.executable, "-m", "deploy.cli", "up", model),
         *("--uds", str(connection.uds), "--scheduler-port", "0", *flags),
     )
-    environment = {name: value for name, value in os.environ.items() if name not in _KEYS}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_PROTECTION)}
     environment[PARENT_VARIABLE] = str(os.getpid())
     # Its own session: Ctrl-C reaches this command, which then stops the stack. Its messages are no output.
     launcher = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
     try:
-        _wait(launcher, connection)
+        wait_until_served(launcher, connection)
         yield connection
     finally:
         launcher.send_signal(signal.SIGINT)
@@ -53,11 +54,29 @@ def local_stack(model: str, flags: Sequence[str]) -> Iterator[Connection]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(launcher: "subprocess.Popen[bytes]", connection: Connection) -> None:
+def wait_until_served(launcher: "subprocess.Popen[bytes]", connection: Connection) -> None:
+    """Waits until a stack serves.
+
+    Args:
+        launcher: the stack's.
+        connection: to its gateway.
+
+    Raises:
+        ClientError: the launcher ends, or the gateway wants a key or TLS.
+    """
     with connection.client() as client:
         while launcher.poll() is None:
-            with contextlib.suppress(httpx.HTTPError):
-                if client.get("/v1/models").status_code == _OK:
-                    return
+            try:
+                status = client.get("/v1/models").status_code
+            except httpx.ConnectError:
+                status = _NOT_READY
+            except httpx.HTTPError as error:
+                raise ClientError(
+                    f"the stack does not speak plain HTTP ({error}); omit its certificate"
+                ) from error
+            if status == _OK:
+                return
+            if status != _NOT_READY:
+                raise ClientError(f"the stack answered {status}; omit its API keys")
             time.sleep(_POLL_S)
     raise ClientError("the stack did not start, see above")
