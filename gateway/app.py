@@ -27,7 +27,7 @@ from gateway.responses import routes as responses
 from gateway.routes import chat, completions, loras, models, tokenize
 from gateway.routes.context import Context
 from gateway.routes.operations import caches, info, metrics, pages, probes
-from gateway.routes.pooling import classification, embeddings, scoring
+from gateway.routes.pooling import classification, cohere, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
@@ -49,7 +49,7 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, completions, messages, responses, embeddings, scoring, classification, models, loras, tokenize,
+    chat, completions, messages, responses, embeddings, scoring, classification, cohere, models, loras, tokenize,
     probes, metrics, info, caches,
 )  # fmt: skip
 

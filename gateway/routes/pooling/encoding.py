@@ -19,13 +19,16 @@ _ALMOST_HALF: Final = 0x7FFF
 
 
 def as_json(response: inference.PoolResponse, body: EncodedBody) -> Any:
-    """Returns a result as numbers, rows of numbers or base64.
+    """Returns a result as numbers, rows of numbers or base64, whichever the request asks for."""
+    return as_base64(response.values, body) if body.encoding_format == "base64" else as_numbers(response)
 
-    Numbers are written row by row, because each call of the encoder holds up other threads.
+
+def as_numbers(response: inference.PoolResponse) -> orjson.Fragment:
+    """Returns the JSON of numbers, or of rows of numbers.
+
+    It is written row by row, because each call of the encoder holds up other threads.
     """
     values = response.values
-    if body.encoding_format == "base64":
-        return base64.b64encode(as_bytes(values, body)).decode()
     if len(response.shape) < 2:
         return orjson.Fragment(orjson.dumps(list(values)))
     width = response.shape[1]
@@ -33,13 +36,32 @@ def as_json(response: inference.PoolResponse, body: EncodedBody) -> Any:
     return orjson.Fragment(b"[" + b",".join(rows) + b"]")
 
 
-def as_bytes(values: Sequence[float], body: EncodedBody) -> bytes:
-    """Returns ``values`` in the type and the order of bytes that the request asks for."""
+def as_base64(values: Sequence[float], body: EncodedBody | None = None) -> str:
+    """Returns ``values`` as text; as float32 in little-endian order unless a request asks otherwise."""
+    return base64.b64encode(as_bytes(values, body)).decode()
+
+
+def as_bits(values: Sequence[float], *, signed: bool) -> list[int]:
+    """Returns the signs of ``values``, eight in a number, the first one highest; zero counts as positive.
+
+    Args:
+        values: a multiple of 8.
+        signed: numbers from -128, not from 0.
+    """
+    import numpy as np
+
+    packed = np.packbits(np.array(values, dtype=np.float32) >= 0)
+    return [int(number) - 128 * signed for number in packed]
+
+
+def as_bytes(values: Sequence[float], body: EncodedBody | None) -> bytes:
+    """Returns ``values`` in the type and the order of bytes that a request asks for."""
     floats = array.array("f")
     for start in range(0, len(values), _VALUES_AT_ONCE):
         floats.extend(values[start : start + _VALUES_AT_ONCE])
-    numbers = floats if body.embed_dtype == "float32" else _shorter(floats, body.embed_dtype)
-    order = "big" if body.endianness == "big" else "little"
+    dtype = "float32" if body is None else body.embed_dtype
+    numbers = floats if dtype == "float32" else _shorter(floats, dtype)
+    order = "big" if body is not None and body.endianness == "big" else "little"
     if order != sys.byteorder:
         numbers.byteswap()
     return numbers.tobytes()

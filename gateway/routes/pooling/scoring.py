@@ -1,6 +1,5 @@
-"""``/score`` and ``/rerank``, under all their paths."""
+"""``/score`` and ``/rerank``, also under the paths with ``/v1``."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -11,7 +10,7 @@ from starlette.responses import Response
 from gateway.quoting import clip
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
-from gateway.routes.pooling.answers import CohereRerankAnswer, RerankAnswer, ScoreList
+from gateway.routes.pooling.answers import RerankAnswer, ScoreList
 from gateway.routes.pooling.run import PoolCall, answer_json, usage_of
 from gateway.routes.pooling.similarity import compare
 from gateway.schemas.pooling import RerankRequest, ScoreRequest
@@ -22,9 +21,6 @@ from protos.triptych.v1 import common_pb2 as pb
 
 router = APIRouter(tags=["Pooling"])
 
-
-# Documents of one request that Cohere bills as one search.
-_DOCUMENTS_PER_SEARCH: Final = 100
 
 _SCORE: Final[dict[str, Any]] = {
     "openapi_extra": body_schema(ScoreRequest),
@@ -67,31 +63,10 @@ async def rerank(request: Request) -> Response:
     See /score for how a model scores.
     """
     body = await read_body(request, RerankRequest)
-    return answer_json(await _ranked(request, body))
+    return answer_json(await ranked(request, body))
 
 
-@router.post(
-    "/v2/rerank",
-    summary="Sort documents by relevance, for Cohere's clients",
-    openapi_extra=_RERANK,
-    responses=documented(CohereRerankAnswer),
-)
-async def cohere_rerank(request: Request) -> Response:
-    """Scores each document with the query and returns the best ones first, as Cohere's API does.
-
-    The answer is that of /rerank, with Cohere's `meta`.
-    """
-    body = await read_body(request, RerankRequest)
-    answer = await _ranked(request, body)
-    answer["meta"] = {
-        "api_version": {"version": "2"},
-        "billed_units": {"search_units": math.ceil(len(body.documents) / _DOCUMENTS_PER_SEARCH)},
-        "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},
-    }
-    return answer_json(answer)
-
-
-async def _ranked(request: Request, body: RerankRequest) -> dict[str, Any]:
+async def ranked(request: Request, body: RerankRequest) -> dict[str, Any]:
     """Returns the answer to a request, the best documents first."""
     call = PoolCall.of(request, await served_model(request, body.model), body)
     scores, inputs = await _scores(call, body, [body.query], body.documents, param="documents")
