@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import resource
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,12 @@ def connection_of(arguments: argparse.Namespace) -> Connection:
             ) from error
     key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
     return Connection(text.rstrip("/").removesuffix("/v1"), key, verify)
+
+
+def allow_open_files() -> None:
+    """Lets this process open as many connections as the system allows; often it begins with 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def first_model(client: httpx.Client, connection: Connection) -> str:

@@ -4,17 +4,21 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
+from itertools import cycle
+from math import ceil
 from typing import Any, Final
 
 import httpx
 
 from deploy.client.answers import event_of
-from deploy.client.connection import ClientError, error_text
-from deploy.client.workloads import Prompt, Server
+from deploy.client.connection import ClientError, Connection, error_text
+from deploy.client.workloads import Prompt
 
 _PATH: Final = "/v1/completions"
+# A request searches all connections of its client, so many requests need several clients.
+_REQUESTS_PER_CLIENT: Final = 32
 
 
 @dataclass
@@ -53,12 +57,13 @@ class Pace:
 
 
 async def send_all(
-    server: Server, prompts: Sequence[Prompt], pace: Pace, extra: Mapping[str, Any]
+    connection: Connection, model: str, prompts: Sequence[Prompt], pace: Pace, extra: Mapping[str, Any]
 ) -> tuple[list[Outcome], float]:
     """Sends all requests and waits for their answers.
 
     Args:
-        server: where to send them.
+        connection: where to send them.
+        model: the name that requests use.
         prompts: what to send, in this order.
         pace: when.
         extra: further fields of each request.
@@ -70,24 +75,28 @@ async def send_all(
         nullcontext() if pace.max_concurrency is None else asyncio.Semaphore(pace.max_concurrency)
     )
     source = random.Random(pace.seed)  # noqa: S311 - no secrets
-    started = due = time.perf_counter()
+    at_once = min(len(prompts), pace.max_concurrency or len(prompts))
+    async with AsyncExitStack() as stack:
+        count = ceil(at_once / _REQUESTS_PER_CLIENT)
+        clients = [await stack.enter_async_context(connection.async_client()) for _ in range(count)]
+        started = due = time.perf_counter()
 
-    async def send(prompt: Prompt, at: float) -> Outcome:
-        await asyncio.sleep(at - time.perf_counter())
-        async with slots:
-            return await _send(server, prompt, extra)
+        async def send(prompt: Prompt, client: httpx.AsyncClient, at: float) -> Outcome:
+            await asyncio.sleep(at - time.perf_counter())
+            async with slots:
+                return await _send(client, model, prompt, extra)
 
-    tasks = []
-    async with asyncio.TaskGroup() as group:
-        for prompt in prompts:
-            tasks.append(group.create_task(send(prompt, due)))
-            due += 0.0 if pace.request_rate == float("inf") else source.expovariate(pace.request_rate)
-    return [task.result() for task in tasks], time.perf_counter() - started
+        tasks = []
+        async with asyncio.TaskGroup() as group:
+            for prompt, client in zip(prompts, cycle(clients), strict=False):
+                tasks.append(group.create_task(send(prompt, client, due)))
+                due += 0.0 if pace.request_rate == float("inf") else source.expovariate(pace.request_rate)
+        return [task.result() for task in tasks], time.perf_counter() - started
 
 
-async def _send(server: Server, prompt: Prompt, extra: Mapping[str, Any]) -> Outcome:
+async def _send(client: httpx.AsyncClient, model: str, prompt: Prompt, extra: Mapping[str, Any]) -> Outcome:
     body = {
-        "model": server.model,
+        "model": model,
         "prompt": prompt.prompt,
         "max_tokens": prompt.max_tokens,
         "stream": True,
@@ -96,7 +105,7 @@ async def _send(server: Server, prompt: Prompt, extra: Mapping[str, Any]) -> Out
     }
     outcome = Outcome(prompt.num_tokens, time.perf_counter())
     try:
-        async with server.http.stream("POST", _PATH, json=body) as response:
+        async with client.stream("POST", _PATH, json=body) as response:
             if response.is_error:
                 outcome.error = f"{response.status_code}: {error_text(await response.aread())}"
                 return outcome

@@ -33,7 +33,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Server:
-    """The server that is measured."""
+    """The server that is measured, which also counts tokens."""
 
     http: httpx.AsyncClient
     model: str

@@ -15,6 +15,7 @@ from deploy.client.connection import (
     ClientError,
     Connection,
     add_flags,
+    allow_open_files,
     at_least_one,
     connection_of,
     first_model,
@@ -49,13 +50,13 @@ async def _bench(arguments: argparse.Namespace, connection: Connection) -> int:
         model = arguments.model_name or first_model(client, connection)
     pace = Pace(arguments.request_rate, arguments.max_concurrency, arguments.seed)
     async with connection.async_client() as http:
-        server = Server(http, model)
         try:
-            prompts = await _prompts(arguments, server)
+            prompts = await _prompts(arguments, Server(http, model))
         except httpx.HTTPError as error:
             raise ClientError(unreachable(connection, error)) from error
-        print(f"{len(prompts)} requests to {model} at {connection.url}", file=sys.stderr)
-        outcomes, duration_s = await send_all(server, prompts, pace, _extra(arguments))
+    print(f"{len(prompts)} requests to {model} at {connection.url}", file=sys.stderr)
+    allow_open_files()
+    outcomes, duration_s = await send_all(connection, model, prompts, pace, _extra(arguments))
     result = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "model_id": model,
