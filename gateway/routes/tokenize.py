@@ -10,6 +10,7 @@ from gateway.routes.context import context_of, known_model, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.schemas.answers import Detokenized, Tokenized
 from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
+from protos.validation import check_ids
 
 router = APIRouter(tags=["Tokens"])
 
@@ -58,5 +59,8 @@ async def detokenize(request: Request) -> dict[str, str]:
     """Returns the text of token ids, special tokens included."""
     body = await read_body(request, DetokenizeRequest)
     context = context_of(request)
-    text = (await known_model(request, body.model)).text
+    served = await known_model(request, body.model)
+    if served.model.vocab_size:
+        check_ids("tokens", body.tokens, served.model.vocab_size)
+    text = served.text
     return {"prompt": await context.text_worker.run(len(body.tokens), lambda: text.decode(body.tokens))}

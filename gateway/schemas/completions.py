@@ -54,6 +54,7 @@ class CompletionRequest(SamplingRequest):
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **COMMON_UNSERVED,
         "suffix": Unserved(("",), "text after the insertion point is not served"),
+        "max_completion_tokens": Unserved((), "it belongs to chats; send 'max_tokens'"),
     }
 
     tolerated: ClassVar[Mapping[str, str]] = COMMON_TOLERATED

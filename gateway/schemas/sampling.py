@@ -128,10 +128,10 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
         ),
         Unserved((), "use structured_outputs or response_format, as with vLLM"),
     ),
-    "prompt_embeds": Unserved(),
+    "prompt_embeds": Unserved((), "send the prompt as text or as token ids"),
     "repetition_detection": Unserved(),
     "watermarking": Unserved((False,)),
-    "thinking_token_budget": Unserved(),
+    "thinking_token_budget": Unserved((-1,)),
     "kv_transfer_params": Unserved(),
     "vllm_xargs": Unserved(({},)),
 }
@@ -159,7 +159,7 @@ class SamplingRequest(RequestModel):
     ] = None
     temperature: Annotated[
         float | None,
-        in_bounds("temperature", le=2, description=f"0: greedy; omitted: {_RECOMMENDED}, else 1."),
+        in_bounds("temperature", description=f"0: greedy; omitted: {_RECOMMENDED}, else 1."),
     ] = None
     top_p: Annotated[
         float | None,

@@ -47,6 +47,8 @@ def without(value: Any, names: set[str]) -> Any:
         ("/v1/chat/completions", {**CHAT, **LOGPROBS, "n": 2}, ChatCompletion, ChatCompletionChunk),
         ("/v1/completions", PROMPT, Completion, Completion),
         ("/v1/completions", {**PROMPT, "logprobs": 2}, Completion, Completion),
+        ("/v1/completions", {**PROMPT, "prompt": ["a", "b c"], "n": 2}, Completion, Completion),
+        ("/v1/completions", {**PROMPT, "prompt": [[5, 6], [7]], "logprobs": 1}, Completion, Completion),
     ],
 )
 async def test_answers_and_chunks_fit_the_clients_types(

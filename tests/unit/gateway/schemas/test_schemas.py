@@ -53,7 +53,7 @@ def test_a_body_must_be_a_json_object(body: bytes, words: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("temperature", True), ("temperature", [1]),
+        ("temperature", -0.1), ("temperature", 101), ("temperature", "1"), ("temperature", True), ("temperature", [1]),
         ("top_p", 0), ("top_p", 1.01), ("top_p", -1),
         ("top_k", -2), ("top_k", 1.5), ("top_k", 2**40), ("top_k", "5"),
         ("min_p", -0.1), ("min_p", 1.1),
@@ -83,7 +83,7 @@ def test_a_bad_value_is_refused_by_name(make: Any, name: str, value: Any) -> Non
 @pytest.mark.parametrize(
     ("name", "neutral", "other"),
     [
-        ("best_of", 1, 3), ("use_beam_search", False, True),
+        ("best_of", 1, 3), ("use_beam_search", False, True), ("thinking_token_budget", -1, 5),
         ("guided_json", None, {"type": "object"}),
     ],
 )  # fmt: skip
@@ -115,7 +115,10 @@ def test_unserved_chat_parameters(name: str, neutral: Any, other: Any) -> None:
     assert caught.value.param == name
 
 
-@pytest.mark.parametrize(("name", "neutral", "other"), [("suffix", "", "x")])
+@pytest.mark.parametrize(
+    ("name", "neutral", "other"),
+    [("suffix", "", "x"), ("max_completion_tokens", None, 5), ("prompt_embeds", None, "AAAA")],
+)
 def test_unserved_completion_parameters(name: str, neutral: Any, other: Any) -> None:
     """The same holds for parameters of plain completions alone."""
     completion(**{name: neutral})
