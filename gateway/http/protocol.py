@@ -11,7 +11,8 @@ from gateway.http.errors import error_response
 from protos.errors import Unavailable
 from protos.logs import get_logger
 
-# Longest request line and headers together. httptools has no limit of its own.
+# Longest request line and headers together, and most bytes in a row that belong to no body: trailers, or
+# extensions of a chunk. httptools has no limit of its own.
 MAX_HEAD_BYTES: Final = 64 * 1024
 
 _RETRY_AFTER_MS: Final = 1000
@@ -78,7 +79,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._read_timeout_s = read_timeout_s
         self._write_timeout_s = write_timeout_s
         self._in_head = True
+        self._in_body = False
         self._head_bytes = 0
+        # Whether the bytes at hand ended a head or brought a part of a body.
+        self._advanced = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         # Bytes that the client had not read when the timer was started.
@@ -96,10 +100,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parses ``data``; refuses a head that grows too long."""
-        was_in_head = self._in_head
+        """Parses ``data``; refuses a head, or trailers, that grow too long."""
+        was_in_head, self._advanced = self._in_head, False
         super().data_received(data)
-        if was_in_head and self._in_head:
+        if was_in_head == self._in_head and not self._advanced:
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large")
@@ -111,11 +115,34 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head, self._head_bytes = True, 1
         self._start_head_timer()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Takes a header; drops trailers, which could pass for headers that a proxy has checked."""
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Ends the time for the head."""
-        self._in_head = False
+        self._in_head, self._in_body = False, True
+        self._advanced, self._head_bytes = True, 0
         self._stop_head_timer()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Takes a part of a body."""
+        self._advanced, self._head_bytes = True, 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Ends the time for a body that nothing reads."""
+        self._in_body = False
+        self._stop_head_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """Starts the time for the rest of a body that came after its answer."""
+        super().on_response_complete()
+        if self._in_body and not self.transport.is_closing():
+            self._start_head_timer()
 
     def pause_writing(self) -> None:
         """Starts the time for a slow reader."""
@@ -167,8 +194,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._is_answering or not self._head_bytes:
-            # Nothing may be written into an answer, and a client that has sent nothing expects none.
+        if self._is_answering or self._in_body or not self._head_bytes:
+            # Nothing may be written into an answer or behind it; a client that has sent nothing expects none.
             self.transport.abort()
             return
         self.transport.write(b"HTTP/1.1 " + status + b"\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from pydantic import SecretStr
 
 from gateway.http.protocol import MAX_HEAD_BYTES
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
@@ -148,6 +149,48 @@ async def test_a_long_head() -> None:
             b"GET /version HTTP/1.1\r\nhost: x\r\n" + line * (MAX_HEAD_BYTES // len(line) + 1)
         )
         assert (await client.rest()).startswith(b"HTTP/1.1 431 ")
+
+
+CHUNKED = "POST {} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def test_trailers_are_no_headers() -> None:
+    """A proxy that checks X-Tenant checks headers; a trailer must not pass for one."""
+    async with stack() as (scheduler, gateway), connected(gateway) as client:
+        body = completion(1)
+        chunks = f"{len(body):x}\r\n{body}\r\n0\r\nx-tenant: other\r\n\r\n"
+        client.writer.write((CHUNKED.format("/v1/completions") + chunks).encode())
+        await client.reader.readuntil(b"[DONE]")
+        assert scheduler.requests[0].tenant == ""
+
+
+@pytest.mark.parametrize(
+    "part", [b"0\r\n" + b"x-more: 1\r\n" * 9999, b"0\r\nx: " + b"y" * 99_999, b"0;" + b"y" * 99_999]
+)
+async def test_bytes_that_are_no_body_are_bounded(part: bytes) -> None:
+    """Endless trailers would fill the memory, also behind the refusal of a client without a key."""
+    async with stack(api_key=(SecretStr("key"),)) as (_, gateway), connected(gateway) as client:
+        client.writer.write(CHUNKED.format("/v1/completions").encode())
+        assert b" 401 " in await client.reader.readuntil(b"}")
+        with contextlib.suppress(ConnectionError):
+            client.writer.write(part)
+            assert b"HTTP" not in await client.rest()
+
+
+async def test_the_rest_of_a_body_behind_its_answer_has_a_time() -> None:
+    """Refused clients that go on with a body, byte by byte, would hold connections forever."""
+    async with (
+        stack(read_timeout_s=0.2, api_key=(SecretStr("key"),)) as (_, gateway),
+        connected(gateway) as client,
+    ):
+        client.send("POST /v1/completions", length=1000)
+        assert b" 401 " in await client.reader.readuntil(b"}")
+        rest = asyncio.create_task(client.reader.read())
+        async with asyncio.timeout(5):
+            while not rest.done():
+                client.writer.write(b" ")
+                await asyncio.wait((rest,), timeout=0.05)
+        assert isinstance(rest.exception(), ConnectionError) or b"HTTP" not in rest.result()
 
 
 async def test_too_many_connections() -> None:
