@@ -64,7 +64,9 @@ class PlanStream:
         self._ended = self._closed = False
         # Counters of reports begin with the stream.
         self._worker = worker
-        self._before = self._count()
+        # Whether the log has the reason why there are none.
+        self._reports_failed = False
+        self._before = self._count() or WorkerReport()
         self._next_report_s = 0.0
         # What made a plan end without a result: a fault in this program.
         self._error: BaseException | None = None
@@ -138,18 +140,20 @@ class PlanStream:
             result = replace(result, report=self._report())
         self._results.put_nowait(result_to_proto(plan, result))
 
-    def _count(self) -> WorkerReport:
-        """Returns what the worker has counted. If that fails, metrics have zeros, and steps go on."""
+    def _count(self) -> WorkerReport | None:
+        """Returns what the worker has counted; None if that fails. Steps go on without reports then."""
         try:
             return self._worker.report()
         except Exception:  # noqa: BLE001 - devices raise anything
-            get_logger().exception("report_failed")
-            return WorkerReport()
+            if not self._reports_failed:
+                get_logger().exception("report_failed")
+            self._reports_failed = True
+            return None
 
-    def _report(self) -> WorkerReport:
+    def _report(self) -> WorkerReport | None:
         """Returns what was counted since the stream began, and the memory of now."""
         report, before = self._count(), self._before
-        return replace(
+        return report and replace(
             report,
             late_graphs=report.late_graphs - before.late_graphs,
             grammar_us=report.grammar_us - before.grammar_us,

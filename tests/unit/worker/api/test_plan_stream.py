@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from protos.step_messages import plan_to_proto
 from protos.steps import Decode, StepPlan, WorkerReport
 from protos.triptych.v1 import worker_pb2
+from worker_svc.api import plan_stream
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
@@ -84,6 +86,32 @@ async def test_a_report_counts_from_the_beginning_of_its_stream() -> None:
     worker.num_late = 5
     reports = [result.report async for result in stream.results() if result.HasField("report")]
     assert [report.late_graphs for report in reports] == [3]
+    stream.close()
+    await thread.close(wait_s=5.0)
+
+
+async def test_a_report_that_fails_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counters of an earlier report stay as they are, and the log has the reason once."""
+    monkeypatch.setattr(plan_stream, "_REPORT_S", 0.0)
+
+    def fail() -> WorkerReport:
+        raise RuntimeError("the device says nothing")
+
+    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
+        for step in range(3):
+            yield lease(step)
+
+    thread, worker = ModelThread(), Echo()
+    worker.num_late = 5
+    with capture_logs() as logs:
+        stream = PlanStream(
+            incoming(), worker, thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
+        )
+        monkeypatch.setattr(worker, "report", fail)
+        results = [result async for result in stream.results()]
+    assert [result.HasField("report") for result in results] == [False] * len(results)
+    assert {result.step for result in results} == {0, 1, 2}
+    assert [log["event"] for log in logs] == ["report_failed"]
     stream.close()
     await thread.close(wait_s=5.0)
 
