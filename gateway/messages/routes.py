@@ -15,7 +15,7 @@ from gateway.http.errors import shape_errors
 from gateway.keys.caller import account_of
 from gateway.messages.answer_body import ID_PREFIX, message_body
 from gateway.messages.answers import AnthropicErrorAnswer, MessageAnswer, TokenCount
-from gateway.messages.cache_hints import common_prefix, hints_of
+from gateway.messages.cache_hints import common_prefix, has_hints, hints_of
 from gateway.messages.conversion import ConvertedRequest, to_chat
 from gateway.messages.error_shape import shape
 from gateway.messages.message_stream_writer import MessageStreamWriter
@@ -113,7 +113,7 @@ def _hint_follower(
     request: Request, body: PromptRequest, served: ServedModel, chat: ConvertedRequest, prompt: list[int]
 ) -> Callable[[], None] | None:
     """Returns what pins the prefixes that ``body`` marks; ``None`` if it marks none or hints are ignored."""
-    if not (hints := hints_of(body)):
+    if not has_hints(body):
         return None
     pins: PrefixPins = request.app.state.prefix_pins
     if not pins.enabled:
@@ -122,7 +122,7 @@ def _hint_follower(
 
     async def find() -> list[Prefix]:
         found = []
-        for hint in hints:
+        for hint in hints_of(body):
             beginning = to_chat(hint.body, _template(body, served), answer=False)
             shared = common_prefix(prompt, await chat_prompt(request, served, beginning))
             if shared:

@@ -10,10 +10,11 @@ from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.generation import Usage
 from gateway.answers.sequence_text import Delta
 from gateway.messages.answer_body import StopReason, message_body, usage_body
+from gateway.messages.blocks import Block, CacheControl
 from gateway.messages.cache_hints import common_prefix, hints_of
 from gateway.messages.error_shape import shape
 from gateway.messages.message_stream_writer import MessageStreamWriter
-from gateway.messages.schemas import CountTokensRequest
+from gateway.messages.schemas import CountTokensRequest, MessagesRequest, Turn
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.schemas.base import parse
 from protos import errors
@@ -142,3 +143,20 @@ def test_hints() -> None:
     assert [common_prefix([1, 2, 3], other) for other in ([1, 2, 4], [1, 2], [1, 2, 3, 4], [2])] == [
         [1, 2], [1, 2], [1, 2, 3], [],
     ]  # fmt: skip
+
+
+def test_many_marks_are_one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix for each of 16,000 marks would hold up other requests' streams for seconds."""
+    copies: list[object] = []
+    copy = MessagesRequest.model_copy
+
+    def counted(self: MessagesRequest, **fields: Any) -> MessagesRequest:
+        copies.append(self)
+        return copy(self, **fields)
+
+    monkeypatch.setattr(MessagesRequest, "model_copy", counted)
+    block = Block.model_construct(type="text", text="a", cache_control=CacheControl(type="ephemeral"))
+    turns = [Turn.model_construct(role="user", content=[block] * 4) for _ in range(50)]
+    (hint,) = hints_of(MessagesRequest.model_construct(messages=turns))
+    assert len(hint.body.messages) == 50
+    assert len(copies) == 1
