@@ -109,7 +109,7 @@ class Message(RequestModel):
     @classmethod
     def _content_is_optional_in_answers(cls, data: Any) -> Any:
         """Allows an assistant's turn without content; a refusal takes its place."""
-        empty = (None, "", [])
+        empty: tuple[Any, ...] = (None, "", [])
         if not isinstance(data, dict) or data.get("role") != "assistant" or data.get("content") not in empty:
             return data
         return {**data, "content": data.get("refusal") or ""}

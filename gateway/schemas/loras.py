@@ -1,15 +1,21 @@
 """Bodies of the requests that load and unload LoRA adapters."""
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from gateway.schemas.base import RequestModel
+from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.sampling import or_default
 from protos.limits import MAX_NAME_BYTES
 
 
 class LoadLoraRequest(RequestModel):
     """A LoRA adapter to load."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        "is_3d_lora_weight": Unserved((False,), "adapters of experts' stacked weights are not served"),
+    }
 
     lora_name: Annotated[
         str, Field(min_length=1, max_length=MAX_NAME_BYTES, description="The name that requests will use.")
@@ -24,6 +30,7 @@ class LoadLoraRequest(RequestModel):
     ]
     load_inplace: Annotated[
         bool,
+        or_default(False),
         Field(
             description="Whether it may replace an adapter of the same name, whose running requests go on"
             " undisturbed."
@@ -33,5 +40,7 @@ class LoadLoraRequest(RequestModel):
 
 class UnloadLoraRequest(RequestModel):
     """A LoRA adapter to unload."""
+
+    tolerated: ClassVar[Mapping[str, str]] = {"lora_int_id": "adapters have names alone; omit it"}
 
     lora_name: Annotated[str, Field(description="Its name.")]

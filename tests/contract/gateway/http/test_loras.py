@@ -116,6 +116,21 @@ async def test_adapters_come_and_go_with_the_admin_key(admin: Stack) -> None:
     assert (gone.status_code, gone.json()["error"]["param"]) == (404, "lora_name")
 
 
+async def test_all_fields_of_vllms_bodies_are_known(admin: Stack) -> None:
+    """Those without effect are accepted; stacked weights of experts are refused by name."""
+    body = {
+        "lora_name": "sql",
+        "lora_path": "/adapters/sql",
+        "load_inplace": None,
+        "is_3d_lora_weight": False,
+    }
+    assert (await load(admin, body)).status_code == 200
+    refused = await load(admin, {**body, "is_3d_lora_weight": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "is_3d_lora_weight")
+    gone = {"lora_name": "sql", "lora_int_id": 3}
+    assert (await admin.http.post("/v1/unload_lora_adapter", json=gone, headers=ADMIN)).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("refusal", "status", "param"),
     [
