@@ -1,6 +1,7 @@
 """Streamed answers: their events, and how they are printed while they arrive."""
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -145,6 +146,8 @@ def ask_until_end(invitation: str, ask: Callable[[str], Answer]) -> int:
     """
     shown = sys.stdin.isatty()
     if shown:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 - edits lines and keeps a history
         print(invitation)
     while True:
         try:

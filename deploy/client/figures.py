@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from math import ceil
 from statistics import fmean, median, pstdev
 from typing import Any, Final
@@ -41,11 +42,7 @@ def figures(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
     times = {
         "ttft": [each.ttft_s for each in good],
         "tpot": [(each.latency_s - each.ttft_s) / (each.num_output_tokens - 1) for each in long],
-        "itl": [
-            second - first
-            for each in good
-            for first, second in zip(each.arrivals_s, each.arrivals_s[1:], strict=False)
-        ],
+        "itl": [second - first for each in good for first, second in pairwise(each.arrivals_s)],
     }
     for name, values in times.items():
         shown = [value * 1000 for value in values] or [0.0]

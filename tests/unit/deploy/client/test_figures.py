@@ -1,5 +1,7 @@
 """The figures of `triptych bench` for known times."""
 
+from itertools import pairwise
+
 import pytest
 
 from deploy.client.figures import figures, percentile, table
@@ -30,6 +32,31 @@ def test_figures_are_vllm_s() -> None:
     assert found["median_itl_ms"] == pytest.approx(200)
     assert found["p99_itl_ms"] == pytest.approx(984)
     assert (found["max_output_tokens_per_s"], found["max_concurrent_requests"]) == (4.0, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # importing vLLM
+def test_figures_equal_vllm_s(shared_vllm: None) -> None:
+    """The function of vLLM computes the same from the same times."""
+    from vllm.benchmarks.lib.endpoint_request_func import RequestFuncOutput
+    from vllm.benchmarks.serve import calculate_metrics
+
+    peers = []
+    for outcome in outcomes():
+        peer = RequestFuncOutput(success=not outcome.error, error=outcome.error)
+        peer.prompt_len, peer.output_tokens = outcome.num_prompt_tokens, outcome.num_output_tokens
+        peer.start_time, peer.ttft, peer.latency = outcome.started_s, outcome.ttft_s, outcome.latency_s
+        peer.itl = [late - early for early, late in pairwise(outcome.arrivals_s)]
+        peers.append(peer)
+    theirs, _ = calculate_metrics([], peers, 2.0, None, [99.0], {})
+    ours = figures(outcomes(), 2.0)
+    for name, value in ours.items():
+        if name.startswith("p99"):
+            ((_, expected),) = getattr(theirs, name.replace("p99", "percentiles"))
+        else:
+            expected = getattr(theirs, name.removesuffix("_tokens"), None)
+            expected = 2.0 if name == "duration" else expected
+        assert value == pytest.approx(expected), name
 
 
 def test_nothing_that_succeeded_is_no_fault() -> None:
