@@ -187,7 +187,7 @@ class WorkerReport:
     grammar_us: int = 0
     """Time that the host took for the grammars of steps, microseconds."""
     free_memory_bytes: int = 0
-    """Free memory of the device."""
+    """Free memory of the device; 0 if it is unknown."""
     process_memory_bytes: int = 0
     """Memory of the worker's process on the host."""
 

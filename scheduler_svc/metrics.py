@@ -314,9 +314,10 @@ def _workers(model: str, replicas: dict[str, Totals]) -> Iterator[Metric]:
         "kind",
     )
     for name, figures in replicas.items():
-        if figures.report.process_memory_bytes:
-            memory.add_metric((model, name, "device_free"), figures.report.free_memory_bytes)
-            memory.add_metric((model, name, "process"), figures.report.process_memory_bytes)
+        report = figures.report
+        for kind, size in ("device_free", report.free_memory_bytes), ("process", report.process_memory_bytes):
+            if size:
+                memory.add_metric((model, name, kind), size)
     yield memory
 
 

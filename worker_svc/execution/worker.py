@@ -18,7 +18,7 @@ from protos.steps import SlotOutput, StepPlan, WorkerReport
 from worker_svc.devices import BlockCopies, Device, device_for
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
-from worker_svc.execution.memory_budget import MemoryBudget, check_weights
+from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
 from worker_svc.execution.ranks.lockstep import Follower, GiveUp, Leader
 from worker_svc.execution.ranks.rank_facts import rank_facts
 from worker_svc.generation_defaults import default_sampling
@@ -128,7 +128,7 @@ class Worker:
         return WorkerReport(
             late_graphs=0 if self._engine is None else self._engine.num_late,
             grammar_us=round(self._own_constraints.seconds * 1e6) if self._own_constraints else 0,
-            free_memory_bytes=self.device.free_memory(),
+            free_memory_bytes=free_memory(self.device) or 0,
             process_memory_bytes=psutil.Process().memory_info().rss,
         )
 

@@ -189,6 +189,8 @@ def test_workers_report_what_only_they_know() -> None:
     assert scrape.value("triptych:worker_memory_bytes", kind="device_free", **engine) == 7
     assert scrape.value("triptych:worker_memory_bytes", kind="process", **engine) == 9
     assert scrape.value("triptych:configuration_seconds", phase="compile", **engine) == 1.5
+    rig.scheduler.stats.report = replace(report, free_memory_bytes=0)  # the device cannot tell
+    assert bench.scrape().total("triptych:worker_memory_bytes") == 9
 
 
 def test_requests_that_the_queue_refuses_are_counted_by_limit() -> None:

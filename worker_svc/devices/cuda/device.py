@@ -57,15 +57,20 @@ class CudaDevice(Device):
             )
         if not torch.cuda.is_available():
             raise ConfigurationRefused("device cuda: no GPU is visible to this process")
-        torch.cuda.set_device(self._local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(self._index)
 
     def product_name(self) -> str:
         """See the base class."""
         return torch.cuda.get_device_name()
 
+    @property
+    def _index(self) -> int:
+        """The GPU, which is current on the model thread alone: elsewhere, calls without it open GPU 0."""
+        return self._local_rank % torch.cuda.device_count()
+
     def free_memory(self) -> int:
         """See the base class."""
-        return torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info(self._index)[0]
 
     def release_unused(self) -> None:
         """See the base class."""

@@ -11,10 +11,13 @@ from safetensors.torch import save_file
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
+from protos.settings import load
 from protos.steps import PoolShape
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory, working_bytes
+from worker_svc.execution.worker import Worker
 from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import AttentionLayer, Geometry, KvGroup, PoolGeometry, group_layers
 from worker_svc.shapes.model_description import ModelSize
 
@@ -150,6 +153,14 @@ def test_without_recording_only_the_largest_step_counts() -> None:
     wide = replace(GEOMETRY, chunk=2048, decode_buckets=(8,))
     enough = working_bytes(SIZE, (2048, 8), 8, recorded=False) + GIB // 2
     assert make_budget(enough, recorded=False).fit(wide, make_groups()).num_blocks
+
+
+def test_a_report_without_free_memory_has_the_rest() -> None:
+    """A device that cannot tell its free memory keeps no figure of the worker from metrics."""
+    worker = Worker(load(Settings, ["--model=any"]))
+    worker.device = SmallDevice(None)
+    report = worker.report()
+    assert (report.free_memory_bytes, report.process_memory_bytes > 0) == (0, True)
 
 
 def test_unknown_free_memory_needs_a_setting() -> None:
