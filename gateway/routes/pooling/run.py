@@ -264,6 +264,11 @@ async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> li
     """
     cuts, served = call.cuts(), call.served
     if body.messages is not None:
+        if served.text.chat_template is None and body.chat_template is None:
+            raise InvalidArgument(
+                f"the model '{served.model.served_name}' has no chat template; send the text as 'input'",
+                param="messages",
+            )
         chat, size = ChatInput.of(body.messages, body), len(await call.request.body())
         special = bool(body.add_special_tokens)
         ids = await call.context.chat_encoder.encode(served, chat, body, special=special, size=size)

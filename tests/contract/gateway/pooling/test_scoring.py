@@ -225,6 +225,7 @@ async def test_a_template_writes_pairs_with_an_instruction(template: str, tmp_pa
         ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["x"]}, "rank_fields", "not supported"),
         ("/v1/embeddings", {"input": "a"}, "model", "serves classify, score, not embed; use /classify or /score"),
         ("/v1/completions", {"prompt": "a"}, "model", "does not generate text; use /classify or /score"),
+        ("/classify", {"messages": [{"role": "user", "content": "a"}]}, "messages", "no chat template; send the text as 'input'"),
         ("/pooling", {"input": "a", "task": "token_embed"}, "model", "serves classify, score, not token_embed"),
         ("/pooling", {"input": "a", "task": "plugin"}, "task", "'embed', 'classify'"),
     ],
