@@ -9,6 +9,8 @@ from typing import Final, Literal
 
 from tokenizers import Encoding, Tokenizer
 
+from gateway.text.encoding import token_ids
+
 # Any text with a token: it stands for texts while the tokenizer puts special tokens around them.
 _SAMPLE: Final = "a"
 
@@ -76,8 +78,7 @@ def encode_pair(tokenizer: Tokenizer, first: str | Sequence[int], second: str, c
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Returns the tokens of a text without special ones."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
+    return token_ids(tokenizer, text, add_special_tokens=False)
 
 
 def _kept(ids: list[int], count: int | None, cuts: Cuts) -> list[int]:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from gateway.format_names import ToolFormat
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import DetokenizerFactory
+from gateway.text.encoding import token_ids
 from gateway.text.prompts import FILE as PROMPTS_FILE
 from gateway.text.prompts import TextPrompts
 from gateway.text.template_probe import thinks, tool_format
@@ -136,8 +137,7 @@ class TextCodec:
                 tokenizer.json says. Like transformers 5, this ignores ``add_bos_token`` in the configuration.
                 Chat templates bring their own.
         """
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        return token_ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Returns the text of ``token_ids``."""
