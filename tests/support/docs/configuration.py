@@ -54,7 +54,8 @@ A service reads its own section and what stands above the sections. The launcher
 
 ## Set up containers
 
-`deploy/compose.yaml` passes the variables of one file, `.env` in the same folder, to all services.
+`deploy/compose.yaml` passes the variables of one file, `.env` in the same folder, to all services. `TRIPTYCH_HOST` and
+`TRIPTYCH_PORT` there are this machine's address and port, or range of ports, of the gateways.
 
 ## Look up a setting
 """
