@@ -7,7 +7,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.http.errors import Forbidden, Unauthorized, error_response
+from gateway.http.errors import ClientGone, Forbidden, Unauthorized, error_response
 from gateway.http.middleware import add_headers, note, outcome_of
 from gateway.keys.caller import caller_of, set_caller
 from gateway.keys.key_ring import Key, KeyRing
@@ -33,9 +33,10 @@ _KEY_HEADER: Final = "x-api-key"
 def shown_keys(headers: Headers) -> Iterator[str]:
     """Yields the keys that a request shows: as bearer token, as Anthropic's clients do, or both."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        yield _text(token.strip())
-    if key := headers.get(_KEY_HEADER, "").strip():
+    # Only blanks are stripped: the last byte of a key in UTF-8 may look like a space of Latin-1.
+    if scheme.lower() == "bearer" and (key := token.strip(" \t")):
+        yield _text(key)
+    if key := headers.get(_KEY_HEADER, "").strip(" \t"):
         yield _text(key)
 
 
@@ -113,8 +114,8 @@ class KeyGuard:
             outcome = outcome_of(scope)
             self._usage.count(key.caller.name, outcome)
             if admission is not None:
-                # A refused request used nothing, whatever it has been charged.
-                refused = outcome.status >= 400
+                # A refused request used nothing, whatever it has been charged; one whose client left did.
+                refused = outcome.status >= 400 and outcome.status != ClientGone.http_status
                 admission.end(0 if refused else outcome.prompt_tokens + outcome.completion_tokens)
 
 

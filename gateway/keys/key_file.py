@@ -83,12 +83,14 @@ class _KeyFile(_Strict):
 
     @model_validator(mode="after")
     def _are_distinct(self) -> Self:
-        names, digests = [entry.name for entry in self.keys], [entry.digest for entry in self.keys]
-        for index, (name, digest) in enumerate(zip(names, digests, strict=True)):
-            if name in names[:index]:
-                raise ValueError(f"names '{name}' twice")
-            if digest in digests[:index]:
-                raise ValueError(f"gives '{names[digests.index(digest)]}' and '{name}' the same key")
+        names: set[str] = set()
+        owners: dict[bytes, str] = {}
+        for entry in self.keys:
+            if entry.name in names:
+                raise ValueError(f"names '{entry.name}' twice")
+            names.add(entry.name)
+            if (owner := owners.setdefault(entry.digest, entry.name)) != entry.name:
+                raise ValueError(f"gives '{owner}' and '{entry.name}' the same key")
         return self
 
 
@@ -121,7 +123,7 @@ def _parsed(path: Path, content: bytes) -> Any:
 
     try:
         return yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe loader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigurationRefused(f"the key file {path} is neither YAML nor JSON{place}") from None

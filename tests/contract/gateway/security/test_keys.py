@@ -22,6 +22,8 @@ KEYS = [
     {"name": "slow", "key": "sk-slow", "requests_per_minute": 2},
     {"name": "short", "key": "sk-short", "tokens_per_minute": 40},
     {"name": "tiny", "key": "sk-tiny", "tokens_per_minute": 20},
+    {"name": "gone", "key": "sk-gone", "tokens_per_minute": 20},
+    {"name": "nbsp", "key": "sk-à"},
     {"name": "ops", "key": "sk-ops", "admin": True},
 ]
 
@@ -97,6 +99,7 @@ async def test_the_document_says_which_routes_need_a_key(stack: Stack) -> None:
         ({"authorization": "bearer  sk-plain"}, 200),
         ({"authorization": "Bearer EMPTY", "x-api-key": "sk-plain"}, 200),
         ({}, 401),
+        (bearer("sk-à"), 200),
         (bearer("sk-plai"), 401),
         (bearer("sk-plain2"), 401),
         ({"authorization": b"Bearer \xff\xfe"}, 401),
@@ -189,6 +192,19 @@ async def test_prompts_are_charged_before_they_run(stack: Stack) -> None:
     assert len(stack.scheduler.requests) == 1
     first.cancel()
     await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
+
+
+async def test_a_client_that_leaves_pays(stack: Stack) -> None:
+    """It would otherwise have the worker compute any number of prompts for nothing."""
+    stack.scheduler.pause_after = 1
+    request = asyncio.create_task(chat(stack, bearer("sk-gone")))
+    await stack.scheduler.until(lambda: len(stack.scheduler.requests) == 1)
+    request.cancel()
+    await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
+    async with asyncio.timeout(5):
+        while 'key="gone",status="499"' not in (await stack.http.get("/metrics")).text:
+            pass
+    assert (await chat(stack, bearer("sk-gone"))).status_code == 429
 
 
 async def test_admin_routes_need_admin_rights(stack: Stack) -> None:

@@ -110,6 +110,7 @@ GOOD: dict[str, Any] = {"name": "a", "key": PLAIN}
         ("keys: []", "keys list should have at least 1 item"),
         ("[]", "should be a valid dictionary"),
         (f"keys: [{PLAIN}", "is neither YAML nor JSON at line 2, column 1"),
+        ("keys: [{name: a, key: 2026-13-45}]", "is neither YAML nor JSON"),
         (json.dumps({"keys": [GOOD], "key": PLAIN}), "key extra inputs are not permitted"),
         (json.dumps({"keys": [GOOD | {"key": 7}]}), "keys[0].key should be a valid string"),
         (json.dumps({"keys": [GOOD | {"sha256": PLAIN}]}), "keys[0].sha256 string should match pattern"),
