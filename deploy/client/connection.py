@@ -33,12 +33,19 @@ class Connection:
     """The server's Unix socket, if it listens on no port."""
 
     def client(self) -> httpx.Client:
-        """Returns a client that waits for answers as long as they take."""
+        """Returns a client that waits for answers as long as they take.
+
+        Raises:
+            ClientError: a variable names a proxy that cannot be used.
+        """
         transport = None if self.uds is None else httpx.HTTPTransport(uds=str(self.uds))
-        return httpx.Client(transport=transport, **self._options())
+        try:
+            return httpx.Client(transport=transport, **self._options())
+        except (ValueError, ImportError) as error:
+            raise ClientError(f"{error}; change HTTP_PROXY, HTTPS_PROXY or ALL_PROXY") from error
 
     def async_client(self) -> httpx.AsyncClient:
-        """Returns the same for asyncio, with any number of connections."""
+        """Returns the same for asyncio, with any number of connections; `client` checks the proxies."""
         transport = None if self.uds is None else httpx.AsyncHTTPTransport(uds=str(self.uds))
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(transport=transport, limits=limits, **self._options())
@@ -85,7 +92,7 @@ def connection_of(arguments: argparse.Namespace) -> Connection:
     """Returns what the flags say.
 
     Raises:
-        ClientError: the address is no URL, or the certificates cannot be read.
+        ClientError: the address is no URL, the key no key, or the certificates cannot be read.
     """
     text = arguments.url or DEFAULT_URL
     try:
@@ -104,7 +111,9 @@ def connection_of(arguments: argparse.Namespace) -> Connection:
             raise ClientError(
                 f"the certificates in {path} cannot be read ({reason}); change --ca-file"
             ) from error
-    key = arguments.api_key or os.environ.get("OPENAI_API_KEY", "")
+    key = (arguments.api_key or os.environ.get("OPENAI_API_KEY", "")).strip()
+    if not (key.isascii() and key.isprintable()):
+        raise ClientError("the API key has characters that no key has; change --api-key or OPENAI_API_KEY")
     return Connection(text.rstrip("/").removesuffix("/v1"), key, verify)
 
 

@@ -62,6 +62,7 @@ async def test_completions_end_where_they_should(stack: Stack, triptych: Command
     ("flags", "error"),
     [
         (("--api-key", "wrong"), "the server answered 401: "),
+        (("--api-key", "schlüssel"), "the API key has characters that no key has; "),
         (("--model-name", "other"), "the server answered 404: "),
         (
             ("--url", "localhost:8000"),
@@ -73,7 +74,7 @@ async def test_completions_end_where_they_should(stack: Stack, triptych: Command
             "the certificates in nowhere cannot be read",
         ),
     ],
-    ids=["key", "model", "address", "unreachable", "ca"],
+    ids=["key", "letters", "model", "address", "unreachable", "ca"],
 )
 async def test_what_fails_is_one_line(triptych: Command, flags: tuple[str, ...], error: str) -> None:
     """The line says what was wrong, and the exit code is 1."""
@@ -81,6 +82,16 @@ async def test_what_fails_is_one_line(triptych: Command, flags: tuple[str, ...],
     assert (done.code, done.out) == (1, "")
     assert done.err.splitlines()[-1].startswith(f"triptych chat: {error}")
     assert len(done.err.splitlines()) <= 2
+
+
+async def test_a_proxy_that_cannot_be_used_is_one_line(
+    triptych: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line names the variables that may have set it."""
+    monkeypatch.setenv("ALL_PROXY", "ftp://proxy")
+    done = await triptych("chat", "-q", "hi")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "change HTTP_PROXY, HTTPS_PROXY or ALL_PROXY" in done.err
 
 
 async def test_a_private_ca_is_trusted_when_named(
