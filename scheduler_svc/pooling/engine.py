@@ -263,9 +263,14 @@ class PoolEngine:
 
     def requeue(self, request: Request) -> None:
         """Lets a request wait again."""
-        assert self._queue is not None
-        self._queue.add(request)
+        self._add(request)
         self._wake_idle()
+
+    def _add(self, request: Request) -> None:
+        assert self._queue is not None
+        if request.trace is not None:
+            request.trace.waits("queue", self._clock())
+        self._queue.add(request)
 
     def is_hopeless(self, request: Request) -> bool:
         """Whether batches of the request alone have failed often enough, and on every replica."""
@@ -336,8 +341,7 @@ class PoolEngine:
                 self._end(request, Event(request.request_id, error=killed_too_many(request.worker_losses)))
                 failed.append(request.request_id)
             else:
-                assert self._queue is not None
-                self._queue.add(request)
+                self._add(request)
         self._wake_idle()
         suspects = tuple(request.request_id for request in abandoned.suspects)
         return Detached(len(abandoned.requests) - len(failed), suspects, tuple(failed))
