@@ -391,7 +391,8 @@ def _refusal(
         return ConfigurationRefused(text)
     name = str(first["loc"][0])
     names = [f"TRIPTYCH_{name.upper()}"]
-    names += [other for other in reference_variables(cls, name) if os.environ.get(other) == first["input"]]
+    given = str(first["input"]).lower()  # levels of logs are lower case by now
+    names += [other for other in reference_variables(cls, name) if os.environ.get(other, "").lower() == given]
     if file and name not in flags and not any(os.environ.get(variable) for variable in names):
         flag = f"{file.path}: {name}"
     else:

@@ -190,7 +190,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the adapters' weights. auto is the model's."""
     kv_memory: float | None = Field(None, gt=0, le=1 << 20)
-    """Memory for the KV cache, GiB. Default: --kv-share of the free memory."""
+    """Memory for the KV cache, GiB. Default, also for 0: --kv-share of the free memory."""
     kv_share: float = Field(0.4, gt=0, le=1)
     """Share of the memory left free by weights and graphs that the KV cache takes."""
     window_kv: Literal["auto", "paged", "in-place"] = "auto"
@@ -321,6 +321,11 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     def _in_bounds(cls, value: dict[str, Any]) -> dict[str, Any]:
         check_overrides(value)
         return value
+
+    @field_validator("kv_memory", mode="before")
+    @classmethod
+    def _nothing_is_the_default(cls, value: Any) -> Any:
+        return None if str(value) == "0" else value  # as with VLLM_CPU_KVCACHE_SPACE=0
 
     @field_validator("backend", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ ROWS: Final[list[Variable]] = [
     *mapped("--dev-mode", "VLLM_SERVER_DEV_MODE", reason="/server_info, /tokenizer_info and /reset_prefix_cache"),
     *mapped("--max-prompts", "VLLM_MAX_COMPLETION_PROMPTS"),
     *mapped("--grammar-cache-mib", "VLLM_XGRAMMAR_CACHE_MB"),
-    *mapped("--kv-memory", "VLLM_CPU_KVCACHE_SPACE", reason="GiB, on every device"),
+    *mapped("--kv-memory", "VLLM_CPU_KVCACHE_SPACE", reason="GiB, on every device; 0 is the default"),
     # What would load another model, or answer otherwise.
     Variable(
         "VLLM_USE_MODELSCOPE", Kind.MOOT, "models come from the Hugging Face hub or a folder; download the model and"

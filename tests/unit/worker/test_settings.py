@@ -132,3 +132,14 @@ def test_steps_that_make_graphs_have_time_for_it(
 def test_a_scheduler_that_does_not_say_its_step_timeout_has_the_default() -> None:
     """Its default is 120 s, and a step may take half as much again."""
     assert settings().step_limit_s(0.0) == 180
+
+
+def test_variables_of_vllm_mean_what_they_mean_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No KV memory is the default's, and a refused level names the variable that has it."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
+    assert settings().kv_memory is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert settings().kv_memory == 4
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "LOUD")
+    with pytest.raises(ConfigurationRefused, match=r"\(TRIPTYCH_LOG_LEVEL, VLLM_LOGGING_LEVEL\)"):
+        settings()
