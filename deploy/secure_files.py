@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from protos.errors import ConfigurationRefused
+
 if TYPE_CHECKING:
     # Imported late: most commands need no cryptography.
     from cryptography import x509
@@ -87,6 +89,7 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
 
     Raises:
         OSError: the folder cannot be written.
+        ConfigurationRefused: a host has letters that certificates cannot have.
         ModuleNotFoundError: cryptography is not installed.
     """
     files = SecureFiles(folder)
@@ -98,7 +101,8 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
         entry = {"name": "default", "sha256": hashlib.sha256(key.encode()).hexdigest()}
         _write(files.api_key, f"{key}\n".encode())
         _write(files.api_keys, f"{json.dumps({'keys': [entry]}, indent=2)}\n".encode())
-    names = list(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))
+    # A renewed certificate keeps the names that an earlier call gave it.
+    names = list(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1", *_names_of(files.http_cert)]))
     if not _are_valid(files, names):
         _make_certificates(files, names)
     return files
@@ -201,7 +205,25 @@ def _general_name(text: str) -> "x509.GeneralName":
     try:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(text)
+    except ValueError as error:
+        raise ConfigurationRefused(
+            f"{text!r} is no host name of ASCII characters; write its IDNA form, such as xn--mnchen-3ya.example"
+        ) from error
+
+
+def _names_of(certificate: Path) -> list[str]:
+    """Returns the names and addresses that a certificate is for; none if it is not there, or damaged."""
+    from cryptography import x509
+
+    try:
+        extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return []
+    return [str(name.value) for name in names]
 
 
 def _are_valid(files: SecureFiles, names: Iterable[str]) -> bool:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from deploy import secure_files
 from deploy.one_line_parser import OneLineParser
+from protos.errors import ConfigurationRefused
 
 _SETTINGS = """\
 Services, as variables:
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     """Makes what the folder lacks, and says which settings use it.
 
     Returns:
-        The exit code: 0; 1 if the folder cannot be written.
+        The exit code: 0; 1 if the folder cannot be written, 2 for a bad host.
     """
     parser = OneLineParser(
         prog="triptych secure-files",
@@ -45,6 +46,9 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     try:
         files = secure_files.make(arguments.folder.absolute(), arguments.host)
+    except ConfigurationRefused as error:
+        print(f"triptych secure-files: --host: {error.message}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"triptych secure-files: cannot write {arguments.folder}: {error.strerror}", file=sys.stderr)
         return 1

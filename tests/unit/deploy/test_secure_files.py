@@ -51,7 +51,7 @@ def test_the_gateway_knows_the_api_key_by_its_hash(tmp_path: Path) -> None:
 def test_files_stay_until_their_certificates_expire_or_lack_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients keep working after a restart; the token and the key outlive certificates."""
+    """Clients keep working after a restart; token, key and names outlive certificates."""
     make(tmp_path)
     first = content(tmp_path)
     make(tmp_path)
@@ -63,8 +63,11 @@ def test_files_stay_until_their_certificates_expire_or_lack_a_name(
         "api-key", "api-keys.json", "service-token",
     }  # fmt: skip
     monkeypatch.setattr(secure_files, "_RENEW_BEFORE", dt.timedelta(days=400))
-    make(tmp_path, ["other.example"])
+    files = make(tmp_path)
     assert content(tmp_path)["ca.pem"] != second["ca.pem"]
+    renewed = x509.load_pem_x509_certificate(files.http_cert.read_bytes())
+    names = renewed.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert "other.example" in names.get_values_for_type(x509.DNSName)
 
 
 def test_damaged_pairs_are_made_again(tmp_path: Path) -> None:
@@ -99,3 +102,11 @@ def test_the_command_prints_settings_and_no_secret(
     assert f"TRIPTYCH_GRPC_TLS_CA={tmp_path}/ca.pem" in printed
     for secret in ("api-key", "service-token"):
         assert (tmp_path / secret).read_text().strip() not in printed
+
+
+def test_a_host_that_no_certificate_can_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line says how such a name is written."""
+    assert cli.main(["secure-files", str(tmp_path), "--host", "münchen.example"]) == 2
+    assert "--host: 'münchen.example' is no host name of ASCII" in capsys.readouterr().err
