@@ -15,6 +15,9 @@ from protos.logs import get_logger
 # extensions of a chunk. httptools has no limit of its own.
 MAX_HEAD_BYTES: Final = 64 * 1024
 
+# Most requests of a connection that may wait for the answer to the one before them.
+MAX_PIPELINED: Final = 100
+
 _RETRY_AFTER_MS: Final = 1000
 
 
@@ -87,6 +90,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._write_timer: asyncio.TimerHandle | None = None
         # Bytes that the client had not read when the timer was started.
         self._unread = 0
+        # Of the request that is being answered. uvicorn has only that of the newest one.
+        self._running: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """Starts the time for the first head."""
@@ -94,10 +99,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stops all timers."""
+        """Stops all timers, and tells the request that is being answered."""
         self._stop_head_timer()
         self._stop_write_timer()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Parses ``data``; refuses a head, or trailers, that grow too long."""
@@ -121,11 +129,13 @@ class BoundedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Ends the time for the head."""
+        """Ends the time for the head. Cuts off a client that sends requests without end on one connection."""
         self._in_head, self._in_body = False, True
         self._advanced, self._head_bytes = True, 0
         self._stop_head_timer()
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
         """Takes a part of a body."""
@@ -156,6 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_write_timer()
 
     def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:  # type: ignore[override] # as uvicorn's
+        self._running = cycle
         cycle.scope[_BODY_WRITER] = BodyWriter(cycle)
         # uvicorn's own answer at its limit is neither JSON nor has it Retry-After.
         super()._start_asgi_task(cycle, too_many_connections if app is service_unavailable else app)  # type: ignore[arg-type] # uvicorn's and Starlette's ASGI types differ

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from gateway.http.protocol import MAX_HEAD_BYTES
+from gateway.http.protocol import MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Gateway, running_gateway, smollm2_folder
 
@@ -191,6 +191,29 @@ async def test_the_rest_of_a_body_behind_its_answer_has_a_time() -> None:
                 client.writer.write(b" ")
                 await asyncio.wait((rest,), timeout=0.05)
         assert isinstance(rest.exception(), ConnectionError) or b"HTTP" not in rest.result()
+
+
+async def test_too_many_pipelined_requests() -> None:
+    """They would wait in the gateway's memory, one connection's in hundreds of megabytes."""
+    async with stack() as (scheduler, gateway), connected(gateway) as client:
+        scheduler.pause_after = 1
+        client.send("POST /v1/completions", completion(9))
+        await client.reader.readuntil(b"data: ")
+        with contextlib.suppress(ConnectionError):
+            client.writer.write(b"GET /load HTTP/1.1\r\nhost: x\r\n\r\n" * (MAX_PIPELINED + 1))
+            await client.rest()
+        await scheduler.until(lambda: len(scheduler.aborted) == 1)
+
+
+async def test_a_client_that_leaves_with_a_request_behind_its_stream() -> None:
+    """The stream's request is aborted, although it is not the connection's newest one."""
+    async with stack() as (scheduler, gateway):
+        scheduler.step_s = 0.01
+        async with connected(gateway) as client:
+            client.send("POST /v1/completions", completion(9_000_000))
+            client.send("GET /load")
+            await client.reader.readuntil(b"data: ")
+        await scheduler.until(lambda: len(scheduler.aborted) == 1)
 
 
 async def test_too_many_connections() -> None:
