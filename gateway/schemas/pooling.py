@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
 from gateway.quoting import quote
 from gateway.schemas.base import RequestModel, Unserved, ignore
@@ -33,7 +33,7 @@ def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:
 
 Inputs = Annotated[
     list[str | list[int]],
-    BeforeValidator(_inputs, json_schema_input_type=str | list[str] | list[int] | list[list[int]] | None),
+    BeforeValidator(_inputs, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     Field(description="One input or several, as text or as token ids.", validate_default=True),
 ]
 
@@ -115,8 +115,20 @@ class PoolingBody(RequestModel):
     )
 
 
-class InputBody(PoolingBody, TemplateInput):
+# What conversations of chats have beside messages.
+_NOT_READ: Mapping[str, Unserved] = {
+    name: Unserved(neutral, "pooling models read messages alone; omit it")
+    for name, neutral in (("tools", ([],)), ("documents", ([],)), ("reasoning_effort", ()))
+}
+
+
+class InputBody(TemplateInput, PoolingBody):
     """A request with inputs that are read one by one, or with one conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["input"]}, {"required": ["messages"]}]}
+    )
+    unserved: ClassVar[Mapping[str, Unserved]] = _NOT_READ
 
     messages: Annotated[
         Messages | None,
@@ -174,7 +186,7 @@ _RENAMED: Mapping[str, Unserved] = dict.fromkeys(
 class ClassificationRequest(InputBody):
     """A request to classify one or more texts."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = _RENAMED
+    unserved: ClassVar[Mapping[str, Unserved]] = {**_NOT_READ, **_RENAMED}
 
     use_activation: Activation = None
 
@@ -182,7 +194,7 @@ class ClassificationRequest(InputBody):
 class PoolingRequest(EncodedBody):
     """A request for a model's results as they are."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = _RENAMED
+    unserved: ClassVar[Mapping[str, Unserved]] = {**_NOT_READ, **_RENAMED}
 
     task: Annotated[
         Literal["embed", "classify", "score", "token_embed", "token_classify"] | None,

@@ -14,7 +14,7 @@ class Embedding(AnswerModel):
     index: int
     embedding: Annotated[
         list[float] | str,
-        Field(description="Numbers; with encoding_format=base64, float32 in little-endian order."),
+        Field(description="Numbers, or their bytes with encoding_format=base64."),
     ]
 
 
@@ -162,7 +162,7 @@ class PoolingResult(AnswerModel):
     data: Annotated[
         list[float] | list[list[float]] | str,
         Field(
-            description="Numbers, or a row of numbers for each token; with encoding_format=base64, float32."
+            description="Numbers, or a row of numbers for each token; their bytes with encoding_format=base64."
         ),
     ]
 

@@ -131,6 +131,7 @@ async def test_a_conversation_is_one_input(stack: Stack, path: str) -> None:
     [
         ({}, "input", "is required: send it, or 'messages'"),
         ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": [{"role": "user", "content": "b"}], "documents": [{"text": "c"}]}, "documents", "messages alone"),
         ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "input", "exclude each other"),
         ({"messages": [{"role": "user", "content": "b"}], "prompt": "c"}, "prompt", "need inputs that are texts"),
         ({"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype", "'float32', 'float16' or 'bfloat16'"),
