@@ -13,8 +13,9 @@ from protos.wire import Context
 
 METADATA_KEY: Final = "authorization"
 
-# Health says nothing that a port scan does not, and what checks it need not hold the secret.
-_OPEN: Final = "/grpc.health.v1.Health/"
+# A check says nothing that a port scan does not, and what makes it need not hold the secret. A watch needs it,
+# because it takes one of the places of running calls.
+_OPEN: Final = "/grpc.health.v1.Health/Check"
 
 # A peer that tries again and again must not fill the log.
 _LOG_EVERY_S: Final = 10.0
@@ -45,7 +46,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Returns the method's handler, or one that refuses the call."""
         method = str(handler_call_details.method)
-        if method.startswith(_OPEN):
+        if method == _OPEN:
             return await continuation(handler_call_details)
         given = next(
             (value for key, value in handler_call_details.invocation_metadata or () if key == METADATA_KEY),

@@ -81,8 +81,8 @@ async def failed(channel: Any, method: str = METHODS[0]) -> grpc.aio.AioRpcError
     return caught.value
 
 
-async def test_every_method_needs_the_token_and_health_does_not() -> None:
-    """A new method is protected without further ado; a health check needs no secret."""
+async def test_every_method_needs_the_token_and_a_health_check_does_not() -> None:
+    """A new method is protected without further ado; a check needs no secret, a watch does."""
     assert len(METHODS) > 20
     async with serving(with_token()) as address:
         for method in METHODS:
@@ -92,6 +92,10 @@ async def test_every_method_needs_the_token_and_health_does_not() -> None:
         async with PLAIN.open_channel(address) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
             await health.Check(health_pb2.HealthCheckRequest())
+            with pytest.raises(
+                grpc.aio.AioRpcError, match="no service token"
+            ):  # it would take a place of a call
+                await health.Watch(health_pb2.HealthCheckRequest(), timeout=10).read()
 
 
 async def test_a_socket_needs_the_token_too_and_others_cannot_open_it(tmp_path: Path) -> None:
