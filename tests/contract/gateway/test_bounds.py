@@ -214,6 +214,12 @@ async def test_a_client_that_leaves_with_a_request_behind_its_stream() -> None:
             client.send("GET /load")
             await client.reader.readuntil(b"data: ")
         await scheduler.until(lambda: len(scheduler.aborted) == 1)
+        metrics = gateway.app.state.context.metrics
+        async with asyncio.timeout(5):
+            while metrics.num_in_flight:
+                await asyncio.sleep(0)
+        # It did not end because something could not be written.
+        assert b"internal_error" not in metrics.text()
 
 
 async def test_too_many_connections() -> None:
