@@ -13,8 +13,8 @@ from protos.wire import Context
 
 METADATA_KEY: Final = "authorization"
 
-# A check says nothing that a port scan does not, and what makes it need not hold the secret. A watch needs it,
-# because it takes one of the places of running calls.
+# A check says nothing that a port scan does not, and what makes it need not hold the secret. A watch needs
+# it, because it takes one of the places of running calls.
 _OPEN: Final = "/grpc.health.v1.Health/Check"
 
 # A peer that tries again and again must not fill the log.
