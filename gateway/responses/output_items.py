@@ -90,8 +90,6 @@ class CallItem(OutputItem):
 
     call_id: str = ""
     name: str = ""
-    number: int = 0
-    """Its number among the calls."""
     revoked: bool = False
     """Whether its arguments turned out not to be JSON, when a stream had announced it."""
 
@@ -117,6 +115,7 @@ class Output:
         """Creates an answer without items; they are named after it."""
         self._suffix = answer_id.partition("_")[2]
         self.items: list[OutputItem] = []
+        self._calls: dict[int, CallItem] = {}
 
     def take(self, event: Event) -> OutputItem:
         """Adds an event to the item that it belongs to; that is a new last item if the event begins one."""
@@ -127,11 +126,13 @@ class Output:
             case Reasoning(text):
                 item = last if isinstance(last, ThinkingItem) else self._add(ThinkingItem(*self._place("rs")))
             case CallStart(number, call_id, name):
-                return self._add(CallItem(*self._place("fc"), call_id=call_id, name=name, number=number))
+                call = CallItem(*self._place("fc"), call_id=call_id, name=name)
+                self._calls[number] = call
+                return self._add(call)
             case CallArguments(number, text):
-                item = self._call(number)
+                item = self._calls[number]
             case _:
-                call = self._call(event.number)
+                call = self._calls[event.number]
                 call.revoked = True
                 return call
         item.pieces.append(text)
@@ -145,10 +146,6 @@ class Output:
         """Returns the items; if the answer was ``cut``, the last one is incomplete."""
         last = len(self.items) - 1
         return [item.body("incomplete" if cut and item.index == last else "completed") for item in self.items]
-
-    def _call(self, number: int) -> CallItem:
-        calls = (item for item in self.items if isinstance(item, CallItem))
-        return next(call for call in calls if call.number == number)
 
     def _place(self, prefix: str) -> tuple[str, int]:
         index = len(self.items)
