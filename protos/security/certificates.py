@@ -81,7 +81,8 @@ def _read(paths: CertificatePaths) -> Pems:
     ca = read_bytes(paths.ca, "--grpc-tls-ca")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        context.load_verify_locations(cadata=ca.decode("ascii"))
+        # Comments between certificates may have other letters.
+        context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError) as error:
         raise ConfigurationRefused(f"--grpc-tls-ca: {paths.ca} has no PEM certificates") from error
     if paths.cert is None or paths.key is None:

@@ -77,3 +77,10 @@ def test_the_token_is_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.M
         assert security.tokens.accepts(f"Bearer {TOKEN}")
         assert not security.tokens.accepts(TOKEN)
         assert not security.tokens.accepts(f"Bearer {TOKEN}x")
+
+
+def test_a_file_of_several_cas_may_have_comments(tmp_path: Path) -> None:
+    """Bundles name their certificates, not always in ASCII."""
+    paths, others = service_files(tmp_path / "a"), service_files(tmp_path / "b")
+    paths.ca.write_bytes("# Müller\n".encode() + paths.ca.read_bytes() + others.ca.read_bytes())
+    assert load(CallSecuritySettings, [f"--grpc-tls-ca={paths.ca}"]).link_security().certificates is not None
