@@ -152,20 +152,19 @@ async def test_long_texts_below_the_limit(stack: Stack) -> None:
         assert longest < 0.2 + (time.monotonic() - began) / 3
 
 
-@pytest.mark.parametrize(
-    "body", [b'{"prompt": "\xff\xfe"}', b"\xff", b'{"\xc3\x28": 1}', b'{"prompt": "\xed\xa0\x80"}']
-)
-async def test_invalid_utf8(stack: Stack, body: bytes) -> None:
+async def test_invalid_utf8(stack: Stack) -> None:
     """Every route that takes JSON answers 400 in its protocol's form."""
+    bodies = [b'{"prompt": "\xff\xfe"}', b"\xff", b'{"\xc3\x28": 1}', b'{"prompt": "\xed\xa0\x80"}']
     document = stack.gateway.app.openapi()
     paths = [path for path, one in document["paths"].items() if "requestBody" in one.get("post", {})]
     assert len(paths) > 12
     for path in paths:
         if "lora" in path:
             continue  # needs admin rights first
-        response = await stack.http.post(path, content=body)
-        assert response.status_code == 400, path
-        assert response.json()["error"]["message"]
+        for body in bodies:
+            response = await stack.http.post(path, content=body)
+            assert response.status_code == 400, path
+            assert response.json()["error"]["message"]
 
 
 async def test_floods_of_headers(stack: Stack) -> None:
