@@ -157,6 +157,6 @@ def test_many_marks_are_one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MessagesRequest, "model_copy", counted)
     block = Block.model_construct(type="text", text="a", cache_control=CacheControl(type="ephemeral"))
     turns = [Turn.model_construct(role="user", content=[block] * 4) for _ in range(50)]
-    (hint,) = hints_of(MessagesRequest.model_construct(messages=turns))
+    (hint,) = hints_of(MessagesRequest.model_construct(messages=turns, max_tokens=1))
     assert len(hint.body.messages) == 50
     assert len(copies) == 1
