@@ -22,7 +22,7 @@ from gateway.messages.message_stream_writer import MessageStreamWriter
 from gateway.messages.prefix_pins import Prefix, PrefixPins
 from gateway.messages.schemas import CountTokensRequest, MessagesRequest, PromptRequest
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, chat_prompt, respond_to_chat
-from gateway.routes.context import generating_model, read_body
+from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.text.chat_template import ChatTemplate
@@ -78,7 +78,7 @@ async def create_message(request: Request) -> Response:
 
         return AnswerFormat(ID_PREFIX, stream, collected, headers=headers)
 
-    chat = _chat(body, served)
+    chat = await _chat(request, body, served)
     prompt = await chat_prompt(request, served, chat)
     response = await respond_to_chat(request, chat, write, prompt)
     follow = _hint_follower(request, body, served, chat, prompt)
@@ -95,13 +95,14 @@ async def count_tokens(request: Request) -> Response:
     """Returns the number of tokens that the same messages, system prompt and tools have as a prompt."""
     body = await read_body(request, CountTokensRequest)
     served = await generating_model(request, body.model)
-    prompt = await chat_prompt(request, served, _chat(body, served))
+    prompt = await chat_prompt(request, served, await _chat(request, body, served))
     headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
     return Response(orjson.dumps({"input_tokens": len(prompt)}), 200, headers, "application/json")
 
 
-def _chat(body: PromptRequest, served: ServedModel) -> ConvertedRequest:
-    return to_chat(body, _template(body, served))
+async def _chat(request: Request, body: PromptRequest, served: ServedModel) -> ConvertedRequest:
+    size, template = len(await request.body()), _template(body, served)
+    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
 
 
 def _template(body: PromptRequest, served: ServedModel) -> ChatTemplate | None:

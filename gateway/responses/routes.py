@@ -21,7 +21,7 @@ from gateway.responses.output_items import collected
 from gateway.responses.request import ResponsesRequest
 from gateway.responses.response_stream_writer import ResponseStreamWriter, chat_logprobs
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond_to_chat
-from gateway.routes.context import generating_model, read_body
+from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.tools.skipped_tools import skipped_tools_header
 from protos.errors import NotFound
@@ -65,7 +65,9 @@ async def create_response(request: Request) -> Response:
             ID_PREFIX, partial(_stream, body, plan), partial(_body, body, plan), headers=headers
         )
 
-    return await respond_to_chat(request, to_chat(body, template), write)
+    size = len(await request.body())
+    chat = await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
+    return await respond_to_chat(request, chat, write)
 
 
 def _stream(body: ResponsesRequest, plan: AnswerPlan, start: StreamStart) -> ResponseStreamWriter:
