@@ -16,11 +16,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         pytest.fail("this test sets up podman and must run as root")
     engine = Engine(tmp_path_factory.mktemp("engine"))
     engine.install()
-    engine.environment |= {
-        "TRIPTYCH_PORT": str(free_port()),
-        "TRIPTYCH_KV_MEMORY": "1",
-        "TRIPTYCH_CPU_THREADS": "1",
-    }
+    engine.environment["TRIPTYCH_PORT"] = str(free_port())
     with engine.serving(), wheels_over_http() as arguments:
         engine.environment |= arguments
         for service in SERVICES:

