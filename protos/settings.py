@@ -143,8 +143,12 @@ def is_secret(cls: type[BaseSettings], field: str) -> bool:
     return "SecretStr" in repr(cls.model_fields[field].annotation) if field in cls.model_fields else False
 
 
+# Kubernetes sets TRIPTYCH_PORT=tcp://10.0.0.1:8000 in the pods beside a service that is called triptych.
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
+
+
 class _NotFixed(PydanticBaseSettingsSource):
-    """Another source without the fixed fields."""
+    """Another source without the fixed fields, and without the addresses that Kubernetes sets as ports."""
 
     def __init__(self, settings_cls: type[BaseSettings], source: PydanticBaseSettingsSource) -> None:
         super().__init__(settings_cls)
@@ -155,7 +159,11 @@ class _NotFixed(PydanticBaseSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         fixed = fixed_fields(self.settings_cls)
-        return {name: value for name, value in self._source().items() if name not in fixed}
+        return {
+            name: value
+            for name, value in self._source().items()
+            if name not in fixed and not (name.endswith("port") and _SERVICE_LINK.match(str(value)))
+        }
 
 
 class _ReferenceNames(PydanticBaseSettingsSource):

@@ -118,3 +118,9 @@ def test_a_fixed_field_has_neither_flag_nor_variable(monkeypatch: pytest.MonkeyP
     assert settings.model_fields_set == {"host"}
     with pytest.raises(ConfigurationRefused, match="unrecognized arguments: --port 4"):
         load(_Derived, ["--port", "4"])
+
+
+def test_an_address_that_kubernetes_sets_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that is called triptych changes nothing in the pods beside it."""
+    monkeypatch.setenv("TRIPTYCH_PORT", "tcp://10.0.0.1:8000")
+    assert load(SchedulerSettings, []).port == SchedulerSettings.model_fields["port"].default
