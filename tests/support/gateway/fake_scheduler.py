@@ -125,6 +125,7 @@ class FakeScheduler(FakePins):
     aliases: Sequence[str] = ()
     """Further names of the model."""
     max_model_len: int = 512
+    vocab_size: int = 49152
     eos: int = 2
     tokens_per_event: int = 1
     prompt_logprobs_per_event: int | None = None
@@ -221,7 +222,7 @@ class FakeScheduler(FakePins):
         for path in sorted(self.folder.iterdir()):
             digest.update(path.name.encode() + path.read_bytes())
         return pb.ModelInfo(
-            served_name=self.model, aliases=self.aliases, source="scripted", vocab_size=49152, max_model_len=self.max_model_len,
+            served_name=self.model, aliases=self.aliases, source="scripted", vocab_size=self.vocab_size, max_model_len=self.max_model_len,
             eos_token_ids=[self.eos], created_unix_s=1_700_000_000, tokenizer_sha256=digest.hexdigest(),
             default_sampling=self.sampling_defaults, pooled_size=self.pooled_size,
             pool_tasks=self.pool_tasks if self.pooled_size else [],
