@@ -15,7 +15,8 @@ from gateway.schemas.structured import Schema
 from gateway.schemas.tools import bounded, object_schema
 from protos import limits
 
-# Blocks in all turns together: checking more would delay other requests' streams.
+# Blocks in all turns and results of calls together, and in a system prompt: checking more would delay other
+# requests' streams.
 _MAX_BLOCKS: Final = 4 * MAX_MESSAGES
 
 _TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
@@ -53,11 +54,25 @@ def _limit_turns(turns: Any) -> Any:
         return turns
     if len(turns) > MAX_MESSAGES:
         raise ValueError(f"takes at most {MAX_MESSAGES} messages, got {len(turns)}; shorten the conversation")
-    contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
-    count = sum(len(content) for content in contents if isinstance(content, list))
+    blocks = [block for turn in turns for block in _content_of(turn)]
+    _check_count(len(blocks) + sum(len(_content_of(block)) for block in blocks))
+    return turns
+
+
+def _content_of(value: Any) -> list[Any]:
+    content = value.get("content") if isinstance(value, dict) else None
+    return content if isinstance(content, list) else []
+
+
+def _check_count(count: int) -> None:
     if count > _MAX_BLOCKS:
         raise ValueError(f"has {count} blocks; send at most {_MAX_BLOCKS}")
-    return turns
+
+
+def _limit_system(system: Any) -> Any:
+    if isinstance(system, list):
+        _check_count(len(system))
+    return system
 
 
 class AnthropicTool(RequestModel):
@@ -209,9 +224,12 @@ class PromptRequest(RequestModel):
         ),
         BeforeValidator(_limit_turns),
     ]
-    system: Annotated[TextBlocks, or_default([]), Field(description="The system prompt.")] = Field(
-        default_factory=list
-    )
+    system: Annotated[
+        TextBlocks,
+        or_default([]),
+        BeforeValidator(_limit_system),
+        Field(description="The system prompt."),
+    ] = Field(default_factory=list)
     tools: Annotated[
         list[AnthropicTool],
         Field(fail_fast=True, description="Tools that the model may call."),

@@ -12,8 +12,14 @@ from gateway.schemas.tools import MAX_ARGUMENTS
 
 MAX_ITEMS: Final = MAX_MESSAGES
 
+# Parts of all items together: checking more would delay other requests' streams.
+_MAX_PARTS: Final = 4 * MAX_ITEMS
+
 # The field that holds the text, by the type of a part.
 _PARTS: Final = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+# The fields of items that hold parts.
+_LISTS: Final = ("content", "summary", "output")
 
 # Fields of an answer's parts, which clients send back.
 _ECHOED: Final = frozenset({"annotations", "logprobs"})
@@ -159,6 +165,10 @@ def _items(value: Any) -> Any:
     # Checked before the items themselves.
     if len(value) > MAX_ITEMS:
         raise ValueError(f"takes at most {MAX_ITEMS} items, got {len(value)}; shorten the conversation")
+    fields = (item.get(name) for item in value if isinstance(item, dict) for name in _LISTS)
+    count = sum(len(parts) for parts in fields if isinstance(parts, list))
+    if count > _MAX_PARTS:
+        raise ValueError(f"has {count} parts; send at most {_MAX_PARTS}")
     return value
 
 

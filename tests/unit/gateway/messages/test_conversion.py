@@ -205,6 +205,8 @@ def test_inputs_of_any_depth() -> None:
         ({"system": [{"type": "image"}]}, InvalidArgument, "'system' block 0 is not served; only blocks of type 'text' are"),
         ({"messages": [USER] * 4097}, InvalidArgument, "takes at most 4096 messages"),
         ({"messages": [user(*[text("")] * 20_000)]}, InvalidArgument, "has 20000 blocks"),
+        ({"messages": [user(RESULT | {"content": [text("")] * 20_000})]}, InvalidArgument, "has 20001 blocks"),
+        ({"system": [text("")] * 20_000}, InvalidArgument, "has 20000 blocks"),
         ({"tools": [{"name": "f"}]}, InvalidArgument, "needs 'input_schema'"),
         ({"tools": [{**TOOL, "name": "f g"}]}, InvalidArgument, "name must be 1 to 128 letters"),
         ({"tools": [TOOL, TOOL]}, InvalidArgument, "two tools named 'f'"),

@@ -216,3 +216,17 @@ def test_fields_of_answers_are_no_unknown_fields() -> None:
     assert ignored.names == ["prompt_cache_retention", "new"]
     with pytest.raises(InvalidArgument, match="unknown parameter 'new'"):
         parse(ResponsesRequest, b'{"input": "a", "new": 1}')
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": [{"type": "input_text", "text": ""}] * 20_000},
+        returned("1", [{"type": "input_text", "text": ""}] * 20_000),
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": ""}] * 20_000},
+    ],
+)
+def test_the_number_of_parts_is_bounded(item: dict[str, Any]) -> None:
+    """Checking hundreds of thousands takes a second, in which all streams stand still."""
+    with pytest.raises(InvalidArgument, match="has 20000 parts; send at most 16384"):
+        request(input=[item])
