@@ -3,11 +3,13 @@
 import asyncio
 from typing import Any, Final
 
+import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.http.errors import error_response
+from gateway.http.upgrades import DecliningParser, head_without_offer
 from protos.errors import Unavailable
 from protos.logs import get_logger
 
@@ -92,6 +94,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread = 0
         # Of the request that is being answered. uvicorn has only that of the newest one.
         self._running: Any = None
+        self.parser: Any = DecliningParser(self._new_parser, self._head_without_offer)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """Starts the time for the first head."""
@@ -130,6 +133,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Ends the time for the head. Cuts off a client that sends requests without end on one connection."""
+        if self.parser.declines:
+            return
         self._in_head, self._in_body = False, True
         self._advanced, self._head_bytes = True, 0
         self._stop_head_timer()
@@ -144,6 +149,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Ends the time for a body that nothing reads."""
+        if self.parser.declines:
+            return
         self._in_body = False
         self._stop_head_timer()
         super().on_message_complete()
@@ -164,6 +171,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """Ends the time for a slow reader."""
         super().resume_writing()
         self._stop_write_timer()
+
+    def _new_parser(self) -> Any:
+        parser = httptools.HttpRequestParser(self)
+        # As uvicorn's: a client may close its side before it has the answer.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    def _head_without_offer(self) -> bytes:
+        parser = self.parser
+        return head_without_offer(parser.get_method(), self.url, parser.get_http_version(), self.headers)
 
     def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:  # type: ignore[override] # as uvicorn's
         self._running = cycle

@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -149,6 +150,37 @@ async def test_a_long_head() -> None:
             b"GET /version HTTP/1.1\r\nhost: x\r\n" + line * (MAX_HEAD_BYTES // len(line) + 1)
         )
         assert (await client.rest()).startswith(b"HTTP/1.1 431 ")
+
+
+OFFER = "connection: Upgrade, HTTP2-Settings\r\nhttp2-settings: AAEAAEAA\r\nupgrade: h2c\r\n"
+
+
+@pytest.mark.parametrize("cuts", [(), (30,), (95,), (-1,), (30, 95, -20, -1)])
+async def test_an_offer_of_another_protocol_is_declined(cuts: tuple[int, ...]) -> None:
+    """Java's client makes one with each first request, whose body is neither lost nor a second request."""
+    async with stack() as (scheduler, gateway), connected(gateway) as client:
+        body = completion(1)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{OFFER}content-length: {len(body)}\r\n\r\n"
+        data = (head + body).encode()
+        for begin, end in pairwise((0, *(cut % len(data) for cut in cuts), len(data))):
+            client.writer.write(data[begin:end])
+            await asyncio.sleep(0.01)
+        await client.reader.readuntil(b"[DONE]")
+        client.writer.write(f"GET /version HTTP/1.1\r\nhost: x\r\n{OFFER}\r\n".encode() * 20)
+        client.writer.write(b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await client.rest()).count(b"HTTP/1.1 200") == 21
+        assert len(scheduler.requests) == 1
+
+
+async def test_a_tunnel_is_refused() -> None:
+    """What follows its head is not read as requests."""
+    async with stack() as (_, gateway), connected(gateway) as client:
+        client.writer.write(
+            b"CONNECT a:1 HTTP/1.1\r\nhost: x\r\n\r\nGET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+        )
+        answer = await client.rest()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert answer.count(b"HTTP/1.1") == 1
 
 
 CHUNKED = "POST {} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
