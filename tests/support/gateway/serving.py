@@ -104,6 +104,7 @@ async def running_stack(
     folder = folder or smollm2_folder()
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     scheduler = FakeScheduler(folder, [*tokenizer.encode(text).ids, 2], aliases=aliases)
+    scheduler.vocab_size = max(scheduler.vocab_size, tokenizer.get_vocab_size())
     async with (
         serving(scheduler) as server,
         running_gateway(server.port, **changes) as gateway,
