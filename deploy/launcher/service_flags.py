@@ -9,7 +9,7 @@ from pydantic import BaseModel, SecretStr
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
-from protos.settings import ServiceSettings, is_secret
+from protos.settings import ServiceSettings, is_secret, reference_variables
 from protos.wire import unix_address
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
@@ -154,12 +154,18 @@ def _given_flags(
 
 
 def secrets_of(settings: ServiceSettings, service: type[ServiceSettings]) -> dict[str, str]:
-    """Returns the variables of a service's secret settings: other users of the machine would see flags."""
-    return {
-        f"TRIPTYCH_{name.upper()}": _secret(getattr(settings, name))
-        for name in settings.model_fields_set
-        if is_secret(service, name) and getattr(settings, name)
-    }
+    """Returns the variables of a service's secret settings: other users of the machine would see flags.
+
+    Those of other services' secrets are empty, so that a worker, which may run a model's own code, inherits no
+    key of the gateway.
+    """
+    cls, variables = type(settings), dict[str, str]()
+    for name in cls.model_fields:
+        if is_secret(cls, name):
+            value = getattr(settings, name) if is_secret(service, name) else None
+            variables |= dict.fromkeys(reference_variables(cls, name), "")
+            variables[f"TRIPTYCH_{name.upper()}"] = _secret(value) if value else ""
+    return variables
 
 
 def _secret(value: SecretStr | tuple[SecretStr, ...]) -> str:
