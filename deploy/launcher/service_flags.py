@@ -156,8 +156,8 @@ def _given_flags(
 def secrets_of(settings: ServiceSettings, service: type[ServiceSettings]) -> dict[str, str]:
     """Returns the variables of a service's secret settings: other users of the machine would see flags.
 
-    Those of other services' secrets are empty, so that a worker, which may run a model's own code, inherits no
-    key of the gateway.
+    Those of other services' secrets are empty, so that a worker, which may run a model's own code, inherits
+    no key of the gateway.
     """
     cls, variables = type(settings), dict[str, str]()
     for name in cls.model_fields:
