@@ -144,7 +144,11 @@ async def test_errors(node: Path, stack: Stack) -> None:
 async def test_keys_and_tls(node: Path, tmp_path: Path) -> None:
     """Both clients send their key over TLS; a wrong one is an authentication error."""
     files = service_files(tmp_path)
-    settings: dict[str, Any] = {"api_key": (SecretStr("right-key"),), "ssl_certfile": files.cert, "ssl_keyfile": files.key}
+    settings: dict[str, Any] = {
+        "api_key": (SecretStr("right-key"),),
+        "ssl_certfile": files.cert,
+        "ssl_keyfile": files.key,
+    }
     async with running_stack(TEXT, **settings) as stack:
         url = f"https://127.0.0.1:{stack.gateway.port}"
         trust = {"NODE_EXTRA_CA_CERTS": str(files.ca)}

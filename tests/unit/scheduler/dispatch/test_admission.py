@@ -37,7 +37,11 @@ from tests.support.scheduler.second_replica import add_replica, run
     [
         (make_submission([97]), InvalidArgument, "token id 97; this model's ids end at 96"),
         (make_submission([5], resumed=[500]), InvalidArgument, "token id 500"),
-        (make_submission([5] * 64), ContextExceeded, "maximum context length is 64 tokens, but the prompt has 64"),
+        (
+            make_submission([5] * 64),
+            ContextExceeded,
+            "maximum context length is 64 tokens, but the prompt has 64",
+        ),
         (make_submission([5] * 60, max_tokens=5), ContextExceeded, "ask for at most 4"),
         (make_submission(min_p=0.5), Unsupported, "min_p is not supported"),
     ],

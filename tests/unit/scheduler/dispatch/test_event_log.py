@@ -182,7 +182,9 @@ async def test_log_probabilities_are_kept_and_rewound() -> None:
     request = logged.rig.engine.find("r")
     assert request is not None
     entries = [common_pb2.TokenLogprobs(logprob=-float(n), top_token_ids=[n]) for n in range(6)]
-    request.sink.push(Event("r", prompt_logprobs=entries[:2], first=True, num_cached_tokens=3, replica_id="r0"))
+    request.sink.push(
+        Event("r", prompt_logprobs=entries[:2], first=True, num_cached_tokens=3, replica_id="r0")
+    )
     for entry in entries:
         token = expected_tokens(PROMPT, len(request.token_ids) - 2)[-1]
         request.token_ids.append(token)
