@@ -21,7 +21,8 @@ from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 
 _TIMEOUT_S: Final = 2.0
-_MAX_BYTES: Final = 16 * 1024 * 1024
+# Ends a text. Part of one, from a gateway that dies or stalls, would add up to wrong figures.
+_END: Final = b"# EOF\n"
 
 # Figures of a process mean nothing when they are added up. They are on its own --metrics-port.
 _OF_ONE_PROCESS: Final = ("process_", "python_")
@@ -75,7 +76,7 @@ class SharedMetrics:
     async def _answer(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(_TIMEOUT_S):
-                writer.write(self._own_text())
+                writer.write(self._own_text() + _END)
                 await writer.drain()
         writer.close()
 
@@ -84,11 +85,14 @@ async def _read(path: Path) -> bytes | None:
     """Returns the metrics of the gateway behind a socket; None if it does not answer."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            reader, writer = await asyncio.open_unix_connection(path, limit=_MAX_BYTES)
+            reader, writer = await asyncio.open_unix_connection(path)
             try:
-                return await reader.read()
+                text = await reader.read()
             finally:
                 writer.close()
+        if text.endswith(_END):
+            return text
+        get_logger().warning("a gateway's metrics are missing", socket=str(path), error="cut short")
     except ConnectionRefusedError:
         path.unlink(missing_ok=True)  # noqa: ASYNC240 - quick; its process has died
     except FileNotFoundError:

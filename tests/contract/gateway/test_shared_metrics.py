@@ -1,5 +1,6 @@
 """Gateways that share a port answer scrapes with the sum over all of them."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +36,17 @@ async def test_any_gateway_answers_for_all(tmp_path: Path) -> None:
             (tmp_path / "metrics" / "dead.sock").touch()
             assert await sample(one.base_url, "triptych:gateway_processes") == [1]
             assert sum(await sample(one.base_url, "vllm:request_success_total")) == 1
+
+
+async def test_metrics_that_are_cut_short_do_not_count(tmp_path: Path) -> None:
+    """A gateway that dies while it writes spoils no scrape of the others."""
+
+    async def die(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"# TYPE http_requests counter\nhttp_req")
+        writer.close()
+
+    folder = tmp_path / "metrics"
+    async with running_gateway(9, wait=False, metrics_folder=folder) as gateway:
+        other = await asyncio.start_unix_server(die, folder / "other.sock")
+        async with other:
+            assert await sample(gateway.base_url, "triptych:gateway_processes") == [1]
