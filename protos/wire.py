@@ -48,6 +48,10 @@ CHANNEL_OPTIONS: Final = (
     # Find a restarted peer quickly; the default backs off to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # How long one attempt may take, 20 s by default: perhaps no machine has the address any more.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
+    # A container that is made anew has another address; gRPC asks for it every 30 s by itself.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # A proxy from the environment must not carry traffic inside a cluster.
     ("grpc.enable_http_proxy", 0),
 )
