@@ -86,8 +86,8 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     """Number of replicas. Each is one worker, or --tensor-parallel-size times --pipeline-parallel-size of
     them."""
     gateways: int = Field(1, ge=1, le=64)
-    """Number of gateway processes that share the HTTP port. One fills a core with the streams of about 128
-    requests. Each has a port of its own for `/metrics` and `/health`: `--metrics-port` and the ports after
+    """Number of gateway processes that share the HTTP port. One process sends tens of thousands of tokens a
+    second. Each has a port of its own for `/metrics` and `/health`: `--metrics-port` and the ports after
     it, or free ones, which the launcher prints."""
     run_dir: Path = Path("run")
     """Folder for pid files and logs."""

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 2.0
 
+# A message has waited for the gateway if it comes within this part of the time that the one before it took.
+_WAITED_PART: Final = 0.25
+
 _HELLO: Final = inference.ConnectRequest(schema_revision=wire.SCHEMA_REVISION)
 
 
@@ -113,8 +116,7 @@ class Connection:
             self._log.info("connected", resubmitted=len(self._table))
             for callback in self._on_open:
                 callback()
-            async for response in call:
-                self._table.deliver(response)
+            await self._deliver(call)
             return Unavailable("the scheduler closed the connection")
         except grpc.aio.AioRpcError as error:
             return from_rpc_error(error)
@@ -135,6 +137,16 @@ class Connection:
                 writer.cancel()
             if call is not None:
                 call.cancel()
+
+    async def _deliver(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
+        """Hands the stream's messages to the table, until the stream ends."""
+        began = ended = time.perf_counter()
+        async for response in call:
+            # A message that came at once has waited, if reading took a part of the time that writing did.
+            busy_s, now = ended - began, time.perf_counter()
+            behind, began = now - ended < _WAITED_PART * busy_s, now
+            self._table.deliver(response, behind=behind)
+            ended = time.perf_counter()
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]
         try:

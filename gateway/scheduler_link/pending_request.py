@@ -314,7 +314,7 @@ class RequestGroup:
         """Lets the reader await ``call`` before it waits on. Does nothing if it does not wait."""
         if self._waiter is not None:
             self._interruption = call
-            self._wake()
+            self.wake()
 
     def put_token(self, index: int, token_id: int) -> None:
         """Adds one token of sequence ``index``: the most frequent event, with nothing but a token."""
@@ -328,10 +328,16 @@ class RequestGroup:
             and self._listener(index, token_id)
         ):
             return
+        self.hold_token(index, token_id)
+        self.wake()
+
+    def hold_token(self, index: int, token_id: int) -> None:
+        """Adds a token as :meth:`put_token` does, but wakes no reader; :meth:`wake` must follow soon."""
+        if self._may_hold:
+            self.put(index, SequenceEvent((token_id,)))
+            return
         self._events.append((index, token_id))
-        if self._waiter is not None:
-            self._wake()
-        elif len(self._events) >= self._next_count:
+        if self._waiter is None and len(self._events) >= self._next_count:
             self._next_count += _COUNTED_TOGETHER
             self._unread.add(_COUNTED_TOGETHER)
 
@@ -354,7 +360,7 @@ class RequestGroup:
                 self._unread.add(_weight(event))
         else:
             pending.held_events.append((index, event))
-        self._wake()
+        self.wake()
 
     def fail(self, error: TriptychError) -> None:
         """Ends the group with ``error``.
@@ -364,7 +370,7 @@ class RequestGroup:
         self.abort()
         if self._error is None:
             self._error = error
-        self._wake()
+        self.wake()
 
     def _on_slow_reader(self, error: TriptychError) -> None:
         self._events.clear()
@@ -381,6 +387,7 @@ class RequestGroup:
         self._unfinished.discard(index)
         self._abort(*self._sequences[index])
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Wakes the reader if it waits."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

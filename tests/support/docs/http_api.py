@@ -42,8 +42,11 @@ HEADERS = (
     ),
     (
         "`X-Triptych-Unenforced`",
-        "In answers: the parts of a JSON schema that the answer may violate, because no grammar can enforce them, for"
-        " example `$.tags: uniqueItems; $.age: not`. [Structured output](structured-output.md) says when.",
+        (
+            "In answers: the parts of a JSON schema that the answer may violate, because no grammar can enforce"
+            " them, for example `$.tags: uniqueItems; $.age: not`. [Structured output](structured-output.md)"
+            " says when."
+        ),
     ),
 )
 
@@ -105,8 +108,10 @@ def _section(path: str, verb: str, route: dict[str, Any], comments: dict[tuple[s
         if tolerated := _models()[schema["title"]].tolerated:
             names = ", ".join(f"`{name}`" for name in tolerated)
             lines += [
-                f"These parameters cannot change the output: {names}. They are accepted and named in a debug line of the"
-                " log, like unknown ones; `--strict-requests` refuses them.",
+                (
+                    f"These parameters cannot change the output: {names}. They are accepted and named in a debug"
+                    " line of the log, like unknown ones; `--strict-requests` refuses them."
+                ),
                 "",
             ]
     return lines + _answer(route["responses"]["200"])

@@ -1,5 +1,6 @@
 """Requests under way: what a refusal does to a parked one, and the delivery of tokens in columns."""
 
+import asyncio
 import resource
 from pathlib import Path
 
@@ -147,3 +148,32 @@ async def test_a_resubmitted_request_says_how_long_it_has_been_silent(
         silent_ms.append(pending.request.silent_ms)
     assert silent_ms == [0, 0, 11_000, 24_000, 0, 19_000]
     group.abort()
+
+
+async def test_a_gateway_that_is_behind_hands_tokens_out_together() -> None:
+    """While messages wait, a reader gets the tokens of several together; afterwards each at once again."""
+    table = RequestTable(Outbox(), Parking(4, 30.0), 60.0)
+    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5])])
+    (pending,) = group.requests
+    first = inference.GenerateEvent(request_id=pending.wire_id, token_ids=[6], handle=1)
+    table.deliver(inference.ConnectResponse(events=[first]))
+    await group.take()
+    heard: list[int] = []
+
+    def hear(_: int, token_id: int) -> bool:
+        heard.append(token_id)
+        return True
+
+    group.listen(hear)
+    reader = asyncio.create_task(group.take())
+    await asyncio.sleep(0)
+    for token_id, behind in ((7, False), (8, True), (9, False)):
+        table.deliver(inference.ConnectResponse(handles=[1], token_ids=[token_id]), behind=behind)
+    assert heard == [7]
+    assert [event.token_ids for _, event in await reader] == [(8,), (9,)]
+    reader = asyncio.create_task(group.take())
+    await asyncio.sleep(0)
+    table.deliver(inference.ConnectResponse(handles=[1], token_ids=[10]))
+    assert heard == [7, 10]
+    group.abort()
+    reader.cancel()
