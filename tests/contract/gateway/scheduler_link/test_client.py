@@ -274,10 +274,10 @@ async def test_an_unexpected_exception_is_a_pause(
     """A bug while events are delivered, or while requests are resubmitted, costs only a reconnect."""
     works, faults = getattr(RequestTable, method), [RuntimeError("a bug")]
 
-    def fails_once(table: RequestTable, given: object) -> None:
+    def fails_once(table: RequestTable, given: object, **options: bool) -> None:
         if faults:
             raise faults.pop()
-        works(table, given)
+        works(table, given, **options)
 
     monkeypatch.setattr(RequestTable, method, fails_once)
     scheduler.break_after = 5 if method == "_resubmit" else None

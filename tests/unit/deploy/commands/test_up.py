@@ -1,5 +1,6 @@
 """`triptych up` before it starts any service: bad settings, ports, and the example request."""
 
+import os
 import socket
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def test_what_has_no_effect_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Variables of other stacks with the reason, and a variable of ours that does not exist."""
+    for name in [name for name in os.environ if name.startswith("VLLM_")]:
+        monkeypatch.delenv(name)  # a worker that ran in this process has set some
     monkeypatch.setenv("VLLM_PLUGINS", "rbln")
     monkeypatch.setenv("TRIPTYCH_MAX_NUM_SEQ", "4")
     with claim(tmp_path):  # so that nothing starts

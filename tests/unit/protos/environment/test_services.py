@@ -28,6 +28,8 @@ def test_a_refused_variable_stops_the_start(
     """With exit code 2 and one line that says what to change."""
     monkeypatch.setenv("VLLM_RBLN_USE_VLLM_MODEL", "0")
     monkeypatch.setattr("structlog.configure", lambda **_: None)
+    # A worker ends its process at once where earlier tests have left threads of torch.
+    monkeypatch.setattr("worker_svc.__main__._uses_torch", lambda: False)
     assert importlib.import_module(module).main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
