@@ -150,7 +150,7 @@ async def running_stack(
             ),
             "scheduler": _flags(
                 port=scheduler, max_model_len=1024, max_num_seqs=32, block_size=32, max_num_batched_tokens=128,
-                decode_bucket_min=8, served_model_name=(MODEL,), replica_wait_s=PATIENCE_S,
+                decode_bucket_min=8, served_model_name=MODEL, replica_wait_s=PATIENCE_S,
             ),
         } | {
             worker: _flags(
