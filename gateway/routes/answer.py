@@ -50,7 +50,7 @@ class CollectedExtras(NamedTuple):
     n: int
     """Choices per prompt."""
     fingerprint: str
-    """Of the model."""
+    """The model's; answers carry it as `system_fingerprint`."""
     prompts: Sequence[Sequence[int]] | None = None
     """Token ids of the prompts, if ids were asked for."""
 
@@ -80,7 +80,7 @@ class StreamStart(NamedTuple):
     numbers: ChunkNumbers | None
     """Puts ids on the chunks of a resumable stream."""
     fingerprint: str
-    """Of the model."""
+    """The model's; answers carry it as `system_fingerprint`."""
     prompt_of: Callable[[int], Sequence[int]] | None
     """Returns the token ids of a choice's prompt, if ids were asked for."""
 

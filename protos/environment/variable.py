@@ -29,7 +29,7 @@ class Variable:
 
     name: str
     kind: Kind
-    """Of the values that are not refused."""
+    """What happens with the values that are not refused."""
     reason: str
     """Why, or what to use instead."""
     ours: str = ""
