@@ -41,11 +41,19 @@ class _Clock:
 
 
 def add_answer_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that choose the model and what is printed."""
+    """Adds the flags that choose the model, limit its answer, and choose what is printed."""
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="the longest answer (the server's default)"
+    )
     parser.add_argument("--model-name", metavar="NAME", help="default: the first model that the server lists")
     parser.add_argument(
         "--stats", action="store_true", help="print the time to the first token and tokens per second"
     )
+
+
+def limit_of(arguments: argparse.Namespace) -> dict[str, int]:
+    """Returns the fields of a request that `--max-tokens` sets."""
+    return {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
 
 
 def event_of(line: str) -> dict[str, Any] | None:

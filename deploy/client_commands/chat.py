@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from deploy.client.answers import Answer, add_answer_flags, ask_until_end, print_answer
+from deploy.client.answers import Answer, add_answer_flags, ask_until_end, limit_of, print_answer
 from deploy.client.connection import ClientError, add_flags, connection_of, first_model
 from deploy.one_line_parser import OneLineParser
 
@@ -33,7 +33,7 @@ def _chat(arguments: argparse.Namespace) -> int:
 
         def ask(message: str) -> Answer:
             messages = [*conversation, {"role": "user", "content": message}]
-            body = {"model": model, "messages": messages}
+            body = {"model": model, "messages": messages, **limit_of(arguments)}
             answer = print_answer(client, connection, "/v1/chat/completions", body, stats=arguments.stats)
             if answer.text or not answer.interrupted:
                 conversation[:] = [*messages, {"role": "assistant", "content": answer.text}]

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from deploy.client.answers import Answer, add_answer_flags, ask_until_end, print_answer
+from deploy.client.answers import Answer, add_answer_flags, ask_until_end, limit_of, print_answer
 from deploy.client.connection import ClientError, add_flags, connection_of, first_model
 from deploy.one_line_parser import OneLineParser
 
@@ -27,10 +27,9 @@ def _complete(arguments: argparse.Namespace) -> int:
     with connection.client() as client:
         model = arguments.model_name or first_model(client, connection)
         print(f"Using model: {model}", file=sys.stderr)
-        limit = {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
 
         def ask(prompt: str) -> Answer:
-            body = {"model": model, "prompt": prompt, **limit}
+            body = {"model": model, "prompt": prompt, **limit_of(arguments)}
             return print_answer(client, connection, "/v1/completions", body, stats=arguments.stats)
 
         if arguments.quick is not None:
@@ -46,7 +45,6 @@ def _parser() -> OneLineParser:
         epilog='Example: triptych complete -q "The capital of France is" --max-tokens 32',
     )
     parser.add_argument("-q", "--quick", metavar="PROMPT", help="complete this prompt and exit")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="the longest answer (16)")
     add_answer_flags(parser)
     add_flags(parser)
     return parser

@@ -48,9 +48,10 @@ async def test_a_conversation_remembers(
     assert "two" not in last
 
 
-async def test_completions_end_where_they_should(stack: Stack, triptych: Command) -> None:
+@pytest.mark.parametrize("command", ["chat", "complete"])
+async def test_answers_end_where_they_should(stack: Stack, triptych: Command, command: str) -> None:
     """--max-tokens limits the answer, and --stats says how long it took."""
-    done = await triptych("complete", "-q", "Paris", "--max-tokens", "3", "--stats")
+    done = await triptych(command, "-q", "Paris", "--max-tokens", "3", "--stats")
     answer, ttft, tps = done.out.splitlines()
     assert done.code == 0
     assert answer == "Paris is the"
