@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 
 from gateway.keys.caller import ANY_PRIORITY, Caller
 from gateway.keys.limits import Limits
+from protos.command_line.yaml_text import parse_yaml
 from protos.errors import ConfigurationRefused
 from protos.limits import MAX_NAME_BYTES
 
@@ -119,14 +120,10 @@ def read_key_file(path: Path) -> Sequence[KeyEntry]:
 
 
 def _parsed(path: Path, content: bytes) -> Any:
-    import yaml
-
     try:
-        return yaml.load(content, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe loader
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        mark = getattr(error, "problem_mark", None)
-        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigurationRefused(f"the key file {path} is neither YAML nor JSON{place}") from None
+        return parse_yaml(content)
+    except ValueError as error:
+        raise ConfigurationRefused(f"the key file {path} is neither YAML nor JSON{error}") from None
 
 
 def _reason(error: ValidationError) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protos.command_line.suggestions import similar
+from protos.command_line.yaml_text import parse_yaml
 from protos.errors import ConfigurationRefused
 
 SECTIONS = ("gateway", "scheduler", "worker", "launcher")
@@ -29,16 +30,12 @@ class ConfigFile:
         Raises:
             ConfigurationRefused: It cannot be read, or is not such a file.
         """
-        import yaml  # a service without a file does without
-
         try:
-            content = yaml.safe_load(path.read_text())
+            content = parse_yaml(path.read_bytes())
         except OSError as error:
             raise ConfigurationRefused(f"--config {path}: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigurationRefused(
-                f"--config {path} is not YAML: {' '.join(str(error).split())}"
-            ) from error
+        except ValueError as error:
+            raise ConfigurationRefused(f"--config {path} is not YAML{error}; correct it") from None
         top = _settings(path, content, "the file")
         sections = {
             name: _settings(path, top.pop(name), f"section {name}") for name in SECTIONS if name in top

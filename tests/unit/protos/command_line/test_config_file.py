@@ -91,7 +91,8 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         (GatewaySettings, "gateway: {port: many}", "port should be a valid integer, unable to"),
         (GatewaySettings, "gateway: 3", "section gateway should have lines like `port: 8000`"),
         (GatewaySettings, "- port", "the file should have lines like `port: 8000`"),
-        (GatewaySettings, "a: [", "is not YAML: while parsing"),
+        (GatewaySettings, "port: 81\na: [", "is not YAML at line 3, column 1; correct it"),
+        (GatewaySettings, "port: 2026-13-45", "is not YAML; correct it"),
         (LaunchSettings, "worker: {port: 1}", "section worker: there is no setting 'port'; "),
         (
             LaunchSettings,
@@ -116,6 +117,15 @@ def test_a_bad_file_is_one_clear_line(
     assert str(path) in str(caught.value)
     assert refusal in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_refusal_of_broken_yaml_repeats_no_secret(tmp_path: Path) -> None:
+    """It says where the fault is, but not what stands there."""
+    path = tmp_path / "bad.yaml"
+    path.write_text("api_key: sk-very-secret: x")
+    with pytest.raises(ConfigurationRefused, match="is not YAML at line 1, column") as caught:
+        load(GatewaySettings, ["--config", str(path)])
+    assert "secret" not in str(caught.value)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
