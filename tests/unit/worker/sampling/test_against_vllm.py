@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.triptych.v1 import common_pb2
+from tests.support.property_settings import scaled
 from tests.support.sampling_params import complete_params
 from tests.support.worker.sampling import make_state, request
 from worker_svc.sampling.adjust import adjust_logits
@@ -176,7 +177,8 @@ def near_a_threshold(row: Row, processed: torch.Tensor) -> torch.Tensor:
     return near | ((above - sampling.top_p).abs() < 1e-4) | (weights < 1e-6)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.property
+@scaled(max_examples=200)
 @given(batch=st.lists(rows(), min_size=1, max_size=5), seed=st.integers(0, 2**32))
 def test_any_parameters_give_the_same_probabilities(batch: list[Row], seed: int) -> None:
     """Logits are random, and each row of a batch has its own parameters."""

@@ -41,6 +41,13 @@ CASES = {
     "bias_and_penalties": {"logit_bias": {5: 3.0}, "repetition_penalty": 1.5, "frequency_penalty": 0.3},
     "all": ALL,
 }  # fmt: skip
+KINDS = ("float32", "bfloat16", "peaked")
+# Quick tests give each case one kind of logits in turn, and all of them to the case of all parameters.
+GRID = [
+    pytest.param(case, kind, marks=() if case == "all" or row % 3 == column else pytest.mark.slow)
+    for row, case in enumerate(CASES)
+    for column, kind in enumerate(KINDS)
+]
 
 
 def logits_of(kind: str) -> torch.Tensor:
@@ -51,8 +58,7 @@ def logits_of(kind: str) -> torch.Tensor:
     return noise * (3 if kind == "peaked" else 1)
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "peaked"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kind"), GRID)
 def test_draws_follow_the_exact_distribution(case: str, kind: str) -> None:
     """A chi-square test of the counts at p = 1e-4, with fixed seeds."""
     sampling = complete_params(**CASES[case])  # type: ignore[arg-type]

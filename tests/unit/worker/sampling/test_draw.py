@@ -96,8 +96,8 @@ def test_neighbouring_draws_are_independent(kind: str) -> None:
         "attempts": (draw_keys(count, fixed), draw_keys(count, fixed, attempt=1)),
         "seeds and positions": (draw_keys(count * 2 + 1, fixed), draw_keys(count * 2, fixed + 1)),
     }[kind]
-    for places in ((0, 1, 2, 3), (0, 1, 256, 640)):
-        probabilities = torch.zeros(700)
+    for places in ((0, 1, 2, 3), (0, 1, BLOCK, 2 * BLOCK)):
+        probabilities = torch.zeros(places[-1] + 1)
         probabilities[list(places)] = torch.tensor([0.4, 0.3, 0.2, 0.1])
         first, second = (
             (draw(masses(probabilities), keys)[:, None] == torch.tensor(places)).int().argmax(dim=1)
