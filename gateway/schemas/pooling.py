@@ -165,7 +165,7 @@ class EncodedBody(InputBody):
         ),
     ] = "float"
     embed_dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"],
+        Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"],
         or_default("float32"),
         Field(description="The type of numbers in base64 and bytes."),
     ] = "float32"

@@ -13,6 +13,8 @@ import pytest
 import pytest_asyncio
 import torch
 
+from gateway.routes.pooling.encoding import as_bytes
+from gateway.schemas.pooling import PoolingRequest
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, minilm_folder, running_gateway
@@ -55,23 +57,31 @@ async def post(stack: Stack, path: str = "/v1/embeddings", /, **body: Any) -> ht
     return response
 
 
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+
+
 def read(part: bytes, dtype: str, endianness: str) -> torch.Tensor:
     """Returns the numbers in bytes as a client of vLLM reads them."""
-    width = 4 if dtype == "float32" else 2
-    numbers = array.array("I" if width == 4 else "H", part)
+    numbers = array.array({4: "I", 2: "H", 1: "B"}[DTYPES[dtype].itemsize], part)
     if endianness == "big":
         numbers.byteswap()
-    return torch.frombuffer(bytearray(numbers.tobytes()), dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(numbers.tobytes()), dtype=DTYPES[dtype]).float()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("endianness", ["native", "little", "big"])
 async def test_numbers_are_those_that_torch_converts(stack: Stack, dtype: str, endianness: str) -> None:
     """In base64, in the bytes with their description, and in the bytes alone."""
     form: dict[str, Any] = {"input": [[1], [2]], "embed_dtype": dtype, "endianness": endianness}
     body = (await post(stack, **form, encoding_format="base64")).json()
     expected = [
-        torch.tensor([value * times for value in VALUES]).to(getattr(torch, dtype)) for times in (1, 2)
+        torch.tensor([value * times for value in VALUES]).to(DTYPES[dtype]).float() for times in (1, 2)
     ]
     for entry, numbers in zip(body["data"], expected, strict=True):
         assert torch.equal(read(base64.b64decode(entry["embedding"]), dtype, endianness), numbers)
@@ -88,6 +98,16 @@ async def test_numbers_are_those_that_torch_converts(stack: Stack, dtype: str, e
         alone = await post(stack, path, **form, encoding_format="bytes_only")
         assert "metadata" not in alone.headers
         assert alone.content == described.content
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+async def test_numbers_of_8_bits_are_torchs(dtype: str) -> None:
+    """Every number of 16 bits, and its neighbours, which lie beside the middles between two codes."""
+    halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    floats = torch.cat([halves, halves * 1.0001, halves * 0.9999, torch.tensor([1e9, -1e9, 1e-9, 2**-17])])
+    body = PoolingRequest.model_validate({"input": "a", "embed_dtype": dtype})
+    codes = torch.frombuffer(bytearray(as_bytes(floats.tolist(), body)), dtype=torch.uint8)
+    assert torch.equal(codes, floats.to(DTYPES[dtype]).view(torch.uint8))
 
 
 async def test_a_description_must_fit_into_a_header(stack: Stack) -> None:
@@ -134,7 +154,7 @@ async def test_a_conversation_is_one_input(stack: Stack, path: str) -> None:
         ({"messages": [{"role": "user", "content": "b"}], "documents": [{"text": "c"}]}, "documents", "messages alone"),
         ({"input": "a", "messages": [{"role": "user", "content": "b"}]}, "input", "exclude each other"),
         ({"messages": [{"role": "user", "content": "b"}], "prompt": "c"}, "prompt", "need inputs that are texts"),
-        ({"input": "a", "embed_dtype": "fp8_e4m3"}, "embed_dtype", "'float32', 'float16' or 'bfloat16'"),
+        ({"input": "a", "embed_dtype": "int8"}, "embed_dtype", "'bfloat16', 'fp8_e4m3' or 'fp8_e5m2'"),
         ({"input": "a", "endianness": "middle"}, "endianness", "'native', 'big' or 'little'"),
     ],
 )  # fmt: skip
