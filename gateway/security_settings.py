@@ -157,4 +157,4 @@ def _json_list(text: str) -> tuple[object, ...]:
     try:
         return tuple(json.loads(text if text.startswith("[") else f"[{text}]"))
     except ValueError:
-        raise ValueError('is no JSON list; write ["one", "two"]') from None
+        raise ValueError('is not a JSON list; write ["one", "two"]') from None

@@ -18,7 +18,7 @@ from protos.wire import MAX_SOCKET_PATH_BYTES, SERVER_OPTIONS, unix_address
 
 
 def _is_listening(path: Path) -> bool:
-    """Whether a process accepts connections on a Unix socket; raises `OSError` if it is no socket."""
+    """Whether a process accepts connections on a Unix socket; raises `OSError` if it is not a socket."""
     if not path.is_socket():
         raise FileExistsError(errno.EEXIST, "the path is a file")
     with socket.socket(socket.AF_UNIX) as probe:

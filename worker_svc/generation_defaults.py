@@ -27,7 +27,7 @@ def check_overrides(config: Mapping[str, Any]) -> None:
     """Checks the sampling parameters of `--override-generation-config`; other keys have no effect.
 
     Raises:
-        ValueError: a value is no number, or out of bounds.
+        ValueError: a value is not a number, or out of bounds.
     """
     for name in _NAMES.keys() & config.keys():
         value, bounds = config[name], SAMPLING.get(_NAMES[name])

@@ -70,9 +70,9 @@ def event_of(line: str) -> dict[str, Any] | None:
     try:
         event = json.loads(data)
     except ValueError as error:
-        raise ClientError(f"the server sent an event that is no JSON: {data[:100]}") from error
+        raise ClientError(f"the server sent an event that is not JSON: {data[:100]}") from error
     if not isinstance(event, dict):
-        raise ClientError(f"the server sent an event that is no object: {data[:100]}")
+        raise ClientError(f"the server sent an event that is not an object: {data[:100]}")
     if failure := event.get("error"):
         message = failure.get("message", failure) if isinstance(failure, dict) else failure
         raise ClientError(" ".join(str(message).split()))

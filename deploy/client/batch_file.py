@@ -38,7 +38,7 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line of the input that is no request."""
+    """A line of the input that is not a request."""
 
     number: int
     """Counted from 1."""
@@ -66,9 +66,9 @@ def _parse(number: int, line: bytes, ids: set[str]) -> BatchRequest | BadLine:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        return BadLine(number, f"the line is no JSON: {error}", None)
+        return BadLine(number, f"the line is not JSON: {error}", None)
     if not isinstance(entry, dict):
-        return BadLine(number, "the line is no JSON object", None)
+        return BadLine(number, "the line is not a JSON object", None)
     custom_id, body = entry.get("custom_id"), entry.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         return BadLine(number, "custom_id must be a text that is not empty", None)
@@ -101,7 +101,7 @@ class BatchOutput:
         """Reads what is there, and removes a last line that was cut off.
 
         Raises:
-            ClientError: the file cannot be written, or is no output of a batch.
+            ClientError: the file cannot be written, or is not the output of a batch.
         """
         try:
             self._file = self.path.open("a+b")
@@ -128,7 +128,9 @@ class BatchOutput:
             else:
                 self.done_lines.add(bad_line)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ClientError(f"{self.path} is no output of a batch; name another file with -o") from error
+            raise ClientError(
+                f"{self.path} is not the output of a batch; name another file with -o"
+            ) from error
 
     def close(self) -> None:
         """Closes the file."""
@@ -141,7 +143,7 @@ class BatchOutput:
         self._write(request.custom_id, response, None)
 
     def write_error(self, line: BadLine) -> None:
-        """Adds an input line that is no request."""
+        """Adds an input line that is not a request."""
         error = {"code": "invalid_line", "message": f"line {line.number}: {line.reason}", "line": line.number}
         self._write(line.custom_id, None, error)
 

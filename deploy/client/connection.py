@@ -81,7 +81,7 @@ def at_least_one(text: str) -> int:
     """Reads a flag's number.
 
     Raises:
-        ArgumentTypeError: it is no whole number above 0.
+        ArgumentTypeError: it is not a whole number above 0.
     """
     if text.isdecimal() and (value := int(text)) > 0:
         return value
@@ -92,7 +92,7 @@ def connection_of(arguments: argparse.Namespace) -> Connection:
     """Returns what the flags say.
 
     Raises:
-        ClientError: the address is no URL, the key no key, or the certificates cannot be read.
+        ClientError: the address is not a URL, the key cannot be one, or the certificates cannot be read.
     """
     text = arguments.url or DEFAULT_URL
     try:
@@ -100,7 +100,7 @@ def connection_of(arguments: argparse.Namespace) -> Connection:
     except httpx.InvalidURL as error:
         raise ClientError(f"--url {text}: {error}") from error
     if url.scheme not in {"http", "https"} or not url.host:
-        raise ClientError(f"--url {text} is no address; write it like {DEFAULT_URL}")
+        raise ClientError(f"--url {text} is not an address; write it like {DEFAULT_URL}")
     verify: ssl.SSLContext | bool = url.scheme == "https"
     path = arguments.ca_file or os.environ.get("SSL_CERT_FILE")
     if path and verify:

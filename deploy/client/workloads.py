@@ -145,7 +145,7 @@ def _conversations(path: Path) -> list[tuple[str, str]]:
         raise ClientError(f"{path} cannot be read ({error.strerror}); change --dataset-path") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ClientError(
-            f"{path} is no list of conversations as in ShareGPT; change --dataset-path"
+            f"{path} is not a list of conversations as in ShareGPT; change --dataset-path"
         ) from error
 
 

@@ -47,7 +47,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
         if str(path).startswith(("http:", "https:")):
             raise ClientError(f"{flag} takes a file; copy it from or to {path} with another program")
     if not arguments.input_file.is_file():
-        raise ClientError(f"{arguments.input_file} is no file; change -i")
+        raise ClientError(f"{arguments.input_file} is not a file; change -i")
 
 
 def _run(arguments: argparse.Namespace, connection: Connection) -> int:

@@ -9,7 +9,7 @@ from zipfile import ZIP_DEFLATED, ZipFile
 import deploy
 from deploy.one_line_parser import OneLineParser
 
-# pip writes these into an installation; they are no part of the wheel.
+# pip writes these into an installation; they are not part of the wheel.
 _WRITTEN_BY_PIP = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
 
 

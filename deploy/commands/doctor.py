@@ -142,7 +142,7 @@ def _settings_class(command: str) -> type[ServiceSettings]:
         return DoctorSettings
     if command not in _COMMANDS:
         meant = similar(command, _COMMANDS) or ", ".join(_COMMANDS)
-        raise ConfigurationRefused(f"{command} is no command that can be checked; use {meant}")
+        raise ConfigurationRefused(f"{command} is not a command that can be checked; use {meant}")
     return _COMMANDS[command]
 
 

@@ -112,7 +112,7 @@ def _file(value: str) -> Path:
 
 def _tokens(value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value} is no number of tokens above 0")
+        raise argparse.ArgumentTypeError(f"{value} is not a number of tokens above 0")
     return int(value)
 
 

@@ -15,7 +15,7 @@ from worker_svc.settings import Settings as WorkerSettings
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 _OWN = "TRIPTYCH_"
-# Variables that are no settings: the models' cache, what processes tell their children, the scale of tests.
+# Variables that are not settings: the models' cache, what processes tell their children, the scale of tests.
 _OTHERS = {CONFIG_VARIABLE, PLATFORM_VARIABLE, PARENT_VARIABLE, "TRIPTYCH_CACHE", "TRIPTYCH_PROPERTY_SCALE"}
 _CLASSES = (LaunchSettings, KeepWorkerSettings, GatewaySettings, SchedulerSettings, WorkerSettings)
 
@@ -73,7 +73,7 @@ def _set(environment: Mapping[str, str]) -> set[str]:
 
 def _unknown(name: str, known: Collection[str]) -> str:
     meant = similar(name, known)
-    return f"{name} is no setting and has no effect" + (f"; did you mean {meant}?" if meant else "")
+    return f"{name} is not a setting and has no effect" + (f"; did you mean {meant}?" if meant else "")
 
 
 def _named(readings: Sequence[Reading], kinds: Collection[Kind]) -> list[str]:

@@ -161,7 +161,7 @@ def weights(settings: Settings, path: Path) -> str:
     """Reads the headers of the weights.
 
     Raises:
-        Missing: the file is no GGUF file.
+        Missing: the file is not a GGUF file.
         ConfigurationRefused: weights are missing or damaged.
         Remark: nothing is read, because weights are made up.
     """
@@ -206,7 +206,7 @@ def _gguf(file: Path) -> str:
     except OSError as error:
         raise Missing(f"{file} cannot be read: {error.strerror}") from error
     if magic != _GGUF_MAGIC:
-        raise Missing(f"{file} is no GGUF file; fetch it again")
+        raise Missing(f"{file} is not a GGUF file; fetch it again")
     return f"{file.stat().st_size / _GIB:.3g} GiB in one GGUF file"
 
 

@@ -80,7 +80,7 @@ class Standbys:
         """Turns a standby into a worker. The caller owns the process from now on.
 
         Returns:
-            The process, or `None` if no standby runs or the child is no worker.
+            The process, or `None` if no standby runs or the child is not a worker.
         """
         if spec.worker_flags is None:
             return None

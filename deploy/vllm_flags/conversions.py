@@ -18,7 +18,7 @@ def number(text: str) -> int:
     """Returns the number that vLLM reads: lower-case suffixes are powers of 1000, upper-case ones of 1024.
 
     Raises:
-        ValueError: The text is no such number.
+        ValueError: The text is not such a number.
     """
     match = _COUNT.fullmatch(text.strip())
     if match is None:

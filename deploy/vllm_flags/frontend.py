@@ -81,12 +81,12 @@ FRONTEND = [
     ),
     *moot("prompts are not logged", "--max-log-len"),
     *refused(
-        "is no setting; send stream_options.include_usage in the request",
+        "is not a setting; send stream_options.include_usage in the request",
         "--enable-force-include-usage",
         form="switch",
     ),
     *refused(
-        "is no setting; send return_tokens_as_token_ids in the request",
+        "is not a setting; send return_tokens_as_token_ids in the request",
         "--return-tokens-as-token-ids",
         form="switch",
     ),

@@ -35,7 +35,7 @@ class DecliningParser:
         """Parses ``data``.
 
         Raises:
-            HttpParserError: if it is no HTTP, or asks for a tunnel.
+            HttpParserError: if it is not HTTP, or asks for a tunnel.
         """
         while True:
             try:

@@ -41,7 +41,7 @@ class StopReason(NamedTuple):
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
-    """Returns the token counts. Tokens from the prefix cache are no part of ``input_tokens``.
+    """Returns the token counts. Tokens from the prefix cache are not part of ``input_tokens``.
 
     No cache entry is created on purpose: every computed prefix is cached, and costs nothing more.
     """

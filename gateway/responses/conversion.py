@@ -15,7 +15,7 @@ from gateway.responses.input_items import (
     ReasoningItem,
 )
 from gateway.responses.request import ResponsesRequest
-from gateway.responses.tools import Allowed
+from gateway.responses.tools import Allowed, full_name
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, Tool
@@ -141,8 +141,9 @@ def messages_of(instructions: str | None, items: Iterable[InputItem]) -> Iterato
             case ReasoningItem():
                 turn.reasoning += [item.text] if item.text else []
             case FunctionCall():
-                functions[item.call_id] = item.name
-                function = EarlierFunction.model_construct(name=item.name, arguments=item.arguments)
+                name = full_name(item.namespace, item.name)
+                functions[item.call_id] = name
+                function = EarlierFunction.model_construct(name=name, arguments=item.arguments)
                 turn.calls.append(EarlierCall.model_construct(id=item.call_id, function=function))
             case InputMessage():
                 turn.content = item.content
@@ -151,11 +152,11 @@ def messages_of(instructions: str | None, items: Iterable[InputItem]) -> Iterato
 
 
 def _other_message(item: InputItem, functions: dict[str, str]) -> Message | None:
-    """Returns the message of an item that is no part of the assistant's turn."""
+    """Returns the message of an item that is not part of the assistant's turn."""
     if isinstance(item, InputMessage) and item.role != "assistant":
         return Message.model_construct(role=item.role, content=item.content)
     if isinstance(item, FunctionCallOutput):
-        name = item.name or functions.get(item.call_id)
+        name = functions.get(item.call_id) or item.name
         return Message.model_construct(role="tool", content=item.output, tool_call_id=item.call_id, name=name)
     return None
 

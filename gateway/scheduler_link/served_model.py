@@ -83,7 +83,7 @@ class ServedModel:
         served = self.model.pool_tasks
         if not served:
             raise Unsupported(
-                f"'{self.model.served_name}' generates text and is no pooling model; use"
+                f"'{self.model.served_name}' generates text and is not a pooling model; use"
                 " /v1/chat/completions or /v1/completions",
                 param="model",
             )

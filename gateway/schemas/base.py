@@ -68,7 +68,7 @@ class IgnoredFields:
 
 
 def ignore(info: ValidationInfo, name: str, hint: str) -> None:
-    """Accepts and collects a field without effect, for validators of objects that are no models.
+    """Accepts and collects a field without effect, for validators of objects that are not models.
 
     Raises:
         ValueError: with ``hint``, unless the validation is tolerant.
@@ -81,7 +81,7 @@ def ignore(info: ValidationInfo, name: str, hint: str) -> None:
 class RequestModel(BaseModel):
     """A request body, or an object in one, with strict types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     unserved: ClassVar[Mapping[str, Unserved]] = {}
     """Known parameters that would change the output and are not served, by name."""

@@ -94,7 +94,7 @@ def _read(paths: CertificatePaths) -> Pems:
         context.load_cert_chain(paths.cert, paths.key, password=lambda: "")
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise ConfigurationRefused(
-            f"--grpc-tls-cert and --grpc-tls-key: {paths.cert} and {paths.key} are no PEM certificate and its"
+            f"--grpc-tls-cert and --grpc-tls-key: {paths.cert} and {paths.key} are not a PEM certificate and its"
             " unencrypted key"
         ) from error
     return Pems(ca, cert, key)

@@ -57,5 +57,5 @@ def _read(file: Path) -> tuple[bytes, ...]:
 
 def _checked(token: bytes, where: str) -> bytes:
     if not _TOKEN.fullmatch(token):
-        raise ConfigurationRefused(f"{where} is no token: {_RULE}")
+        raise ConfigurationRefused(f"{where} is not a valid token: {_RULE}")
     return token

@@ -47,7 +47,7 @@ class PooledModel:
     def _check_dimensions(self, dimensions: int, *, is_embedding: bool) -> None:
         if not is_embedding:
             raise Unsupported(
-                f"dimensions={dimensions} is not supported: the results are no embeddings; omit it",
+                f"dimensions={dimensions} is not supported: the results are not embeddings; omit it",
                 param="dimensions",
             )
         if dimensions == self.size:

@@ -51,7 +51,7 @@ def find_files(source: str, name: str, revision: str = "") -> AdapterFiles:
         raise NotFound(f"adapter {name}: there is no folder {source} on the worker", param="source")
     if at and not _REVISION.fullmatch(wanted):
         raise InvalidArgument(
-            f"adapter {name}: {wanted!r} in {source} is no branch, tag or commit", param="source"
+            f"adapter {name}: {wanted!r} in {source} is not a branch, tag or commit", param="source"
         )
     folder = _download(repository, revision or wanted, source, name)
     return AdapterFiles(folder, folder.name)  # the hub's cache has a folder for each commit
@@ -86,12 +86,12 @@ def _download(repository: str, revision: str, source: str, name: str) -> Path:
                 retry_after_ms=5000,
             ) from error
         if any(isinstance(cause, HfHubHTTPError) and _is_refusal(cause) for cause in causes):
-            reason = f"{source} is no folder, and the hub does not have it"
+            reason = f"{source} is not a folder, and the hub does not have it"
         elif any(isinstance(cause, OfflineModeIsEnabled) for cause in causes):
-            reason = f"{source} is no folder, the hub's cache does not have it, and HF_HUB_OFFLINE is set"
+            reason = f"{source} is not a folder, the hub's cache does not have it, and HF_HUB_OFFLINE is set"
         else:
             raise Unavailable(
-                f"adapter {name}: {source} is no folder, and the hub cannot be reached; retry,"
+                f"adapter {name}: {source} is not a folder, and the hub cannot be reached; retry,"
                 " or pass a folder",
                 param="source",
                 retry_after_ms=5000,

@@ -335,7 +335,9 @@ def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
     units = {"128": 128, "64": 64, "32": 32, "channel": _INPUTS}
     fitting = [name for name, each in units.items() if all(size % each == 0 for size in inputs.values())]
     way = f"use --group-size {fitting[0]}" if fitting else "choose another model"
-    raise ConfigurationRefused(f"{unfit} has {inputs[unfit]} inputs, which is no multiple of {unit}; {way}")
+    raise ConfigurationRefused(
+        f"{unfit} has {inputs[unfit]} inputs, which is not a multiple of {unit}; {way}"
+    )
 
 
 def quantization_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:

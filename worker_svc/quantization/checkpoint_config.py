@@ -196,5 +196,7 @@ def _matches(name: str, target: str) -> bool:
         try:
             return re.match(target[3:], name) is not None
         except re.error as error:
-            raise _refuse(f"quantization_config has {target!r}, which is no expression ({error})") from error
+            raise _refuse(
+                f"quantization_config has {target!r}, which is not an expression ({error})"
+            ) from error
     return name == target or name.endswith(f".{target}")

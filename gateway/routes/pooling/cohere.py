@@ -169,7 +169,7 @@ def _prompt(prompts: TextPrompts, input_type: str | None) -> str:
         case _:
             known = ", ".join(f"'{clip(each)}'" for each in prompts.by_name)
             raise InvalidArgument(
-                f"input_type '{clip(input_type)}' is no prompt of this model; send"
+                f"input_type '{clip(input_type)}' is not a prompt of this model; send"
                 f" {f'one of {known}, ' if known else ''}search_query or search_document, or omit it",
                 param="input_type",
             )

@@ -94,7 +94,10 @@ async def test_failures_are_counted_and_shown(stack: Stack, triptych: Command) -
             ("--dataset-name", "sharegpt", "--dataset-path", "nowhere"),
             "nowhere cannot be read (No such file or",
         ),
-        (("--dataset-name", "sharegpt", "--dataset-path", "pyproject.toml"), "is no list of conversations"),
+        (
+            ("--dataset-name", "sharegpt", "--dataset-path", "pyproject.toml"),
+            "is not a list of conversations",
+        ),
         (("--dataset-name", "prefix_repetition", "--num-prompts", "2"), "raise --num-prompts"),
     ],
     ids=["no-path", "no-file", "no-json", "prefixes"],

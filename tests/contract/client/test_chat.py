@@ -67,7 +67,7 @@ async def test_answers_end_where_they_should(stack: Stack, triptych: Command, co
         (("--model-name", "other"), "the server answered 404: "),
         (
             ("--url", "localhost:8000"),
-            "--url localhost:8000 is no address; write it like http://localhost:8000/v1",
+            "--url localhost:8000 is not an address; write it like http://localhost:8000/v1",
         ),
         (("--url", "http://127.0.0.1:9"), "cannot reach http://127.0.0.1:9: "),
         (

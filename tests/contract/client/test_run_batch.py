@@ -77,8 +77,8 @@ async def test_pooling_models_take_batches(triptych: Command, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ("{", "no JSON"),
-        ("[]", "no JSON object"),
+        ("{", "not JSON"),
+        ("[]", "not a JSON object"),
         ("{}", "custom_id must be"),
         (line("a"), "custom_id 'a' is that of an earlier line"),
         (line("b", method="GET"), "method must be 'POST', got 'GET'"),
@@ -142,9 +142,9 @@ async def test_a_busy_server_is_asked_again(
 @pytest.mark.parametrize(
     ("flags", "code", "error"),
     [
-        (("-i", "nowhere", "-o", "out"), 1, "nowhere is no file; change -i"),
+        (("-i", "nowhere", "-o", "out"), 1, "nowhere is not a file; change -i"),
         (("-i", "http://host/in", "-o", "out"), 1, "-i takes a file; copy it"),
-        (("-i", "pyproject.toml", "-o", "README.md"), 1, "README.md is no output of a batch"),
+        (("-i", "pyproject.toml", "-o", "README.md"), 1, "README.md is not the output of a batch"),
         (("-i", "pyproject.toml", "-o", "nowhere/out"), 1, "nowhere/out cannot be written"),
         (("-i", "a", "-o", "b", "--max-model-len", "9"), 2, "unrecognized arguments: --max-model-len 9"),
         (("-i", "a", "-o", "b", "--model", "c"), 2, "omit one of them"),

@@ -109,4 +109,4 @@ def test_a_host_that_no_certificate_can_have_is_refused(
 ) -> None:
     """The line says how such a name is written."""
     assert cli.main(["secure-files", str(tmp_path), "--host", "münchen.example"]) == 2
-    assert "--host: 'münchen.example' is no host name of ASCII" in capsys.readouterr().err
+    assert "--host: 'münchen.example' is not a host name in ASCII" in capsys.readouterr().err

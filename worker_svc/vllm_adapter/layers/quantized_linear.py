@@ -103,7 +103,7 @@ class QuantizedLayers(QuantizationConfig):
             }
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Returns the method of a layer; `None` for layers that are no linear layers.
+        """Returns the method of a layer; `None` for layers that are not linear.
 
         Raises:
             ConfigurationRefused: if the layer's weights are quantized in a way that is not served.

@@ -29,7 +29,7 @@ def described(document: dict[str, Any], answer: dict[str, Any]) -> bool:
 async def test_every_route_is_described(stack: Stack) -> None:
     """Each route has a summary, a description, its answer, and the shape of errors.
 
-    Each POST has its body. Pages and unknown ids are no part of the API.
+    Each POST has its body. Pages and unknown ids are not part of the API.
     """
     listed = {
         route.path.replace(":path}", "}")

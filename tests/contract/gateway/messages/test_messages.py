@@ -56,7 +56,7 @@ def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def test_a_message(stack: Stack) -> None:
-    """A whole answer has its text, its end and its token counts; cached tokens are no input tokens."""
+    """A whole answer has its text, its end and its token counts; cached tokens are not input tokens."""
     stack.reply_with("It rains.")
     message = await collected(stack, **ASK)
     assert message.pop("id").startswith("msg_")

@@ -63,7 +63,7 @@ async def test_embeddings_can_be_cut() -> None:
     [
         (SCORER, {}, Unsupported, "this model serves classify, score, not embed"),
         (SCORER, {"task": pb.POOL_TASK_TOKEN_CLASSIFY}, Unsupported, "serves classify, score, not token_classify"),
-        (SCORER, {"task": pb.POOL_TASK_SCORE, "dimensions": 1}, Unsupported, "the results are no embeddings"),
+        (SCORER, {"task": pb.POOL_TASK_SCORE, "dimensions": 1}, Unsupported, "the results are not embeddings"),
         (SCORER, {"task": pb.POOL_TASK_SCORE, "second_text_at": 3}, InvalidArgument, "but the prompt has 3 tokens"),
         ({}, {"task": pb.POOL_TASK_SCORE}, Unsupported, "this model serves embed, not score"),
         ({}, {"second_text_at": 1}, Unsupported, "does not mark the second text"),

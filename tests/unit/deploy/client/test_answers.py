@@ -30,7 +30,7 @@ def delta(**fields: Any) -> str:
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
 def test_thinking_is_shown_apart(field: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is in vLLM's tags, whichever name it has, and is no part of the answer that a conversation keeps."""
+    """It is in vLLM's tags, whichever name it has, and not in the answer that a conversation keeps."""
     lines = [
         delta(role="assistant", content=""),
         ": keep-alive",
@@ -53,8 +53,8 @@ def test_thinking_without_an_answer_ends(capsys: pytest.CaptureFixture[str]) -> 
     [
         ('data: {"error": {"message": "the worker\\n is lost"}}', "the worker is lost"),
         ('data: {"error": "lost"}', "lost"),
-        ("data: {", "an event that is no JSON: {"),
-        ("data: 3", "an event that is no object: 3"),
+        ("data: {", "an event that is not JSON: {"),
+        ("data: 3", "an event that is not an object: 3"),
     ],
 )
 def test_an_event_that_is_no_chunk_is_an_error(line: str, error: str) -> None:

@@ -13,7 +13,7 @@ def test_another_file_is_left_alone(tmp_path: Path, content: str) -> None:
     """Only what begins like a line of a batch can be a line that was cut off."""
     path = tmp_path / "notes"
     path.write_text(content)
-    with pytest.raises(ClientError, match="is no output of a batch"):
+    with pytest.raises(ClientError, match="is not the output of a batch"):
         BatchOutput(path).open()
     assert path.read_text() == content
 

@@ -96,7 +96,7 @@ def test_what_was_understood_is_printed(
     assert found["environment"][0] == "note"
     assert found["own variables"] == (
         "note",
-        "TRIPTYCH_KEEP_ALIVE is no setting and has no effect; did you mean TRIPTYCH_KEEP_ALIVE_S?",
+        "TRIPTYCH_KEEP_ALIVE is not a setting and has no effect; did you mean TRIPTYCH_KEEP_ALIVE_S?",
     )
     doctor.main(list(arguments))
     printed = capsys.readouterr().out
@@ -130,7 +130,9 @@ def test_a_bad_flag_is_a_bad_setting(capsys: pytest.CaptureFixture[str]) -> None
 def test_an_unknown_command_is_a_bad_setting(capsys: pytest.CaptureFixture[str]) -> None:
     """The line names the one that was meant."""
     assert doctor.main(["srve", "smollm2"]) == 2
-    assert capsys.readouterr().err == ("triptych doctor: srve is no command that can be checked; use serve\n")
+    assert capsys.readouterr().err == (
+        "triptych doctor: srve is not a command that can be checked; use serve\n"
+    )
 
 
 def test_links_of_kubernetes_are_no_settings(

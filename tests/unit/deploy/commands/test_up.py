@@ -66,7 +66,7 @@ def test_what_has_no_effect_is_named(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("VLLM_PLUGINS=rbln has no effect: ")
     assert lines[1].startswith(
-        "TRIPTYCH_MAX_NUM_SEQ is no setting and has no effect; did you mean TRIPTYCH_MAX_NUM_SEQS"
+        "TRIPTYCH_MAX_NUM_SEQ is not a setting and has no effect; did you mean TRIPTYCH_MAX_NUM_SEQS"
     )
 
 

@@ -111,7 +111,7 @@ def test_gguf_files_are_told_from_others(tmp_path: Path) -> None:
     good.write_bytes(b"GGUF" + bytes(100))
     bad.write_text(json.dumps({}))
     assert checked(str(good))["weight files"].status == "ok"
-    assert checked(str(bad))["weight files"].text.endswith("is no GGUF file; fetch it again")
+    assert checked(str(bad))["weight files"].text.endswith("is not a GGUF file; fetch it again")
 
 
 def test_weights_that_do_not_fit_are_a_failure(folder: Path) -> None:

@@ -101,7 +101,7 @@ def test_an_end_token_does_not_complete_a_stop_string() -> None:
 
 
 def test_min_tokens_come_before_stop_strings() -> None:
-    """The text of the first min_tokens tokens is no part of a match."""
+    """The text of the first min_tokens tokens is not part of a match."""
     sequence = make(("ab",), min_tokens=3)
     assert sequence.push(event(1, 2, 1)) == Delta(0, "aba")
     assert sequence.push(event(2)) == Delta(0, "b")

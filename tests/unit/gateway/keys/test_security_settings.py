@@ -70,7 +70,7 @@ def test_a_bad_setting_is_refused_without_secrets(flags: list[str], reason: str)
 def test_a_bad_variable_is_refused_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """The line names the variable and not its value."""
     monkeypatch.setenv("TRIPTYCH_API_KEY", '["hush"')
-    with pytest.raises(ConfigurationRefused, match=r"TRIPTYCH_API_KEY\).*is no JSON list") as refused:
+    with pytest.raises(ConfigurationRefused, match=r"TRIPTYCH_API_KEY\).*is not a JSON list") as refused:
         load(Settings, [])
     assert "hush" not in str(refused.value)
 

@@ -41,13 +41,13 @@ def test_a_gateway_needs_the_ca_alone_and_a_scheduler_all_three_files(tmp_path: 
         ([f"--service-token={WORD}"], "16 to 512 printable"),
         ([f"--service-token={WORD} with spaces in it"], "16 to 512 printable"),
         (["--service-token-file={tmp}/none"], "cannot read"),
-        (["--service-token-file={tmp}/short"], "a line of .*short is no token"),
+        (["--service-token-file={tmp}/short"], "a line of .*short is not a valid token"),
         (["--service-token-file={tmp}/empty"], "has no token"),
         (["--grpc-tls-ca={tmp}/none", "--grpc-tls-cert=c", "--grpc-tls-key=k"], "--grpc-tls-ca: cannot read"),
         (["--grpc-tls-ca={tmp}/short", "--grpc-tls-cert=c", "--grpc-tls-key=k"], "no PEM certificates"),
         (
             ["--grpc-tls-ca={ca}", "--grpc-tls-cert={cert}", "--grpc-tls-key={other}"],
-            "no PEM certificate and its",
+            "not a PEM certificate and its",
         ),
     ],
 )

@@ -110,7 +110,7 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
         return refused.value.message
 
     assert refusal(source, Scheme(4, 128)) == (
-        f"{_layer(0, 'self_attn.q_proj')} has 64 inputs, which is no multiple of 128; use --group-size 64"
+        f"{_layer(0, 'self_attn.q_proj')} has 64 inputs, which is not a multiple of 128; use --group-size 64"
     )
     experts = _model(tmp_path / "e", {_layer(0, "mlp.experts.0.up_proj"): torch.ones(2, 64)})
     assert refusal(experts) == (
@@ -130,7 +130,7 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
         " choose another model"
     )
     other = _model(tmp_path / "o", {_layer(0, "mlp.up_proj"): torch.ones(2, 1000)})
-    line = f"{_layer(0, 'mlp.up_proj')} has 1000 inputs, which is no multiple of 64; "
+    line = f"{_layer(0, 'mlp.up_proj')} has 1000 inputs, which is not a multiple of 64; "
     assert refusal(other) == f"{line}use --group-size channel"
     odd = _model(tmp_path / "odd", {_layer(0, "mlp.up_proj"): torch.ones(2, 1001)})
     assert refusal(odd) == f"{line.replace('1000', '1001')}choose another model"
