@@ -22,9 +22,9 @@ from protos.errors import TriptychError
 DONE: Final = b"data: [DONE]\n\n"
 
 
-def error_event(error: TriptychError) -> bytes:
-    """Returns the event for an error in mid-stream, after the status line has been sent."""
-    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n"
+def last_error(error: TriptychError) -> bytes:
+    """Returns OpenAI's error object and ``[DONE]``, for an error after the status line has been sent."""
+    return b"data: " + orjson.dumps(error_body(error)) + b"\n\n" + DONE
 
 
 class Chunks(ABC):
@@ -241,4 +241,4 @@ class ChunkWriter(StreamWriter):
 
     def error(self, error: TriptychError) -> bytes:
         """Returns OpenAI's error object and ``[DONE]``."""
-        return error_event(error) + DONE
+        return last_error(error)

@@ -17,13 +17,18 @@ from gateway.answers.generation import Generation, Usage
 from gateway.answers.idle_watch import IdleWatch
 from gateway.answers.logprobs import TokenReport
 from gateway.answers.sequence_text import Delta
-from gateway.http.errors import ClientGone, internal, note_error
+from gateway.http.errors import ClientGone, note_error
+from gateway.http.event_streams import (
+    KEEP_ALIVE,
+    STREAM_HEADERS,
+    UNENFORCED,
+    as_stream_error,
+    encoded,
+    unenforced_comment,
+)
 from gateway.http.middleware import note
 from gateway.http.protocol import BodyWriter
 from protos.errors import TriptychError
-from protos.logs import get_logger
-
-EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 
 
 class StreamWriter(ABC):
@@ -47,23 +52,13 @@ class StreamWriter(ABC):
 
     def keep_alive(self) -> bytes:
         """Returns bytes without meaning that keep an idle connection open; after :meth:`begin`."""
-        return _COMMENT
+        return KEEP_ALIVE
 
 
 T = TypeVar("T")
 
-_COMMENT: Final = b": keep-alive\n\n"
-
-_UNENFORCED: Final = "x-triptych-unenforced"
 # Most proxies refuse heads of more than 4 to 16 KiB.
 _MAX_UNENFORCED: Final = 1024
-
-_HEADERS = [
-    (b"content-type", EVENT_STREAM.encode()),
-    (b"cache-control", b"no-cache"),
-    # Proxies (nginx) otherwise buffer the stream.
-    (b"x-accel-buffering", b"no"),
-]
 
 
 @contextlib.asynccontextmanager
@@ -112,7 +107,7 @@ def unenforced_header(generation: Generation) -> dict[str, str]:
         return {}
     # As JSON text, because property names may have any characters.
     text = "; ".join(json.dumps(part)[1:-1] for part in generation.unenforced)
-    return {_UNENFORCED: text if len(text) <= _MAX_UNENFORCED else f"{text[:_MAX_UNENFORCED]}..."}
+    return {UNENFORCED: text if len(text) <= _MAX_UNENFORCED else f"{text[:_MAX_UNENFORCED]}..."}
 
 
 @contextlib.contextmanager
@@ -190,6 +185,8 @@ class EventStream(Response):
         self._more_headers = headers or {}
         self._keep_alive_s = keep_alive_s
         self._began = False
+        self._num_named = 0
+        """How many parts of JSON schemas the client knows to be unenforced."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the stream to its end."""
@@ -210,7 +207,7 @@ class EventStream(Response):
             await self._begin(send)
             self._write_at_once(scope, idle)
             while deltas:
-                if body := await self._encode(deltas):
+                if body := self._unenforced() + await self._encode(deltas):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     if idle is not None:
                         idle.wrote()
@@ -224,7 +221,7 @@ class EventStream(Response):
         except Exception as error:
             if not self._began:
                 raise
-            seen = _as_error(error)
+            seen = as_stream_error(error)
             note_error(scope, seen)
             last = writer.error(seen)
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -247,7 +244,15 @@ class EventStream(Response):
 
     def _all_headers(self) -> list[tuple[bytes, bytes]]:
         more = {**self._more_headers, **unenforced_header(self._generation)}
-        return [*_HEADERS, *((name.encode(), value.encode()) for name, value in more.items())]
+        self._num_named = len(self._generation.unenforced)
+        return [*STREAM_HEADERS, *encoded(more)]
+
+    def _unenforced(self) -> bytes:
+        """Returns a comment in place of the header, if that was sent too early to name these parts."""
+        if len(self._generation.unenforced) == self._num_named:
+            return b""
+        self._num_named = len(self._generation.unenforced)
+        return unenforced_comment(unenforced_header(self._generation)[UNENFORCED].encode())
 
     def _write_at_once(self, scope: Scope, idle: IdleWatch | None) -> None:
         """Lets plain tokens go straight to the connection from now on."""
@@ -272,12 +277,3 @@ class EventStream(Response):
 
     def _encoded(self, deltas: list[Delta]) -> bytes:
         return b"".join(map(self._writer.write, deltas))
-
-
-def _as_error(error: Exception) -> TriptychError:
-    """Logs a failure in mid-stream; returns what the client sees of it."""
-    if isinstance(error, TriptychError):
-        get_logger().warning("stream failed", error=str(error), code=type(error).__name__)
-        return error
-    get_logger().exception("stream failed")
-    return internal(error)

@@ -30,6 +30,11 @@ def encode_event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
 
 
+def error_event(error: TriptychError) -> bytes:
+    """Returns the event that ends a stream that failed."""
+    return encode_event("error", **error_body(error))
+
+
 class MessageStreamWriter(StreamWriter):
     """Writes the blocks of one message. One is open at a time."""
 
@@ -100,7 +105,7 @@ class MessageStreamWriter(StreamWriter):
 
     def error(self, error: TriptychError) -> bytes:
         """Returns the event that ends a stream that failed."""
-        return encode_event("error", **error_body(error))
+        return error_event(error)
 
     def keep_alive(self) -> bytes:
         """Returns a ping: Anthropic's API has no comments."""

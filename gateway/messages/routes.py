@@ -18,10 +18,17 @@ from gateway.messages.answers import AnthropicErrorAnswer, MessageAnswer, TokenC
 from gateway.messages.cache_hints import common_prefix, has_hints, hints_of
 from gateway.messages.conversion import ConvertedRequest, to_chat
 from gateway.messages.error_shape import shape
-from gateway.messages.message_stream_writer import MessageStreamWriter
+from gateway.messages.message_stream_writer import MessageStreamWriter, error_event
 from gateway.messages.prefix_pins import Prefix, PrefixPins
 from gateway.messages.schemas import CountTokensRequest, MessagesRequest, PromptRequest
-from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, chat_prompt, respond_to_chat
+from gateway.routes.answer import (
+    AnswerFormat,
+    CollectedExtras,
+    StreamStart,
+    chat_prompt,
+    kept_alive,
+    respond_to_chat,
+)
 from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.scheduler_link.served_model import ServedModel
@@ -58,8 +65,13 @@ async def create_message(request: Request) -> Response:
     arrives as server-sent events.
     """
     body = await read_body(request, MessagesRequest)
-    served = await generating_model(request, body.model)
     headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
+    answer = _respond(request, body, headers)
+    return await kept_alive(request, answer, error_event, streams=body.stream, headers=headers)
+
+
+async def _respond(request: Request, body: MessagesRequest, headers: dict[str, str]) -> Response:
+    served = await generating_model(request, body.model)
     omit_thinking = body.thinking is not None and body.thinking.display == "omitted"
 
     def write(plan: AnswerPlan) -> AnswerFormat:

@@ -76,9 +76,9 @@ class ResponseStreamWriter(StreamWriter):
 
     def error(self, error: TriptychError) -> bytes:
         """Returns the event for the error, and the response that failed if the stream has begun."""
-        event = self._event("error", **error_event(error))
         if not self._began:
-            return event
+            return only_error(error)
+        event = self._event("error", **error_event(error))
         response = self._response.failed(self._output.bodies(cut=True), error)
         return event + self._event("response.failed", response=response)
 
@@ -142,9 +142,18 @@ class ResponseStreamWriter(StreamWriter):
         return out + self._event("response.output_item.done", output_index=item.index, item=item.body(status))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = orjson.dumps({"type": kind, "sequence_number": self._count, **fields})
         self._count += 1
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        return _encode_event(kind, self._count - 1, **fields)
+
+
+def only_error(error: TriptychError) -> bytes:
+    """Returns the event for an error before the response object is known."""
+    return _encode_event("error", 0, **error_event(error))
+
+
+def _encode_event(kind: str, number: int, **fields: Any) -> bytes:
+    data = orjson.dumps({"type": kind, "sequence_number": number, **fields})
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
 def chat_logprobs(reporter: Reporter, tokens: Sequence[TokenReport]) -> list[dict[str, Any]]:

@@ -19,8 +19,8 @@ from gateway.responses.answers import ResponseAnswer
 from gateway.responses.conversion import to_chat
 from gateway.responses.output_items import collected
 from gateway.responses.request import ResponsesRequest
-from gateway.responses.response_stream_writer import ResponseStreamWriter, chat_logprobs
-from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond_to_chat
+from gateway.responses.response_stream_writer import ResponseStreamWriter, chat_logprobs, only_error
+from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond_to_chat
 from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.tools.skipped_tools import skipped_tools_header
@@ -56,9 +56,14 @@ async def create_response(request: Request) -> Response:
     server-sent events.
     """
     body = await read_body(request, ResponsesRequest)
+    headers = skipped_tools_header(body.skipped_tools)
+    answer = _respond(request, body, headers)
+    return await kept_alive(request, answer, only_error, streams=body.stream, headers=headers)
+
+
+async def _respond(request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
     served = await generating_model(request, body.model)
     template = served.text.tool_template if body.functions else served.text.chat_template
-    headers = skipped_tools_header(body.skipped_tools)
 
     def write(plan: AnswerPlan) -> AnswerFormat:
         return AnswerFormat(

@@ -1,6 +1,6 @@
 """The part that all generating endpoints share: submit the prompts, then stream or collect the answer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
@@ -13,8 +13,9 @@ from gateway.answers.generation import Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
 from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import EVENT_STREAM, EventStream, StreamWriter, collect, unenforced_header
+from gateway.answers.streaming import EventStream, StreamWriter, collect, unenforced_header
 from gateway.chat_prompts.chat_input import ChatInput
+from gateway.http.event_streams import EVENT_STREAM, EarlyStream
 from gateway.http.middleware import note
 from gateway.http.tracing import pass_on
 from gateway.keys.caller import account_of
@@ -34,6 +35,7 @@ from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.sampling import SamplingRequest
 from gateway.settings import Settings
+from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2 as pb
 
 # Hexadecimal digits that make a client's request id unique among its retries.
@@ -115,6 +117,30 @@ class AnswerFormat(NamedTuple):
     """Further headers of the HTTP response."""
     thinking: Callable[[], ToolParser] | None = None
     """Makes a parser that separates thinking; ``None``: the model does not think."""
+
+
+async def kept_alive(
+    request: Request,
+    answer: Coroutine[Any, Any, Response],
+    write_error: Callable[[TriptychError], bytes],
+    *,
+    streams: bool,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Returns the response of ``answer``; while no model is known yet, a stream whose comments keep it open.
+
+    Args:
+        request: the HTTP request.
+        answer: answers it.
+        write_error: writes the events that end a stream that failed before its answer began.
+        streams: whether the answer is a stream.
+        headers: the headers of such a stream that do not depend on the model.
+    """
+    context = context_of(request)
+    every_s = context.settings.sse_keep_alive_interval
+    if streams and every_s and context.watcher.awaits_model:
+        return EarlyStream(answer, every_s, write_error, headers)
+    return await answer
 
 
 async def respond_to_chat(

@@ -11,10 +11,10 @@ from starlette.responses import Response
 from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.answer_reader import CollectedMessage, finish_reason
 from gateway.answers.chat_stream_writer import ChatStreamWriter
-from gateway.answers.chunks import ChatChunks
+from gateway.answers.chunks import ChatChunks, last_error
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
-from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond_to_chat
+from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond_to_chat
 from gateway.routes.context import read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.schemas.answers import ChatChunk, ChatCompletion
@@ -36,7 +36,8 @@ async def chat_completions(request: Request) -> Response:
     calls. With `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
     body = await read_body(request, ChatCompletionRequest)
-    return await respond_to_chat(request, body, partial(_format, body))
+    answer = respond_to_chat(request, body, partial(_format, body))
+    return await kept_alive(request, answer, last_error, streams=body.stream)
 
 
 def _format(body: ChatCompletionRequest, plan: AnswerPlan) -> AnswerFormat:

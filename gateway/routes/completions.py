@@ -7,10 +7,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers.chunks import CompletionChunks
+from gateway.answers.chunks import CompletionChunks, last_error
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
-from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, respond
+from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond
 from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.routes.request_builder import encode_prompts, truncated
@@ -35,6 +35,10 @@ async def completions(request: Request) -> Response:
     `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
     body = await read_body(request, CompletionRequest)
+    return await kept_alive(request, _respond(request, body), last_error, streams=body.stream)
+
+
+async def _respond(request: Request, body: CompletionRequest) -> Response:
     context = context_of(request)
     served = await generating_model(request, body.model)
     _check_counts(body, context.settings.max_prompts)

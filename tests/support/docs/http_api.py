@@ -45,7 +45,7 @@ HEADERS = (
         (
             "In answers: the parts of a JSON schema that the answer may violate, because no grammar can enforce"
             " them, for example `$.tags: uniqueItems; $.age: not`. [Structured output](structured-output.md)"
-            " says when."
+            " says when. In a stream that a keep-alive comment began, it is a comment."
         ),
     ),
 )

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.answers.answer_reader import AnswerReader
 from gateway.answers.chat_stream_writer import ChatStreamWriter
-from gateway.answers.chunks import DONE, ChatChunks, Chunks, ChunkWriter, CompletionChunks, error_event
+from gateway.answers.chunks import DONE, ChatChunks, Chunks, ChunkWriter, CompletionChunks, last_error
 from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sequence_text import Delta
@@ -98,9 +98,10 @@ def test_usage_may_come_with_every_chunk(cls: type[Chunks]) -> None:
 
 
 def test_errors_and_the_end() -> None:
-    """An error in mid-stream is OpenAI's error object."""
-    assert read(error_event(Unavailable("gone")))[0]["error"]["message"] == "gone"
-    assert DONE == b"data: [DONE]\n\n"
+    """An error in mid-stream is OpenAI's error object, and the end follows it."""
+    error = last_error(Unavailable("gone"))
+    assert read(error.removesuffix(b"data: [DONE]\n\n"))[0]["error"]["message"] == "gone"
+    assert error.endswith(DONE)
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
@@ -116,7 +117,7 @@ def test_a_stream_opens_each_choice_once_and_ends_with_its_usage(with_usage: boo
     end = writer.end(usage)
     assert end.endswith(DONE)
     assert [chunk["usage"] for chunk in read(end.removesuffix(DONE))] == [usage.body()] * with_usage
-    assert writer.error(Unavailable("gone")) == error_event(Unavailable("gone")) + DONE
+    assert writer.error(Unavailable("gone")) == last_error(Unavailable("gone"))
 
 
 def test_parsed_chunks_report_every_token_once() -> None:
