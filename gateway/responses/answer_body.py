@@ -5,8 +5,16 @@ from typing import Any, Final
 
 from gateway.answers.generation import Usage
 from gateway.http.errors import row_of
+from gateway.responses.output_items import Output
 from gateway.responses.request import ResponsesRequest, TextFormat
-from gateway.responses.tools import Allowed, FunctionTool, ResponseToolChoice
+from gateway.responses.tools import (
+    Allowed,
+    Namespace,
+    ResponseTool,
+    ResponseToolChoice,
+    SkippedTool,
+    scoped_names,
+)
 from gateway.schemas.tools import NamedChoice
 from protos.errors import InvalidArgument, Overloaded, TriptychError
 
@@ -23,6 +31,10 @@ class ResponseObject:
     created: int
     """Seconds since the epoch."""
     model: str
+
+    def output(self) -> Output:
+        """Returns the answer's items, still none."""
+        return Output(self.answer_id, scoped_names(self.body.tools))
 
     def in_progress(self) -> dict[str, Any]:
         """Returns the object of an answer that begins."""
@@ -67,7 +79,7 @@ class ResponseObject:
             "temperature": body.temperature,
             "text": _text_options(body),
             "tool_choice": _tool_choice(body.tool_choice),
-            "tools": [_tool(tool) for tool in body.functions],
+            "tools": [_tool(tool) for tool in body.tools if not isinstance(tool, SkippedTool)],
             "top_logprobs": body.num_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",
@@ -111,7 +123,14 @@ def _text_format(form: TextFormat) -> dict[str, Any]:
     }
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool(tool: ResponseTool) -> dict[str, Any]:
+    if isinstance(tool, SkippedTool):
+        return {"type": tool.type}
+    if isinstance(tool, Namespace):
+        functions = [_tool(function) for function in tool.functions.values()]
+        return {
+            "type": "namespace", "name": tool.name, "description": tool.description or "", "tools": functions,
+        }  # fmt: skip
     return {
         "type": "function",
         "name": tool.name,

@@ -60,6 +60,7 @@ class OutputFunctionCall(AnswerModel):
     status: ItemStatus
     call_id: Annotated[str, Field(description="The id for the function_call_output that answers it.")]
     name: str
+    namespace: Annotated[str | None, Field(description="The function's, if it has one.")] = None
     arguments: Annotated[str, Field(description="A JSON object, as text.")]
 
 

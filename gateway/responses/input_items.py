@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from gateway.quoting import quote
-from gateway.schemas.base import RequestModel, Unserved, ignore
+from gateway.schemas.base import RequestModel, ignore
 from gateway.schemas.chat import MAX_MESSAGES
 from gateway.schemas.tools import MAX_ARGUMENTS
 
@@ -72,13 +72,12 @@ class InputMessage(RequestModel):
 class FunctionCall(RequestModel):
     """An earlier call of the assistant."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = {
-        "namespace": Unserved((), "functions have no namespaces here; omit it")
-    }
-
     type: Literal["function_call"]
     call_id: Id
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    namespace: Annotated[str | None, Field(max_length=256, description="The function's, if it has one.")] = (
+        None
+    )
     arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS, description="A JSON object, as text.")]
     id: Echoed = None
     status: Echoed = None
@@ -87,12 +86,11 @@ class FunctionCall(RequestModel):
 class FunctionCallOutput(RequestModel):
     """The result of an earlier call."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = FunctionCall.unserved
-
     type: Literal["function_call_output"]
     call_id: Annotated[Id, Field(description="The call that it answers.")]
     output: PartsText
     name: Annotated[str | None, Field(max_length=256, description="The function.")] = None
+    namespace: Echoed = None
     id: Echoed = None
     status: Echoed = None
 

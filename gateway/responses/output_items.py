@@ -1,13 +1,16 @@
 """The items of an answer: thinking, the message, and calls, as they grow with the events of its text."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, merged
+from gateway.responses.tools import ScopedName
 
 Status = Literal["in_progress", "completed", "incomplete"]
+
+_UNNAMED: Final = ScopedName("")
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ class CallItem(OutputItem):
     text_field = "arguments"
 
     call_id: str = ""
-    name: str = ""
+    name: ScopedName = _UNNAMED
     revoked: bool = False
     """Whether its arguments turned out not to be JSON, when a stream had announced it."""
 
@@ -102,17 +105,24 @@ class CallItem(OutputItem):
         """Returns the call."""
         arguments = "" if status == "in_progress" else self.text
         status = "incomplete" if self.revoked and status == "completed" else status
-        return {
-            "id": self.id, "type": "function_call", "status": status, "call_id": self.call_id, "name": self.name,
-            "arguments": arguments,
+        body = {
+            "id": self.id, "type": "function_call", "status": status, "call_id": self.call_id,
+            "name": self.name.name, "arguments": arguments,
         }  # fmt: skip
+        return body if self.name.namespace is None else {**body, "namespace": self.name.namespace}
 
 
 class Output:
     """The items of one answer, in order."""
 
-    def __init__(self, answer_id: str) -> None:
-        """Creates an answer without items; they are named after it."""
+    def __init__(self, answer_id: str, names: Mapping[str, ScopedName]) -> None:
+        """Creates an answer without items.
+
+        Args:
+            answer_id: the items are named after it.
+            names: the client's names of functions in namespaces by the names that the model knows.
+        """
+        self._names = names
         self._suffix = answer_id.partition("_")[2]
         self.items: list[OutputItem] = []
         self._calls: dict[int, CallItem] = {}
@@ -126,7 +136,8 @@ class Output:
             case Reasoning(text):
                 item = last if isinstance(last, ThinkingItem) else self._add(ThinkingItem(*self._place("rs")))
             case CallStart(number, call_id, name):
-                call = CallItem(*self._place("fc"), call_id=call_id, name=name)
+                scoped = self._names.get(name) or ScopedName(name)
+                call = CallItem(*self._place("fc"), call_id=call_id, name=scoped)
                 self._calls[number] = call
                 return self._add(call)
             case CallArguments(number, text):
@@ -168,9 +179,8 @@ def settled(events: Sequence[Event]) -> list[Event]:
     return merged(kept)
 
 
-def collected(answer_id: str, events: Sequence[Event], logprobs: list[dict[str, Any]]) -> Output:
-    """Returns the items of a whole answer. Its log-probabilities are those of the first message."""
-    output = Output(answer_id)
+def collected(output: Output, events: Sequence[Event], logprobs: list[dict[str, Any]]) -> Output:
+    """Fills ``output`` with a whole answer. Its log-probabilities are those of the first message."""
     for event in settled(events):
         output.take(event)
     if not output.items:

@@ -7,7 +7,14 @@ from pydantic import AfterValidator, Field, model_validator
 
 from gateway.quoting import clip
 from gateway.responses.input_items import InputItems
-from gateway.responses.tools import Allowed, FunctionTool, ResponseToolChoice, ResponseTools, functions_of
+from gateway.responses.tools import (
+    Allowed,
+    FunctionTool,
+    ResponseToolChoice,
+    ResponseTools,
+    functions_of,
+    skipped_types,
+)
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions, or_default
 from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat
@@ -216,7 +223,7 @@ class ResponsesRequest(SamplingRequest):
     @property
     def skipped_tools(self) -> list[str]:
         """The types of the other tools."""
-        return [tool.type for tool in self.tools if not isinstance(tool, FunctionTool)]
+        return skipped_types(self.tools)
 
     @property
     def text_format(self) -> TextFormat:

@@ -12,7 +12,7 @@ from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.parsers.events import CallRevoked, CallStart, Event, Text
 from gateway.responses.answer_body import ResponseObject, error_event
-from gateway.responses.output_items import MessageItem, Output, OutputItem, Status
+from gateway.responses.output_items import MessageItem, OutputItem, Status
 from protos.errors import TriptychError
 
 
@@ -30,7 +30,7 @@ class ResponseStreamWriter(StreamWriter):
         self._response = response
         self._reader = reader
         self._reporter = reporter
-        self._output = Output(response.answer_id)
+        self._output = response.output()
         self._open: OutputItem | None = None
         self._delta_head = b""
         self._began = False

@@ -92,8 +92,8 @@ def _body(
 ) -> bytes:
     (end,) = ends
     logprobs = _message_logprobs(plan, end, extras.reporter)
-    output, cut = collected(answer_id, plan.reader().whole(end.text), logprobs), end.finish_reason == "length"
-    response = ResponseObject(body, answer_id, created, model)
+    response, cut = ResponseObject(body, answer_id, created, model), end.finish_reason == "length"
+    output = collected(response.output(), plan.reader().whole(end.text), logprobs)
     return orjson.dumps(response.ended(output.bodies(cut=cut), extras.usage, cut=cut))
 
 

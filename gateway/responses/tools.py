@@ -1,7 +1,8 @@
 """The tools of a request, and the choice among them.
 
 OpenAI's own tools (web search, computer use, MCP servers, …) are skipped: agents send them with every
-request, whether the model can use them or not.
+request, whether the model can use them or not. Agents group the functions of an MCP server in a namespace;
+the model knows such a function by both names together.
 """
 
 import re
@@ -11,8 +12,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from gateway.quoting import clip, quote
+from gateway.schemas.base import RequestModel
 from gateway.schemas.sampling import or_default
-from gateway.schemas.tools import Function, NamedChoice, bounded
+from gateway.schemas.tools import MAX_TOOLS, Function, NamedChoice, ToolName, bounded
 
 _TYPE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -31,10 +33,7 @@ class SkippedTool(NamedTuple):
     type: str
 
 
-ResponseTool = FunctionTool | SkippedTool
-
-
-def _tool(value: Any, info: ValidationInfo) -> ResponseTool:
+def _function(value: Any, info: ValidationInfo) -> FunctionTool | SkippedTool:
     """Reads a function's definition; of any other tool only the type."""
     if not isinstance(value, dict):
         raise ValueError(f"must be a tool (a JSON object), got {quote(value)}")  # noqa: TRY004
@@ -47,13 +46,76 @@ def _tool(value: Any, info: ValidationInfo) -> ResponseTool:
     return SkippedTool(kind)
 
 
+def full_name(namespace: str | None, name: str) -> str:
+    """Returns the name that the model knows a function by."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+class Namespace(RequestModel):
+    """A group of functions."""
+
+    type: Literal["namespace"]
+    name: ToolName
+    description: str | None = None
+    tools: Annotated[
+        list[Annotated[FunctionTool | SkippedTool, PlainValidator(_function)]], Field(fail_fast=True)
+    ]
+
+    @property
+    def functions(self) -> dict[str, FunctionTool]:
+        """Its functions by the names that the model knows."""
+        return {
+            full_name(self.name, tool.name): tool for tool in self.tools if isinstance(tool, FunctionTool)
+        }
+
+
+ResponseTool = FunctionTool | Namespace | SkippedTool
+
+
+def _tool(value: Any, info: ValidationInfo) -> ResponseTool:
+    if isinstance(value, dict) and value.get("type") == "namespace":
+        return Namespace.model_validate(value, context=info.context)
+    return _function(value, info)
+
+
+class ScopedName(NamedTuple):
+    """The name that the client knows a function by."""
+
+    name: str
+    namespace: str | None = None
+
+
 def functions_of(tools: Sequence[ResponseTool]) -> list[FunctionTool]:
-    """Returns the tools that the model may call."""
-    return [tool for tool in tools if isinstance(tool, FunctionTool)]
+    """Returns the tools that the model may call, under the names that it knows."""
+    found = []
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            found.append(tool)
+        elif isinstance(tool, Namespace):
+            found += [one.model_copy(update={"name": name}) for name, one in tool.functions.items()]
+    return found
+
+
+def scoped_names(tools: Sequence[ResponseTool]) -> dict[str, ScopedName]:
+    """Returns the client's names of functions in namespaces by the names that the model knows."""
+    return {
+        name: ScopedName(function.name, tool.name)
+        for tool in tools
+        if isinstance(tool, Namespace)
+        for name, function in tool.functions.items()
+    }
+
+
+def skipped_types(tools: Sequence[ResponseTool]) -> list[str]:
+    """Returns the types of the tools that the model cannot call."""
+    flat = [one for tool in tools for one in (tool.tools if isinstance(tool, Namespace) else (tool,))]
+    return [tool.type for tool in flat if isinstance(tool, SkippedTool)]
 
 
 def _distinct(tools: list[ResponseTool]) -> list[ResponseTool]:
     names = [tool.name for tool in functions_of(tools)]
+    if len(names) > MAX_TOOLS:
+        raise ValueError(f"takes at most {MAX_TOOLS} functions, got {len(names)} with those in namespaces")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"has two functions named '{clip(twice)}'; names must differ")

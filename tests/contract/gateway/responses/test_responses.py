@@ -22,6 +22,8 @@ PATH = "/v1/responses"
 SPECIAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+NAMESPACE: Any = {"type": "namespace", "name": "mcp", "description": "Weather.", "tools": TOOLS}
+SCOPED_CALL = CALL.replace("get_weather", "mcp__get_weather")
 FULL = f"<think>\nLet me see.\n</think>\n\nI ask.\n{CALL}\n{CALL}"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 MESSAGE = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done"]
@@ -276,6 +278,34 @@ async def test_tools_that_are_no_functions_are_skipped(stack: Stack) -> None:
     assert "x-skipped-tools" not in (await stack.http.post(PATH, json={"input": "hi"})).headers
 
 
+async def test_functions_of_a_namespace_are_called_by_both_names(
+    stack: Stack, client: openai.AsyncOpenAI
+) -> None:
+    """The model knows one joined name; the client gets both, and sends them back with the result."""
+    stack.reply_with(SCOPED_CALL)
+    tools: Any = [{"type": "web_search"}, {**NAMESPACE, "tools": [*TOOLS, {"type": "custom", "name": "x"}]}]
+    answer = await stack.http.post(PATH, json={"input": "hi", "tools": tools})
+    assert answer.headers["x-skipped-tools"] == "web_search, custom"
+    whole, events = await create(stack, tools=tools), await stream(stack, tools=tools)
+    (added,) = [event.item for event in events if event.type == "response.output_item.added"]
+    for call in (whole.output[0], added, events[-1].response.output[0]):
+        assert (call.type, call.namespace, call.name) == ("function_call", "mcp", "get_weather")
+    (shown,) = whole.tools
+    assert (shown.type, shown.name, [tool.name for tool in shown.tools]) == (
+        "namespace", "mcp", ["get_weather", "get_time"],
+    )  # fmt: skip
+    result = {"type": "function_call_output", "call_id": whole.output[0].call_id, "output": "sunny"}
+    items: Any = [
+        {"role": "user", "content": "Weather?"},
+        whole.output[0].model_dump(exclude_none=True),
+        result,
+    ]
+    await client.responses.create(model="smollm2", input=items, tools=tools)
+    text = stack.gateway.app.state.context.watcher.served().text
+    prompt = text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert SCOPED_CALL in prompt
+
+
 @pytest.mark.parametrize(
     ("choice", "shown"),
     [
@@ -345,6 +375,13 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
         ({"input": 5}, "input", "a string or a list of items"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions"),
+        ({"tools": [{**NAMESPACE, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name", "required"),
+        ({"tools": [NAMESPACE, {**TOOLS[0], "name": "mcp__get_time"}]}, "tools", "two functions"),
+        (
+            {"tools": [{**NAMESPACE, "tools": [{**TOOLS[0], "name": f"f{i}"} for i in range(129)]}]},
+            "tools",
+            "at most 128 functions",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "no function"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "skipped"),
         ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "not among"),

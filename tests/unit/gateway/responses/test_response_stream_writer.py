@@ -113,14 +113,14 @@ def test_a_collected_answer_has_the_items_of_its_events(
     events: Sequence[Event], expected: list[tuple[str, str]]
 ) -> None:
     """In their order; a revoked call is text, and an answer without anything is an empty message."""
-    output = collected("resp_1f", events, [])
+    output = collected(Output("resp_1f", {}), events, [])
     assert [(item.body("completed")["type"], item.text) for item in output.items] == expected
     assert len({item.id for item in output.items}) == len(expected)
 
 
 def test_the_pieces_of_many_calls_take_their_time_alone() -> None:
     """A search among all calls for each piece would take seconds, in which all other streams stand still."""
-    output, began = Output("resp_1f"), time.process_time()
+    output, began = Output("resp_1f", {}), time.process_time()
     for number in range(4000):
         output.take(CallStart(number, "call", "f"))
         for _ in range(5):
