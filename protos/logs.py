@@ -14,10 +14,11 @@ import structlog
 from pydantic import BeforeValidator
 
 LogFormat = Literal["json", "console"]
-# vLLM's variable has upper-case levels and one more.
+# Python's other names of levels, which vLLM's variable takes, also in upper case.
+_LEVELS = {"warn": "warning", "critical": "error", "fatal": "error", "notset": "debug"}
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error"],
-    BeforeValidator(lambda value: {"critical": "error"}.get(str(value).lower(), str(value).lower())),
+    BeforeValidator(lambda value: _LEVELS.get(str(value).lower(), str(value).lower())),
 ]
 
 

@@ -174,8 +174,8 @@ class _ReferenceNames(PydanticBaseSettingsSource):
         if self._is_turned_off(field_name):
             return False, field_name, False
         names = reference_variables(self.settings_cls, field_name)
-        given = {name: text for name in names if (text := os.environ.get(name))}
-        if len(set(given.values())) > 1:
+        given = {name: text for name in names if (text := os.environ.get(name, "").strip())}
+        if len({_BOOLEANS.get(text.lower(), text) for text in given.values()}) > 1:
             raise ConfigurationRefused(
                 f"{' and '.join(given)} set one setting, and differ; unset one of them"
             )
@@ -183,7 +183,7 @@ class _ReferenceNames(PydanticBaseSettingsSource):
 
     def _is_turned_off(self, field_name: str) -> bool:
         variable = declared(self.settings_cls, "reference_opposites").get(field_name, "")
-        text = os.environ.get(variable)
+        text = os.environ.get(variable, "").strip()
         try:
             return bool(text) and _BOOLEAN.validate_python(text)
         except ValidationError as error:
@@ -212,6 +212,8 @@ class _FromFile(PydanticBaseSettingsSource):
 _file_values: ContextVar[Mapping[str, Any]] = ContextVar("file_values", default={})  # noqa: B039 - never changed
 
 _BOOLEAN = TypeAdapter(bool)
+# Two variables with one of these words each agree.
+_BOOLEANS = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
 
 # Descriptions say what an unset value means.
 _NO_DEFAULT = re.compile(r"(^| )\(default(: null|: \(\)|: \{\}|: None| factory: .*)\)$")

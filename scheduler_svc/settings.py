@@ -215,7 +215,7 @@ class Settings(LinkSecuritySettings):
     log_format: LogFormat = Field("json")
     """json for machines, console for people."""
     otlp_traces_endpoint: OtlpEndpoint | None = Field(None)
-    """gRPC endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
+    """OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
 
     @field_validator("decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before")
     @classmethod
@@ -223,6 +223,11 @@ class Settings(LinkSecuritySettings):
         if not isinstance(value, str):
             return value
         return tuple(part.strip() for part in value.split(",") if part.strip())
+
+    @field_validator("decode_bucket_strategy", mode="before")
+    @classmethod
+    def _lower_case(cls, value: object) -> object:
+        return value.lower() if isinstance(value, str) else value  # as in vLLM-RBLN
 
     @field_validator("pool_batch_sizes", "pool_prompt_lens")
     @classmethod

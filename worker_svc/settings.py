@@ -16,6 +16,7 @@ from protos.security.settings import LinkSecuritySettings
 from protos.settings import Group
 from protos.tracing.tracer import OtlpEndpoint
 from worker_svc.compilation_config import CompilationConfig, literal
+from worker_svc.cpu_kv_space import MAX_GIB, vllm_kv_space
 from worker_svc.generation_defaults import check_overrides
 from worker_svc.ranks.layout import RankLayout
 
@@ -133,7 +134,6 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         "rbln_use_custom_kernel": ("RBLN_USE_CUSTOM_KERNEL", "VLLM_RBLN_USE_CUSTOM_KERNEL"),
         "rbln_moe_use_opt_kernel": "VLLM_RBLN_MOE_USE_OPT_KERNEL",
         "rbln_moe_custom_kernel": "VLLM_RBLN_MOE_CUSTOM_KERNEL",
-        "kv_memory": "VLLM_CPU_KVCACHE_SPACE",
         "grammar_cache_mib": "VLLM_XGRAMMAR_CACHE_MB",
         "log_level": "VLLM_LOGGING_LEVEL",
     }
@@ -189,8 +189,9 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Adapters that the host keeps, those on the device included. Default: twice --max-loras."""
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the adapters' weights. auto is the model's."""
-    kv_memory: float | None = Field(None, gt=0, le=1 << 20)
-    """Memory for the KV cache, GiB. Default, also for 0: --kv-share of the free memory."""
+    kv_memory: float | None = Field(None, gt=0, le=MAX_GIB)
+    """Memory for the KV cache, GiB. Default, also for 0: VLLM_CPU_KVCACHE_SPACE on a CPU, if set, else
+    --kv-share of the free memory."""
     kv_share: float = Field(0.4, gt=0, le=1)
     """Share of the memory left free by weights and graphs that the KV cache takes."""
     window_kv: Literal["auto", "paged", "in-place"] = "auto"
@@ -245,9 +246,9 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """CPU time that compiling one grammar may take, seconds."""
     grammar_memory_mib: int = Field(1024, ge=64, le=1 << 20)
     """Memory that compiling one grammar may take, MiB."""
-    grammar_cache_mib: int = Field(256, ge=1, le=1 << 20)
+    grammar_cache_mib: int = Field(256, ge=0, le=1 << 20)
     """Memory for compiled grammars, MiB. Grammars of running requests count and are never evicted, even above
-    this limit."""
+    this limit. 0: keep no others."""
     jump_ahead_tokens: int = Field(4, ge=0, le=1024)
     """Emit tokens without sampling when a grammar forces at least this many in a row; they are computed as
     one chunk. 0: never."""
@@ -286,7 +287,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     log_format: LogFormat = "json"
     """json for machines, console for people."""
     otlp_traces_endpoint: OtlpEndpoint | None = None
-    """gRPC endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
+    """OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
 
     @model_validator(mode="before")
     @classmethod
@@ -325,7 +326,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     @field_validator("kv_memory", mode="before")
     @classmethod
     def _nothing_is_the_default(cls, value: Any) -> Any:
-        return None if str(value) == "0" else value  # as with VLLM_CPU_KVCACHE_SPACE=0
+        return None if str(value) in {"0", "0.0"} else value  # as with VLLM_CPU_KVCACHE_SPACE=0
 
     @field_validator("backend", mode="before")
     @classmethod
@@ -349,6 +350,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             raise ValueError(f"-O {asked} and --compilation-config's level {config} differ; set one of them")
         level = config if asked is None else asked
         self._check_ranks()
+        vllm_kv_space("cpu")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"--max-cpu-loras {self.max_cpu_loras} is below --max-loras {self.max_loras};"
@@ -374,7 +376,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
                 "--enable-expert-parallel splits experts over the ranks of a stage, and there is one;"
                 " raise --tensor-parallel-size or omit it"
             )
-        if pipeline > 1 and "VLLM_PP_LAYER_PARTITION" in os.environ:
+        if pipeline > 1 and os.environ.get("VLLM_PP_LAYER_PARTITION"):
             raise ValueError(
                 "VLLM_PP_LAYER_PARTITION is not supported; unset it, and stages get layers evenly"
             )
@@ -420,6 +422,10 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         config = self.compilation_config.level if self.compilation_config else None
         asked = config if self.optimization_level is None else self.optimization_level
         return default if asked is None else asked
+
+    def kv_memory_on(self, device: str) -> float | None:
+        """Returns the GiB of KV cache on a device, or `None` if --kv-share decides."""
+        return self.kv_memory or vllm_kv_space(device)
 
     @property
     def digest_folder(self) -> Path:

@@ -77,7 +77,7 @@ class _Parity:
         shapes = SchedulerSettings(
             max_num_seqs=_BUCKETS[-1], max_num_batched_tokens=_CHUNK, max_model_len=longest, block_size=self._block_size,
             # Enough for every prompt below, and little beside the weights.
-            num_blocks=None if settings.kv_memory else 1 + 8 * width, lease_steps=1,
+            num_blocks=None if settings.kv_memory_on(worker.device.name) else 1 + 8 * width, lease_steps=1,
         )  # fmt: skip
         started = time.monotonic()
         self._replica = LocalReplica(worker, shapes, settings.model, logprobs=_REPORTED)

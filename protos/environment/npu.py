@@ -45,9 +45,9 @@ RBLN: Final[list[Variable]] = [
     *moot("the worker sets it from --rbln-num-devices-per-local-rank", "RBLN_NPUS_PER_DEVICE"),
     *moot("the worker sets it from the checkpoint's weights", "RBLN_QUANT_BITS"),
     *moot("a hit ends at a prefill chunk: --max-num-batched-tokens is the size", "VLLM_RBLN_SUB_BLOCK_SIZE"),
-    Variable(
-        "VLLM_RBLN_USE_W8A8", Kind.MOOT, "activations keep 16 or 32 bits; unset it, and see docs/quantization.md",
-        refused="on",
+    *(
+        Variable(name, Kind.MOOT, "activations keep 16 or 32 bits; unset it, and see docs/quantization.md", refused="on")
+        for name in ("VLLM_RBLN_USE_W8A8", "VLLM_RBLN_USE_W8A8_FP8")
     ),
     *moot("the checkpoint says how many bits its weights have", "VLLM_RBLN_USE_W8A16"),
     *moot("the worker chooses the kernel by block size and model",
@@ -58,7 +58,9 @@ RBLN: Final[list[Variable]] = [
     *moot("--num-blocks and --kv-memory size the KV cache, which does not grow", "VLLM_RBLN_USE_DYNAMIC_KV_CACHE"),
     *moot("expert layers gather and reduce their tokens in one static graph",
           "VLLM_RBLN_SPECIALIZE_MOE_DECODE VLLM_RBLN_USE_MOE_TOKENS_MASK VLLM_RBLN_DISPATCH_ALL2ALL"
-          " VLLM_RBLN_COMBINE_ALL2ALL"),
+          " VLLM_RBLN_COMBINE_ALL2ALL VLLM_RBLN_MOE_REDUCE_SCATTER"),
+    *moot("replicas exchange nothing: a step of one never waits for another",
+          "VLLM_RBLN_DP_IMPL VLLM_RBLN_DP_INPUT_ALL_GATHER VLLM_RBLN_LOGITS_ALL_GATHER"),
     *moot("the host keeps no weights on a disk, and a worker that fails ends",
           "VLLM_RBLN_DISABLE_OFFLOAD VLLM_RBLN_DISABLE_WORKER_FAIL_FAST"),
     *moot("ranks meet at --master, which `triptych up` chooses; there is no Ray",

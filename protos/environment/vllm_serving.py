@@ -9,13 +9,12 @@ ROWS: Final[list[Variable]] = [
     *mapped("--compile-cache-root", "VLLM_CACHE_ROOT", reason="compiled code lies in a folder for each device"),
     *mapped("--no-compile-cache", "VLLM_DISABLE_COMPILE_CACHE"),
     *mapped("--batchsize-log-interval-s", "VLLM_LOG_BATCHSIZE_INTERVAL"),
-    *mapped("--log-level", "VLLM_LOGGING_LEVEL", reason="critical counts as error"),
+    *mapped("--log-level", "VLLM_LOGGING_LEVEL", reason="critical and fatal count as error, notset as debug"),
     *mapped("--api-key", "VLLM_API_KEY"),
     *mapped("--keep-alive-s", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
     *mapped("--dev-mode", "VLLM_SERVER_DEV_MODE", reason="/server_info, /tokenizer_info and /reset_prefix_cache"),
     *mapped("--max-prompts", "VLLM_MAX_COMPLETION_PROMPTS"),
     *mapped("--grammar-cache-mib", "VLLM_XGRAMMAR_CACHE_MB"),
-    *mapped("--kv-memory", "VLLM_CPU_KVCACHE_SPACE", reason="GiB, on every device; 0 is the default"),
     # What would load another model, or answer otherwise.
     Variable(
         "VLLM_USE_MODELSCOPE", Kind.MOOT, "models come from the Hugging Face hub or a folder; download the model and"
@@ -30,6 +29,8 @@ ROWS: Final[list[Variable]] = [
         " unset it, and see docs/sampling.md for what makes samples reproducible", refused="on",
     ),
     # What holds anyway.
+    *honoured("the KV cache of workers on a CPU, GiB, unless --kv-memory is set; no effect on other devices",
+              "VLLM_CPU_KVCACHE_SPACE"),
     *honoured("no usage data is ever reported", "VLLM_NO_USAGE_STATS VLLM_DO_NOT_TRACK"),
     *honoured(
         "vLLM's model code reads it in the worker",

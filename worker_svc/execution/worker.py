@@ -363,7 +363,9 @@ class Worker:
     def _open_engine(self, model: "VllmModel", options: GraphOptions) -> Engine[Any]:
         settings, device = self._settings, self.device
         recorded = options.level > 0 and not device.has_own_compiler
-        budget = MemoryBudget(device, model.size, recorded, settings.kv_memory, settings.kv_share)
+        budget = MemoryBudget(
+            device, model.size, recorded, settings.kv_memory_on(device.name), settings.kv_share
+        )
         compilation = Compilation(
             settings, device, options, folder=self.folder, description=self.description, groups=self.groups
         )

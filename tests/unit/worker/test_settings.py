@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from protos.errors import ConfigurationRefused
 from protos.settings import load
@@ -135,11 +136,34 @@ def test_a_scheduler_that_does_not_say_its_step_timeout_has_the_default() -> Non
 
 
 def test_variables_of_vllm_mean_what_they_mean_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No KV memory is the default's, and a refused level names the variable that has it."""
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "0")
-    assert settings().kv_memory is None
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
-    assert settings().kv_memory == 4
+    """An empty one is unset, and a refused level names the variable that has it."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "")
+    assert settings("--pipeline-parallel-size=2", "--master=h:1", "--replica-id=r").layout.world_size == 2
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "LOUD")
     with pytest.raises(ConfigurationRefused, match=r"\(TRIPTYCH_LOG_LEVEL, VLLM_LOGGING_LEVEL\)"):
+        settings()
+
+
+@pytest.mark.parametrize(
+    ("value", "flags", "cpu", "other"),
+    [("0", [], None, None), ("", [], None, None), ("4", [], 4, None), ("4", ["--kv-memory=2"], 2, 2)],
+)
+def test_vllms_kv_space_is_for_cpus(
+    monkeypatch: pytest.MonkeyPatch, value: str, flags: list[str], cpu: float | None, other: float | None
+) -> None:
+    """On other devices it has no effect, which one line says, and --kv-memory comes first everywhere."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
+    loaded = settings(*flags)
+    with capture_logs() as logs:
+        assert loaded.kv_memory_on("cpu") == cpu
+        assert logs == []
+        assert [loaded.kv_memory_on(device) for device in ("cuda", "rbln")] == [other, other]
+    ignored = [line["variable"] for line in logs]
+    assert ignored == (["VLLM_CPU_KVCACHE_SPACE"] * 2 if cpu == 4 else [])
+
+
+def test_a_kv_space_that_is_no_number_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal names the variable."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4GB")
+    with pytest.raises(ConfigurationRefused, match="VLLM_CPU_KVCACHE_SPACE should be a number of GiB"):
         settings()

@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from structlog.testing import capture_logs
 
 from deploy.launcher.settings import LaunchSettings
@@ -13,7 +14,7 @@ from protos.environment import table, vllm_serving
 from protos.environment.table import HIDDEN, VARIABLES, check, check_for_service, read
 from protos.environment.variable import Kind
 from protos.errors import ConfigurationRefused
-from protos.settings import declared, reference_variables
+from protos.settings import declared, load, reference_variables
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
@@ -173,3 +174,82 @@ def test_secrets_are_hidden() -> None:
         "VLLM_MY_ACCESS_KEY": HIDDEN,
     }
     assert not any("sk-" in str(reading) for reading in readings)
+
+
+def values_that_start() -> dict[str, set[str]]:
+    """Returns, for each variable that we read, vLLM's own default and the other spellings that vLLM takes."""
+    values: dict[str, set[str]] = {row.name: {""} for row in VARIABLES.values()}
+    for name, default in vllm_defaults().items():
+        values[name].add(default)
+    for name in values:
+        row = VARIABLES[name]
+        if row.kind is Kind.MAPPED and is_switch(row.ours):
+            values[name] |= {"0", "1", "true", "True", "FALSE", "false", " 1 "}
+    values["VLLM_LOGGING_LEVEL"] |= {"WARN", "warn", "FATAL", "CRITICAL", "Info", "notset", "DEBUG", "ERROR"}
+    for name in ("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "VLLM_XGRAMMAR_CACHE_MB", "VLLM_CPU_KVCACHE_SPACE"):
+        values[name].add("0")
+    values["VLLM_LOG_BATCHSIZE_INTERVAL"] |= {"0", "-1"}
+    values["VLLM_RBLN_DECODE_BATCH_BUCKET_STRATEGY"] |= {"Exponential", "exp", "LINEAR"}
+    values["VLLM_PP_LAYER_PARTITION"].add("")
+    return values
+
+
+def is_switch(flag: str) -> bool:
+    """Returns whether a flag is a boolean setting."""
+    return (
+        LaunchSettings.model_fields[flag.removeprefix("--no-").strip("-").replace("-", "_")].annotation
+        is bool
+    )
+
+
+def vllm_defaults() -> dict[str, str]:
+    """Returns the second argument of each `getenv` of vLLM's module that names a variable."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    module = ast.parse((Path(spec.origin).parent / "envs.py").read_text())
+    calls = [node for node in ast.walk(module) if isinstance(node, ast.Call) and len(node.args) == 2]
+    return {
+        name.value: str(default.value)
+        for name, default in (call.args for call in calls if ast.unparse(call.func).startswith("os."))
+        if isinstance(name, ast.Constant) and isinstance(default, ast.Constant)
+        if name.value in VARIABLES and default.value is not None
+    }
+
+
+def test_what_vllm_accepts_does_not_stop_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its own defaults nor its other spellings."""
+    assert vllm_defaults().keys() >= {
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_XGRAMMAR_CACHE_MB",
+    }
+    stopped = set()
+    for name, values in values_that_start().items():
+        for value in values:
+            monkeypatch.setenv(name, value)
+            try:
+                check({name: value}, lambda _: None)
+                if VARIABLES[name].kind in (Kind.MAPPED, Kind.HONOURED):
+                    LaunchSettings(model="model")
+            except (ConfigurationRefused, ValidationError) as error:
+                stopped.add((name, value, str(error)))
+        monkeypatch.delenv(name)
+    assert not stopped
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "agree"),
+    [("1", "true", True), ("False", "0", True), ("on", "TRUE", True), ("1", "0", False)],
+)
+def test_two_names_of_one_switch_agree_in_any_spelling(
+    monkeypatch: pytest.MonkeyPatch, first: str, second: str, agree: bool
+) -> None:
+    """Only two values that mean something else are refused."""
+    monkeypatch.setenv("RBLN_USE_CUSTOM_KERNEL", first)
+    monkeypatch.setenv("VLLM_RBLN_USE_CUSTOM_KERNEL", second)
+    if agree:
+        assert load(LaunchSettings, []).rbln_use_custom_kernel is (first != "False")
+        return
+    with pytest.raises(ConfigurationRefused, match="set one setting, and differ"):
+        load(LaunchSettings, [])
