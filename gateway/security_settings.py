@@ -62,7 +62,7 @@ class SecuritySettings(ServiceSettings):
     ssl_certfile: Annotated[
         Path | None,
         Field(
-            description="PEM file with the server's certificate and the chain behind it, for example"
+            description="PEM file with the server's certificate, followed by its chain, for example"
             " /etc/triptych/tls/tls.crt. With it, the HTTP ports serve TLS."
         ),
     ] = None

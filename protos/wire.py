@@ -50,7 +50,7 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # How long one attempt may take, 20 s by default: perhaps no machine has the address any more.
     ("grpc.min_reconnect_backoff_ms", 3_000),
-    # A container that is made anew has another address; gRPC asks for it every 30 s by itself.
+    # A recreated container has another address; by itself, gRPC asks for it every 30 s.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # A proxy from the environment must not carry traffic inside a cluster.
     ("grpc.enable_http_proxy", 0),

@@ -24,7 +24,7 @@ _PROGRESS_S: Final = 5.0
 
 @dataclass
 class Counts:
-    """What became of the input's lines."""
+    """The outcome of the input's lines."""
 
     succeeded: int = 0
     failed: int = 0

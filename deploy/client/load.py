@@ -23,11 +23,11 @@ _REQUESTS_PER_CLIENT: Final = 32
 
 @dataclass
 class Outcome:
-    """What became of one request."""
+    """The outcome of one request."""
 
     num_prompt_tokens: int
     started_s: float
-    """By the monotonic clock, as the next ones."""
+    """By the monotonic clock, as the arrivals are."""
     arrivals_s: list[float] = field(default_factory=list)
     """When each chunk arrived."""
     num_output_tokens: int = 0

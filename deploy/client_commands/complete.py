@@ -34,7 +34,7 @@ def _complete(arguments: argparse.Namespace) -> int:
 
         if arguments.quick is not None:
             return 130 if ask(arguments.quick).interrupted else 0
-        return ask_until_end("Please enter prompt to complete:", ask)
+        return ask_until_end("Please enter a prompt to complete:", ask)
 
 
 def _parser() -> OneLineParser:

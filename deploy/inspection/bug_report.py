@@ -55,7 +55,7 @@ def facts(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the set variables that may matter, by name. Secrets are hidden, also those in URLs."""
+    """Returns the set variables that may matter, by name. Secrets are hidden, including those in URLs."""
     return {
         name: HIDDEN
         if _MORE_SECRETS.search(name.upper())

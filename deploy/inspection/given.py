@@ -13,7 +13,7 @@ from protos.settings import ServiceSettings, declared, is_secret, reference_vari
 
 @dataclass(frozen=True)
 class Given:
-    """A setting that is not at its default because somebody set it."""
+    """A setting that a flag, a variable or a file has set."""
 
     flag: str
     value: str

@@ -39,7 +39,7 @@ class VllmFlag:
 
 
 def same(*names: str, form: Form = "value", note: str = "") -> list[VllmFlag]:
-    """Returns rows of flags with our name and our meaning; behind a name may follow its short forms."""
+    """Returns rows of flags with our name and our meaning; short forms may follow a name."""
     return [
         VllmFlag(name, "alias", name, note, form, tuple(short))
         for name, *short in (text.split() for text in names)

@@ -97,7 +97,7 @@ def translate(argv: Sequence[str]) -> Translation:
 
 
 def _model(argv: Sequence[str]) -> str | None:
-    """Returns the model where vLLM expects it: before the flags, or behind `--model`."""
+    """Returns the model where vLLM expects it: before the flags, or after `--model`."""
     if argv and not argv[0].startswith("-"):
         return argv[0]
     for place, argument in enumerate(argv):

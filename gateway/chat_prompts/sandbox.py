@@ -125,5 +125,5 @@ async def _ask(child: Process, job: bytes) -> dict[str, Any]:
 async def _end(child: Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.kill()
-    # Its pipes are closed, and it is reaped, also if the caller is cancelled.
+    # Its pipes are closed, and it is reaped, even if the caller is cancelled.
     await asyncio.shield(child.communicate())

@@ -1,7 +1,7 @@
 """The process that renders clients' templates: jobs on standard input, answers on standard output.
 
-Each is JSON behind its length, eight bytes. Arguments: CPU seconds of a job, bytes of memory, characters of a
-prompt.
+Eight bytes with its length precede the JSON of each. Arguments: CPU seconds of a job, bytes of memory,
+characters of a prompt.
 """
 
 import json

@@ -149,7 +149,7 @@ _SHAPES: Final[dict[str, ErrorShape]] = {}
 
 
 def shape_errors(prefix: str, shape: ErrorShape) -> None:
-    """Gives ``prefix`` and all paths below it another form of error, also where no route is reached."""
+    """Gives ``prefix`` and all paths below it another form of error, even where no route is reached."""
     _SHAPES[prefix] = shape
 
 

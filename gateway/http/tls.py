@@ -52,7 +52,7 @@ class ServerTls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.verify_mode = ssl.VerifyMode(settings.ssl_cert_reqs)
         if settings.ssl_cert_reqs:
-            # A resumed session would not show its certificate to the CAs of today.
+            # A resumed session would not show its certificate to the current CAs.
             context.options |= ssl.OP_NO_TICKET
             context.num_tickets = 0
         keyfile = settings.ssl_keyfile or self._certfile
@@ -88,4 +88,6 @@ def _reason(error: OSError) -> str:
 
 
 def _refuse_passphrase() -> NoReturn:
-    raise ConfigurationRefused("the key of --ssl-keyfile has a passphrase, which nobody can type; remove it")
+    raise ConfigurationRefused(
+        "the key of --ssl-keyfile has a passphrase, which a service cannot type; remove it"
+    )

@@ -1,4 +1,4 @@
-"""The gateway's spans: one for each HTTP request, above the spans of the scheduler and of workers."""
+"""The gateway's spans: one for each HTTP request, the ancestor of the scheduler's and the workers' spans."""
 
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -37,7 +37,7 @@ class HttpTraces:
         self._tracer = tracer
 
     def begin(self, scope: MutableMapping[str, Any], headers: Headers) -> None:
-        """Begins the span of a request, below the one that its headers name."""
+        """Begins the span of a request, a child of the one that its headers name."""
         span = self._tracer.begin(
             scope["method"],
             headers.get("traceparent", ""),

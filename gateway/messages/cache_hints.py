@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from gateway.messages.blocks import Block, CacheControl
 from gateway.messages.schemas import PromptRequest, Turn
 
-# Stands behind the system prompt and the tools, because templates write nothing without a turn.
+# Follows the system prompt and the tools, because templates write nothing without a turn.
 _ANY_TURN: Final = Turn.model_construct(role="user", content=[Block.model_construct(type="text", text="-")])
 
 

@@ -21,7 +21,7 @@ from protos.errors import InvalidArgument
 _SWITCHES: Final = ("enable_thinking", "thinking")
 
 # Claude Code begins its system prompts with a block of this form, whose text differs in every request. It is
-# no part of the prompt, and no prefix could be shared behind it.
+# not part of the prompt: requests could share no prefix beyond it.
 _BILLING: Final = "x-anthropic-billing-header"
 
 

@@ -54,7 +54,7 @@ class Certificates:
         return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
     def server_credentials(self, *, require_client_cert: bool) -> grpc.ServerCredentials:
-        """Returns what a server's port needs. Each new connection uses the files of that moment."""
+        """Returns what a server's port needs. Each new connection uses the files as they are then."""
         seen = self._files.version
 
         def changed() -> grpc.ServerCertificateConfiguration | None:

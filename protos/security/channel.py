@@ -29,7 +29,7 @@ class SecuredChannel(grpc.aio.Channel):
         """Opens the first channel.
 
         Args:
-            connect: opens a channel with the certificates of now.
+            connect: opens a channel with the current certificates.
             version: returns another number once the certificates have changed.
             tokens: the token to send; `None` for none.
         """

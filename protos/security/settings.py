@@ -33,7 +33,7 @@ class CallSecuritySettings(ServiceSettings):
     """PEM file with the certificates that sign those of the other services. Turns TLS on between services.
     This and the next two files are read again when they change."""
     grpc_tls_cert: Path | None = None
-    """PEM file with this service's own certificate, and intermediate ones behind it."""
+    """PEM file with this service's own certificate, followed by intermediate ones."""
     grpc_tls_key: Path | None = None
     """PEM file with the unencrypted key of --grpc-tls-cert."""
     grpc_tls_name: str | None = Field(None, min_length=1)

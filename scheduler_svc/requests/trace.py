@@ -21,7 +21,7 @@ class TraceContext:
     traceparent: str
     tracestate: str = ""
     tracer: Tracer | None = None
-    """Writes them; None: this service writes none, and workers write theirs below the client's."""
+    """Writes them; None: this service writes none, and workers' spans are children of the client's."""
 
     def begin(self, now_s: float) -> "RequestTrace | None":
         """Begins the trace of one sequence, at the clock reading `now_s`; None if it is not sampled."""
@@ -51,7 +51,7 @@ class RequestTrace:
             self._wait, self._waits_since_s = what, now_s
 
     def runs(self, now_s: float) -> None:
-        """Notes that the request waits no more."""
+        """Notes that the request no longer waits."""
         if self._wait is not None and now_s > self._waits_since_s:
             self._spans.append((self._wait, self._waits_since_s, now_s, {}))
         self._wait = None

@@ -151,7 +151,7 @@ class PlanStream:
             return None
 
     def _report(self) -> WorkerReport | None:
-        """Returns what was counted since the stream began, and the memory of now."""
+        """Returns what was counted since the stream began, and the memory in use now."""
         report, before = self._count(), self._before
         return report and replace(
             report,
