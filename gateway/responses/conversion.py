@@ -20,6 +20,7 @@ from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, Tool
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.content_form import joined
 
 _SYSTEM: Final = ("system", "developer")
 
@@ -95,7 +96,7 @@ def _system_first(messages: Sequence[Message]) -> list[Message]:
     system = [message for message in messages if message.role in _SYSTEM]
     if not system:
         return list(messages)
-    content = "\n".join(message.content for message in system)
+    content = "\n".join(joined(message.content) for message in system)
     first = Message.model_construct(role="system", content=content)
     return [first, *(message for message in messages if message.role not in _SYSTEM)]
 

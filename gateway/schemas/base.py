@@ -81,7 +81,7 @@ def ignore(info: ValidationInfo, name: str, hint: str) -> None:
 class RequestModel(BaseModel):
     """A request body, or an object in one, with strict types."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
     unserved: ClassVar[Mapping[str, Unserved]] = {}
     """Known parameters that would change the output and are not served, by name."""
@@ -106,6 +106,9 @@ class RequestModel(BaseModel):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"is an object of {len(data)} fields; send at most {_MAX_FIELDS}")
+        if any(type(value) is float and value.is_integer() for value in data.values()):
+            # JSON has one kind of number: 5.0 is an integer, and some clients write all of them so.
+            data = {name: _as_number(value) for name, value in data.items()}
         if data.keys() <= _served_names(cls):
             return data
         # In the body's order, so that the same body is always refused in the same words.
@@ -146,6 +149,10 @@ def _served_names(cls: type[RequestModel]) -> frozenset[str]:
         else:
             names.add(alias if isinstance(alias, str) else name)
     return frozenset(names - cls.unserved.keys() - cls.tolerated.keys())
+
+
+def _as_number(value: Any) -> Any:
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def _same(value: Any, neutral: Any) -> bool:

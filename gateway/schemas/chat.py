@@ -28,20 +28,24 @@ MAX_TEMPLATE: Final = 128 * 1024
 # Where each kind of part has its text; vLLM takes the ones of other APIs, too.
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
+# Fields that clients put on parts and no template shows.
+_NOT_SHOWN: Final = frozenset({"cache_control", "annotations"})
 
-def _text(content: Any, info: ValidationInfo) -> str:
-    """Returns a message's text.
 
-    Joins text parts with line breaks, as vLLM does for templates that expect text.
-    """
+def _content(content: Any, info: ValidationInfo) -> str | list[dict[str, Any]]:
+    """Returns a message's text, or its parts if a template could tell them from one text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise ValueError(f"must be a string or a list of text parts, got {quote(content)}")
-    return "\n".join(_text_of(part, index, info) for index, part in enumerate(content))
+    parts = [_part(part, index, info) for index, part in enumerate(content)]
+    return str(parts[0]["text"]) if len(parts) == 1 and parts[0].keys() == {"type", "text"} else parts
 
 
-def _text_of(part: Any, index: int, info: ValidationInfo) -> str:
+def _part(part: Any, index: int, info: ValidationInfo) -> dict[str, Any]:
+    """Returns a part in the form that templates expect, with the fields that a template may read."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or (field := _TEXTS.get(kind)) is None:
         raise ValueError(
@@ -49,11 +53,14 @@ def _text_of(part: Any, index: int, info: ValidationInfo) -> str:
         )
     if not isinstance(part.get(field), str):
         raise ValueError(f"part {index} needs '{field}', a string")  # noqa: TRY004 - pydantic's signal
+    found = {"type": "text", "text": part[field]}
     for name in part.keys() - {"type", field}:
         if not isinstance(info.context, IgnoredFields):
             raise ValueError(f"part {index} has an unknown field '{clip(name)}'; omit it")  # noqa: TRY004 - pydantic's signal
         info.context.add(name, info.field_name)
-    return str(part[field])
+        if name not in _NOT_SHOWN:
+            found[name] = part[name]
+    return found
 
 
 def _role(value: Any) -> Any:
@@ -74,11 +81,22 @@ class Message(RequestModel):
     }
     tolerated: ClassVar[Mapping[str, str]] = {"annotations": "no template shows it; omit it"}
 
-    role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_role)]
-    content: Annotated[
+    role: Annotated[
         str,
-        BeforeValidator(_text, json_schema_input_type=str | list[dict[str, str]]),
-        Field(description="Text, or a list of parts of type text."),
+        Field(
+            min_length=1,
+            max_length=64,
+            description="system, developer, user, assistant or tool, or any other that the chat template shows.",
+        ),
+        BeforeValidator(_role),
+    ]
+    content: Annotated[
+        str | list[dict[str, Any]],
+        BeforeValidator(_content, json_schema_input_type=str | list[dict[str, str]]),
+        Field(
+            description="Text, or a list of parts of type text. A template that handles parts gets them one by"
+            " one, with their further fields; any other gets them joined with line breaks."
+        ),
     ]
     tool_calls: Annotated[
         list[EarlierCall],
@@ -108,9 +126,11 @@ class Message(RequestModel):
     @model_validator(mode="before")
     @classmethod
     def _content_is_optional_in_answers(cls, data: Any) -> Any:
-        """Allows an assistant's turn without content; a refusal takes its place."""
+        """Allows an assistant's turn and a tool's result without content; a refusal takes its place."""
         empty: tuple[Any, ...] = (None, "", [])
-        if not isinstance(data, dict) or data.get("role") != "assistant" or data.get("content") not in empty:
+        if not isinstance(data, dict) or data.get("content") not in empty:
+            return data
+        if data.get("role") not in ("assistant", "tool"):
             return data
         return {**data, "content": data.get("refusal") or ""}
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from gateway.quoting import quote
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.structured import ResponseFormat, StructuredOutputs
 from protos import limits
@@ -69,10 +70,11 @@ def _token_keys(value: Any) -> Any:
         return value
     if len(value) > limits.MAX_LOGIT_BIASES:
         raise ValueError(f"takes at most {limits.MAX_LOGIT_BIASES} token ids, got {len(value)}")
-    if any(
-        not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10) for key in value
-    ):
-        raise ValueError('must map token ids to biases, for example {"50256": -100}')
+    for key in value:
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise ValueError(
+                f'must map token ids to biases, for example {{"50256": -100}}, and {quote(key)} is no token id'
+            )
     return {int(key): bias for key, bias in value.items()}
 
 

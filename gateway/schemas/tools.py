@@ -159,13 +159,25 @@ ToolChoice = Annotated[
 ]
 
 
+def _as_text(arguments: Any) -> Any:
+    """Writes arguments that are an object, as some clients send them, as text."""
+    if not isinstance(arguments, dict):
+        return arguments
+    try:
+        return orjson.dumps(arguments).decode()
+    except orjson.JSONEncodeError as error:
+        raise ValueError("is nested too deep; flatten it") from error
+
+
 class EarlierFunction(RequestModel):
     """The name and arguments of an earlier call."""
 
     # Any name: a model may have made it up, and refusing it would end the conversation.
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[
-        str | None, Field(max_length=MAX_ARGUMENTS, description="A JSON object, as text.")
+        str | None,
+        Field(max_length=MAX_ARGUMENTS, description="A JSON object, usually as text."),
+        BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any] | None),
     ] = None
 
 

@@ -18,6 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from gateway.quoting import clip
+from gateway.text.content_form import ContentForm, joined
 from protos.errors import InvalidArgument
 
 # Where a last turn ends that the model continues; no conversation has it.
@@ -86,6 +87,7 @@ class ChatTemplate:
         self.knows_tools = "tools" in self.variables
         self.knows_calls = "tool_calls" in source
         self.source = source
+        self._contents = ContentForm(lambda turns: self._write(turns, {"add_generation_prompt": False}))
 
     @functools.cached_property
     def wants_system_first(self) -> bool:
@@ -110,7 +112,7 @@ class ChatTemplate:
         """Returns the prompt's text for a conversation.
 
         Args:
-            messages: dictionaries with role, content and whatever else a turn has.
+            messages: dictionaries with role, content (text, or a list of parts) and whatever else a turn has.
             add_generation_prompt: end with the header of the assistant's turn.
             variables: further variables of this template.
             tools: callable functions, in the form of OpenAI's API.
@@ -134,25 +136,30 @@ class ChatTemplate:
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in messages
             ]
+        text = self._write(
+            [self._contents.fit(message) for message in messages],
+            {
+                "tools": list(tools) if tools else None,
+                "documents": list(documents) if documents else None,
+                "add_generation_prompt": add_generation_prompt,
+                **(variables or {}),
+            },
+        )
+        return _up_to_mark(text) if continue_final_message else text
+
+    def _write(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=list(tools) if tools else None,
-                documents=list(documents) if documents else None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_tokens, **(variables or {})},
-            )
+            return self._template.render(messages=messages, **{**self._special_tokens, **variables})
         except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidArgument(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
-        return _up_to_mark(text) if continue_final_message else text
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns a conversation whose last turn has a mark at its end."""
     *before, last = messages
-    return [*before, {**last, "content": f"{last['content']}{_MARK}"}]
+    return [*before, {**last, "content": f"{joined(last['content'])}{_MARK}"}]
 
 
 def _up_to_mark(text: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.content_form import joined
 from protos.errors import InvalidArgument
 
 _INTRODUCTION: Final = (
@@ -34,10 +35,10 @@ def show_tools_in_words(
     # Every template accepts a user's turn; some refuse a system's.
     for at, turn in enumerate(described):
         if turn["role"] in ("system", "developer"):
-            described[at] = {**turn, "content": f"{turn['content']}\n\n{text}"}
+            described[at] = {**turn, "content": f"{joined(turn['content'])}\n\n{text}"}
             return described
         if turn["role"] == "user":
-            described[at] = {**turn, "content": f"{text}\n\n{turn['content']}"}
+            described[at] = {**turn, "content": f"{text}\n\n{joined(turn['content'])}"}
             return described
     return [{"role": "system", "content": text}, *described]
 
@@ -48,7 +49,7 @@ def _calls_in_words(turn: dict[str, Any]) -> dict[str, Any]:
     text = _json(
         [{"name": call["function"]["name"], "parameters": call["function"]["arguments"]} for call in calls]
     )
-    content = turn["content"]
+    content = joined(turn["content"])
     return {**turn, "content": f"{content}\n{text}" if content else text}
 
 

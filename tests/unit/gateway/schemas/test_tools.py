@@ -66,9 +66,9 @@ def test_neutral_values() -> None:
 
 @pytest.mark.parametrize(
     ("written", "seen"),
-    [('{"a": 1}', {"a": 1}), ("", {}), (None, {}), ('{"a": ', {}), ("[1]", {}), ("5", {}), ('{"a": {"b": []}}', {"a": {"b": []}})],
+    [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("", {}), (None, {}), ('{"a": ', {}), ("[1]", {}), ("5", {}), ('{"a": {"b": []}}', {"a": {"b": []}})],
 )  # fmt: skip
-def test_earlier_arguments_are_objects(written: str | None, seen: dict[str, Any]) -> None:
+def test_earlier_arguments_are_objects(written: Any, seen: dict[str, Any]) -> None:
     """Templates need an object: a model's broken arguments become an empty one, as in vLLM."""
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": written}}
     body = chat(messages=[*USER, {"role": "assistant", "tool_calls": [call]}])

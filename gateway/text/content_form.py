@@ -1,0 +1,76 @@
+"""Whether a chat template expects a turn's content as one text or as a list of parts.
+
+The templates of models that also read images often show lists alone: of a text, they would show nothing.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from gateway.quoting import clip
+from protos.errors import InvalidArgument
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+
+_MARK: Final = "content probe"
+
+# Roles of OpenAI's API. Templates may know others, such as Llama's "ipython"; clients may make them up.
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns content as one text: its parts with line breaks between them, as in vLLM."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+class ContentForm:
+    """What one template shows of each role's content; found out with the first turn that needs it."""
+
+    def __init__(self, render: Render) -> None:
+        """Calls ``render`` with short conversations, later."""
+        self._render = render
+        self._shown: dict[tuple[str, bool], bool] = {}
+
+    def fit(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns ``turn`` with its content in a form that the template shows.
+
+        Raises:
+            InvalidArgument: if the template would drop the turn because it does not know the role.
+        """
+        role, content = turn["role"], turn["content"]
+        if isinstance(content, str):
+            if not content or self._shows(role, parts=False):
+                return turn
+            if self._shows(role, parts=True):
+                return {**turn, "content": [{"type": "text", "text": content}]}
+            if role not in _ROLES:
+                raise InvalidArgument(
+                    f"the model's chat template does not show messages with the role '{clip(role)}'; send another role",
+                    param="messages",
+                )
+            return turn
+        # As in vLLM, a tool's result is always text.
+        if role != "tool" and self._shows(role, parts=True):
+            return turn
+        return self.fit({**turn, "content": joined(content)})
+
+    def _shows(self, role: str, *, parts: bool) -> bool:
+        if (known := self._shown.get((role, parts))) is not None:
+            return known
+        shown = self._probe(role, parts=parts)
+        if role in _ROLES:
+            self._shown[role, parts] = shown
+        return shown
+
+    def _probe(self, role: str, *, parts: bool) -> bool:
+        content = [{"type": "text", "text": _MARK}] if parts else _MARK
+        turn = {"role": role, "content": content}
+        # Most templates want a user's turn behind a system's, and in front of an assistant's.
+        user = {"role": "user", "content": [{"type": "text", "text": "u"}] if parts else "u"}
+        before = [] if role in ("user", "system", "developer") else [user]
+        behind = [user] if role in ("system", "developer") else []
+        try:
+            text = self._render([*before, turn, *behind])
+        except (InvalidArgument, AttributeError):
+            return False
+        # A template for texts may write a list as Python or JSON does.
+        return _MARK in text and f"{_MARK}'}}" not in text and f'{_MARK}"}}' not in text
