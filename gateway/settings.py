@@ -131,7 +131,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
     otlp_traces_endpoint: Annotated[
         OtlpEndpoint | None,
         Field(
-            description="gRPC endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."
+            description="OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."
         ),
     ] = None
     max_body_bytes: Annotated[

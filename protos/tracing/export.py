@@ -1,24 +1,34 @@
-"""Spans with OpenTelemetry's SDK, exported over OTLP/gRPC. Only `open_tracer` imports this module.
+"""Spans with OpenTelemetry's SDK, exported over OTLP. Only `open_tracer` imports this module.
 
 The SDK's own variables apply, such as OTEL_TRACES_SAMPLER, OTEL_BSP_SCHEDULE_DELAY and
 OTEL_RESOURCE_ATTRIBUTES.
 """
 
 import logging
+import os
 import threading
 from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+from opentelemetry.sdk.environment_variables import (
+    OTEL_EXPORTER_OTLP_PROTOCOL,
+    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
+)
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from protos.errors import ConfigurationRefused
 from protos.tracing.tracer import Attributes
 
 _W3C: Final = TraceContextTextMapPropagator()
+
+# Where collectors take spans over HTTP.
+_HTTP_PATH: Final = "v1/traces"
 
 # A collector that hangs must not hold up a service that ends.
 _CLOSE_S: Final = 1.0
@@ -58,20 +68,49 @@ class OtlpSpan:
         self._span.end(end_ns)
 
 
+def _exporter(endpoint: str) -> GrpcExporter | HttpExporter:
+    protocol = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or os.environ.get(
+        OTEL_EXPORTER_OTLP_PROTOCOL
+    )
+    scheme, _, address = endpoint.rpartition("://")
+    address, _, path = address.partition("/")
+    match protocol or "grpc":
+        case "grpc" if path:
+            raise ConfigurationRefused(
+                f"--otlp-traces-endpoint={endpoint} has a path, and gRPC has none; omit it, or set"
+                f" {OTEL_EXPORTER_OTLP_TRACES_PROTOCOL}=http/protobuf"
+            )
+        case "grpc":
+            return GrpcExporter(endpoint=address, insecure=scheme != "https")
+        case "http/protobuf" if scheme not in ("http", "https"):
+            raise ConfigurationRefused(
+                f"--otlp-traces-endpoint={endpoint} has no http:// or https://, which the protocol http/protobuf"
+                " needs; add it"
+            )
+        case "http/protobuf":
+            return HttpExporter(endpoint=f"{scheme}://{address}/{path or _HTTP_PATH}")
+        case _:
+            raise ConfigurationRefused(
+                f"OpenTelemetry's protocol {protocol!r} is not supported; set {OTEL_EXPORTER_OTLP_TRACES_PROTOCOL}"
+                " to grpc or http/protobuf"
+            )
+
+
 class OtlpTracer:
     """Implements `protos.tracing.tracer.Tracer`."""
 
     def __init__(self, endpoint: str, service: str) -> None:
-        """Exports to `endpoint`; needs no collector to be there."""
+        """Exports to `endpoint`; needs no collector to be there.
+
+        Raises:
+            ConfigurationRefused: the endpoint does not fit the protocol that OpenTelemetry's variables name.
+        """
         resource = Resource.create()
         if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: f"triptych-{service}"}))
-        scheme, separator, address = endpoint.rpartition("://")
-        exporter = OTLPSpanExporter(
-            endpoint=address.rstrip("/") if separator else endpoint, insecure=scheme != "https"
-        )
+        exporter = _exporter(endpoint)
         # One line for each batch that is lost, and none for each attempt.
-        logging.getLogger(OTLPSpanExporter.__module__.rpartition(".")[0]).setLevel(logging.ERROR)
+        logging.getLogger(type(exporter).__module__.rpartition(".")[0]).setLevel(logging.ERROR)
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("triptych")

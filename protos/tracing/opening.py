@@ -8,7 +8,7 @@ def open_tracer(endpoint: str | None, service: str) -> Tracer | None:
     """Returns the tracer of a service ("gateway"); None, and nothing is imported, without an endpoint.
 
     Raises:
-        ConfigurationRefused: OpenTelemetry is not installed.
+        ConfigurationRefused: OpenTelemetry is not installed, or its variables do not fit the endpoint.
     """
     if endpoint is None:
         return None

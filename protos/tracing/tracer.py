@@ -8,12 +8,14 @@ from pydantic import AfterValidator
 
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | Sequence[str]]
 
-_ENDPOINT: Final = re.compile(r"((grpc|https?)://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):\d{1,5}/?")
+_ENDPOINT: Final = re.compile(r"((grpc|https?)://)?(\[[0-9a-fA-F:]+\]|[^:/\s]+):\d{1,5}(/[^\s?#]*)?")
 
 
 def _check(value: str) -> str:
     if not _ENDPOINT.fullmatch(value):
-        raise ValueError("must be the gRPC endpoint of a collector, for example http://127.0.0.1:4317")
+        raise ValueError(
+            "must be the endpoint of a collector, with its port, for example http://127.0.0.1:4317"
+        )
     return value
 
 

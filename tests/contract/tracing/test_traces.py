@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from protos.errors import ConfigurationRefused
 from protos.server import Server
 from protos.step_messages import plan_to_proto
 from protos.steps import Admission, Decode, Prefill, StepPlan, WorkerReport
@@ -24,7 +26,7 @@ from protos.triptych.v1 import common_pb2, registry_pb2, registry_pb2_grpc, work
 from protos.wire import SCHEMA_REVISION, open_channel
 from tests.support.gateway.serving import smollm2_folder
 from tests.support.scheduler.fake_worker import FakeWorker
-from tests.support.tracing.collector import Collector, ReceivedSpan, running_collector
+from tests.support.tracing.collector import Collector, ReceivedSpan, running_collector, running_http_collector
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
@@ -240,3 +242,38 @@ async def test_a_lost_collector_costs_nothing(traced: Traced) -> None:
     for each in traced.processes:
         assert await asyncio.to_thread(each.wait, 10) == 0
     assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"])
+async def test_spans_travel_over_http(monkeypatch: pytest.MonkeyPatch, variable: str, path: str) -> None:
+    """OpenTelemetry's own variables choose the protocol, and its path is the default."""
+    monkeypatch.setenv(variable, "http/protobuf")
+    with running_http_collector() as collector:
+        tracer = open_tracer(f"{collector.endpoint}{path}", "gateway")
+        assert tracer is not None
+        span = tracer.begin("a request", "", start_ns=1)
+        assert span is not None
+        span.end(2, {})
+        tracer.close()
+        (received,) = collector.wait_for(lambda spans: len(spans) == 1)
+    assert (received.service, received.name, received.end_ns) == ("triptych-gateway", "a request", 2)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "endpoint", "reason"),
+    [
+        ("", "http://127.0.0.1:4317/v1/traces", "set OTEL_EXPORTER_OTLP_TRACES_PROTOCOL=http/protobuf"),
+        ("grpc", "127.0.0.1:4317/x", "has a path, and gRPC has none; omit it"),
+        ("http/protobuf", "127.0.0.1:4318", "has no http:// or https://"),
+        ("http/protobuf", "grpc://127.0.0.1:4318", "has no http:// or https://"),
+        ("http/json", "http://127.0.0.1:4318", "'http/json' is not supported"),
+    ],
+)
+async def test_an_endpoint_that_does_not_fit_its_protocol_is_refused(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, endpoint: str, reason: str
+) -> None:
+    """The error says what to change; spans would otherwise be lost one batch after another."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
+    with pytest.raises(ConfigurationRefused, match=re.escape(reason)):
+        open_tracer(endpoint, "gateway")

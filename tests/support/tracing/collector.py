@@ -1,4 +1,4 @@
-"""A real OTLP receiver: the official service of OpenTelemetry's protocol, which keeps what it gets."""
+"""Real OTLP receivers, over gRPC and over HTTP, with the official messages. They keep what they get."""
 
 import threading
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import grpc
@@ -55,7 +56,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     stop: Callable[[], object] = lambda: None
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def Export(self, request: Any, context: grpc.ServicerContext) -> Any:
+    def Export(self, request: Any, context: grpc.ServicerContext | None) -> Any:
         with self._changed:
             for resource in request.resource_spans:
                 names = {each.key: _value(each.value) for each in resource.resource.attributes}
@@ -89,3 +90,32 @@ def running_collector() -> Iterator[Collector]:
         yield collector
     finally:
         collector.stop()
+
+
+@contextmanager
+def running_http_collector() -> Iterator[Collector]:
+    """Runs a collector that takes OTLP over HTTP, at its usual path only."""
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            fits = (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
+            if fits:
+                collector.Export(trace_service_pb2.ExportTraceServiceRequest.FromString(body), None)
+            self.send_response(200 if fits else 404)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Logs nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        collector.endpoint = f"http://127.0.0.1:{server.server_port}"
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        try:
+            yield collector
+        finally:
+            server.shutdown()
+            serving.join()
