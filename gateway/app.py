@@ -28,6 +28,7 @@ from gateway.routes import chat, completions, loras, models, tokenize
 from gateway.routes.context import Context
 from gateway.routes.operations import caches, info, metrics, pages, probes
 from gateway.routes.pooling import classification, cohere, embeddings, scoring
+from gateway.sagemaker import routes as sagemaker
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
@@ -50,7 +51,7 @@ _DESCRIPTION: Final = (
 
 _FAMILIES: Final = (
     chat, completions, messages, responses, embeddings, scoring, classification, cohere, models, loras, tokenize,
-    probes, metrics, info, caches,
+    sagemaker, probes, metrics, info, caches,
 )  # fmt: skip
 
 
@@ -130,6 +131,7 @@ def _assemble(
         lambda: watcher.max_model_len,
     )
     text_worker = TextWorker(settings.max_waiting_texts)
+    shared = settings.metrics_folder
     return Context(
         settings,
         client,
@@ -137,8 +139,8 @@ def _assemble(
         measured,
         text_worker,
         ChatEncoder(settings, text_worker),
-        KeyRing.of(settings, clock),
-        SharedMetrics(settings.metrics_folder, measured.text) if settings.metrics_folder else None,
+        KeyRing.of(settings, clock, shared and shared / "keys"),
+        SharedMetrics(shared, measured.text) if shared else None,
         new_id=new_id,
         clock=clock,
         wall_clock=wall_clock,

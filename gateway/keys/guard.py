@@ -85,6 +85,7 @@ class KeyGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        await self._keys.refresh()
         headers = Headers(scope=scope)
         key = self._keys.find(shown_keys(headers))
         if key is not None:

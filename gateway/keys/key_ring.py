@@ -1,5 +1,6 @@
 """All keys of a gateway: those of its settings and those of its file."""
 
+import asyncio
 import hmac
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,10 +8,12 @@ from pathlib import Path
 from typing import Self
 
 from gateway.keys.caller import ANYONE, Caller
-from gateway.keys.key_file import digest_of, read_key_file
+from gateway.keys.key_file import KeyEntry, digest_of, read_key_file
+from gateway.keys.ledger import Ledger, SharedLedger
 from gateway.keys.limits import KeyLimiter, Limits
 from gateway.security_settings import SecuritySettings
 from protos.errors import ConfigurationRefused
+from protos.logs import get_logger
 from protos.security.watched_files import WatchedFiles
 
 
@@ -28,25 +31,38 @@ class Key:
 class KeyRing:
     """Finds the key that a request shows. A changed file counts from the next request on."""
 
-    def __init__(self, fixed: Sequence[Key], path: Path | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, fixed: Sequence[Key], path: Path | None, clock: Callable[[], float], ledger: Ledger
+    ) -> None:
         """Reads the file.
 
         Args:
             fixed: keys that no file changes.
             path: the file of the other keys, if there is one.
-            clock: monotonic seconds.
+            clock: monotonic seconds, the same in all processes that share the ledger.
+            ledger: where it is counted what keys use.
 
         Raises:
             ConfigurationRefused: if the file is wrong.
         """
         self._fixed = fixed
         self._clock = clock
+        self._ledger = ledger
         self._limiters: dict[str, KeyLimiter] = {}
+        self._keys = fixed
+        self._reading: asyncio.Task[None] | None = None
         self._file = None if path is None else WatchedFiles((path,), lambda: self._read(path))
+        if self._file is not None:
+            self._adopt(self._file.get())
 
     @classmethod
-    def of(cls, settings: SecuritySettings, clock: Callable[[], float]) -> Self:
+    def of(cls, settings: SecuritySettings, clock: Callable[[], float], shared: Path | None = None) -> Self:
         """Returns the keys of a gateway.
+
+        Args:
+            settings: the gateway's.
+            clock: monotonic seconds.
+            shared: the folder where several gateways count together what keys use.
 
         Raises:
             ConfigurationRefused: if the file of keys is wrong.
@@ -62,7 +78,9 @@ class KeyRing:
             tenant = "admin" if guards else ""
             rights = Caller(name="admin", tenant=tenant, is_admin=True, is_isolated=guards)
             fixed.append(Key(digest_of(settings.admin_api_key.get_secret_value()), rights))
-        return cls(fixed, settings.api_key_file, clock)
+        # Keys of settings have no limits.
+        ledger = Ledger() if shared is None or settings.api_key_file is None else SharedLedger(shared)
+        return cls(fixed, settings.api_key_file, clock, ledger)
 
     @property
     def guards(self) -> bool:
@@ -72,28 +90,43 @@ class KeyRing:
     @property
     def has_admin(self) -> bool:
         """Whether any key has admin rights."""
-        return any(key.caller.is_admin for key in self._keys())
+        return any(key.caller.is_admin for key in self._keys)
 
     def find(self, given: Iterable[str]) -> Key | None:
         """Returns the first key that is among ``given``.
 
         The time does not depend on which key it is, nor on how much of one is right.
         """
-        keys = self._keys()
-        if not keys:
+        if not self._keys:
             return None
         digests, found = [digest_of(text) for text in given], None
-        for key in keys:
+        for key in self._keys:
             for digest in digests:
                 if hmac.compare_digest(key.digest, digest):
                     found = found or key
         return found
 
-    def _keys(self) -> Sequence[Key]:
-        return self._fixed if self._file is None else self._file.get()
+    async def refresh(self) -> None:
+        """Reads the file if it has changed, in a thread; all requests wait for it meanwhile."""
+        if self._reading is None:
+            if self._file is None or not self._file.have_changed():
+                return
+            self._reading = asyncio.create_task(self._read_again(self._file))
+        # A client that leaves must not end what others wait for.
+        await asyncio.shield(self._reading)
 
-    def _read(self, path: Path) -> Sequence[Key]:
-        """Returns all keys, those of the file included."""
+    async def _read_again(self, file: "WatchedFiles[Sequence[KeyEntry]]") -> None:
+        version = file.version
+        try:
+            entries = await asyncio.to_thread(file.get)
+            if file.version != version:
+                self._adopt(entries)
+        except ConfigurationRefused as error:
+            get_logger().warning("files_not_reloaded", reason=error.message, using="what they held before")
+        finally:
+            self._reading = None
+
+    def _read(self, path: Path) -> Sequence[KeyEntry]:
         entries = read_key_file(path)
         names, digests = {key.caller.name for key in self._fixed}, {key.digest for key in self._fixed}
         for entry in entries:
@@ -102,9 +135,13 @@ class KeyRing:
                     f"the key file {path} is wrong: the settings have a key like '{entry.name}' already; choose"
                     " another name and another key"
                 )
+        return entries
+
+    def _adopt(self, entries: Sequence[KeyEntry]) -> None:
+        """Uses the keys of the file from now on, beside those of the settings."""
         limiters = {entry.name: self._limiter(entry.name, entry.limits) for entry in entries}
         self._limiters = {name: limiter for name, limiter in limiters.items() if limiter is not None}
-        return [
+        self._keys = [
             *self._fixed,
             *(Key(entry.digest, entry.caller, limiters[entry.name]) for entry in entries),
         ]
@@ -114,6 +151,6 @@ class KeyRing:
         if limits == Limits():
             return None
         if (old := self._limiters.get(name)) is None:
-            return KeyLimiter(name, limits, self._clock)
+            return KeyLimiter(name, limits, self._clock, self._ledger.page(name))
         old.set_limits(limits)
         return old

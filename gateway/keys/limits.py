@@ -1,9 +1,10 @@
-"""Limits of a key: requests at a time, and requests and tokens per minute, in this gateway process."""
+"""Limits of a key: requests at a time, and requests and tokens per minute."""
 
 import math
 from collections.abc import Callable, MutableMapping
 from typing import Any, Final, NamedTuple
 
+from gateway.keys.ledger import BUCKET_SIZE, Page
 from protos.errors import Overloaded
 
 _ADMISSION: Final = "triptych.admission"
@@ -20,31 +21,41 @@ class Limits(NamedTuple):
 
 
 class Bucket:
-    """A token bucket: holds at most what one minute brings. It may owe what was not known beforehand."""
+    """A token bucket: holds at most what one minute brings. It may owe what was not known beforehand.
 
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        """Starts full.
+    Its state is in a page, so it is used inside ``with page:``.
+    """
+
+    def __init__(self, per_minute: int, page: Page, number: int, clock: Callable[[], float]) -> None:
+        """Goes on from the state that the page has of a bucket of the same size; else it starts full.
 
         Args:
             per_minute: what a minute brings.
-            clock: monotonic seconds.
+            page: has the bucket's state.
+            number: which of the page's buckets it is.
+            clock: monotonic seconds, the same in all processes that share the page.
         """
         self.per_minute = per_minute
         self._clock = clock
-        self._level = float(per_minute)
-        self._at = clock()
+        self._values = page.values
+        self._size, self._level, self._at = range(BUCKET_SIZE * number, BUCKET_SIZE * (number + 1))
+        if self._values[self._size] != per_minute:
+            self._values[self._size] = self._values[self._level] = float(per_minute)
+            self._values[self._at] = clock()
 
     @property
     def level(self) -> float:
         """What may be taken now; negative if more was taken than there was."""
         now = self._clock()
-        self._level = min(self.per_minute, self._level + (now - self._at) * self.per_minute / 60)
-        self._at = now
-        return self._level
+        # The clock starts anew with the machine, and a shared page outlives it.
+        passed = max(0.0, now - self._values[self._at])
+        level = min(self.per_minute, self._values[self._level] + passed * self.per_minute / 60)
+        self._values[self._level], self._values[self._at] = level, now
+        return level
 
     def take(self, count: float) -> None:
         """Takes ``count``, whether there is enough or not; gives back if it is negative."""
-        self._level = self.level - count
+        self._values[self._level] = self.level - count
 
     def seconds_until(self, level: float) -> float:
         """Returns the time until the bucket holds ``level``, seconds."""
@@ -52,19 +63,20 @@ class Bucket:
 
 
 class KeyLimiter:
-    """What one key has used of its limits."""
+    """What one key has used of its limits. Only the event loop's thread may call it."""
 
-    def __init__(self, name: str, limits: Limits, clock: Callable[[], float]) -> None:
-        """Starts with nothing used.
+    def __init__(self, name: str, limits: Limits, clock: Callable[[], float], page: Page) -> None:
+        """Goes on from what the key has used.
 
         Args:
             name: the key's.
             limits: the key's.
             clock: monotonic seconds.
+            page: what the key has used.
         """
         self._name = name
         self._clock = clock
-        self._running = 0
+        self._page = page
         self._limits = Limits()
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
@@ -72,14 +84,15 @@ class KeyLimiter:
 
     def set_limits(self, limits: Limits) -> None:
         """Changes the limits. Running requests still count; what a changed limit has counted is forgotten."""
-        if limits.requests_per_minute != self._limits.requests_per_minute:
-            self._requests = self._bucket(limits.requests_per_minute)
-        if limits.tokens_per_minute != self._limits.tokens_per_minute:
-            self._tokens = self._bucket(limits.tokens_per_minute)
+        with self._page:
+            if limits.requests_per_minute != self._limits.requests_per_minute:
+                self._requests = self._bucket(0, limits.requests_per_minute)
+            if limits.tokens_per_minute != self._limits.tokens_per_minute:
+                self._tokens = self._bucket(1, limits.tokens_per_minute)
         self._limits = limits
 
-    def _bucket(self, per_minute: int | None) -> Bucket | None:
-        return None if per_minute is None else Bucket(per_minute, self._clock)
+    def _bucket(self, number: int, per_minute: int | None) -> Bucket | None:
+        return None if per_minute is None else Bucket(per_minute, self._page, number, self._clock)
 
     def admit(self) -> "Admission":
         """Takes one request in; its ``end`` must be called.
@@ -88,26 +101,30 @@ class KeyLimiter:
             Overloaded: if the key has used what it may.
         """
         limits = self._limits
-        if limits.concurrent_requests is not None and self._running >= limits.concurrent_requests:
+        with self._page:
+            if limits.concurrent_requests is not None:
+                self._check_running(limits.concurrent_requests)
+            if self._requests is not None and self._requests.level < 1:
+                raise self._used_up("requests", limits.requests_per_minute, self._requests.seconds_until(1))
+            self._check_tokens()
+            if self._requests is not None:
+                self._requests.take(1)
+            self._page.count_running(1)
+        return Admission(self)
+
+    def _check_running(self, limit: int) -> None:
+        running = self._page.num_running
+        if running >= limit:
+            self._page.forget_ended()
+            running = self._page.num_running
+        if running >= limit:
             raise Overloaded(
-                f"the key '{self._name}' has {self._running} requests under way, as many as it may have at a"
+                f"the key '{self._name}' has {running} requests under way, as many as it may have at a"
                 " time; wait until one ends",
                 retry_after_ms=_RETRY_BUSY_MS,
             )
-        if self._requests is not None and self._requests.level < 1:
-            raise self._used_up("requests", limits.requests_per_minute, self._requests.seconds_until(1))
-        self.check_tokens()
-        if self._requests is not None:
-            self._requests.take(1)
-        self._running += 1
-        return Admission(self)
 
-    def check_tokens(self) -> None:
-        """Refuses further tokens once a minute's tokens are used.
-
-        Raises:
-            Overloaded: if they are.
-        """
+    def _check_tokens(self) -> None:
         if self._tokens is not None and self._tokens.level < 1:
             raise self._used_up("tokens", self._limits.tokens_per_minute, self._tokens.seconds_until(1))
 
@@ -117,25 +134,35 @@ class KeyLimiter:
             retry_after_ms=max(1, math.ceil(wait_s * 1000)),
         )
 
-    def take_tokens(self, count: int) -> None:
-        """Counts tokens; gives them back if ``count`` is negative."""
-        if self._tokens is not None:
-            self._tokens.take(count)
+    def charge(self, count: int) -> None:
+        """Takes tokens that a request is about to use.
 
-    def end_request(self) -> None:
-        """Counts a request as no longer running."""
-        self._running -= 1
+        Raises:
+            Overloaded: if the key has none left.
+        """
+        if self._tokens is not None:
+            with self._page:
+                self._check_tokens()
+                self._tokens.take(count)
+
+    def end_request(self, tokens: int) -> None:
+        """Counts a request as no longer running, and takes further tokens; gives back a negative number."""
+        with self._page:
+            if self._tokens is not None:
+                self._tokens.take(tokens)
+            self._page.count_running(-1)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns OpenAI's headers about both limits per minute."""
         found = []
-        for what, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
-            if bucket is not None:
-                found += [
-                    (b"x-ratelimit-limit-" + what, b"%d" % bucket.per_minute),
-                    (b"x-ratelimit-remaining-" + what, b"%d" % max(0, math.floor(bucket.level))),
-                    (b"x-ratelimit-reset-" + what, b"%.3fs" % bucket.seconds_until(bucket.per_minute)),
-                ]
+        with self._page:
+            for what, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
+                if bucket is not None:
+                    found += [
+                        (b"x-ratelimit-limit-" + what, b"%d" % bucket.per_minute),
+                        (b"x-ratelimit-remaining-" + what, b"%d" % max(0, math.floor(bucket.level))),
+                        (b"x-ratelimit-reset-" + what, b"%.3fs" % bucket.seconds_until(bucket.per_minute)),
+                    ]
         return found
 
 
@@ -153,14 +180,12 @@ class Admission:
         Raises:
             Overloaded: if the key has no tokens left.
         """
-        self._limiter.check_tokens()
-        self._limiter.take_tokens(count)
+        self._limiter.charge(count)
         self._charged += count
 
     def end(self, used: int) -> None:
         """Ends the request, which has used ``used`` tokens in all."""
-        self._limiter.take_tokens(used - self._charged)
-        self._limiter.end_request()
+        self._limiter.end_request(used - self._charged)
 
 
 def set_admission(scope: MutableMapping[str, Any], admission: Admission) -> None:

@@ -33,6 +33,10 @@ class WatchedFiles(Generic[T]):
         self._value = read()
         self._log = get_logger(files=[str(path) for path in paths])
 
+    def have_changed(self) -> bool:
+        """Whether :meth:`get` would read the files."""
+        return self._state() != self._seen
+
     def get(self) -> T:
         """Returns the content. Files that are bad now, such as half of a new pair, do not replace it."""
         state = self._state()

@@ -1,12 +1,15 @@
 """Keys from settings and from a file that changes."""
 
+import asyncio
 import hashlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.keys import key_ring
 from gateway.keys.caller import ANY_PRIORITY, Caller
 from gateway.keys.key_file import read_key_file
 from gateway.keys.key_ring import KeyRing
@@ -69,7 +72,7 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
     assert PLAIN not in repr(keys.find([PLAIN]))
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_changed_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Keys come and go; a key that stays remembers what it has used; a bad file changes nothing."""
     path = tmp_path / "keys.yaml"
     path.write_text(YAML)
@@ -81,6 +84,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixt
     path.write_text(
         YAML.replace("name: ops", "name: operations").replace("max_priority: 10", "max_priority: 3")
     )
+    await keys.refresh()
     again = keys.find([PLAIN])
     assert again is not None
     assert (again.caller.priorities, again.limiter) == ((0, 3), chat.limiter)
@@ -88,17 +92,49 @@ def test_a_changed_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     for content in (f"keys: [{{name: x, key: [{PLAIN}]}}]", f"keys: {PLAIN}: [", ""):
         path.write_text(content)
-        assert keys.find([PLAIN]) is again
-        assert keys.find([PLAIN]) is again
+        for _ in range(2):
+            await keys.refresh()
+            assert keys.find([PLAIN]) is again
         log = capsys.readouterr().out
         assert log.count("files_not_reloaded") == 1
         assert PLAIN not in log
     path.unlink()
+    await keys.refresh()
     assert keys.find([PLAIN]) is again
     assert "No such file" in capsys.readouterr().out
     path.write_text(json.dumps({"keys": [{"name": "new", "key": "sk-new"}]}))
+    await keys.refresh()
     assert caller(keys, PLAIN) is None
     assert caller(keys, "sk-new") is not None
+
+
+async def test_all_requests_wait_for_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read once, in a thread, and a client that leaves does not end what the others wait for."""
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"name": "a", "key": "sk-a"}]}))
+    keys = ring("--api-key-file", str(path))
+    may_read, readers = threading.Event(), []
+
+    def slow(path: Path) -> Any:
+        readers.append(threading.current_thread())
+        assert may_read.wait(5)
+        return read_key_file(path)
+
+    monkeypatch.setattr(key_ring, "read_key_file", slow)
+    path.write_text(json.dumps({"keys": [{"name": "new", "key": "sk-new"}]}))
+    waiting = [asyncio.create_task(keys.refresh()) for _ in range(3)]
+    while not readers:
+        await asyncio.sleep(0)
+    late = asyncio.create_task(keys.refresh())
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    assert not late.done()
+    may_read.set()
+    await asyncio.gather(*waiting[1:], late)
+    assert caller(keys, "sk-a") is None
+    assert caller(keys, "sk-new") is not None
+    assert len(readers) == 1
+    assert readers[0] is not threading.main_thread()
 
 
 GOOD: dict[str, Any] = {"name": "a", "key": PLAIN}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from gateway.keys.ledger import Ledger
 from gateway.keys.limits import Admission, KeyLimiter, Limits
 from protos.errors import Overloaded
 
@@ -13,13 +14,17 @@ class Clock:
         return self.now
 
 
+def limiter_of(limits: Limits, clock: Clock | None = None) -> KeyLimiter:
+    return KeyLimiter("a", limits, clock or Clock(), Ledger().page("a"))
+
+
 def headers_of(limiter: KeyLimiter) -> dict[str, str]:
     return {name.decode().removeprefix("x-ratelimit-"): value.decode() for name, value in limiter.headers()}
 
 
 def test_requests_at_a_time() -> None:
     """One more than the limit is refused; one that ends makes room."""
-    limiter = KeyLimiter("a", Limits(concurrent_requests=2), Clock())
+    limiter = limiter_of(Limits(concurrent_requests=2))
     first, _ = limiter.admit(), limiter.admit()
     with pytest.raises(Overloaded, match=r"^the key 'a' has 2 requests under way") as refused:
         limiter.admit()
@@ -32,7 +37,7 @@ def test_requests_at_a_time() -> None:
 def test_requests_per_minute() -> None:
     """A minute's requests may come at once; then each comes in its turn, and the error says when."""
     clock = Clock()
-    limiter = KeyLimiter("a", Limits(requests_per_minute=60), clock)
+    limiter = limiter_of(Limits(requests_per_minute=60), clock)
     for _ in range(60):
         limiter.admit().end(0)
     with pytest.raises(Overloaded, match=r"has used its 60 requests per minute; retry in 1\.0 s") as refused:
@@ -50,7 +55,7 @@ def test_requests_per_minute() -> None:
 def test_tokens_per_minute() -> None:
     """The prompt is charged before the request runs, its answer when it ends; debt is paid back by time."""
     clock = Clock()
-    limiter = KeyLimiter("a", Limits(tokens_per_minute=600), clock)
+    limiter = limiter_of(Limits(tokens_per_minute=600), clock)
     first, second = limiter.admit(), limiter.admit()
     first.charge(600)
     with pytest.raises(Overloaded, match="600 tokens per minute"):
@@ -67,7 +72,7 @@ def test_tokens_per_minute() -> None:
 
 def test_a_refused_request_gets_its_tokens_back() -> None:
     """It ends with no tokens used."""
-    limiter = KeyLimiter("a", Limits(tokens_per_minute=600), Clock())
+    limiter = limiter_of(Limits(tokens_per_minute=600))
     admission: Admission = limiter.admit()
     admission.charge(500)
     admission.end(0)
@@ -76,7 +81,7 @@ def test_a_refused_request_gets_its_tokens_back() -> None:
 
 def test_changed_limits_keep_what_was_used_of_the_others() -> None:
     """Only the limit that changes starts anew; running requests still count."""
-    limiter = KeyLimiter("a", Limits(1, 60, 600), Clock())
+    limiter = limiter_of(Limits(1, 60, 600))
     admission = limiter.admit()
     admission.charge(100)
     limiter.set_limits(Limits(1, 30, 600))
