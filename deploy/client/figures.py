@@ -1,7 +1,7 @@
 """What `triptych bench` measured, with the names, meanings and table lines of `vllm bench serve`."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import ceil
 from statistics import fmean, median, pstdev
@@ -9,20 +9,32 @@ from typing import Any, Final
 
 from deploy.client.load import Outcome
 
-_TIMES: Final = {
+METRICS: Final = {
     "ttft": ("TTFT", "Time to First Token"),
     "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
     "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
 }
+"""The times that can be shown: name, abbreviation and heading."""
 _WIDTH: Final = 50
 
 
-def figures(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
+def figures(
+    outcomes: Sequence[Outcome],
+    duration_s: float,
+    *,
+    metrics: Sequence[str] = ("ttft", "tpot", "itl"),
+    percentiles: Sequence[str] = ("99",),
+    objectives: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
     """Returns all figures by vLLM's names. Times are in milliseconds; failed requests count only as failed.
 
     Args:
         outcomes: of all requests.
         duration_s: from the first request to the last answer.
+        metrics: the times to return, of `METRICS`.
+        percentiles: of these times, as people write them: "99", "99.9".
+        objectives: the most milliseconds of some times that a request may take to count as good.
     """
     good = [each for each in outcomes if not each.error]
     num_input = sum(each.num_prompt_tokens for each in good)
@@ -38,19 +50,33 @@ def figures(outcomes: Sequence[Outcome], duration_s: float) -> dict[str, Any]:
         "total_token_throughput": (num_input + num_output) / duration_s,
         **_peaks(good),
     }
-    long = [each for each in good if each.num_output_tokens > 1]
+    if objectives:
+        result["request_goodput"] = sum(_meets(each, objectives) for each in good) / duration_s
     times = {
         "ttft": [each.ttft_s for each in good],
-        "tpot": [(each.latency_s - each.ttft_s) / (each.num_output_tokens - 1) for each in long],
+        "tpot": [_tpot_s(each) for each in good if each.num_output_tokens > 1],
         "itl": [second - first for each in good for first, second in pairwise(each.arrivals_s)],
+        "e2el": [each.latency_s for each in good],
     }
-    for name, values in times.items():
-        shown = [value * 1000 for value in values] or [0.0]
+    for name in METRICS:
+        if name not in metrics:
+            continue
+        shown = [value * 1000 for value in times[name]] or [0.0]
         result[f"mean_{name}_ms"] = fmean(shown)
         result[f"median_{name}_ms"] = median(shown)
         result[f"std_{name}_ms"] = pstdev(shown)
-        result[f"p99_{name}_ms"] = percentile(shown, 0.99)
+        for word in percentiles:
+            result[f"p{word}_{name}_ms"] = percentile(shown, float(word) / 100)
     return result
+
+
+def _tpot_s(outcome: Outcome) -> float:
+    return (outcome.latency_s - outcome.ttft_s) / max(1, outcome.num_output_tokens - 1)
+
+
+def _meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
+    taken = {"ttft": outcome.ttft_s, "tpot": _tpot_s(outcome), "e2el": outcome.latency_s}
+    return all(taken[name] * 1000 <= limit for name, limit in objectives.items())
 
 
 def percentile(values: Sequence[float], fraction: float) -> float:
@@ -96,12 +122,17 @@ def table(result: dict[str, Any], request_rate: float, max_concurrency: int | No
     add("Total input tokens", result["total_input_tokens"])
     add("Total generated tokens", result["total_output_tokens"])
     add("Request throughput (req/s)", result["request_throughput"])
+    if "request_goodput" in result:
+        add("Request goodput (req/s)", result["request_goodput"])
     add("Output token throughput (tok/s)", result["output_throughput"])
     add("Peak output token throughput (tok/s)", result["max_output_tokens_per_s"])
     add("Peak concurrent requests", float(result["max_concurrent_requests"]))
     add("Total token throughput (tok/s)", result["total_token_throughput"])
-    for name, (short, header) in _TIMES.items():
-        lines.append(header.center(_WIDTH, "-"))
-        for word in ("Mean", "Median", "P99"):
-            add(f"{word} {short} (ms)", result[f"{word.lower()}_{name}_ms"])
+    for name, (short, header) in METRICS.items():
+        words = [key.removesuffix(f"_{name}_ms") for key in result if key.endswith(f"_{name}_ms")]
+        if words:
+            lines.append(header.center(_WIDTH, "-"))
+        for word in words:
+            if word != "std":
+                add(f"{word.capitalize()} {short} (ms)", result[f"{word}_{name}_ms"])
     return "\n".join([*lines, "=" * _WIDTH])

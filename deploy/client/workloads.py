@@ -3,8 +3,9 @@
 import asyncio
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+from math import ceil, floor
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any, Final
@@ -49,14 +50,65 @@ class Server:
         check(response.status_code, response.content)
         return [int(token) for token in response.json()["tokens"]]
 
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Returns the text of token ids.
+
+        Raises:
+            ClientError: the server does not detokenize.
+        """
+        response = await self.http.post("/detokenize", json={"model": self.model, "tokens": tokens})
+        check(response.status_code, response.content)
+        return str(response.json()["prompt"])
+
 
 async def random_prompts(
-    server: Server, count: int, *, input_len: int, output_len: int, seed: int
+    server: Server,
+    count: int,
+    *,
+    input_len: int,
+    output_len: int,
+    range_ratio: float = 0.0,
+    prefix_len: int = 0,
+    seed: int,
 ) -> list[Prompt]:
-    """Returns prompts of random tokens, all of one length."""
+    """Returns prompts of random tokens.
+
+    Args:
+        server: names the tokens.
+        count: the number of prompts.
+        input_len: tokens after the prefix.
+        output_len: tokens of an answer.
+        range_ratio: both lengths are spread evenly over this share below and above.
+        prefix_len: tokens with which all prompts begin.
+        seed: repeats them.
+    """
     tokens = await _ordinary_tokens(server)
     source = random.Random(seed)  # noqa: S311 - no secrets
-    return [Prompt(source.choices(tokens, k=input_len), input_len, output_len) for _ in range(count)]
+    prefix = source.choices(tokens, k=prefix_len)
+
+    def length(usual: int) -> int:
+        return max(1, source.randint(floor(usual * (1 - range_ratio)), ceil(usual * (1 + range_ratio))))
+
+    prompts = []
+    for _ in range(count):
+        size = length(input_len)
+        prompt = [*prefix, *source.choices(tokens, k=size)]
+        prompts.append(Prompt(prompt, len(prompt), length(output_len)))
+    return prompts
+
+
+async def as_text(server: Server, prompts: list[Prompt]) -> list[Prompt]:
+    """Returns the prompts with text instead of token ids, as chats need them."""
+
+    async def written(prompt: Prompt) -> Prompt:
+        if isinstance(prompt.prompt, str):
+            return prompt
+        return replace(prompt, prompt=await server.detokenize(prompt.prompt))
+
+    found: list[Prompt] = []
+    for first in range(0, len(prompts), _AT_ONCE):
+        found += await asyncio.gather(*map(written, prompts[first : first + _AT_ONCE]))
+    return found
 
 
 async def repeated_prefixes(

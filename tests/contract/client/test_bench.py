@@ -71,6 +71,66 @@ async def test_a_sharegpt_file_gives_questions_and_lengths(
     assert {request.sampling.max_tokens for request in stack.scheduler.requests} == {len(tokens[answer])}
 
 
+async def test_chats_have_the_same_figures(stack: Stack, triptych: Command) -> None:
+    """Random tokens become a user's text, and the chunk with the role alone is no token."""
+    done = await triptych(
+        *("bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
+        *("--random-input-len", "12", "--random-output-len", "4", "--num-prompts", "3", "--ignore-eos"),
+        *("--tokenizer", "any/thing"),
+    )
+    assert done.code == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
+    assert (result["backend"], result["completed"], result["total_output_tokens"]) == ("openai-chat", 3, 12)
+    assert {request.sampling.max_tokens for request in stack.scheduler.requests} == {4}
+    assert min(len(request.prompt_token_ids) for request in stack.scheduler.requests) > 8
+    assert "--tokenizer has no effect: the server counts tokens" in done.err
+
+
+async def test_vllms_other_flags_of_a_run(stack: Stack, triptych: Command, tmp_path: Path) -> None:
+    """Warm-ups count nowhere; lengths, prefix, metrics, percentiles, goodput and file are as asked."""
+    done = await triptych(
+        *(
+            "bench",
+            "--random-input-len",
+            "20",
+            "--random-output-len",
+            "4",
+            "--num-prompts",
+            "5",
+            "--ignore-eos",
+        ),
+        *(
+            "--random-range-ratio",
+            "0.5",
+            "--random-prefix-len",
+            "6",
+            "--num-warmups",
+            "2",
+            "--burstiness",
+            "0.5",
+        ),
+        *("--request-rate", "400", "--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99.9"),
+        *("--goodput", "ttft:60000", "e2el:60000", "--metadata", "run=a", "--label", "mine", "--save-result"),
+        *("--result-dir", str(tmp_path / "new"), "--ready-check-timeout-sec", "5", "--top-p", "0.9"),
+    )
+    assert done.code == 0, done.err
+    (path,) = (tmp_path / "new").iterdir()
+    result = json.loads(path.read_text())
+    assert path.name.startswith("mine-400.0qps-")
+    assert (result["completed"], result["run"]) == (5, "a")
+    assert result["request_goodput"] == result["request_throughput"]
+    assert {"p50_ttft_ms", "p99.9_e2el_ms", "mean_e2el_ms"} <= result.keys()
+    assert not any("itl" in name or "tpot" in name for name in result)
+    prompts = [tuple(request.prompt_token_ids) for request in stack.scheduler.requests]
+    assert len(prompts) == 7
+    assert len({prompt[:6] for prompt in prompts}) == 1
+    lengths = {len(prompt) - 6 for prompt in prompts}
+    assert len(lengths) > 1
+    assert all(10 <= length <= 30 for length in lengths)
+    assert stack.scheduler.requests[0].sampling.top_p == pytest.approx(0.9)
+    assert any(line.startswith("P99.9 E2EL (ms):") for line in done.out.splitlines())
+
+
 async def test_failures_are_counted_and_shown(stack: Stack, triptych: Command) -> None:
     """A refused request is a failure with its reason; the exit code is 1 when none succeeded."""
     answers = iter([InvalidArgument("not this one"), None])
