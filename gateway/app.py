@@ -26,6 +26,7 @@ from gateway.metrics import Metrics
 from gateway.responses import routes as responses
 from gateway.routes import chat, completions, loras, models, tokenize
 from gateway.routes.context import Context
+from gateway.routes.dispatch import batch, invocations
 from gateway.routes.operations import caches, info, metrics, pages, probes
 from gateway.routes.pooling import classification, cohere, embeddings, scoring
 from gateway.sagemaker import routes as sagemaker
@@ -50,7 +51,7 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, completions, messages, responses, embeddings, scoring, classification, cohere, models, loras, tokenize,
+    chat, batch, completions, messages, responses, embeddings, scoring, classification, cohere, models, loras, tokenize,
     sagemaker, probes, metrics, info, caches,
 )  # fmt: skip
 
@@ -104,7 +105,7 @@ def create_app(
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     if context.keys.guards:
-        document_keys(app)
+        document_keys(app, metrics_are_open=settings.metrics_access == "open")
     _add_middleware(app, context, tracer)
     return app
 

@@ -1,5 +1,6 @@
 """``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, with vLLM's interface."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -36,14 +37,31 @@ async def load_lora_adapter(request: Request) -> dict[str, Any]:
     context = context_of(request)
     check_admin(request, context.keys)
     body = await read_body(request, LoadLoraRequest)
-    base = context.watcher.served().model
     message = inference.LoadLoraRequest(
         name=body.lora_name, source=body.lora_path, load_inplace=body.load_inplace
     )
+    return await load_adapter(request, message, params=_PARAMS)
+
+
+async def load_adapter(
+    request: Request, message: inference.LoadLoraRequest, *, params: Mapping[str, str]
+) -> dict[str, Any]:
+    """Loads an adapter and returns its card.
+
+    Args:
+        request: the HTTP request.
+        message: the adapter.
+        params: the client's names of the message's fields, for errors.
+
+    Raises:
+        TriptychError: if no model is known yet, or whatever the scheduler answers.
+    """
+    context = context_of(request)
+    base = context.watcher.served().model
     try:
         return lora_card(await context.client.load_lora(message), base)
     except TriptychError as error:
-        error.param = _PARAMS.get(error.param, error.param)
+        error.param = params.get(error.param or "", error.param)
         raise
 
 
@@ -62,9 +80,14 @@ async def unload_lora_adapter(request: Request) -> dict[str, Any]:
     context = context_of(request)
     check_admin(request, context.keys)
     body = await read_body(request, UnloadLoraRequest)
+    return await unload_adapter(request, body.lora_name, params=_PARAMS)
+
+
+async def unload_adapter(request: Request, name: str, *, params: Mapping[str, str]) -> dict[str, Any]:
+    """Frees an adapter's name and says so; `params` and errors are those of :func:`load_adapter`."""
     try:
-        await context.client.unload_lora(body.lora_name)
+        await context_of(request).client.unload_lora(name)
     except TriptychError as error:
-        error.param = _PARAMS.get(error.param, error.param)
+        error.param = params.get(error.param or "", error.param)
         raise
-    return {"id": body.lora_name, "object": "model", "deleted": True}
+    return {"id": name, "object": "model", "deleted": True}

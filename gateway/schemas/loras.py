@@ -9,6 +9,28 @@ from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import or_default
 from protos.limits import MAX_NAME_BYTES
 
+LoraName = Annotated[
+    str, Field(min_length=1, max_length=MAX_NAME_BYTES, description="The name that requests will use.")
+]
+
+LoraPath = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=4096,
+        description="A folder or hub id that the workers can read; an id may end with @revision.",
+    ),
+]
+
+LoadInplace = Annotated[
+    bool,
+    or_default(False),
+    Field(
+        description="Whether it may replace an adapter of the same name, whose running requests go on"
+        " undisturbed."
+    ),
+]
+
 
 class LoadLoraRequest(RequestModel):
     """A LoRA adapter to load."""
@@ -17,25 +39,9 @@ class LoadLoraRequest(RequestModel):
         "is_3d_lora_weight": Unserved((False,), "adapters of experts' stacked weights are not served"),
     }
 
-    lora_name: Annotated[
-        str, Field(min_length=1, max_length=MAX_NAME_BYTES, description="The name that requests will use.")
-    ]
-    lora_path: Annotated[
-        str,
-        Field(
-            min_length=1,
-            max_length=4096,
-            description="A folder or hub id that the workers can read; an id may end with @revision.",
-        ),
-    ]
-    load_inplace: Annotated[
-        bool,
-        or_default(False),
-        Field(
-            description="Whether it may replace an adapter of the same name, whose running requests go on"
-            " undisturbed."
-        ),
-    ] = False
+    lora_name: LoraName
+    lora_path: LoraPath
+    load_inplace: LoadInplace = False
 
 
 class UnloadLoraRequest(RequestModel):
