@@ -9,6 +9,7 @@ from scheduler_svc.settings import Settings
 from tests.support import tiny_models
 from tests.support.rbln.fake_environment import compile_blindly, running_worker
 from tests.support.scheduler.running_scheduler import collect, generate_request, run_scheduler
+from worker_svc.graphs.compile_cache import CompileCache
 
 pytestmark = [
     pytest.mark.e2e,
@@ -34,6 +35,15 @@ def catalog(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_code_is_one_entry(catalog: Path) -> None:
+    """It has three graphs, and an output head for one row and for two."""
+    (key,) = CompileCache(catalog).entries()
+    manifest = CompileCache(catalog).verify(key)
+    assert manifest is not None
+    assert sum(name.endswith(".rbln") for name in manifest.files) == 5
+
+
+@pytest.mark.slow
 def test_a_second_run_compiles_nothing(model: Path, catalog: Path) -> None:
     """The command counts what the compiler added to the entry, and says so."""
     count, output = compile_blindly(model, catalog, *SIZES, **KV)

@@ -105,6 +105,7 @@ def test_every_shape_is_compiled_once_and_found_again(
         )
 
 
+@pytest.mark.slow
 def test_rbln_check_also_runs_the_models_own_code(models: dict[str, Path], expected: Expected) -> None:
     """With --backend eager there is no graph, and attention is the same plain operators."""
     mean = {"mean": models["mean"]}

@@ -25,7 +25,7 @@ REFUSED_LEN = 13
 
 
 class FailingWorker(FakeWorker):
-    """Steps fail in the way of `KIND`; "slow" configures in ten parts of 0.3 s instead."""
+    """Steps fail in the way of `KIND`; "slow" configures in ten parts of 0.15 s instead."""
 
     def __init__(self, settings: Settings, give_up: Callable[[str], None]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class FailingWorker(FakeWorker):
     ) -> Ready:
         for part in range(10 if KIND == "slow" else 0):
             progress("compile", part, 10, "a graph")
-            time.sleep(0.3)
+            time.sleep(0.15)
         if isinstance(geometry, Geometry) and geometry.max_model_len == REFUSED_LEN:
             raise ConfigurationRefused(f"--max-model-len {REFUSED_LEN} is refused")
         if KIND == "configuration":

@@ -33,53 +33,48 @@ _LOAD = """
     from worker_svc.vllm_adapter.model import VllmModel
     model = VllmModel(Path({folder!r}), device, dtype="float32", seed=0, dummy_weights=True)
     model.load_weights()
+    absent = "openai", "fastapi", "vllm.entrypoints", "torch._inductor.compile_fx", "torch._inductor.lowering"
+    print([name for name in absent if name in sys.modules])
+"""
+_USE = """
+    import vllm.v1.request as request
+    from vllm.config.reasoning import ReasoningParserManager as deferred
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
+    made = request.StructuredOutputRequest.from_sampling_params(params)
+    from vllm.reasoning import ReasoningParserManager as real
+    from vllm.v1.structured_output.request import StructuredOutputRequest
+    print(
+        type(made) is StructuredOutputRequest, isinstance(made, request.StructuredOutputRequest),
+        deferred.reasoning_parsers is real.reasoning_parsers, deferred is not real,
+    )
+    import torch._inductor.compile_fx as compiler
+    from torch._inductor.lowering import FALLBACK_ALLOW_LIST
+    print(sys.modules["torch._inductor.compile_fx"] is compiler, "vllm::any" in FALLBACK_ALLOW_LIST)
 """
 
 
-def run(code: str, folder: Path) -> str:
-    """Loads a small model in a new process, runs the code there, and returns what it prints."""
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What a process prints that loads a small model, and then uses what was deferred."""
+    folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(_CONFIG))
-    script = textwrap.dedent(_LOAD).format(folder=str(folder)) + textwrap.dedent(code)
+    script = textwrap.dedent(_LOAD).format(folder=str(folder)) + textwrap.dedent(_USE)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False, timeout=110
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout.splitlines()[-3:]
 
 
-def test_a_worker_imports_neither_server_nor_compiler(tmp_path: Path) -> None:
+def test_a_worker_imports_neither_server_nor_compiler(printed: list[str]) -> None:
     """A process with a loaded model has none of the packages that vLLM's server and Inductor need."""
-    absent = [
-        "openai",
-        "fastapi",
-        "vllm.entrypoints",
-        "torch._inductor.compile_fx",
-        "torch._inductor.lowering",
-    ]
-    found = run(f"print([name for name in {absent} if name in sys.modules])", tmp_path)
-    assert found.splitlines()[-1] == "[]"
+    assert printed[0] == "[]"
 
 
-def test_deferred_names_are_the_real_ones_once_used(tmp_path: Path) -> None:
+def test_deferred_names_are_the_real_ones_once_used(printed: list[str]) -> None:
     """VLLM's engine works in a worker's process, and the compiler has vLLM's patches."""
-    found = run(
-        """
-        import vllm.v1.request as request
-        from vllm.config.reasoning import ReasoningParserManager as deferred
-        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a+"))
-        made = request.StructuredOutputRequest.from_sampling_params(params)
-        from vllm.reasoning import ReasoningParserManager as real
-        from vllm.v1.structured_output.request import StructuredOutputRequest
-        print(type(made) is StructuredOutputRequest, isinstance(made, request.StructuredOutputRequest))
-        print(deferred.reasoning_parsers is real.reasoning_parsers, deferred is not real)
-        import torch._inductor.compile_fx as compiler
-        from torch._inductor.lowering import FALLBACK_ALLOW_LIST
-        print(sys.modules["torch._inductor.compile_fx"] is compiler, "vllm::any" in FALLBACK_ALLOW_LIST)
-        """,
-        tmp_path,
-    )
-    assert found.split()[-6:] == ["True"] * 6
+    assert printed[1:] == ["True True True True", "True True"]
 
 
 def test_a_function_compiles_when_it_is_first_called(monkeypatch: pytest.MonkeyPatch) -> None:
