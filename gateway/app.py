@@ -24,10 +24,10 @@ from gateway.messages import routes as messages
 from gateway.messages.prefix_pins import PrefixPins
 from gateway.metrics import Metrics
 from gateway.responses import routes as responses
-from gateway.routes import chat, completions, loras, models, tokenize
+from gateway.routes import chat, chat_batch, completions, loras, models, tokenize
 from gateway.routes.context import Context
-from gateway.routes.dispatch import batch, invocations
 from gateway.routes.operations import caches, info, metrics, pages, probes
+from gateway.routes.operations.unserved import UNSERVED
 from gateway.routes.pooling import classification, cohere, embeddings, scoring
 from gateway.sagemaker import routes as sagemaker
 from gateway.scheduler_link.client import InferenceClient
@@ -51,8 +51,8 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, batch, completions, messages, responses, embeddings, scoring, classification, cohere, models, loras, tokenize,
-    sagemaker, probes, metrics, info, caches,
+    chat, chat_batch, completions, messages, responses, embeddings, scoring, classification, cohere, models, loras,
+    tokenize, sagemaker, probes, metrics, info, caches,
 )  # fmt: skip
 
 
@@ -217,6 +217,15 @@ def _on_triptych_error(request: Request, error: Exception) -> Response:
     return error_response(error, path=request.url.path)
 
 
+def _why_unknown(request: Request) -> str:
+    """Returns what to say of a path that no route has."""
+    path = request.url.path
+    reason = UNSERVED.get(path.removeprefix(request.scope.get("root_path", "")))
+    if reason is not None:
+        return f"{path} is not served: {reason}"
+    return f"there is no {path} here; the API is under /v1/"
+
+
 def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answers Starlette's own refusals: unknown paths and methods."""
     if not isinstance(error, HTTPException):
@@ -225,9 +234,7 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     match error.status_code:
         case 404:
-            return error_response(
-                UnknownRoute(f"there is no {path} here; the API is under /v1/"), headers, path=path
-            )
+            return error_response(UnknownRoute(_why_unknown(request)), headers, path=path)
         case 405:
             allowed = f"; use {headers['Allow']}" if "Allow" in headers else ""
             return error_response(WrongMethod(f"{path} does not take {method}{allowed}"), headers, path=path)

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 def _format(body: ChatCompletionRequest, plan: AnswerPlan) -> AnswerFormat:
-    return AnswerFormat("chatcmpl-", partial(_stream, body, plan), partial(_completion, plan))
+    return AnswerFormat("chatcmpl-", partial(_stream, body, plan), partial(collected_body, [plan]))
 
 
 def _stream(body: ChatCompletionRequest, plan: AnswerPlan, start: StreamStart) -> StreamWriter:
@@ -68,10 +69,28 @@ def _choice(plan: AnswerPlan, end: Delta, extras: CollectedExtras) -> dict[str, 
     }
 
 
-def _completion(
-    plan: AnswerPlan, answer_id: str, created: int, model: str, ends: list[Delta], extras: CollectedExtras
+def collected_body(
+    plans: Sequence[AnswerPlan],
+    answer_id: str,
+    created: int,
+    model: str,
+    ends: list[Delta],
+    extras: CollectedExtras,
 ) -> bytes:
-    choices = [_choice(plan, end, extras) for end in ends]
+    """Encodes a collected answer.
+
+    Args:
+        plans: one for each conversation.
+        answer_id: the answer's id.
+        created: seconds since the epoch.
+        model: the served name.
+        ends: the whole texts.
+        extras: the other parts.
+    """
+    choices = [_choice(plans[end.sequence // extras.n], end, extras) for end in ends]
+    if len(plans) > 1:
+        # Each choice of several conversations has what belongs to its own prompt.
+        choices = [{**choice, **extras.of_prompt(choice["index"])} for choice in choices]
     return orjson.dumps(
         {
             "id": answer_id,
@@ -82,6 +101,6 @@ def _completion(
             "usage": extras.usage.body(),
             "service_tier": "default",
             "system_fingerprint": extras.fingerprint,
-            **extras.of_prompt(0),
+            **(extras.of_prompt(0) if len(plans) == 1 else {}),
         }
     )
