@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.sequence_text import Delta
-from gateway.http.errors import shape_errors
+from gateway.http.errors import UnknownRoute, shape_errors
 from gateway.keys.caller import account_of
 from gateway.messages.answer_body import ID_PREFIX, message_body
 from gateway.messages.answers import AnthropicErrorAnswer, MessageAnswer, TokenCount
@@ -110,6 +110,15 @@ async def count_tokens(request: Request) -> Response:
     prompt = await chat_prompt(request, served, await _chat(request, body, served))
     headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
     return Response(orjson.dumps({"input_tokens": len(prompt)}), 200, headers, "application/json")
+
+
+@router.api_route(f"{PATH}/batches", methods=["GET", "POST"], include_in_schema=False)
+@router.api_route(f"{PATH}/batches/{{rest:path}}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+async def batches() -> Response:
+    """Answers that there are no batches, because nothing is stored."""
+    raise UnknownRoute(
+        f"{PATH}/batches is not served: nothing is stored here; send each request of the batch to {PATH}"
+    )
 
 
 async def _chat(request: Request, body: PromptRequest, served: ServedModel) -> ConvertedRequest:

@@ -87,6 +87,13 @@ class ResponseUsage(AnswerModel):
     total_tokens: int
 
 
+class InputTokens(AnswerModel):
+    """The length of a prompt."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class IncompleteDetails(AnswerModel):
     """Why a response is incomplete."""
 

@@ -142,7 +142,8 @@ def _item(value: Any, info: ValidationInfo) -> InputItem:
         raise ValueError(f"must be an item (a JSON object), got {quote(value)}")  # noqa: TRY004
     kind = value.get("type")
     if kind is None:
-        kind = "message"
+        # OpenAI's clients may send a reference without its type.
+        kind = "item_reference" if value.keys() == {"id"} else "message"
     if kind == "item_reference":
         raise ValueError(
             "is not supported: nothing is stored that an item_reference could name; send the item itself, as"

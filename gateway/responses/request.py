@@ -148,7 +148,7 @@ class ResponsesRequest(SamplingRequest):
         bool, or_default(True), Field(description="Whether an answer may have more than one call.")
     ] = True
     max_tool_calls: Annotated[
-        int | None, Field(ge=1, description="Ignored: it bounds calls that OpenAI's servers make.")
+        int | None, Field(ge=0, description="Ignored: it bounds calls that OpenAI's servers make.")
     ] = None
     text: Annotated[TextOptions | None, Field(description="The form of the answer's text.")] = None
     reasoning: Annotated[ReasoningOptions | None, Field(description="Options of the thinking.")] = None

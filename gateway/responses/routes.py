@@ -12,17 +12,26 @@ from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.delta_reader import DeltaReader
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sequence_text import Delta
+from gateway.http.errors import UnknownRoute
 from gateway.parsers.events import Event, Text
 from gateway.quoting import quote
 from gateway.responses.answer_body import ResponseObject
-from gateway.responses.answers import ResponseAnswer
-from gateway.responses.conversion import to_chat
+from gateway.responses.answers import InputTokens, ResponseAnswer
+from gateway.responses.conversion import ResponseAsChat, to_chat
 from gateway.responses.output_items import collected
 from gateway.responses.request import ResponsesRequest
 from gateway.responses.response_stream_writer import ResponseStreamWriter, chat_logprobs, only_error
-from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond_to_chat
+from gateway.routes.answer import (
+    AnswerFormat,
+    CollectedExtras,
+    StreamStart,
+    chat_prompt,
+    kept_alive,
+    respond_to_chat,
+)
 from gateway.routes.context import context_of, generating_model, read_body
 from gateway.routes.openapi import body_schema, documented
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.tools.skipped_tools import skipped_tools_header
 from protos.errors import NotFound
 
@@ -61,18 +70,36 @@ async def create_response(request: Request) -> Response:
     return await kept_alive(request, answer, only_error, streams=body.stream, headers=headers)
 
 
+@router.post(
+    f"{PATH}/input_tokens",
+    summary="Count the tokens of an input (OpenAI's Responses API)",
+    openapi_extra=body_schema(ResponsesRequest),
+    responses=documented(InputTokens),
+)
+async def count_input_tokens(request: Request) -> Response:
+    """Returns the number of tokens that the same instructions, input and functions have as a prompt."""
+    body = await read_body(request, ResponsesRequest)
+    served = await generating_model(request, body.model)
+    prompt = await chat_prompt(request, served, await _chat(request, body, served))
+    content = orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt)})
+    return Response(content, 200, skipped_tools_header(body.skipped_tools), "application/json")
+
+
+async def _chat(request: Request, body: ResponsesRequest, served: ServedModel) -> ResponseAsChat:
+    size = len(await request.body())
+    template = served.text.tool_template if body.functions else served.text.chat_template
+    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
+
+
 async def _respond(request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
     served = await generating_model(request, body.model)
-    template = served.text.tool_template if body.functions else served.text.chat_template
 
     def write(plan: AnswerPlan) -> AnswerFormat:
         return AnswerFormat(
             ID_PREFIX, partial(_stream, body, plan), partial(_body, body, plan), headers=headers
         )
 
-    size = len(await request.body())
-    chat = await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
-    return await respond_to_chat(request, chat, write)
+    return await respond_to_chat(request, await _chat(request, body, served), write)
 
 
 def _stream(body: ResponsesRequest, plan: AnswerPlan, start: StreamStart) -> ResponseStreamWriter:
@@ -112,6 +139,15 @@ def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[
     if isinstance(event, Text):
         tokens += reader.take_reports()
     return chat_logprobs(reporter, tokens)
+
+
+@router.post(f"{PATH}/compact", include_in_schema=False)
+async def compact() -> Response:
+    """Answers that no conversation is compacted here."""
+    raise UnknownRoute(
+        f"{PATH}/compact is not served: a compacted conversation could only be read by OpenAI's models; ask the"
+        f" model for a summary with POST {PATH}"
+    )
 
 
 @router.get(f"{PATH}/{{response_id}}", include_in_schema=False)

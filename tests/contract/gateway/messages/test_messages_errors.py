@@ -106,6 +106,17 @@ async def test_the_context_is_too_short(stack: Stack, client: anthropic.AsyncAnt
         await client.messages.create(**{**ASK, "max_tokens": 5000})
 
 
+async def test_batches_are_not_served(client: anthropic.AsyncAnthropic) -> None:
+    """Every call of the client about them is answered in one clear line."""
+    batches = client.messages.batches
+    for call in (
+        batches.create(requests=[]), batches.retrieve("b"), batches.cancel("b"), batches.delete("b"),
+        batches.list(),
+    ):  # fmt: skip
+        with pytest.raises(anthropic.NotFoundError, match="nothing is stored here; send each request"):
+            await call
+
+
 async def test_errors_of_other_paths_stay_openais(stack: Stack) -> None:
     """Only this API has another form."""
     response = await stack.http.post("/v1/chat/completions", content=b"{")

@@ -1,25 +1,23 @@
 """The Responses API, as OpenAI's client sees it: its own types read every body and every event strictly."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
-import pytest_asyncio
 from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from pydantic import BaseModel, TypeAdapter
 from tokenizers import Tokenizer
 
-from gateway.responses.answers import ResponseAnswer
+from gateway.responses.answers import InputTokens, ResponseAnswer
 from protos.errors import Unavailable
-from tests.support.gateway.serving import Stack, running_stack
-from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
+from tests.support.gateway.serving import Stack
+from tests.support.gateway.tool_templates import TIME, WEATHER
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 PATH = "/v1/responses"
-SPECIAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
 NAMESPACE: Any = {"type": "namespace", "name": "mcp", "description": "Weather.", "tools": TOOLS}
@@ -32,23 +30,6 @@ CALLED = [
     "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
 ]  # fmt: skip
 THOUGHT = ["output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done", *CLOSED]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """Qwen's format of calls, and thinking."""
-    folder = folder_with(tmp_path_factory.mktemp("qwen"), THINKING, SPECIAL)
-    async with running_stack("x", folder=folder, max_parked_requests=0) as stack:
-        yield stack
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(running: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
-    """OpenAI's own client."""
-    async with openai.AsyncOpenAI(
-        base_url=f"{running.gateway.base_url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 def check_extras(value: Any) -> None:
@@ -275,6 +256,9 @@ async def test_tools_that_are_no_functions_are_skipped(stack: Stack) -> None:
     assert [tool["name"] for tool in answer.json()["tools"]] == ["get_weather"]
     streamed = await stack.http.post(PATH, json={"input": "hi", "tools": hosted, "stream": True})
     assert streamed.headers["x-skipped-tools"] == "web_search, mcp"
+    many = [{"type": f"{'x' * 50}_{number}"} for number in range(128)]
+    bounded = (await stack.http.post(PATH, json={"input": "hi", "tools": many})).headers["x-skipped-tools"]
+    assert (len(bounded) < 1000, bounded.rpartition(", ")[2]) == (True, "and 112 more")
     assert "x-skipped-tools" not in (await stack.http.post(PATH, json={"input": "hi"})).headers
 
 
@@ -364,6 +348,7 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
         ({"stream": True, "stream_options": {"resumable": True}}, "stream_options.resumable", "continued"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "with store=false"),
+        ({"input": [{"id": "msg_1"}]}, "input[0]", "send the item itself"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]", "only message, function_call"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
@@ -410,6 +395,18 @@ async def test_stored_responses_do_not_exist(client: openai.AsyncOpenAI) -> None
     ):
         with pytest.raises(openai.NotFoundError, match="responses are not stored here"):
             await call
+    with pytest.raises(openai.NotFoundError, match="compact is not served: a compacted conversation"):
+        await client.responses.compact(model="smollm2", input="hi")
+
+
+async def test_input_tokens_are_counted(stack: Stack, client: openai.AsyncOpenAI) -> None:
+    """The count is that of the prompt which the same request is."""
+    body: dict[str, Any] = {"model": "smollm2", "input": "hi", "instructions": "Be brief.", "tools": TOOLS}
+    await client.responses.create(**body)
+    answer = await stack.http.post(f"{PATH}/input_tokens", json={**body, "personality": "friendly"})
+    counted = InputTokenCountResponse.model_validate(InputTokens(**answer.json()).model_dump(), strict=True)
+    assert counted.input_tokens == len(stack.scheduler.requests[-1].prompt_token_ids)
+    assert (await client.responses.input_tokens.count(**body)).input_tokens == counted.input_tokens
 
 
 async def test_the_client_streams(stack: Stack, client: openai.AsyncOpenAI) -> None:

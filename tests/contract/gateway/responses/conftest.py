@@ -1,0 +1,29 @@
+"""A gateway over a fake scheduler whose model thinks and calls tools, and OpenAI's client of it."""
+
+from collections.abc import AsyncIterator
+
+import openai
+import pytest
+import pytest_asyncio
+
+from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.tool_templates import THINKING, folder_with
+
+SPECIAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """Qwen's format of calls, and thinking."""
+    folder = folder_with(tmp_path_factory.mktemp("qwen"), THINKING, SPECIAL)
+    async with running_stack("x", folder=folder, max_parked_requests=0) as stack:
+        yield stack
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(running: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's own client."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{running.gateway.base_url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
