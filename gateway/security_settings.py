@@ -19,6 +19,7 @@ class SecuritySettings(ServiceSettings):
             "api_key",
             "api_key_file",
             "admin_api_key",
+            "metrics_access",
             "ssl_certfile",
             "ssl_keyfile",
             "ssl_ca_certs",
@@ -59,6 +60,13 @@ class SecuritySettings(ServiceSettings):
         ),
     ] = None
 
+    metrics_access: Annotated[
+        Literal["open", "admin"],
+        Field(
+            description="Whether /metrics, on every port, is open, or needs a key with admin rights; it shows names of"
+            " keys and what they use."
+        ),
+    ] = "open"
     ssl_certfile: Annotated[
         Path | None,
         Field(

@@ -120,7 +120,8 @@ class Settings(CallSecuritySettings, SecuritySettings):
         Path | None,
         Field(
             description="A folder that all gateways behind a shared port have in common, for example"
-            " /run/triptych/metrics. `/metrics` on that port is then the sum over all of them."
+            " /run/triptych/metrics. `/metrics` on that port is then the sum over all of them, and the limits of"
+            " keys hold for all together."
         ),
     ] = None
     scheduler_address: Annotated[
@@ -199,7 +200,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
         ),
     ] = 30.0
     keep_alive_s: Annotated[
-        int, Field(ge=1, le=3600, description="How long an idle HTTP connection is kept, seconds.")
+        int, Field(ge=0, le=3600, description="How long an idle HTTP connection is kept, seconds; 0: not.")
     ] = 75
 
     sse_keep_alive_interval: Annotated[

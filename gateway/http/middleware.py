@@ -118,12 +118,7 @@ class RequestMiddleware:
 
         with bind_request(request_id), self._metrics.in_flight():
             try:
-                if int(headers.get("content-length") or 0) > self._max_body_bytes:
-                    if "expect" not in headers:
-                        await self._discard(receive)
-                    await error_response(self._too_large(), path=scope["path"])(scope, receive, send_with_id)
-                else:
-                    await self._app(scope, self._limited(receive), send_with_id)
+                await self._app(scope, self._limited(receive, headers), send_with_id)
             except Exception as error:
                 self._log.exception("unexpected exception")
                 if status:
@@ -146,8 +141,12 @@ class RequestMiddleware:
                     if not message.get("more_body"):
                         return
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Wraps ``receive`` to count a body that came without its length, and to bound the time it takes."""
+    def _limited(self, receive: Receive, headers: Headers) -> Receive:
+        """Wraps ``receive`` to bound a body's size and the time it takes.
+
+        Headers that announce too much are refused when the body is asked for: after the check of keys.
+        """
+        announced = int(headers.get("content-length") or 0)
         received, complete = 0, False
         deadline = asyncio.get_running_loop().time() + self._read_timeout_s
 
@@ -155,6 +154,10 @@ class RequestMiddleware:
             nonlocal received, complete
             if complete:
                 return await receive()
+            if announced > self._max_body_bytes:
+                if "expect" not in headers:
+                    await self._discard(receive)
+                raise self._too_large()
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()

@@ -4,13 +4,14 @@ import asyncio
 from typing import Any, Final
 
 import httptools
+import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.http.errors import error_response
+from gateway.http.errors import error_body, error_response
 from gateway.http.upgrades import DecliningParser, head_without_offer
-from protos.errors import Unavailable
+from protos.errors import InvalidArgument, Unavailable
 from protos.logs import get_logger
 
 # Longest request line and headers together, and most bytes in a row that belong to no body: trailers, or
@@ -118,6 +119,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers bytes that are no HTTP in the form of the API's errors, and closes the connection."""
+        running = self._running
+        if running is not None and running.response_started and not running.response_complete:
+            self.transport.abort()  # nothing may be written into an answer
+            return
+        body = orjson.dumps(
+            error_body(InvalidArgument(f"{msg.removesuffix('.')}; send HTTP 1.1 as RFC 9112 has it"))
+        )
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nx-content-type-options: nosniff\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         """Starts the time for a head."""

@@ -12,8 +12,9 @@ _SCHEMES: Final = {
 }
 
 
-def document_keys(app: FastAPI) -> None:
+def document_keys(app: FastAPI, *, metrics_are_open: bool) -> None:
     """Makes the document of ``app`` say which routes need a key, and how to send it."""
+    opened = OPEN_PATHS if metrics_are_open else OPEN_PATHS - {"/metrics"}
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -21,7 +22,7 @@ def document_keys(app: FastAPI) -> None:
         if "security" not in document:
             document.setdefault("components", {})["securitySchemes"] = _SCHEMES
             document["security"] = [{name: []} for name in _SCHEMES]
-            for path in OPEN_PATHS & document["paths"].keys():
+            for path in opened & document["paths"].keys():
                 for operation in document["paths"][path].values():
                     operation["security"] = []
         return document

@@ -5,6 +5,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.keys.guard import check_admin
 from gateway.routes.context import context_of
 from gateway.routes.openapi import documented
 from gateway.schemas.answers import Version
@@ -24,9 +25,12 @@ async def metrics(request: Request) -> Response:
     """Returns metrics in Prometheus' text format: the gateway's, then the scheduler's if it answers.
 
     `triptych:gateway_scheduler_up` says whether the scheduler's metrics are included. Gateways that share
-    a port answer with the sum over all of them; on its own `--metrics-port`, each answers for itself.
+    a port answer with the sum over all of them; on its own `--metrics-port`, each answers for itself. With
+    `--metrics-access admin` it needs a key with admin rights.
     """
     context = context_of(request)
+    if context.settings.metrics_access == "admin":
+        check_admin(request, context.keys)
     try:
         scheduler = await context.client.get_metrics()
     except TriptychError:

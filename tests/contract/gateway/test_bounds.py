@@ -183,6 +183,24 @@ async def test_a_tunnel_is_refused() -> None:
         assert answer.count(b"HTTP/1.1") == 1
 
 
+async def test_bytes_that_are_no_http_get_an_error_of_the_api() -> None:
+    """In its JSON, unless an answer has begun: then the connection ends, and nothing is written into it."""
+    async with stack() as (scheduler, gateway):
+        async with connected(gateway) as client:
+            client.writer.write(b"NO HTTP\r\n\r\n")
+            head, _, body = (await client.rest()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ")
+            assert b"content-type: application/json" in head
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        scheduler.pause_after = 1
+        async with connected(gateway) as client:
+            client.send("POST /v1/completions", completion(8))
+            await client.reader.readuntil(b"data: ")
+            client.writer.write(b"NO HTTP\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert b"400" not in await client.rest()
+
+
 CHUNKED = "POST {} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 
 

@@ -20,6 +20,8 @@ USER, ADMIN = {"authorization": "Bearer sk-user"}, {"x-api-key": "sk-admin"}
 OPERATORS = [
     ("GET", "/server_info"),
     ("GET", "/tokenizer_info"),
+    ("GET", "/is_sleeping"),
+    ("GET", "/is_paused"),
     ("POST", "/reset_prefix_cache"),
     ("POST", "/reset_mm_cache"),
     ("POST", "/reset_encoder_cache"),
@@ -114,3 +116,16 @@ async def test_settings_open_routes_without_keys(settings: dict[str, Any], opene
         for method, path in OPERATORS:
             response = await stack.http.request(method, path)
             assert response.status_code == (200 if path in opened else 403), path
+
+
+@pytest.mark.parametrize("keys", [{"api_key": (SecretStr("sk-user"),)}, {}])
+async def test_metrics_may_need_admin_rights(keys: dict[str, Any]) -> None:
+    """Whether or not other routes need a key, and on the second port too; the document says so."""
+    settings: dict[str, Any] = {"admin_api_key": SecretStr("sk-admin"), "metrics_access": "admin", **keys}
+    async with running_stack(TEXT, **settings) as stack:
+        for headers, status in ((ADMIN, 200), (USER, 403 if keys else 401), ({}, 401)):
+            response = await stack.http.get("/metrics", headers=headers)
+            assert response.status_code == status
+            assert ("http_requests_total" in response.text) is (status == 200)
+        document = stack.gateway.app.openapi()
+        assert "security" not in document["paths"]["/metrics"]["get"]

@@ -224,3 +224,23 @@ async def test_a_changed_file_counts_without_a_restart(tmp_path: Path) -> None:
         path.write_text(json.dumps({"keys": [{"name": "b", "key": "sk-new-1"}]}))
         assert (await stack.http.get("/v1/models", headers=bearer("sk-new-1"))).status_code == 200
         assert (await stack.http.get("/v1/models", headers=bearer("sk-old"))).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ("", b"", 401),
+        ("expect: 100-continue\r\n", b"", 401),
+        ("", b"x" * 100_000, 401),
+        ("expect: 100-continue\r\nauthorization: Bearer sk-flag\r\n", b"", 413),
+    ],
+)
+async def test_a_stranger_learns_no_limit(stack: Stack, headers: str, body: bytes, status: int) -> None:
+    """A body that is announced as too long is asked for from nobody, and refused to keys alone."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n{headers}\r\n"
+    writer.write(head.encode() + body)
+    async with asyncio.timeout(5):
+        answer = await reader.readuntil(b"\r\n\r\n")
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+    writer.close()
