@@ -131,4 +131,6 @@ def _reason(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "model_type":
+        text = "should have fields, such as `name`" if place else "should have a list `keys`"
     return f"{place.removeprefix('.')} {text[0].lower()}{text[1:]}".strip()
