@@ -15,10 +15,10 @@ from protos.logs import LogFormat, LogLevel
 from protos.security.settings import LinkSecuritySettings
 from protos.settings import Group
 from protos.tracing.tracer import OtlpEndpoint
-from worker_svc.compilation_config import CompilationConfig, literal
-from worker_svc.cpu_kv_space import MAX_GIB, vllm_kv_space
-from worker_svc.generation_defaults import check_overrides
 from worker_svc.ranks.layout import RankLayout
+from worker_svc.vllm_settings.compilation_config import CompilationConfig, literal
+from worker_svc.vllm_settings.cpu_kv_space import MAX_GIB, vllm_kv_space
+from worker_svc.vllm_settings.generation_defaults import check_overrides
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]
@@ -248,7 +248,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Memory that compiling one grammar may take, MiB."""
     grammar_cache_mib: int = Field(256, ge=0, le=1 << 20)
     """Memory for compiled grammars, MiB. Grammars of running requests count and are never evicted, even above
-    this limit. 0: keep no others."""
+    this limit. 0: of the others, only the newest is kept."""
     jump_ahead_tokens: int = Field(4, ge=0, le=1024)
     """Emit tokens without sampling when a grammar forces at least this many in a row; they are computed as
     one chunk. 0: never."""

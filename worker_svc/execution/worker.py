@@ -21,7 +21,6 @@ from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
 from worker_svc.execution.ranks.lockstep import Follower, GiveUp, Leader
 from worker_svc.execution.ranks.rank_facts import rank_facts
-from worker_svc.generation_defaults import default_sampling
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints, StepConstraints
@@ -40,6 +39,7 @@ from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry, group_layers
 from worker_svc.shapes.model_description import ModelDescription
+from worker_svc.vllm_settings.generation_defaults import default_sampling
 
 if TYPE_CHECKING:
     from worker_svc.vllm_adapter.model import VllmModel

@@ -9,8 +9,8 @@ import pytest
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 from worker_svc.api import convert
-from worker_svc.generation_defaults import default_sampling, recommended
 from worker_svc.settings import Settings
+from worker_svc.vllm_settings.generation_defaults import default_sampling, recommended
 
 _MODEL = {"temperature": 0.6, "top_k": 20}
 
