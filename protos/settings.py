@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from enum import StrEnum
@@ -29,6 +29,7 @@ from pydantic_settings import (
 from protos.command_line.config_file import ConfigFile
 from protos.command_line.dialect import Dialect
 from protos.command_line.examples import example
+from protos.command_line.help_search import SearchableHelp
 from protos.command_line.suggestions import unknown_arguments
 from protos.errors import ConfigurationRefused
 
@@ -224,20 +225,21 @@ _SEVERAL = {"tuple[str,...]": "VALUE", "tuple[SecretStr,...]": "KEY"}
 _METAVARS = {"tuple[int,...]": "int,...", "dict[str,float]": "name=float,...", "dict[str,Any]": "JSON"}
 
 
-class _Parser(ArgumentParser):
+class _Parser(SearchableHelp):
     """Prints the flags of a settings class under their headings, and raises errors instead of exiting."""
 
     config: str | None = None
     """The configuration file that the command line names."""
 
-    def __init__(self, cls: type[ServiceSettings], known: Collection[str] = ()) -> None:
+    def __init__(self, cls: type[ServiceSettings], known: Mapping[str, str]) -> None:
         prog = cls.model_config.get("cli_prog_name")
         super().__init__(
             prog=prog,
             usage=f"%(prog)s {f'[{cls.positional.upper()}] ' if cls.positional else ''}[FLAGS]",
             description=(cls.__doc__ or "").partition("\n\n")[0],
             epilog="Each flag is also a variable: --log-level is TRIPTYCH_LOG_LEVEL. A flag comes before a"
-            " variable, and a variable before the file of --config.",
+            " variable, and a variable before the file of --config. --help=WORD shows the heading or the flags that"
+            " it names; --help=listgroup lists the headings.",
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -252,6 +254,10 @@ class _Parser(ArgumentParser):
     # The signature is that of the base class.
     def parse_args(self, args: Sequence[str], namespace: Namespace | None = None) -> Namespace:  # type: ignore[override]
         """Reads a command line, and takes the configuration file out of the result."""
+        for argument in args:
+            if argument.startswith("--help="):
+                sys.stdout.write(self.found(argument.partition("=")[2], self._known))
+                self.exit()
         parsed, rest = self.parse_known_args(args, namespace)
         if rest[:1] == ["--"]:
             rest = rest[1:]
@@ -338,7 +344,7 @@ def _flags(
     cls: type[S], argv: Sequence[str], dialect: Dialect | None
 ) -> tuple[_Parser, CliSettingsSource[Any]]:
     """Parses flags."""
-    parser = _Parser(cls, dialect.flags if dialect else ())
+    parser = _Parser(cls, dialect.flags if dialect else {})
     source: CliSettingsSource[Any] = CliSettingsSource(
         cls,
         root_parser=parser,

@@ -1,9 +1,10 @@
 """The flags of `vllm serve` as a command accepts them."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from deploy.vllm_flags.flag import VllmFlag
 from deploy.vllm_flags.table import BY_NAME
 from deploy.vllm_flags.translate import translate
 
@@ -16,9 +17,9 @@ class VllmDialect:
         """A line for each flag that has no effect or another meaning."""
 
     @property
-    def flags(self) -> Collection[str]:
-        """Every flag of `vllm serve`, without the short forms."""
-        return [name for name in BY_NAME if name.startswith("--")]
+    def flags(self) -> Mapping[str, str]:
+        """Every flag of `vllm serve`, without the short forms, and what it is here."""
+        return {name: _meaning(flag) for name, flag in BY_NAME.items() if name.startswith("--")}
 
     def translate(self, argv: Sequence[str]) -> list[str]:
         """Returns our flags for a command line; arguments that vLLM does not know stay.
@@ -41,3 +42,14 @@ class VllmDialect:
                 return [f"{flag}={json.dumps(value)}"]
             case _:
                 return [f"{flag}={value}"]
+
+
+def _meaning(flag: VllmFlag) -> str:
+    """Returns the rest of a sentence that begins with the flag."""
+    match flag.kind:
+        case "moot":
+            return f"has no effect: {flag.reason}"
+        case "refused":
+            return flag.reason
+        case _:
+            return f"is {flag.ours} here" + (f": it {flag.reason}" if flag.reason else "")

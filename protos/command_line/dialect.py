@@ -1,6 +1,6 @@
 """How a command accepts the flags of another program."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
@@ -8,8 +8,8 @@ class Dialect(Protocol):
     """The flags of another program."""
 
     @property
-    def flags(self) -> Collection[str]:
-        """Its flags, each with its dashes."""
+    def flags(self) -> Mapping[str, str]:
+        """Its flags, each with its dashes, and what each is here, as the rest of a sentence."""
 
     def translate(self, argv: Sequence[str]) -> list[str]:
         """Returns our flags for a command line; arguments that the other program does not know stay.

@@ -1,0 +1,53 @@
+"""`--help=WORD` of `triptych serve` and of the services."""
+
+import pytest
+
+from deploy import cli
+
+
+def printed(capsys: pytest.CaptureFixture[str], command: str, word: str) -> str:
+    """Returns what the command prints before it ends with 0."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([command, f"--help={word}", "--port", "1"])
+    assert not stopped.value.code
+    output = capsys.readouterr()
+    assert output.err == ""
+    return output.out
+
+
+@pytest.mark.parametrize("command", ["serve", "up", "worker"])
+def test_the_headings(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`listgroup` prints them alone."""
+    lines = printed(capsys, command, "listgroup").splitlines()
+    assert {"Model", "KV memory", "Compilation"} <= set(lines)
+    assert not any("--" in line for line in lines)
+
+
+@pytest.mark.parametrize("word", ["KV memory", "kv-memory", "KV_Memory"])
+def test_one_heading(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its flags, and none of others."""
+    text = printed(capsys, "serve", word)
+    assert text.startswith("KV memory:\n")
+    assert "--kv-share" in text
+    assert "--port" not in text
+
+
+@pytest.mark.parametrize(
+    ("word", "expected", "absent"),
+    [
+        ("max-num-seqs", "--max-num-seqs int", "--max-model-len"),
+        ("--max_num_seqs", "--max-num-seqs int", "--max-model-len"),
+        ("max", "--max-log-mb int", "--port"),
+        ("ModelConfig", "Model:", "--max-log-mb"),
+        ("gpu-memory", "--gpu-memory-utilization is --kv-share here: it has another base", "--port"),
+        ("chunked", "--enable-chunked-prefill has no effect: prompts are always", "--port"),
+        ("kv-cache-dtype", "--kv-cache-dtype is not supported: KV caches have", "--port"),
+        ("nothing", "no heading and no flag matches 'nothing'; --help=listgroup lists the headings", ":\n"),
+        ("all", "usage: triptych serve [MODEL] [FLAGS]", "kv-cache-dtype"),
+    ],
+)
+def test_what_a_word_names(word: str, expected: str, absent: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags of ours under their headings, and those of `vllm serve` with what they are here."""
+    text = printed(capsys, "serve", word)
+    assert expected in text
+    assert absent not in text
