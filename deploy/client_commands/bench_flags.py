@@ -109,7 +109,8 @@ def extra_fields(arguments: argparse.Namespace) -> dict[str, Any]:
             if arguments.chat
             else {"logprobs": arguments.logprobs}
         )
-    return {name: value for name, value in chosen.items() if value is not None} | arguments.extra_body
+    given = {name: value for name, value in chosen.items() if value is not None}
+    return {**given, **arguments.extra_body}
 
 
 class _Refused(argparse.Action):

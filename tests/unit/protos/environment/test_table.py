@@ -212,7 +212,9 @@ def vllm_defaults() -> dict[str, str]:
     return {
         name.value: str(default.value)
         for name, default in (call.args for call in calls if ast.unparse(call.func).startswith("os."))
-        if isinstance(name, ast.Constant) and isinstance(default, ast.Constant)
+        if isinstance(name, ast.Constant)
+        and isinstance(default, ast.Constant)
+        and isinstance(name.value, str)
         if name.value in VARIABLES and default.value is not None
     }
 
