@@ -217,24 +217,20 @@ def _on_triptych_error(request: Request, error: Exception) -> Response:
     return error_response(error, path=request.url.path)
 
 
-def _why_unknown(request: Request) -> str:
-    """Returns what to say of a path that no route has."""
-    path = request.url.path
-    reason = UNSERVED.get(path.removeprefix(request.scope.get("root_path", "")))
-    if reason is not None:
-        return f"{path} is not served: {reason}"
-    return f"there is no {path} here; the API is under /v1/"
-
-
 def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answers Starlette's own refusals: unknown paths and methods."""
     if not isinstance(error, HTTPException):
         raise error
     path, method = request.url.path, request.method
     headers = dict(error.headers or {})
+    reason = UNSERVED.get(path.removeprefix(request.scope.get("root_path", "")))
+    if reason is not None:
+        return error_response(UnknownRoute(f"{path} is not served: {reason}"), path=path)
     match error.status_code:
         case 404:
-            return error_response(UnknownRoute(_why_unknown(request)), headers, path=path)
+            return error_response(
+                UnknownRoute(f"there is no {path} here; the API is under /v1/"), headers, path=path
+            )
         case 405:
             allowed = f"; use {headers['Allow']}" if "Allow" in headers else ""
             return error_response(WrongMethod(f"{path} does not take {method}{allowed}"), headers, path=path)

@@ -41,6 +41,18 @@ class TokenizerInfo(AnswerModel):
     chat_template: Annotated[str | None, Field(description="The template that is used.")]
 
 
+class Sleeps(AnswerModel):
+    """Whether replicas have given their memory back."""
+
+    is_sleeping: Annotated[bool, Field(description="Always false.")]
+
+
+class Pauses(AnswerModel):
+    """Whether generation is paused."""
+
+    is_paused: Annotated[bool, Field(description="Always false.")]
+
+
 class CacheReset(AnswerModel):
     """The outcome of a reset."""
 

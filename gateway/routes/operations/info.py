@@ -9,7 +9,7 @@ from starlette.requests import Request
 
 from gateway.routes.context import context_of
 from gateway.routes.openapi import documented
-from gateway.routes.operations.answers import ServerInfo, TokenizerInfo
+from gateway.routes.operations.answers import Pauses, ServerInfo, Sleeps, TokenizerInfo
 from gateway.routes.operations.rights import check_operator
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.version import VERSION, fingerprint
@@ -94,6 +94,33 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
         "tokenizer_class": config.get("tokenizer_class"),
         "chat_template": None if template is None else template.source,
     }
+
+
+@router.get(
+    "/is_sleeping", summary="Ask whether replicas sleep", response_model=None, responses=documented(Sleeps)
+)
+async def is_sleeping(request: Request) -> dict[str, bool]:
+    """Answers no: replicas do not sleep. Tools for vLLM ask before they send requests.
+
+    Needs a key with admin rights, or `--dev-mode`.
+    """
+    check_operator(request)
+    return {"is_sleeping": False}
+
+
+@router.get(
+    "/is_paused",
+    summary="Ask whether generation is paused",
+    response_model=None,
+    responses=documented(Pauses),
+)
+async def is_paused(request: Request) -> dict[str, bool]:
+    """Answers no: the scheduler does not pause.
+
+    Needs a key with admin rights, or `--dev-mode`.
+    """
+    check_operator(request)
+    return {"is_paused": False}
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from deploy.vllm_flags.flag import VllmFlag
 from deploy.vllm_flags.rbln import RBLN
 from deploy.vllm_flags.table import FLAGS
+from gateway.routes.operations.unserved import UNSERVED
 from protos.environment.table import STACKS
 from protos.environment.variable import Kind, Variable
 from tests.support.docs.pages import table, with_region
@@ -23,6 +24,7 @@ def migration() -> str:
         "refused flags": _refused(FLAGS),
         "moot flags": _moot(FLAGS),
         "flags of vLLM-RBLN": [*_taken(RBLN), *_refused(RBLN), *_moot(RBLN)],
+        "unserved routes": _routes(),
         **{f"variables of {stack}": _variables(rows) for stack, rows in STACKS.items()},
     }
     for name, lines in regions.items():
@@ -71,6 +73,15 @@ def _moot(flags: Iterable[VllmFlag]) -> list[str]:
         ("flag without effect", "why"),
         [(_several(group), _sentence(reason)) for reason, group in groups.items()],
     )
+
+
+def _routes() -> list[str]:
+    """Returns the table of vLLM's routes that are not served; those with one reason share a row."""
+    groups: dict[str, list[str]] = {}
+    for path, reason in UNSERVED.items():
+        groups.setdefault(reason, []).append(f"`{path}`")
+    rows = [("<br>".join(paths), _sentence(reason)) for reason, paths in groups.items()]
+    return table(("route that is not served", "why, and what to do"), rows)
 
 
 def _variables(rows: Sequence[Variable]) -> list[str]:
