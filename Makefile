@@ -35,9 +35,10 @@ serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 
 # The first run has two processes with one thread each: otherwise torch would give all cores to both. Files keep their
 # order, because those with the longest tests have few tests and would otherwise run last, on one core.
+# A process that crashes ends the run: with a successor, which repeats the file, pytest-xdist may wait for ever.
 # The second runs tests marked `stack` one by one, because their serving processes use all cores.
 define run_tests
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart 2 --dist loadfile --no-loadscope-reorder -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
 	@$(BIN)/python -m pytest -m "stack and $(1)" tests/e2e $(ARGS) || $(NONE_CHOSEN)
 endef
 
