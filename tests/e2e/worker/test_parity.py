@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
 ]
 
-NUM_TOKENS = 64
+NUM_TOKENS = 64 if FULL else 24
 
 
 @pytest.fixture(scope="module")
