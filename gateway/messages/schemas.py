@@ -206,11 +206,15 @@ class PromptRequest(RequestModel):
     unserved: ClassVar[Mapping[str, Unserved]] = {
         "container": Unserved(),
         "mcp_servers": Unserved(([],), "the client must call its MCP servers itself"),
+        "thread": Unserved((), "nothing is stored; send all turns in 'messages'"),
     }
     tolerated: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("context_management", "diagnostics", "inference_geo", "speed", "service_tier", "user_profile_id"),
+        (
+            "billing_policy", "compaction", "context_management", "diagnostics", "fallback_credit_token",
+            "fallbacks", "inference_geo", "speed", "service_tier", "user_profile_id",
+        ),
         _ONLY_THIS_MODEL,
-    )
+    )  # fmt: skip
 
     model: Annotated[
         ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
@@ -286,6 +290,11 @@ class CountTokensRequest(PromptRequest):
 
 class MessagesRequest(PromptRequest):
     """A request for the assistant's next turn."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        **PromptRequest.unserved,
+        "compaction": Unserved((), "ask for a summary in a turn of the user"),
+    }
 
     max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX, description="Maximum number of new tokens.")]
     stream: Annotated[

@@ -215,6 +215,8 @@ def test_inputs_of_any_depth() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, InvalidArgument, "needs 'name'"),
         ({"tool_choice": {"type": "any"}}, InvalidArgument, "nothing to call"),
         ({"mcp_servers": [{"url": "x"}]}, Unsupported, "must call its MCP servers itself"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, Unsupported, "send all turns in 'messages'"),
+        ({"compaction": {"type": "summary"}}, Unsupported, "ask for a summary"),
         ({"stop_sequences": [""]}, InvalidArgument, "'stop_sequences[0]'"),
         ({"cache_control": {"type": "forever"}}, InvalidArgument, "'cache_control.type'"),
         ({"output_format": {"type": "json_schema", "schema": {}}, "output_config": {"format": {"type": "json_schema", "schema": {}}}}, InvalidArgument, "mean the same"),
