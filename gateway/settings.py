@@ -40,6 +40,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "disable_fastapi_docs",
             "pins_per_tenant",
             "trust_request_chat_template",
+            "enable_force_include_usage",
             "max_body_bytes",
             "max_prompts",
             "max_logprobs",
@@ -296,6 +297,13 @@ class Settings(CallSecuritySettings, SecuritySettings):
         ),
     ] = "auto"
 
+    enable_force_include_usage: Annotated[
+        bool,
+        Field(
+            description="Put token counts into every chunk of streamed chats and completions, and into one at the end,"
+            " whatever the request's stream_options say."
+        ),
+    ] = False
     trust_request_chat_template: Annotated[
         bool,
         Field(

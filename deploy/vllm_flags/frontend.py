@@ -22,7 +22,7 @@ FRONTEND = [
     *same("--sse-keep-alive-interval"),
     *same("--enable-log-requests", form="switch"),
     *same("--enable-tokenizer-info-endpoint", "--disable-fastapi-docs", form="switch"),
-    *same("--trust-request-chat-template", form="switch"),
+    *same("--trust-request-chat-template", "--enable-force-include-usage", form="switch"),
     *mapped(
         "--tool-call-parser",
         "--tool-call-parser",
@@ -80,11 +80,6 @@ FRONTEND = [
         "logs prompts and answers of clients; log them in the client", "--enable-log-outputs", form="switch"
     ),
     *moot("prompts are not logged", "--max-log-len"),
-    *refused(
-        "is not a setting; send stream_options.include_usage in the request",
-        "--enable-force-include-usage",
-        form="switch",
-    ),
     *refused(
         "is not a setting; send return_tokens_as_token_ids in the request",
         "--return-tokens-as-token-ids",

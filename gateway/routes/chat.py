@@ -16,7 +16,7 @@ from gateway.answers.chunks import ChatChunks, last_error
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond_to_chat
-from gateway.routes.context import read_body
+from gateway.routes.context import context_of, read_body
 from gateway.routes.openapi import body_schema, documented, event_stream
 from gateway.schemas.answers import ChatChunk, ChatCompletion
 from gateway.schemas.chat import ChatCompletionRequest
@@ -37,6 +37,8 @@ async def chat_completions(request: Request) -> Response:
     calls. With `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
     body = await read_body(request, ChatCompletionRequest)
+    if context_of(request).settings.enable_force_include_usage:
+        body = body.with_forced_usage()
     answer = respond_to_chat(request, body, partial(_format, body))
     return await kept_alive(request, answer, last_error, streams=body.stream)
 

@@ -35,6 +35,8 @@ async def completions(request: Request) -> Response:
     `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
     body = await read_body(request, CompletionRequest)
+    if context_of(request).settings.enable_force_include_usage:
+        body = body.with_forced_usage()
     return await kept_alive(request, _respond(request, body), last_error, streams=body.stream)
 
 

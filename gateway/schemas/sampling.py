@@ -5,7 +5,7 @@ passed on; the scheduler knows whether the workers support them.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -378,6 +378,14 @@ class SamplingRequest(RequestModel):
     def prompt_only(self) -> bool:
         """Whether the answer consists of the prompt alone."""
         return False
+
+    def with_forced_usage(self) -> Self:
+        """Returns the request with token counts in every chunk of its stream, and at the end."""
+        if not self.stream:
+            return self
+        asked = self.stream_options or StreamOptions()
+        forced = asked.model_copy(update={"include_usage": True, "continuous_usage_stats": True})
+        return self.model_copy(update={"stream_options": forced})
 
     @property
     def include_usage(self) -> bool:

@@ -31,6 +31,7 @@ async def running() -> AsyncIterator[Stack]:
         max_logprobs=2,
         root_path="/llm",
         enable_log_requests=True,
+        enable_force_include_usage=True,
     ) as stack:
         yield stack
 
@@ -133,3 +134,18 @@ async def test_a_template_is_a_file_or_a_text(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationRefused) as caught:
             read_template(setting)
         assert refusal in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", {"prompt": "x", "max_tokens": 3})]
+)
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": False}}])
+async def test_usage_can_be_forced_on_streams(
+    stack: Stack, path: str, body: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Every chunk counts the tokens so far, and the last one has nothing else."""
+    *chunks, _ = await stack.stream(path, {**body, **options})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (chunks[-1]["choices"], chunks[-1]["usage"]["completion_tokens"]) == ([], counts[-2])
+    assert (await stack.http.post(path, json=body)).status_code == 200
