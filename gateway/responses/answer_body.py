@@ -48,7 +48,7 @@ class ResponseObject:
         return self._object("incomplete", output, usage=_usage(usage), incomplete_details=details)
 
     def failed(self, output: list[dict[str, Any]], error: TriptychError) -> dict[str, Any]:
-        """Returns the object of an answer that failed behind ``output``."""
+        """Returns the object of an answer that failed after ``output``."""
         known = (code for kind, code in _ERROR_CODES if isinstance(error, kind))
         details = {"code": next(known, "server_error"), "message": error.message}
         return self._object("failed", output, error=details)

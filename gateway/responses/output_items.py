@@ -150,7 +150,7 @@ class Output:
         return item
 
     def add_message(self) -> OutputItem:
-        """Returns a new message, behind the other items."""
+        """Returns a new message, after the other items."""
         return self._add(MessageItem(*self._place("msg")))
 
     def bodies(self, *, cut: bool) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from protos.errors import TriptychError
 
 
 class ResponseStreamWriter(StreamWriter):
-    """Writes typed, numbered events; there is no terminator behind the last one."""
+    """Writes typed, numbered events; there is no terminator after the last one."""
 
     def __init__(self, response: ResponseObject, reader: DeltaReader | None, reporter: Reporter) -> None:
         """Creates a writer.

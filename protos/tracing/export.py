@@ -48,7 +48,7 @@ class OtlpSpan:
         self.tracestate = carrier.get("tracestate", "")
 
     def child(self, name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
-        """Writes a whole span below this one."""
+        """Writes a whole span, a child of this one."""
         span = self._tracer.start_span(name, self._context, attributes=attributes, start_time=start_ns)
         span.end(end_ns)
 

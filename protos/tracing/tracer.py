@@ -28,14 +28,14 @@ class Span(Protocol):
 
     @property
     def traceparent(self) -> str:
-        """The span as W3C trace context, for spans below it in other services."""
+        """The span as W3C trace context, for its children in other services."""
 
     @property
     def tracestate(self) -> str:
         """The vendors' part of the trace context; often empty."""
 
     def child(self, name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
-        """Writes a whole span below this one."""
+        """Writes a whole span, a child of this one."""
 
     def event(self, name: str, time_ns: int) -> None:
         """Adds an event."""
@@ -57,7 +57,7 @@ class Tracer(Protocol):
 
         Args:
             name: the span's name.
-            traceparent: the span above it; empty: it begins a trace.
+            traceparent: its parent; empty: it begins a trace.
             tracestate: the vendors' part of that context.
             start_ns: its beginning.
             serves_http: whether it is an HTTP server's.
