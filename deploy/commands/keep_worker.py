@@ -22,6 +22,7 @@ from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor, fir
 from protos.errors import ConfigurationRefused
 from protos.security.links import LinkSecurity
 from protos.settings import CONFIG_VARIABLE, load
+from protos.wire import MAX_SOCKET_PATH_BYTES, is_unix, unix_address
 from worker_svc.settings import Settings as WorkerSettings
 
 # What stops a container has a deadline of its own, and it knows how long the worker may take.
@@ -47,9 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
+    own_socket = _socket(settings, folder)
     worker = worker_spec(
         "worker",
-        tuple(kept_worker_flags(settings)),
+        tuple(kept_worker_flags(settings, own_socket)),
         folder,
         secrets_of(settings, WorkerSettings),
         has_log=False,
@@ -57,7 +59,7 @@ async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
     standbys = Standbys(standby_spec(worker), settings.standby_workers, _say)
     supervisor = Supervisor([[worker]], _say, standbys=standbys, grace_s=_GRACE_S)
     loop = asyncio.get_running_loop()
-    keeping = asyncio.ensure_future(_keep(supervisor, settings))
+    keeping = asyncio.ensure_future(_keep(supervisor, settings, own_socket))
     signals = 0
 
     def on_signal() -> None:
@@ -84,10 +86,24 @@ async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
     return 1
 
 
-async def _keep(supervisor: Supervisor, settings: KeepWorkerSettings) -> None:
+def _socket(settings: KeepWorkerSettings, folder: Path) -> Path | None:
+    """Returns the Unix socket where the worker listens, too.
+
+    With TLS it gets one in ``folder``, for its health: its certificate is seldom for 127.0.0.1. A scheduler
+    on a Unix socket would call the worker there, and may not see the folder.
+    """
+    added = folder / "worker.sock"
+    if settings.socket is not None or settings.grpc_tls_ca is None or is_unix(settings.scheduler_address):
+        return settings.socket
+    return added if len(os.fsencode(added)) <= MAX_SOCKET_PATH_BYTES else None
+
+
+async def _keep(supervisor: Supervisor, settings: KeepWorkerSettings, own_socket: Path | None) -> None:
     async with asyncio.TaskGroup() as group:
         group.create_task(supervisor.run())
         address = f"{_ANY.get(settings.host, settings.host)}:{settings.port}"
+        if own_socket is not None:
+            address = unix_address(own_socket)
         group.create_task(_mark_served(supervisor, address, settings.link_security()))
 
 

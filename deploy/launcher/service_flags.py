@@ -131,9 +131,9 @@ def _names(variable: str) -> list[str]:
     return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 
-def kept_worker_flags(settings: KeepWorkerSettings) -> list[str]:
-    """Returns the flags of the worker of `triptych keep-worker`."""
-    return _given_flags(WorkerSettings, settings)
+def kept_worker_flags(settings: KeepWorkerSettings, socket: Path | None = None) -> list[str]:
+    """Returns the flags of the worker of `triptych keep-worker`, which listens on ``socket``, too."""
+    return _given_flags(WorkerSettings, settings, socket=socket)
 
 
 def _flags(service: type[ServiceSettings], settings: LaunchSettings, **launcher_values: object) -> list[str]:
