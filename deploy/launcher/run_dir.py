@@ -36,15 +36,16 @@ def claim(run_dir: Path) -> Iterator[None]:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / _LOCK).open("a+")
+        # Unbuffered: what a full disk refuses must not be written again when the file is closed.
+        lock = (run_dir / _LOCK).open("a+b", buffering=0)
     except OSError as error:
-        raise LaunchError(f"cannot write to the run dir {run_dir}: {error.strerror}", BAD_SETTING) from error
+        raise _unwritable(run_dir, error) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            other = lock.read().strip()
+            other = lock.read().decode().strip()
             raise LaunchError(
                 f"the run dir {run_dir} is in use by another `triptych up` (pid {other}); choose another --run-dir",
                 BAD_SETTING,
@@ -52,13 +53,19 @@ def claim(run_dir: Path) -> Iterator[None]:
         for stale in (found for kind in ("log", "pid", "sock") for found in run_dir.glob(f"*.{kind}")):
             if stale.name != _LOCK:
                 stale.unlink()
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
+        try:
+            lock.truncate(0)
+            lock.write(f"{os.getpid()}\n".encode())
+        except OSError as error:
+            raise _unwritable(run_dir, error) from error
         try:
             yield
         finally:
             (run_dir / _LOCK).unlink(missing_ok=True)
+
+
+def _unwritable(run_dir: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"cannot write to the run dir {run_dir}: {error.strerror}", BAD_SETTING)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The launcher's folder."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     ):
         pass
     assert refused.value.exit_code == 2
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    """The folder can be made, and nothing be written into it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with (
+            pytest.raises(LaunchError, match=f"cannot write to the run dir {tmp_path}: File too large"),
+            claim(tmp_path),
+        ):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with claim(tmp_path):
+        pass
 
 
 def test_sockets_are_in_the_run_dir(tmp_path: Path) -> None:
