@@ -302,7 +302,7 @@ class MessagesRequest(PromptRequest):
     ] = False
     temperature: Annotated[
         float | None,
-        in_bounds("temperature", le=2, description="0: greedy; omitted: as the model recommends."),
+        in_bounds("temperature", description="0: greedy; omitted: as the model recommends."),
     ] = None
     top_p: Annotated[float | None, in_bounds("top_p", description="Nucleus sampling.")] = None
     top_k: Annotated[

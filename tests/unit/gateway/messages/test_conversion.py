@@ -33,6 +33,13 @@ def request(
     return parse(MessagesRequest, json.dumps(body).encode(), ignored)
 
 
+def test_temperatures_have_the_bounds_of_chats() -> None:
+    """Anthropic's own API ends at 1, and vLLM nowhere."""
+    assert request(temperature=3).temperature == 3
+    with pytest.raises(InvalidArgument, match="'temperature' should be less than or equal to 100"):
+        request(temperature=101)
+
+
 def turns(
     *messages: dict[str, Any], template: ChatTemplate = ANY_ORDER, **fields: Any
 ) -> list[dict[str, Any]]:
