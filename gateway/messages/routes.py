@@ -121,9 +121,11 @@ async def batches() -> Response:
     )
 
 
-async def _chat(request: Request, body: PromptRequest, served: ServedModel) -> ConvertedRequest:
+async def _chat(
+    request: Request, body: PromptRequest, served: ServedModel, *, answer: bool = True
+) -> ConvertedRequest:
     size, template = len(await request.body()), _template(body, served)
-    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
+    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template, answer=answer))
 
 
 def _template(body: PromptRequest, served: ServedModel) -> ChatTemplate | None:
@@ -145,7 +147,7 @@ def _hint_follower(
     async def find() -> list[Prefix]:
         found = []
         for hint in hints_of(body):
-            beginning = to_chat(hint.body, _template(body, served), answer=False)
+            beginning = await _chat(request, hint.body, served, answer=False)
             shared = common_prefix(prompt, await chat_prompt(request, served, beginning))
             if shared:
                 found.append(Prefix(shared, hint.ttl_s))
