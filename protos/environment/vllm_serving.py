@@ -64,7 +64,7 @@ ROWS: Final[list[Variable]] = [
     *moot("--max-model-len says how long sequences may be", "VLLM_ALLOW_LONG_MAX_MODEL_LEN"),
     *moot("chat templates have limits of their own", "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT"),
     *moot("a gateway keeps no state, so no response is stored", "VLLM_ENABLE_RESPONSES_API_STORE"),
-    *moot("this API is not served", "VLLM_ENABLE_COHERE_API"),
+    *moot("Cohere's chat API is not served; /v2/embed and /v2/rerank always are", "VLLM_ENABLE_COHERE_API"),
     *moot("tools run at the client, and chat templates come from the model",
           "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS"
           " VLLM_USE_EXPERIMENTAL_PARSER_CONTEXT VLLM_SYSTEM_START_DATE"),
