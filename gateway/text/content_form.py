@@ -22,6 +22,10 @@ def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
+# Findings that are kept: clients may make up any number of roles.
+_MAX_KEPT: Final = 64
+
+
 class ContentForm:
     """What one template shows of each role's content; found out with the first turn that needs it."""
 
@@ -57,7 +61,7 @@ class ContentForm:
         if (known := self._shown.get((role, parts))) is not None:
             return known
         shown = self._probe(role, parts=parts)
-        if role in _ROLES:
+        if role in _ROLES or len(self._shown) < _MAX_KEPT:
             self._shown[role, parts] = shown
         return shown
 
