@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import IO
 
 from deploy.launcher.parent import PARENT_VARIABLE
 
@@ -37,7 +38,7 @@ class ChildSpec:
 
     @property
     def pid_file(self) -> Path:
-        """The file with the process id; it exists exactly while the process runs."""
+        """The file with the process id; it exists while the process runs, unless the disk is full."""
         return self.run_dir / f"{self.name}.pid"
 
 
@@ -88,7 +89,13 @@ class Child:
         """
         environment = {**os.environ, **self.spec.environment, PARENT_VARIABLE: str(os.getpid())}
         with contextlib.ExitStack() as stack:
-            output = stack.enter_context(self.spec.log.open("ab")) if self.spec.has_log else None
+            output: IO[bytes] | int | None = None
+            if self.spec.has_log:
+                try:
+                    output = stack.enter_context(self.spec.log.open("ab"))
+                except OSError as error:  # such as a full disk: a log must not end the services
+                    self._report_missing(self.spec.log, error)
+                    output = asyncio.subprocess.DEVNULL
             process = await asyncio.create_subprocess_exec(
                 *self.spec.command,
                 stdin=asyncio.subprocess.PIPE if with_input else asyncio.subprocess.DEVNULL,
@@ -102,7 +109,15 @@ class Child:
     def adopt(self, process: asyncio.subprocess.Process) -> None:
         """Takes a running process for this child's."""
         self._process = process
-        self.spec.pid_file.write_text(f"{process.pid}\n")
+        try:
+            self.spec.pid_file.write_text(f"{process.pid}\n")
+        except OSError as error:
+            self._report_missing(self.spec.pid_file, error)
+            with contextlib.suppress(OSError):
+                self.spec.pid_file.unlink(missing_ok=True)
+
+    def _report_missing(self, file: Path, error: OSError) -> None:
+        print(f"{self.spec.name} runs without {file}: {error.strerror}", file=sys.stderr)
 
     def hand_over(self, message: bytes) -> asyncio.subprocess.Process | None:
         """Writes to the process' standard input, closes that, and gives the process away.

@@ -104,6 +104,25 @@ async def test_a_killed_child_is_named_and_restarted(tmp_path: Path) -> None:
     assert not child.pid_file.exists()
 
 
+async def test_a_child_runs_although_its_files_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk, here a missing folder, must not end the services; two lines say what is missing."""
+    child = Child(spec(tmp_path / "missing", "worker-0", "import signal; signal.pause()"))
+    await child.start()
+    try:
+        said = capsys.readouterr().err
+        assert [line.split(":")[0] for line in said.splitlines()] == [
+            f"worker-0 runs without {child.spec.log}",
+            f"worker-0 runs without {child.spec.pid_file}",
+        ]
+        assert child.running
+    finally:
+        waiting = asyncio.create_task(child.wait())
+        await child.stop(0)
+        assert await waiting < 0
+
+
 async def test_a_refused_setting_stops_everything(tmp_path: Path) -> None:
     """Exit code 2 at the first start is final: the child's last line is the error, and all children stop."""
     other = spec(tmp_path, "scheduler", FOREVER)
