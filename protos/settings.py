@@ -267,6 +267,10 @@ class _Parser(SearchableHelp):
             if given not in {rest[0], PydanticUndefined}:
                 self.error(f"the {field} is given twice: {rest[0]} and --{field} {given}; omit one")
             setattr(parsed, field, rest.pop())
+        if field and len(rest) > 1 and not any(word.startswith("-") for word in rest):
+            self.error(
+                f"unrecognized arguments: {' '.join(rest[1:])}; {rest[0]} is the {field}, and a switch takes no value"
+            )
         if rest:
             self.error(unknown_arguments(rest, {*self._option_string_actions, *self._known}))
         self.config = parsed.config
@@ -387,7 +391,7 @@ def _values_of(file: ConfigFile, cls: type[ServiceSettings], dialect: Dialect | 
     values = file.values(sections_of(cls), own)
     if dialect is None:
         return values
-    foreign = [name for name in file.shared if name in theirs]
+    foreign = [name for name in values if name in theirs and {name, f"no_{name}"} & file.shared.keys()]
     argv = [argument for name in foreign for argument in dialect.written(theirs[name], values.pop(name))]
     return values | _flags(cls, dialect.translate(argv), dialect)[1]()
 

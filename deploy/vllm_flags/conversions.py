@@ -53,6 +53,23 @@ def runner(text: str) -> list[str]:
     return []
 
 
+_TASKS = {"embedding": "embed", "score": "classify"}
+
+
+def task(text: str) -> list[str]:
+    """Converts the task of earlier releases, which is what the model is converted to today."""
+    if text in {"generate", "reward"}:
+        return []
+    if text not in {"auto", "embed", "classify", *_TASKS}:
+        raise ValueError("should be auto, generate, embed, classify, score or reward")
+    return convert(_TASKS.get(text, text))
+
+
+def context_length(text: str) -> list[str]:
+    """Converts the longest sequence; vLLM's words for what fits are the model's context here."""
+    return [] if text.strip().lower() in {"auto", "-1"} else count("--max-model-len")(text)
+
+
 def convert(text: str) -> list[str]:
     """Converts what a model is converted to."""
     if text not in {"auto", "none", "embed", "classify"}:

@@ -37,7 +37,11 @@ class VllmDialect:
             case bool():
                 return [flag if value else f"--no-{flag[2:]}"]
             case list() if BY_NAME[flag].form == "values":
-                return [flag, *map(str, value)] if value else []
+                return (
+                    [flag, *(json.dumps(each) if isinstance(each, dict) else str(each) for each in value)]
+                    if value
+                    else []
+                )
             case list() | dict():
                 return [f"{flag}={json.dumps(value)}"]
             case _:

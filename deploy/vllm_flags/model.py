@@ -18,8 +18,8 @@ MODEL = [
     *mapped(
         "--max-model-len",
         "--max-model-len",
-        "takes a number; for the model's whole context, omit the flag",
-        convert=conversions.count("--max-model-len"),
+        "takes a number; with auto and -1, as without the flag, it is the model's whole context",
+        convert=conversions.context_length,
     ),
     *mapped(
         "--dtype",
@@ -46,7 +46,16 @@ MODEL = [
         "is the pooling task embed or classify",
         convert=conversions.convert,
     ),
-    *same("--load-format"),
+    *mapped(
+        "--load-format",
+        "--load-format",
+        "is safetensors for the other loaders of such files, as weights are read once, in order",
+        convert=conversions.choice(
+            "--load-format",
+            {"hf": "auto"}
+            | dict.fromkeys(("fastsafetensors", "runai_streamer", "instanttensor"), "safetensors"),
+        ),
+    ),
     *moot(
         "the checkpoint's config.json names its method",
         "--allow-deprecated-quantization",
@@ -57,7 +66,7 @@ MODEL = [
         " `triptych quantize`",
         "--quantization -q",
         "--quantization-config",
-        harmless=("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "auto"),
+        harmless=("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "mxfp4", "auto"),
     ),
     *refused("is read from the model's folder; put the tokenizer's files there", TOKENIZER),
     *refused(

@@ -110,6 +110,8 @@ def _model(argv: Sequence[str]) -> str | None:
 
 def _name(argument: str) -> tuple[str, str, str]:
     """Splits an argument into a flag's name, "=" and value. Names may be written with underscores."""
+    if argument.startswith(f"{_LEVEL}."):  # keys of the configuration that -O once took
+        argument = f"-cc{argument[len(_LEVEL) :]}"
     if argument.startswith(_LEVEL) and argument != _LEVEL:
         return "--optimization-level", "=", argument[len(_LEVEL) :].removeprefix("=")
     if not argument.startswith("-"):

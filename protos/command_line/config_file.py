@@ -52,7 +52,7 @@ class ConfigFile:
         Raises:
             ConfigurationRefused: A name is unknown, or two sections differ about one field.
         """
-        values = dict(self.shared)
+        values = _without_no(self.shared, own)
         self._check(values, own, "")
         for section, names in fields.items():
             given = self.sections.get(section, {})
@@ -80,3 +80,15 @@ def _settings(path: Path, content: Any, what: str) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ConfigurationRefused(f"{path}: {what} should have lines like `port: 8000`")
     return {name.replace("-", "_"): value for name, value in content.items() if value is not None}
+
+
+def _without_no(given: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
+    """Returns settings with `no_x: true` as `x: false`; `no_x: false` says nothing, as in vLLM."""
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        positive = name.removeprefix("no_")
+        if name in own or positive not in own or not isinstance(value, bool):
+            values[name] = value
+        elif value:
+            values[positive] = False
+    return values

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from deploy.vllm_flags.flag import VllmFlag
+from deploy.vllm_flags.older import OLDER
 from deploy.vllm_flags.rbln import RBLN
 from deploy.vllm_flags.table import FLAGS
 from gateway.routes.operations.unserved import UNSERVED
@@ -24,6 +25,7 @@ def migration() -> str:
         "refused flags": _refused(FLAGS),
         "moot flags": _moot(FLAGS),
         "flags of vLLM-RBLN": [*_taken(RBLN), *_refused(RBLN), *_moot(RBLN)],
+        "flags of earlier releases": [*_taken(OLDER), *_refused(OLDER), *_moot(OLDER)],
         "unserved routes": _routes(),
         **{f"variables of {stack}": _variables(rows) for stack, rows in STACKS.items()},
     }

@@ -8,6 +8,7 @@ from deploy import cli
 from deploy.commands.serve import ServeSettings
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.dialect import VllmDialect
+from protos.errors import ConfigurationRefused
 from protos.settings import load
 
 _UNIT_FILE = (
@@ -76,7 +77,7 @@ def test_serve_listens_where_vllm_serve_does() -> None:
             "unrecognized arguments: --enable-sleep; did you mean --enable-sleep-mode?",
         ),
         ("serve m --qqqqqqq", "unrecognized arguments: --qqqqqqq; --help lists the flags"),
-        ("serve m n", "unrecognized arguments: m n"),
+        ("serve m n", "unrecognized arguments: n; m is the model, and a switch takes no value"),
         ("up m --model n", "the model is given twice: m and --model n; omit one"),
         (
             "up m --kv-cache-dtype fp8",
@@ -92,3 +93,43 @@ def test_refusals_are_one_line(line: str, refusal: str, capsys: pytest.CaptureFi
     """The command's name, what was wrong, and what to change."""
     assert cli.main(line.split()) == 2
     assert capsys.readouterr().err == f"triptych {line.split(maxsplit=1)[0]}: {refusal}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no-enable-prefix-caching: true", {"enable_prefix_caching": False}),
+        ("no_enforce_eager: true\nenforce-eager: true", {"backend": "eager"}),
+        ("no-enforce-eager: true", {}),
+        ("no-enable-prefix-caching: false\nno-enable-chunked-prefill: true", {}),
+        ("enable-sleep-mode: false\nenable-lora:\nhf-overrides: {}", {}),
+        (
+            'lora-modules: [sql=/a, {"name": "b", "path": "/b"}]\nmax_num_seqs: 4',
+            {"lora_modules": ("sql=/a", "b=/b"), "max_num_seqs": 4},
+        ),
+        ('tensor-parallel-size: "2"\nmax-model-len: -1', {"tensor_parallel_size": 2}),
+        ("disable-log-requests: true\nswap-space: 4\noptimization-level: 3", {"optimization_level": 3}),
+        (
+            "worker:\n  no_compile_cache: true",
+            "there is no setting 'no_compile_cache'; did you mean compile_cache",
+        ),
+    ],
+)
+def test_files_have_the_styles_of_vllm(text: str, expected: dict[str, object] | str, tmp_path: Path) -> None:
+    """Dashes or underscores, negated switches, quoted numbers, nested values, and older flags."""
+    path = tmp_path / "vllm.yaml"
+    path.write_text(f"model: m\n{text}\n")
+    if isinstance(expected, str):
+        with pytest.raises(ConfigurationRefused, match=expected):
+            load(LaunchSettings, ["--config", str(path)], VllmDialect())
+        return
+    settings = load(LaunchSettings, ["--config", str(path)], VllmDialect())
+    assert {name: getattr(settings, name) for name in settings.model_fields_set} == {"model": "m", **expected}
+
+
+def test_a_word_too_many_is_named_alone() -> None:
+    """The first one is the model."""
+    with pytest.raises(
+        ConfigurationRefused, match=r"^unrecognized arguments: true; m is the model, and a switch"
+    ):
+        load(LaunchSettings, ["m", "--enable-prefix-caching", "true"], VllmDialect())

@@ -7,6 +7,7 @@ import pytest
 
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.compilation import VLLM_KEYS
+from deploy.vllm_flags.older import OLDER
 from deploy.vllm_flags.parsers import REASONING_PARSERS, TOOL_PARSERS
 from deploy.vllm_flags.rbln import RBLN
 from deploy.vllm_flags.table import FLAGS
@@ -48,7 +49,7 @@ def test_the_table_has_every_flag_of_vllm_with_its_names_and_form() -> None:
 
 def test_no_flag_is_listed_twice() -> None:
     """Each name belongs to one row."""
-    names = [name for flag in (*FLAGS, *RBLN) for name in (flag.name, *flag.short)]
+    names = [name for flag in (*FLAGS, *RBLN, *OLDER) for name in (flag.name, *flag.short)]
     assert len(names) == len(set(names))
 
 
@@ -57,7 +58,9 @@ def test_the_flags_that_the_table_names_exist() -> None:
     fixed = fixed_fields(LaunchSettings)
     settings = {f"--{name.replace('_', '-')}" for name in LaunchSettings.model_fields if name not in fixed}
     missing = [
-        flag.name for flag in (*FLAGS, *RBLN) if flag.ours and flag.ours not in {*settings, "--config"}
+        flag.name
+        for flag in (*FLAGS, *RBLN, *OLDER)
+        if flag.ours and flag.ours not in {*settings, "--config"}
     ]
     assert missing == []
     # A setting of ours with a name of vLLM's is no flag without effect.
@@ -66,7 +69,7 @@ def test_the_flags_that_the_table_names_exist() -> None:
 
 def test_rows_say_what_their_kind_needs() -> None:
     """Mapped flags have a conversion, refused and moot ones a reason; reasons read on after the name."""
-    for flag in (*FLAGS, *RBLN):
+    for flag in (*FLAGS, *RBLN, *OLDER):
         assert (flag.kind == "mapped") == (flag.convert is not None), flag.name
         assert bool(flag.ours) == (flag.kind in {"alias", "mapped"}), flag.name
         assert flag.reason or flag.kind == "alias", flag.name
