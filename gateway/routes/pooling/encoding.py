@@ -104,7 +104,8 @@ def _eight_bits(
     # The code is now the lower one of a number in the middle; if that is odd, the next one is even.
     ties = (codes < len(bounds)) & (bounds[np.minimum(codes, len(bounds) - 1)] == sizes) & (codes % 2 == 1)
     codes = np.where(np.isnan(sizes), 127, codes + ties)
-    return (codes | np.signbit(numbers) * 128).astype(np.uint8)
+    signed: np.ndarray[Any, np.dtype[np.uint8]] = (codes | np.signbit(numbers) * 128).astype(np.uint8)
+    return signed
 
 
 @functools.cache
@@ -117,7 +118,8 @@ def _bounds(dtype: str) -> "np.ndarray[Any, np.dtype[np.float64]]":
     exponents, fractions = codes >> fraction_bits, codes % (1 << fraction_bits)
     mantissas = (exponents > 0) + fractions / (1 << fraction_bits)
     values = mantissas * 2.0 ** (np.maximum(exponents, 1) - bias)
-    return (values[:-1] + values[1:]) / 2
+    middles: np.ndarray[Any, np.dtype[np.float64]] = (values[:-1] + values[1:]) / 2
+    return middles
 
 
 def description(
