@@ -211,7 +211,7 @@ async def test_a_timeout_cancels_the_request(client_async: openai.AsyncOpenAI, s
         ({"n": 1000}, "n"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"stop": [""]}, "stop"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"not": {}}}}}, "response_format"),
         ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs"), ({"extra_body": {"prompt_embeds": "x"}}, "prompt_embeds"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tool_choice"),
         ({"presence_penalty": 2.5}, "presence_penalty"), ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
     ],
