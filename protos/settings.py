@@ -30,6 +30,7 @@ from protos.command_line.config_file import ConfigFile
 from protos.command_line.dialect import Dialect
 from protos.command_line.examples import example
 from protos.command_line.help_search import SearchableHelp
+from protos.command_line.hiding import without_users
 from protos.command_line.suggestions import unknown_arguments
 from protos.errors import ConfigurationRefused
 
@@ -419,5 +420,5 @@ def _refusal(
         key = "".join(f".{part}" for part in first["loc"][1:] if isinstance(part, str))
         flag = f"--{name.replace('_', '-')}{key} ({', '.join(names)})"
     return ConfigurationRefused(
-        f"{flag} {text}" if is_secret(cls, name) else f"{flag} {text}, got {first['input']!r}"
+        f"{flag} {text}" if is_secret(cls, name) else without_users(f"{flag} {text}, got {first['input']!r}")
     )

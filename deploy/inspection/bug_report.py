@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import deploy
+from protos.command_line.hiding import without_users
 from protos.environment.table import HIDDEN, shown
 
 _GIB: Final = 2**30
@@ -26,7 +27,6 @@ _VARIABLES: Final = re.compile(
 )
 # Headers hold credentials; so may a variable whose name is not one of those that services know.
 _MORE_SECRETS: Final = re.compile(r"HEADERS|AUTH|PASSW|_KEY$|KEYS$|TOKEN(?!IZER|_FILE)")
-_USER_OF_URL: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 # Tools that list devices.
 _TOOLS: Final = {
     "gpus": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
@@ -57,9 +57,7 @@ def facts(environment: Mapping[str, str]) -> dict[str, Any]:
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the set variables that may matter, by name. Secrets are hidden, including those in URLs."""
     return {
-        name: HIDDEN
-        if _MORE_SECRETS.search(name.upper())
-        else shown(name.upper(), _USER_OF_URL.sub(HIDDEN, value))
+        name: HIDDEN if _MORE_SECRETS.search(name.upper()) else shown(name.upper(), without_users(value))
         for name, value in sorted(environment.items())
         if value and _VARIABLES.match(name)
     }

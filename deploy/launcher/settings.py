@@ -120,7 +120,9 @@ def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:
         ConfigurationRefused: the files cannot be made.
     """
     folder = settings.run_dir.absolute() / "secure"
-    hosts = [socket.gethostname(), *([] if settings.host in _WILDCARDS else [settings.host])]
+    # A machine's name may have letters that certificates cannot have; the user has not chosen it here.
+    names = [name for name in (socket.gethostname(),) if name.isascii()]
+    hosts = [*names, *([] if settings.host in _WILDCARDS else [settings.host])]
     try:
         files = make(folder, hosts)
     except OSError as error:

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Collection
 
+from protos.command_line.hiding import without_secrets
+
 _LIKENESS = 0.7
 
 
@@ -18,7 +20,7 @@ def unknown_arguments(arguments: list[str], known: Collection[str]) -> str:
         return f"unrecognized arguments: {' '.join(arguments)}"
     meant = similar(arguments[first].partition("=")[0], known)
     advice = f"; did you mean {meant}?" if meant else "; --help lists the flags"
-    return f"unrecognized arguments: {' '.join(arguments[first:])}{advice}"
+    return f"unrecognized arguments: {without_secrets(arguments[first:])}{advice}"
 
 
 def similar(name: str, known: Collection[str]) -> str | None:

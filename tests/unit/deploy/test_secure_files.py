@@ -10,6 +10,7 @@ from deploy import cli, secure_files
 from deploy.launcher.settings import LaunchSettings, secured
 from deploy.secure_files import SERVICE_NAME, make
 from gateway.keys.key_file import digest_of, read_key_file
+from protos.errors import ConfigurationRefused
 from protos.security.certificates import CertificatePaths, Certificates
 from protos.security.tokens import ServiceTokens
 from protos.settings import load
@@ -110,3 +111,14 @@ def test_a_host_that_no_certificate_can_have_is_refused(
     """The line says how such a name is written."""
     assert cli.main(["secure-files", str(tmp_path), "--host", "münchen.example"]) == 2
     assert "--host: 'münchen.example' is not a host name in ASCII" in capsys.readouterr().err
+
+
+def test_a_machine_whose_name_has_other_letters_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its certificates are for the loopback; only a name that the user chose is refused."""
+    monkeypatch.setattr("socket.gethostname", lambda: "münchen")
+    settings, files = secured(load(LaunchSettings, ["--secure", f"--run-dir={tmp_path}"]))
+    assert settings.ssl_certfile == files.http_cert
+    with pytest.raises(ConfigurationRefused, match="münchen"):
+        secured(load(LaunchSettings, ["--secure", f"--run-dir={tmp_path}", "--host=münchen"]))
