@@ -171,5 +171,5 @@ def test_a_cache_that_cannot_be_written_is_named(
 @pytest.mark.parametrize("revision", ["", "../../etc/passwd", "/etc/passwd", "a b"])
 def test_odd_revisions_are_refused(revision: str) -> None:
     """None of them leaves the hub's cache."""
-    with pytest.raises(InvalidArgument, match="no branch, tag or commit"):
+    with pytest.raises(InvalidArgument, match="not a branch, tag or commit"):
         find_files(f"org/adapter@{revision}", "a")
