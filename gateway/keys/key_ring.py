@@ -49,11 +49,14 @@ class KeyRing:
         self._clock = clock
         self._ledger = ledger
         self._limiters: dict[str, KeyLimiter] = {}
+        self._alone: set[str] = (
+            set()
+        )  # keys that this process counts in its memory, as they have no shared page
         self._keys = fixed
         self._reading: asyncio.Task[None] | None = None
         self._file = None if path is None else WatchedFiles((path,), lambda: self._read(path))
         if self._file is not None:
-            self._adopt(self._file.get())
+            self._adopt(self._file.get(), must_share=True)
 
     @classmethod
     def of(cls, settings: SecuritySettings, clock: Callable[[], float], shared: Path | None = None) -> Self:
@@ -120,7 +123,7 @@ class KeyRing:
         try:
             entries = await asyncio.to_thread(file.get)
             if file.version != version:
-                self._adopt(entries)
+                self._adopt(entries, must_share=False)
         except ConfigurationRefused as error:
             get_logger().warning("files_not_reloaded", reason=error.message, using="what they held before")
         finally:
@@ -137,20 +140,40 @@ class KeyRing:
                 )
         return entries
 
-    def _adopt(self, entries: Sequence[KeyEntry]) -> None:
-        """Uses the keys of the file from now on, beside those of the settings."""
-        limiters = {entry.name: self._limiter(entry.name, entry.limits) for entry in entries}
+    def _adopt(self, entries: Sequence[KeyEntry], *, must_share: bool) -> None:
+        """Uses the keys of the file from now on, beside those of the settings.
+
+        Args:
+            entries: the keys.
+            must_share: whether a key without a shared page is refused. A later change counts in any case: a
+                revoked key must not stay valid because a disk is full.
+
+        Raises:
+            ConfigurationRefused: as the ledger does, if `must_share`.
+        """
+        limiters = {entry.name: self._limiter(entry.name, entry.limits, must_share) for entry in entries}
         self._limiters = {name: limiter for name, limiter in limiters.items() if limiter is not None}
         self._keys = [
             *self._fixed,
             *(Key(entry.digest, entry.caller, limiters[entry.name]) for entry in entries),
         ]
 
-    def _limiter(self, name: str, limits: Limits) -> KeyLimiter | None:
+    def _limiter(self, name: str, limits: Limits, must_share: bool) -> KeyLimiter | None:
         """Returns the limiter of a key, which remembers what the key has used before."""
         if limits == Limits():
             return None
-        if (old := self._limiters.get(name)) is None:
-            return KeyLimiter(name, limits, self._clock, self._ledger.page(name))
+        old = self._limiters.get(name)
+        if old is None or name in self._alone:
+            try:
+                page = self._ledger.page(name)
+                self._alone.discard(name)
+                return KeyLimiter(name, limits, self._clock, page)
+            except ConfigurationRefused as error:
+                if must_share:
+                    raise
+                self._alone.add(name)
+                get_logger().warning("key_counted_by_this_gateway_alone", key=name, reason=error.message)
+        if old is None:
+            return KeyLimiter(name, limits, self._clock, Ledger().page(name))
         old.set_limits(limits)
         return old

@@ -79,7 +79,8 @@ class SharedLedger(Ledger):
         self._folder = folder
         self._pages: dict[str, Page] = {}
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for each in (folder.parent, folder):  # the mode of parents is that of the umask
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._slot = _Slot(folder)
         except OSError as error:
             raise _unusable(folder, error) from error

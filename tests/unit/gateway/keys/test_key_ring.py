@@ -13,8 +13,9 @@ from gateway.keys import key_ring
 from gateway.keys.caller import ANY_PRIORITY, Caller
 from gateway.keys.key_file import read_key_file
 from gateway.keys.key_ring import KeyRing
+from gateway.keys.limits import KeyLimiter
 from gateway.settings import Settings
-from protos.errors import ConfigurationRefused
+from protos.errors import ConfigurationRefused, Overloaded
 from protos.settings import load
 
 PLAIN = "sk-very-secret"
@@ -106,6 +107,43 @@ async def test_a_changed_file_is_read_again(tmp_path: Path, capsys: pytest.Captu
     await keys.refresh()
     assert caller(keys, PLAIN) is None
     assert caller(keys, "sk-new") is not None
+
+
+async def test_a_revoked_key_is_refused_though_limits_cannot_be_shared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A new key is counted in memory, with a warning, until the shared folder can be used again."""
+    path, shared = tmp_path / "keys.yaml", tmp_path / "shared"
+    flags = ["--api-key-file", str(path)]
+    entry = {"name": "new", "key": "sk-new", "max_concurrent_requests": 1}
+
+    async def change(**limits: int) -> KeyLimiter:
+        path.write_text(json.dumps({"keys": [entry | limits]}))
+        await keys.refresh()
+        assert caller(keys, PLAIN) is None
+        new = keys.find(["sk-new"])
+        assert new is not None
+        assert new.limiter is not None
+        return new.limiter
+
+    path.write_text(YAML)
+    keys = KeyRing.of(load(Settings, flags), lambda: 0.0, shared)
+    shared.rename(tmp_path / "aside")
+    alone = await change()
+    log = capsys.readouterr().out
+    assert log.count("key_counted_by_this_gateway_alone") == 1
+    assert "cannot count in" in log
+    alone.admit()
+    assert await change(tokens_per_minute=5) is alone
+    with pytest.raises(Overloaded):
+        alone.admit()
+    (tmp_path / "aside").rename(shared)
+    assert await change(tokens_per_minute=50) is not alone
+    assert (shared / "new.used").exists()
+    shared.rename(tmp_path / "aside")
+    shared.write_text("no folder")
+    with pytest.raises(ConfigurationRefused, match="cannot count in"):
+        KeyRing.of(load(Settings, flags), lambda: 0.0, shared)
 
 
 async def test_all_requests_wait_for_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,13 @@ def test_a_gateway_that_is_stopped_with_the_lock_holds_up_no_other(tmp_path: Pat
         threads.submit(limiter.admit).result(timeout=5)
 
 
+def test_other_users_see_neither_folder(tmp_path: Path) -> None:
+    """The metrics folder, which the ledger's may be made with, is private too."""
+    SharedLedger(tmp_path / "metrics" / "keys")
+    folders = (tmp_path / "metrics", tmp_path / "metrics" / "keys")
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+
+
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line names the setting."""
     (tmp_path / "file").touch()
