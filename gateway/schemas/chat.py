@@ -1,6 +1,6 @@
 """The body of ``/v1/chat/completions``."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
@@ -28,8 +28,21 @@ MAX_TEMPLATE: Final = 128 * 1024
 # Where each kind of part has its text; vLLM takes the ones of other APIs, too.
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
-# Fields that clients put on parts and no template shows.
-_NOT_SHOWN: Final = frozenset({"cache_control", "annotations"})
+# Parts of all messages of a request. Each is kept as a dictionary, which takes far more memory than its JSON.
+MAX_PARTS: Final = 16_384
+
+# Fields of parts that templates never get: no template shows the first row, and by the others templates tell
+# images, sounds and the like from text. vLLM withholds the fields of the parts that it knows, too.
+_NOT_SHOWN: Final = frozenset(
+    (
+        "cache_control", "annotations", "logprobs", "prompt_cache_breakpoint",
+        "type", "text", "refusal", "thinking", "closed", "name", "uuid", "data",
+        "image", "image_url", "image_pil", "image_embeds", "input_image",
+        "video", "video_url", "video_embeds", "input_video",
+        "audio", "audio_url", "audio_embeds", "input_audio", "prompt_embeds",
+        "file", "file_id", "file_url", "input_file",
+    )
+)  # fmt: skip
 
 
 def _content(content: Any, info: ValidationInfo) -> str | list[dict[str, Any]]:
@@ -170,11 +183,21 @@ class Message(RequestModel):
 
 def _limit_messages(messages: Any) -> Any:
     # Checked before the messages themselves.
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
+    if not isinstance(messages, list):
+        return messages
+    if len(messages) > MAX_MESSAGES:
         raise ValueError(
             f"takes at most {MAX_MESSAGES} messages, got {len(messages)}; shorten the conversation"
         )
+    if (parts := num_parts(messages)) > MAX_PARTS:
+        raise ValueError(f"takes at most {MAX_PARTS} parts of messages, got {parts}; send longer parts")
     return messages
+
+
+def num_parts(messages: Iterable[Any]) -> int:
+    """Returns the number of parts that the messages of a conversation have, before they are validated."""
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    return sum(len(content) for content in contents if isinstance(content, list))
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_limit_messages)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gateway.schemas.base import parse
-from gateway.schemas.chat import MAX_MESSAGES, ChatCompletionRequest
+from gateway.schemas.chat import MAX_MESSAGES, MAX_PARTS, ChatCompletionRequest
 from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.tokenize import DetokenizeRequest, TokenizeRequest
 from protos.errors import InvalidArgument
@@ -62,6 +62,17 @@ def test_the_number_of_messages_is_limited(model: Any) -> None:
     assert len(taken.messages) == MAX_MESSAGES
     with pytest.raises(InvalidArgument, match=f"takes at most {MAX_MESSAGES} messages, got 5000") as caught:
         parse(model, json.dumps({"messages": [{}] * 5000}).encode())
+    assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("model", [ChatCompletionRequest, TokenizeRequest])
+def test_the_number_of_parts_is_limited(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All messages of a request share the limit, which is checked before any part is read."""
+    half = {"role": "user", "content": [""] * (MAX_PARTS // 2)}
+    assert len(parse(model, json.dumps({"messages": [half, half]}).encode()).messages) == 2
+    monkeypatch.setattr("gateway.schemas.chat._part", lambda *_: pytest.fail("read"))
+    with pytest.raises(InvalidArgument, match=f"takes at most {MAX_PARTS} parts of messages, got") as caught:
+        parse(model, json.dumps({"messages": [half, half, {"role": "user", "content": ["a"]}]}).encode())
     assert caught.value.param == "messages"
 
 

@@ -259,10 +259,12 @@ def test_a_prompt_ends_in_one_way() -> None:
         ([{"type": "text", "text": "a"}, "b"], [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
         ([{"type": "input_text", "text": "a", "cache_control": {}}], "a"),
         ([{"type": "text", "text": "a", "lang": "en"}], [{"type": "text", "text": "a", "lang": "en"}]),
+        ([{"type": "refusal", "refusal": "a", "text": 5}], "a"),
+        ([{"type": "text", "text": "a", "image": "x", "image_url": {}, "input_image": "", "video": 1, "audio": 1}], "a"),
     ],
 )  # fmt: skip
 def test_parts_are_kept_where_a_template_could_tell_them_from_one_text(content: Any, seen: Any) -> None:
-    """Templates of translators read further fields of parts."""
+    """Templates of translators read further fields of parts; those of other kinds of parts stay out."""
     body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
     assert parse(ChatCompletionRequest, body, IgnoredFields()).messages[0].for_template()["content"] == seen
 
