@@ -1,8 +1,10 @@
 """Whether a chat template expects a turn's content as one text or as a list of parts.
 
-The templates of models that also read images often show lists alone: of a text, they would show nothing.
+The templates of models that also read images often show lists alone and nothing of a text.
 """
 
+import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -13,6 +15,9 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str]
 
 _MARK: Final = "content probe"
 
+# A part as Python or JSON writes it, with quotes that a text around it may escape.
+_DUMPED: Final = re.compile(rf"""["']text\\*["']\s*:\s*\\*["']{_MARK}""")
+
 # Roles of OpenAI's API. Templates may know others, such as Llama's "ipython"; clients may make them up.
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -22,7 +27,7 @@ def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
-# Findings that are kept: clients may make up any number of roles.
+# Findings that are kept, the latest ones: clients may make up any number of roles.
 _MAX_KEPT: Final = 64
 
 
@@ -32,7 +37,7 @@ class ContentForm:
     def __init__(self, render: Render) -> None:
         """Calls ``render`` with short conversations, later."""
         self._render = render
-        self._shown: dict[tuple[str, bool], bool] = {}
+        self._shows = functools.lru_cache(_MAX_KEPT)(self._probe)
 
     def fit(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns ``turn`` with its content in a form that the template shows.
@@ -57,24 +62,16 @@ class ContentForm:
             return turn
         return self.fit({**turn, "content": joined(content)})
 
-    def _shows(self, role: str, *, parts: bool) -> bool:
-        if (known := self._shown.get((role, parts))) is not None:
-            return known
-        shown = self._probe(role, parts=parts)
-        if role in _ROLES or len(self._shown) < _MAX_KEPT:
-            self._shown[role, parts] = shown
-        return shown
-
     def _probe(self, role: str, *, parts: bool) -> bool:
         content = [{"type": "text", "text": _MARK}] if parts else _MARK
         turn = {"role": role, "content": content}
-        # Most templates want a user's turn behind a system's, and in front of an assistant's.
+        # Most templates want a user's turn after a system's, and before an assistant's.
         user = {"role": "user", "content": [{"type": "text", "text": "u"}] if parts else "u"}
         before = [] if role in ("user", "system", "developer") else [user]
-        behind = [user] if role in ("system", "developer") else []
+        after = [user] if role in ("system", "developer") else []
         try:
-            text = self._render([*before, turn, *behind])
+            text = self._render([*before, turn, *after])
         except (InvalidArgument, AttributeError):
             return False
         # A template for texts may write a list as Python or JSON does.
-        return _MARK in text and f"{_MARK}'}}" not in text and f'{_MARK}"}}' not in text
+        return _MARK in text and not (parts and _DUMPED.search(text))
