@@ -71,7 +71,10 @@ def figures(
 
 
 def _tpot_s(outcome: Outcome) -> float:
-    return (outcome.latency_s - outcome.ttft_s) / max(1, outcome.num_output_tokens - 1)
+    """Returns the time per token after the first, and 0 for an answer of at most one token, as vLLM does."""
+    if outcome.num_output_tokens <= 1:
+        return 0.0
+    return (outcome.latency_s - outcome.ttft_s) / (outcome.num_output_tokens - 1)
 
 
 def _meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:

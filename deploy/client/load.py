@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import accumulate, cycle
 from math import ceil
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from deploy.client.workloads import Prompt
 
 # A request searches all connections of its client, so many requests need several clients.
 _REQUESTS_PER_CLIENT: Final = 32
+# From this burstiness on, intervals differ by less than a millionth.
+_EVEN: Final = 1e12
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Outcome:
     """The outcome of one request."""
 
     num_prompt_tokens: int
+    """By the server's count, if it gives one."""
     started_s: float
     """By the monotonic clock, as the arrivals are."""
     arrivals_s: list[float] = field(default_factory=list)
@@ -49,18 +52,24 @@ class Pace:
     """When requests are sent."""
 
     request_rate: float
-    """Requests per second, at random intervals (a Poisson process); infinite: all at once."""
+    """Requests per second, at random intervals; infinite: all at once."""
     max_concurrency: int | None
     """Requests that run at the same time."""
-    seed: int
+    seed: int = 0
     burstiness: float = 1.0
-    """Shape of the intervals' gamma distribution; 1 is the Poisson process, less is burstier."""
+    """Shape of the intervals' gamma distribution: 1 is a Poisson process, less burstier, infinite even."""
 
-    def interval_s(self, source: random.Random) -> float:
-        """Returns the time to the next request."""
-        if self.request_rate == float("inf"):
-            return 0.0
-        return source.gammavariate(self.burstiness, 1 / (self.request_rate * self.burstiness))
+    def schedule_s(self, count: int) -> list[float]:
+        """Returns when to send each request, in seconds from the start.
+
+        As in vLLM, the intervals are scaled so that the last request leaves at `count / request_rate`.
+        """
+        source = random.Random(self.seed)  # noqa: S311 - no secrets
+        shape = self.burstiness
+        gaps = [1.0 if shape >= _EVEN else source.gammavariate(shape, 1.0) for _ in range(count)]
+        total = sum(gaps)
+        whole_s = count / self.request_rate
+        return [moment / total * whole_s if total else 0.0 for moment in accumulate(gaps)]
 
 
 @dataclass(frozen=True)
@@ -103,23 +112,24 @@ async def send_all(target: Target, prompts: Sequence[Prompt], pace: Pace) -> tup
     slots: AbstractAsyncContextManager[Any] = (
         nullcontext() if pace.max_concurrency is None else asyncio.Semaphore(pace.max_concurrency)
     )
-    source = random.Random(pace.seed)  # noqa: S311 - no secrets
     at_once = min(len(prompts), pace.max_concurrency or len(prompts))
     async with AsyncExitStack() as stack:
         count = ceil(at_once / _REQUESTS_PER_CLIENT)
         clients = [await stack.enter_async_context(target.connection.async_client()) for _ in range(count)]
-        started = due = time.perf_counter()
+        started = time.perf_counter()
 
         async def send(prompt: Prompt, client: httpx.AsyncClient, at: float) -> Outcome:
             await asyncio.sleep(at - time.perf_counter())
             async with slots:
                 return await _send(client, target, prompt)
 
-        tasks = []
         async with asyncio.TaskGroup() as group:
-            for prompt, client in zip(prompts, cycle(clients), strict=False):
-                tasks.append(group.create_task(send(prompt, client, due)))
-                due += pace.interval_s(source)
+            tasks = [
+                group.create_task(send(prompt, client, started + delay))
+                for prompt, client, delay in zip(
+                    prompts, cycle(clients), pace.schedule_s(len(prompts)), strict=False
+                )
+            ]
         return [task.result() for task in tasks], time.perf_counter() - started
 
 
@@ -135,7 +145,8 @@ async def _send(client: httpx.AsyncClient, target: Target, prompt: Prompt) -> Ou
                 if _has_tokens(event, first=not outcome.arrivals_s):
                     outcome.arrivals_s.append(time.perf_counter())
                 if usage := event.get("usage"):
-                    outcome.num_output_tokens = usage["completion_tokens"]
+                    outcome.num_output_tokens = usage.get("completion_tokens") or 0
+                    outcome.num_prompt_tokens = usage.get("prompt_tokens") or outcome.num_prompt_tokens
     except (httpx.HTTPError, ClientError) as error:
         outcome.error = str(error) or type(error).__name__
     if not outcome.arrivals_s and not outcome.error:

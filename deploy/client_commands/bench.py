@@ -64,7 +64,8 @@ async def _bench(arguments: argparse.Namespace, connection: Connection) -> int:
     print(f"{len(prompts)} requests to {model} at {connection.url}", file=sys.stderr)
     allow_open_files()
     if arguments.num_warmups > 0:
-        _print_errors((await send_all(target, prompts[:1] * arguments.num_warmups, pace))[0])
+        at_once = Pace(float("inf"), arguments.max_concurrency)
+        _print_errors((await send_all(target, prompts[:1] * arguments.num_warmups, at_once))[0])
     outcomes, duration_s = await send_all(target, prompts, pace)
     result = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
@@ -73,8 +74,8 @@ async def _bench(arguments: argparse.Namespace, connection: Connection) -> int:
         "dataset_name": arguments.dataset_name,
         "num_prompts": len(prompts),
         **dict(arguments.metadata),
-        "request_rate": pace.request_rate if pace.request_rate != float("inf") else "inf",
-        "burstiness": pace.burstiness,
+        "request_rate": _in_json(pace.request_rate),
+        "burstiness": _in_json(pace.burstiness),
         "max_concurrency": pace.max_concurrency,
         **figures(
             outcomes,
@@ -136,6 +137,11 @@ async def _prompts(arguments: argparse.Namespace, server: Server) -> list[Prompt
                 output_len=arguments.prefix_repetition_output_len,
                 seed=seed,
             )
+
+
+def _in_json(number: float) -> float | str:
+    """Returns a number, or the word for infinity, which JSON lacks."""
+    return "inf" if number == float("inf") else number
 
 
 def _print_errors(outcomes: list[Outcome]) -> None:

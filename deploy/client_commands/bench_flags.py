@@ -88,6 +88,8 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     ):
         if (value := getattr(arguments, general)) is not None:
             vars(arguments).update(dict.fromkeys(specific, value))
+    # As in vLLM: the end of an answer to random tokens means nothing.
+    arguments.ignore_eos = arguments.ignore_eos or arguments.dataset_name == "random"
     if arguments.json is not None and (arguments.save_result or arguments.result_filename):
         parser.error("--json and --save-result both name a file; omit one")
     arguments.notes = [
@@ -125,8 +127,8 @@ def _parser() -> OneLineParser:
         prog="triptych bench",
         description="Measures a running gateway: throughput, and times to and between tokens. It prints a table"
         " and one line of JSON. Flags and figures have the names of `vllm bench serve`.",
-        epilog="Example: triptych bench --random-input-len 128 --random-output-len 128 --ignore-eos"
-        " --num-prompts 64 --max-concurrency 8",
+        epilog="Example: triptych bench --random-input-len 128 --random-output-len 128 --num-prompts 64"
+        " --max-concurrency 8",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -167,14 +169,18 @@ def _pace_flags(parser: OneLineParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--burstiness", type=_positive, default=1.0, metavar="B",
-        help="shape of the intervals: 1 is a Poisson process, less is burstier, more is steadier (1)",
+        help="shape of the intervals: 1 is a Poisson process, less is burstier, more is steadier, inf even (1)",
     )  # fmt: skip
     group.add_argument(
         "--max-concurrency", type=at_least_one, metavar="N", help="requests that run at the same time"
     )
     group.add_argument("--seed", type=int, default=0, help="of prompts and intervals (0)")
     group.add_argument(
-        "--num-warmups", type=int, default=0, metavar="N", help="requests before those that count (0)"
+        "--num-warmups",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="requests before those that count (0)",
     )
     group.add_argument(
         "--ready-check-timeout-sec", type=float, default=0.0, metavar="S",
@@ -184,7 +190,10 @@ def _pace_flags(parser: OneLineParser) -> None:
 
 def _request_flags(parser: OneLineParser) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument("--ignore-eos", action="store_true", help="let every answer reach its length")
+    group.add_argument(
+        "--ignore-eos", action="store_true",
+        help="let every answer reach its length; with --dataset-name random, this is always so",
+    )  # fmt: skip
     for name in _SAMPLING:
         kind = int if name == "top-k" else float
         group.add_argument(f"--{name}", type=kind, metavar="X", help="default: the server's")
@@ -235,7 +244,11 @@ def _workload_flags(parser: OneLineParser) -> None:
         help="both lengths vary by this share, from 0 to below 1 (0)",
     )  # fmt: skip
     group.add_argument(
-        "--random-prefix-len", type=int, default=0, metavar="N", help="tokens before, the same for all (0)"
+        "--random-prefix-len",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="tokens before, the same for all (0)",
     )
     group = parser.add_argument_group("sharegpt")
     group.add_argument("--dataset-path", type=Path, metavar="FILE", help="a JSON file with conversations")
@@ -261,6 +274,12 @@ def _positive(text: str) -> float:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"must be a number above 0, or inf; got {text!r}")
+
+
+def _not_negative(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
 
 
 def _ratio(text: str) -> float:

@@ -16,12 +16,13 @@ async def test_random_prompts_have_the_length_that_was_asked_for(stack: Stack, t
     """Prompts differ, repeat with the seed, and the table and the line of JSON have vLLM's names."""
     flags = (
         *("bench", "serve", "--random-input-len", "24", "--random-output-len", "5", "--num-prompts", "6"),
-        *("--max-concurrency", "2", "--request-rate", "500", "--ignore-eos", "--seed", "7"),
+        *("--max-concurrency", "2", "--request-rate", "500", "--burstiness", "inf", "--seed", "7"),
     )
     first, second = await triptych(*flags), await triptych(*flags)
     result = json.loads(first.out.splitlines()[-1])
     assert (first.code, result["completed"], result["failed"]) == (0, 6, 0)
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (6 * 24, 6 * 5)
+    assert result["burstiness"] == "inf"
     assert result["max_concurrent_requests"] <= 6
     requests = [tuple(request.prompt_token_ids) for request in stack.scheduler.requests]
     assert {len(prompt) for prompt in requests} == {24}
@@ -72,7 +73,7 @@ async def test_a_sharegpt_file_gives_questions_and_lengths(
 
 
 async def test_chats_have_the_same_figures(stack: Stack, triptych: Command) -> None:
-    """Random tokens become a user's text, and the chunk with the role alone is no token."""
+    """Random tokens become a user's text, templates count, and a chunk with the role alone is no token."""
     done = await triptych(
         *("bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions"),
         *("--random-input-len", "12", "--random-output-len", "4", "--num-prompts", "3", "--ignore-eos"),
@@ -82,7 +83,9 @@ async def test_chats_have_the_same_figures(stack: Stack, triptych: Command) -> N
     result = json.loads(done.out.splitlines()[-1])
     assert (result["backend"], result["completed"], result["total_output_tokens"]) == ("openai-chat", 3, 12)
     assert {request.sampling.max_tokens for request in stack.scheduler.requests} == {4}
-    assert min(len(request.prompt_token_ids) for request in stack.scheduler.requests) > 8
+    lengths = [len(request.prompt_token_ids) for request in stack.scheduler.requests]
+    assert min(lengths) > 12
+    assert result["total_input_tokens"] == sum(lengths)
     assert "--tokenizer has no effect: the server counts tokens" in done.err
 
 

@@ -5,6 +5,7 @@ import pytest
 from deploy.client_commands.bench_flags import extra_fields, read
 
 CHATS = "/v1/chat/completions"
+PREFIXES = "--dataset-name prefix_repetition"
 
 
 @pytest.mark.parametrize(
@@ -33,15 +34,19 @@ def test_flags_of_vllm(flags: str, expected: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("flags", "fields"),
     [
-        ("--ignore-eos --temperature 0 --top-k 5", {"ignore_eos": True, "temperature": 0, "top_k": 5}),
-        ("--logprobs 2", {"logprobs": 2}),
-        ("--backend openai-chat --logprobs 2", {"logprobs": True, "top_logprobs": 2}),
-        ('--chat-template-kwargs {"a":1}', {"chat_template_kwargs": {"a": 1}}),
-        ('--top-p 0.5 --extra-body {"top_p":1,"x":2}', {"top_p": 1, "x": 2}),
+        ("", {"ignore_eos": True}),
+        ("--backend openai-chat", {"ignore_eos": True}),
+        ('--extra-body {"ignore_eos":false}', {"ignore_eos": False}),
+        ("--dataset-name sharegpt --ignore-eos", {"ignore_eos": True}),
+        (f"{PREFIXES} --temperature 0 --top-k 5", {"temperature": 0, "top_k": 5}),
+        (f"{PREFIXES} --logprobs 2", {"logprobs": 2}),
+        (f"{PREFIXES} --backend openai-chat --logprobs 2", {"logprobs": True, "top_logprobs": 2}),
+        (PREFIXES + ' --chat-template-kwargs {"a":1}', {"chat_template_kwargs": {"a": 1}}),
+        (PREFIXES + ' --top-p 0.5 --extra-body {"top_p":1,"x":2}', {"top_p": 1, "x": 2}),
     ],
 )
 def test_fields_of_requests(flags: str, fields: dict[str, object]) -> None:
-    """Flags about sampling become fields, and --extra-body comes before them."""
+    """Flags become fields, --extra-body comes before them, and answers to random tokens do not end early."""
     assert extra_fields(read(flags.split())) == fields
 
 
@@ -57,6 +62,8 @@ def test_fields_of_requests(flags: str, fields: dict[str, object]) -> None:
         ("--goodput itl:5", "must be ttft:MS, tpot:MS or e2el:MS"),
         ("--percentile-metrics ttft,x", "must hold names of ttft, tpot, itl, e2el"),
         ("--metric-percentiles 101", "must hold numbers from 0 to 100"),
+        ("--num-warmups -1", "--num-warmups: must be a whole number from 0"),
+        ("--random-prefix-len -1", "--random-prefix-len: must be a whole number from 0"),
         ("--random-range-ratio 1", "must be a number from 0 to below 1"),
         ("--json a --save-result", "both name a file"),
     ],
