@@ -117,7 +117,8 @@ class Child:
                 self.spec.pid_file.unlink(missing_ok=True)
 
     def _report_missing(self, file: Path, error: OSError) -> None:
-        print(f"{self.spec.name} runs without {file}: {error.strerror}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # standard error may be on the full disk, too
+            print(f"{self.spec.name} runs without {file}: {error.strerror}", file=sys.stderr, flush=True)
 
     def hand_over(self, message: bytes) -> asyncio.subprocess.Process | None:
         """Writes to the process' standard input, closes that, and gives the process away.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -121,6 +122,22 @@ async def test_a_child_runs_although_its_files_cannot_be_written(
         waiting = asyncio.create_task(child.wait())
         await child.stop(0)
         assert await waiting < 0
+
+
+async def test_a_child_runs_although_standard_error_is_on_the_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is missing then stays unsaid."""
+    child = Child(spec(tmp_path / "missing", "worker-0", "import signal; signal.pause()"))
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(
+        sys, "stderr", io.TextIOWrapper(io.FileIO(full, "w", closefd=False), write_through=True)
+    )
+    await child.start()
+    waiting = asyncio.create_task(child.wait())
+    await child.stop(0)
+    assert await waiting < 0
+    os.close(full)
 
 
 async def test_a_refused_setting_stops_everything(tmp_path: Path) -> None:
