@@ -67,6 +67,13 @@ async def _bench(arguments: argparse.Namespace, connection: Connection) -> int:
         at_once = Pace(float("inf"), arguments.max_concurrency)
         _print_errors((await send_all(target, prompts[:1] * arguments.num_warmups, at_once))[0])
     outcomes, duration_s = await send_all(target, prompts, pace)
+    measured = figures(
+        outcomes,
+        duration_s,
+        metrics=arguments.percentile_metrics,
+        percentiles=arguments.metric_percentiles,
+        objectives=dict(arguments.goodput),
+    )
     result = {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "backend": arguments.backend,
@@ -77,16 +84,10 @@ async def _bench(arguments: argparse.Namespace, connection: Connection) -> int:
         "request_rate": _in_json(pace.request_rate),
         "burstiness": _in_json(pace.burstiness),
         "max_concurrency": pace.max_concurrency,
-        **figures(
-            outcomes,
-            duration_s,
-            metrics=arguments.percentile_metrics,
-            percentiles=arguments.metric_percentiles,
-            objectives=dict(arguments.goodput),
-        ),
+        **measured,
     }
     _print_errors(outcomes)
-    print(table(result, pace.request_rate, pace.max_concurrency))
+    print(table(measured, pace.request_rate, pace.max_concurrency))
     _write(result, _path(arguments, result))
     return 0 if result["completed"] else 1
 
@@ -154,7 +155,7 @@ def _print_errors(outcomes: list[Outcome]) -> None:
 
 def _path(arguments: argparse.Namespace, result: dict[str, Any]) -> Path | None:
     """Returns the file of the JSON, or `None` if it is printed."""
-    if not (arguments.save_result or arguments.result_filename):
+    if not arguments.save_result:
         return arguments.json  # type: ignore[no-any-return]
     limit = f"-concurrency{arguments.max_concurrency}" if arguments.max_concurrency else ""
     name = str(result["model_id"]).rpartition("/")[2]

@@ -8,6 +8,7 @@ from typing import Any, Final, NoReturn
 
 from deploy.client.connection import add_flags, at_least_one
 from deploy.client.figures import METRICS
+from deploy.client_commands.vllm_bench_flags import MOOT, MOOT_SWITCHES, REFUSED
 from deploy.one_line_parser import OneLineParser
 
 CHAT_PATH: Final = "/v1/chat/completions"
@@ -15,35 +16,6 @@ CHAT_PATH: Final = "/v1/chat/completions"
 COMPLETIONS_PATH: Final = "/v1/completions"
 _CHAT: Final = "openai-chat"
 _BACKENDS: Final = ("openai", "vllm", _CHAT)
-_COUNTS: Final = "the server counts tokens"
-# Flags of vLLM's without effect here, each with its reason.
-_MOOT: Final = {
-    "--tokenizer": _COUNTS,
-    "--tokenizer-mode": _COUNTS,
-    "--request-id-prefix": "the server chooses ids",
-}
-_MOOT_SWITCHES: Final = {
-    "--trust-remote-code": _COUNTS,
-    "--skip-tokenizer-init": _COUNTS,
-    "--disable-tqdm": "there is no progress bar",
-}
-# Flags of vLLM's that are refused, each with what to do instead.
-_REFUSED: Final = {
-    "--insecure": "use --ca-file",
-    "--header": "set OPENAI_API_KEY for the key",
-    "--lora-modules": "name an adapter with --model",
-    "--lora-assignment": "name an adapter with --model",
-    "--ramp-up-strategy": "run once for each --request-rate",
-    "--ramp-up-start-rps": "run once for each --request-rate",
-    "--ramp-up-end-rps": "run once for each --request-rate",
-    "--probe-request-rate": "run a second `triptych bench` beside this one",
-    "--save-detailed": "the JSON has the figures of all requests together; omit it",
-    "--append-result": "name another file with --result-filename",
-    "--use-beam-search": "beams are not streamed; omit it",
-    "--profile": "profile with the device's own tools",
-    "--plot-timeline": "omit it",
-    "--plot-dataset-stats": "omit it",
-}
 # Flags that become fields of the same name.
 _SAMPLING: Final = (
     "temperature",
@@ -63,20 +35,8 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
         The flags, and `notes`: a line for each flag without effect.
     """
     parser = _parser()
-    arguments = parser.parse_args(argv)
-    chat = arguments.backend == _CHAT
-    if arguments.endpoint is None:
-        arguments.endpoint = CHAT_PATH if chat else COMPLETIONS_PATH
-    if not arguments.endpoint.startswith("/"):
-        parser.error(f"--endpoint is a path, for example {CHAT_PATH}; --base-url has the rest")
-    if arguments.endpoint.rstrip("/").endswith("chat/completions"):
-        if arguments.backend not in {None, _CHAT}:
-            parser.error(f"--endpoint {arguments.endpoint} takes chats; use --backend {_CHAT}")
-        chat = True
-    elif chat:
-        parser.error(f"--backend {_CHAT} measures {CHAT_PATH}; change --endpoint or --backend")
-    arguments.chat = chat
-    arguments.backend = _CHAT if chat else arguments.backend or "openai"
+    arguments = parser.parse_args([_with_dashes(each) for each in argv])
+    _choose_endpoint(parser, arguments)
     if arguments.url is None and (arguments.host or arguments.port):
         host = arguments.host or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
@@ -90,21 +50,44 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
             vars(arguments).update(dict.fromkeys(specific, value))
     # As in vLLM: the end of an answer to random tokens means nothing.
     arguments.ignore_eos = arguments.ignore_eos or arguments.dataset_name == "random"
-    if arguments.json is not None and (arguments.save_result or arguments.result_filename):
+    if arguments.json is not None and arguments.save_result:
         parser.error("--json and --save-result both name a file; omit one")
+    if arguments.dataset_path is not None and arguments.dataset_name != "sharegpt":
+        parser.error(f"--dataset-name {arguments.dataset_name} reads no file; omit --dataset-path")
+    if (arguments.result_filename or arguments.result_dir) and not arguments.save_result:
+        parser.error("--result-dir and --result-filename need --save-result; add it")
     arguments.notes = [
         f"{flag} has no effect: {reason}"
-        for flag, reason in {**_MOOT, **_MOOT_SWITCHES}.items()
-        if getattr(arguments, flag[2:].replace("-", "_"))
+        for flag, reason in {**MOOT, **MOOT_SWITCHES}.items()
+        if getattr(arguments, flag[2:].replace("-", "_")) is not None
     ]
+    if arguments.chat_template_kwargs is not None and not arguments.chat:
+        arguments.notes.append("--chat-template-kwargs has no effect: completions have no chat template")
     return arguments
+
+
+def _choose_endpoint(parser: OneLineParser, arguments: argparse.Namespace) -> None:
+    """Sets the endpoint, the backend, and whether the endpoint takes chats."""
+    chat = arguments.backend == _CHAT
+    if arguments.endpoint is None:
+        arguments.endpoint = CHAT_PATH if chat else COMPLETIONS_PATH
+    if not arguments.endpoint.startswith("/"):
+        parser.error(f"--endpoint is a path, for example {CHAT_PATH}; --base-url has the rest")
+    if arguments.endpoint.rstrip("/").endswith("chat/completions"):
+        if arguments.backend not in {None, _CHAT}:
+            parser.error(f"--endpoint {arguments.endpoint} takes chats; use --backend {_CHAT}")
+        chat = True
+    elif chat:
+        parser.error(f"--backend {_CHAT} measures {CHAT_PATH}; change --endpoint or --backend")
+    arguments.chat = chat
+    arguments.backend = _CHAT if chat else arguments.backend or "openai"
 
 
 def extra_fields(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the further fields of each request."""
     chosen = {name: getattr(arguments, name) for name in (flag.replace("-", "_") for flag in _SAMPLING)}
     chosen["ignore_eos"] = arguments.ignore_eos or None
-    chosen["chat_template_kwargs"] = arguments.chat_template_kwargs
+    chosen["chat_template_kwargs"] = arguments.chat_template_kwargs if arguments.chat else None
     if arguments.logprobs is not None:
         chosen |= (
             {"logprobs": True, "top_logprobs": arguments.logprobs}
@@ -113,6 +96,14 @@ def extra_fields(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     given = {name: value for name, value in chosen.items() if value is not None}
     return {**given, **arguments.extra_body}
+
+
+def _with_dashes(argument: str) -> str:
+    """Returns a flag with dashes in its name, as vLLM reads --num_prompts; any other argument as it is."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
 
 
 class _Refused(argparse.Action):
@@ -151,12 +142,14 @@ def _parser() -> OneLineParser:
     _workload_flags(parser)
     add_flags(parser, "--base-url")
     parser.add_argument("--host", help="of the server, if --url is not set (127.0.0.1)")
-    parser.add_argument("--port", type=at_least_one, metavar="N", help="the same (8000)")
-    for flag in _MOOT:
+    parser.add_argument(
+        "--port", type=at_least_one, metavar="N", help="of the server, if --url is not set (8000)"
+    )
+    for flag in MOOT:
         parser.add_argument(flag, help=argparse.SUPPRESS)
-    for flag in _MOOT_SWITCHES:
-        parser.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    for flag, advice in _REFUSED.items():
+    for flag in MOOT_SWITCHES:
+        parser.add_argument(flag, action="store_const", const=True, help=argparse.SUPPRESS)
+    for flag, advice in REFUSED.items():
         parser.add_argument(flag, action=_Refused, nargs="*", const=advice, help=argparse.SUPPRESS)
     return parser
 
@@ -319,7 +312,7 @@ def _percentiles(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(","))
     try:
         if all(0 <= float(word) <= 100 for word in words):
-            return tuple(f"{float(word):g}" for word in words)
+            return tuple(str(float(word)).removesuffix(".0") for word in words)
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"must hold numbers from 0 to 100, got {text!r}")

@@ -113,14 +113,24 @@ async def test_vllms_other_flags_of_a_run(stack: Stack, triptych: Command, tmp_p
             "0.5",
         ),
         *("--request-rate", "400", "--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99.9"),
-        *("--goodput", "ttft:60000", "e2el:60000", "--metadata", "run=a", "--label", "mine", "--save-result"),
+        *(
+            "--goodput",
+            "ttft:60000",
+            "e2el:60000",
+            "--metadata",
+            "run=a",
+            "x_ttft_ms=a",
+            "--label",
+            "mine",
+            "--save-result",
+        ),
         *("--result-dir", str(tmp_path / "new"), "--ready-check-timeout-sec", "5", "--top-p", "0.9"),
     )
     assert done.code == 0, done.err
     (path,) = (tmp_path / "new").iterdir()
     result = json.loads(path.read_text())
     assert path.name.startswith("mine-400.0qps-")
-    assert (result["completed"], result["run"]) == (5, "a")
+    assert (result["completed"], result["run"], result["x_ttft_ms"]) == (5, "a", "a")
     assert result["request_goodput"] == result["request_throughput"]
     assert {"p50_ttft_ms", "p99.9_e2el_ms", "mean_e2el_ms"} <= result.keys()
     assert not any("itl" in name or "tpot" in name for name in result)
