@@ -30,7 +30,7 @@ from protos.command_line.config_file import ConfigFile
 from protos.command_line.dialect import Dialect
 from protos.command_line.examples import example
 from protos.command_line.help_search import SearchableHelp
-from protos.command_line.hiding import without_users
+from protos.command_line.hiding import without_users, words_shown
 from protos.command_line.suggestions import unknown_arguments
 from protos.errors import ConfigurationRefused
 
@@ -266,14 +266,15 @@ class _Parser(SearchableHelp):
         if field and len(rest) == 1 and not rest[0].startswith("-"):
             given = getattr(parsed, field, rest[0])
             if given not in {rest[0], PydanticUndefined}:
-                self.error(f"the {field} is given twice: {rest[0]} and --{field} {given}; omit one")
+                word = words_shown(rest, args)
+                self.error(f"the {field} is given twice: {word} and --{field} {given}; omit one")
             setattr(parsed, field, rest.pop())
         if field and len(rest) > 1 and not any(word.startswith("-") for word in rest):
-            self.error(
-                f"unrecognized arguments: {' '.join(rest[1:])}; {rest[0]} is the {field}, and a switch takes no value"
-            )
+            first = words_shown(rest[:1], args)
+            text = unknown_arguments(rest[1:], (), args)
+            self.error(f"{text}; {first} is the {field}, and a switch takes no value")
         if rest:
-            self.error(unknown_arguments(rest, {*self._option_string_actions, *self._known}))
+            self.error(unknown_arguments(rest, {*self._option_string_actions, *self._known}, args))
         self.config = parsed.config
         del parsed.config
         return parsed

@@ -1,13 +1,15 @@
 """Hides what may be secret in texts about a command line, which end up in logs."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from protos.environment.table import HIDDEN
 
-# Misspelled flags of secrets, such as --api-ky; not --max-tokens and --tokenizer.
-_SECRET_FLAG: Final = re.compile(r"-(?:.*-)?(api|auth|key|secret|passw\w*|token)(-|$)")
+# Also misspelled flags, such as --apiky. That this takes --tokenizer for a secret does no harm.
+_SECRET_FLAG: Final = re.compile(
+    r"-.*(api|auth|bearer|credential|header|key|passw|secret|token)", re.IGNORECASE
+)
 _USER_OF_URL: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
@@ -16,14 +18,18 @@ def without_users(text: str) -> str:
     return _USER_OF_URL.sub(HIDDEN, text)
 
 
-def without_secrets(arguments: Iterable[str]) -> str:
-    """Returns arguments in one line, without the values of flags whose names sound like secrets."""
-    shown, is_secret = [], False
-    for argument in arguments:
+def words_shown(words: Iterable[str], given: Sequence[str]) -> str:
+    """Returns words of a command line as one text, without those that may be the values of a secret.
+
+    Args:
+        words: the words, none of them a flag.
+        given: the command line. All words between a flag whose name sounds like a secret and the next flag
+            are hidden.
+    """
+    secrets, is_secret = set(), False
+    for argument in given:
         if argument.startswith("-"):
-            flag, equals, _ = argument.partition("=")
-            is_secret = bool(_SECRET_FLAG.match(flag.replace("_", "-")))
-            shown.append(f"{flag}={HIDDEN}" if is_secret and equals else argument)
-        else:
-            shown.append(HIDDEN if is_secret else argument)
-    return without_users(" ".join(shown))
+            is_secret = bool(_SECRET_FLAG.match(argument.partition("=")[0]))
+        elif is_secret:
+            secrets.add(argument)
+    return without_users(" ".join(HIDDEN if word in secrets else word for word in words))

@@ -1,26 +1,29 @@
 """Finds the flag that was meant."""
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from protos.command_line.hiding import without_secrets
+from protos.command_line.hiding import words_shown
 
 _LIKENESS = 0.7
 
 
-def unknown_arguments(arguments: list[str], known: Collection[str]) -> str:
-    """Returns the refusal of arguments that no flag takes.
+def unknown_arguments(arguments: Sequence[str], known: Collection[str], given: Sequence[str]) -> str:
+    """Returns the refusal of arguments that no flag takes; it names a flag without its value.
 
     Args:
         arguments: what is left of the command line.
         known: all flags.
+        given: the whole command line.
     """
-    first = next((place for place, argument in enumerate(arguments) if argument.startswith("-")), None)
-    if first is None:
-        return f"unrecognized arguments: {' '.join(arguments)}"
-    meant = similar(arguments[first].partition("=")[0], known)
-    advice = f"; did you mean {meant}?" if meant else "; --help lists the flags"
-    return f"unrecognized arguments: {without_secrets(arguments[first:])}{advice}"
+    flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
+    flag = next((name for name in flags if name.strip("-")), None)
+    if flag is None:
+        return f"unrecognized arguments: {words_shown(arguments, given)}"
+    meant = similar(flag, known)
+    return (
+        f"unrecognized arguments: {flag}; {f'did you mean {meant}?' if meant else '--help lists the flags'}"
+    )
 
 
 def similar(name: str, known: Collection[str]) -> str | None:

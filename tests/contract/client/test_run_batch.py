@@ -146,7 +146,7 @@ async def test_a_busy_server_is_asked_again(
         (("-i", "http://host/in", "-o", "out"), 1, "-i takes a file; copy it"),
         (("-i", "pyproject.toml", "-o", "README.md"), 1, "README.md is not the output of a batch"),
         (("-i", "pyproject.toml", "-o", "nowhere/out"), 1, "nowhere/out cannot be written"),
-        (("-i", "a", "-o", "b", "--max-model-len", "9"), 2, "unrecognized arguments: --max-model-len 9"),
+        (("-i", "a", "-o", "b", "--max-model-len", "9"), 2, "unrecognized arguments: --max-model-len;"),
         (("-i", "a", "-o", "b", "--model", "c"), 2, "omit one of them"),
         (("-i", "pyproject.toml", "-o", "b", "--api-key", "wrong"), 1, "the server answered 401"),
     ],

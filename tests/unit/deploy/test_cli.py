@@ -49,7 +49,7 @@ def test_a_bad_flag_is_one_line(command: list[str], capsys: pytest.CaptureFixtur
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"triptych {command[0]}")
-    assert error.endswith("unrecognized arguments: --bogus\n")
+    assert "unrecognized arguments: --bogus; " in error
     assert error.count("\n") == 1
 
 

@@ -116,7 +116,7 @@ def test_a_fixed_field_has_neither_flag_nor_variable(monkeypatch: pytest.MonkeyP
     settings = load(_Derived, [])
     assert (settings.host, settings.port) == ("there", 1)
     assert settings.model_fields_set == {"host"}
-    with pytest.raises(ConfigurationRefused, match="unrecognized arguments: --port 4"):
+    with pytest.raises(ConfigurationRefused, match="unrecognized arguments: --port;"):
         load(_Derived, ["--port", "4"])
 
 

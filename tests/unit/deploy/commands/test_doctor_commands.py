@@ -121,7 +121,7 @@ def test_a_bad_flag_is_a_bad_setting(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith(
-        "triptych doctor: unrecognized arguments: --max-num-seq=4; did you mean --max-num-seqs"
+        "triptych doctor: unrecognized arguments: --max-num-seq; did you mean --max-num-seqs"
     )
     content = json.loads(printed.out)
     assert (content["starts"], content["error"]) == (False, line.removeprefix("triptych doctor: "))

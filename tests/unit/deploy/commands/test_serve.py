@@ -70,7 +70,7 @@ def test_serve_listens_where_vllm_serve_does() -> None:
     [
         (
             "serve m --max-modle-len 5",
-            "unrecognized arguments: --max-modle-len 5; did you mean --max-model-len?",
+            "unrecognized arguments: --max-modle-len; did you mean --max-model-len?",
         ),
         (
             "serve m --enable-sleep",

@@ -21,7 +21,7 @@ from deploy.secure_files import SecureFiles
         (["--workers", "0"], "--workers"),
         (["--device", "tpu"], "--device"),
         (["--max-model-len", "many"], "--max-model-len"),
-        (["--modle", "x"], "unrecognized arguments: --modle x"),
+        (["--modle", "x"], "unrecognized arguments: --modle; did you mean --model"),
         (["--log-format", "console"], "--log-format"),
         (["--block-size", "100", "--max-num-batched-tokens", "64"], "block_size 100"),
         (["-O", "0", "--backend", "compiled"], "--backend compiled and -O 0"),

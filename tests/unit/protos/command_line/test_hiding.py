@@ -2,23 +2,18 @@
 
 import pytest
 
+from deploy import cli
 from gateway.settings import Settings
-from protos.command_line.hiding import without_secrets
+from protos.command_line.hiding import words_shown
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        (["--api-ky", "sk-1", "sk-2", "--max-tokens", "5"], "--api-ky ******** ******** --max-tokens 5"),
-        (["--service_token=sk-1", "--tokenizer", "x"], "--service_token=******** --tokenizer x"),
-        (["--proxy", "http://me:pw@proxy:1"], "--proxy http://********@proxy:1"),
-    ],
-)
-def test_values_of_secret_flags_are_hidden(arguments: list[str], shown: str) -> None:
-    """Flags whose names sound like secrets keep their names, and others their values."""
-    assert without_secrets(arguments) == shown
+def test_words_behind_a_secret_flag_are_hidden() -> None:
+    """Other words stay, without the users of URLs."""
+    given = ["m", "--admin-api-key", "one", "two", "--port=1", "three", "http://me:pw@proxy:1"]
+    assert words_shown(given[-2:], given) == "three http://********@proxy:1"
+    assert words_shown(["m", "two"], given) == "m ********"
 
 
 @pytest.mark.parametrize("flags", [["--api-ky", "hush"], ["--otlp-traces-endpoint", "http://me:hush@host"]])
@@ -27,3 +22,38 @@ def test_a_refusal_shows_no_secret(flags: list[str]) -> None:
     with pytest.raises(ConfigurationRefused, match=flags[0]) as refused:
         load(Settings, flags)
     assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("serve m --apikey hush", "unrecognized arguments: --apikey; did you mean --api-key?"),
+        ("serve m --apikey=hush", "--apikey; did you mean --api-key?"),
+        ("serve m --apikeys hush hush", "--apikeys; did you mean --api-key"),
+        ("serve m --keys hush", "--keys"),
+        ("serve m --hftoken=hush", "--hftoken; did you mean --hf-token?"),
+        ("serve m --grpc-tokens=hush", "unrecognized arguments: --grpc-tokens; did you mean --"),
+        ("serve m --apiKey hush", "--apiKey"),
+        ("serve m --api.key hush", "--api.key"),
+        ("serve m --bearer hush", "--bearer; --help lists the flags"),
+        ("serve m --sesame -- hush", "--sesame"),
+        ("serve m --admin-api-key one hush", "unrecognized arguments: ********; m is the model"),
+        ("serve --model m --admin-api-key one hush", "the model is given twice: ******** and --model m"),
+        ("gateway --admin-api-key one hush", "unrecognized arguments: ********"),
+        ("chat --apikey hush", "unrecognized arguments: --apikey; did you mean --api-key?"),
+        ("bench --api-ky=hush", "--api-ky; did you mean --api-key?"),
+        ("chat --api-key one hush", "triptych chat: unrecognized arguments: ********"),
+        ("chat --m=hush", "ambiguous option: --m could match --"),
+    ],
+)
+def test_no_command_repeats_a_secret(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unknown flags are named without their values, and words behind a secret's flag are hidden."""
+    try:
+        code: object = cli.main(line.split())
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "hush" not in error
+    assert error.count("\n") == 1
