@@ -127,7 +127,7 @@ def _tool(tool: ResponseTool) -> dict[str, Any]:
     if isinstance(tool, SkippedTool):
         return {"type": tool.type}
     if isinstance(tool, Namespace):
-        functions = [_tool(function) for function in tool.functions.values()]
+        functions = [_tool(function) for _, function in tool.functions]
         return {
             "type": "namespace", "name": tool.name, "description": tool.description or "", "tools": functions,
         }  # fmt: skip

@@ -48,7 +48,7 @@ def _function(value: Any, info: ValidationInfo) -> FunctionTool | SkippedTool:
 
 def full_name(namespace: str | None, name: str) -> str:
     """Returns the name that the model knows a function by."""
-    return name if namespace is None else f"{namespace}__{name}"
+    return f"{namespace}__{name}" if namespace else name
 
 
 class Namespace(RequestModel):
@@ -62,11 +62,11 @@ class Namespace(RequestModel):
     ]
 
     @property
-    def functions(self) -> dict[str, FunctionTool]:
-        """Its functions by the names that the model knows."""
-        return {
-            full_name(self.name, tool.name): tool for tool in self.tools if isinstance(tool, FunctionTool)
-        }
+    def functions(self) -> list[tuple[str, FunctionTool]]:
+        """Its functions, each with the name that the model knows."""
+        return [
+            (full_name(self.name, tool.name), tool) for tool in self.tools if isinstance(tool, FunctionTool)
+        ]
 
 
 ResponseTool = FunctionTool | Namespace | SkippedTool
@@ -92,7 +92,7 @@ def functions_of(tools: Sequence[ResponseTool]) -> list[FunctionTool]:
         if isinstance(tool, FunctionTool):
             found.append(tool)
         elif isinstance(tool, Namespace):
-            found += [one.model_copy(update={"name": name}) for name, one in tool.functions.items()]
+            found += [one.model_copy(update={"name": name}) for name, one in tool.functions]
     return found
 
 
@@ -102,7 +102,7 @@ def scoped_names(tools: Sequence[ResponseTool]) -> dict[str, ScopedName]:
         name: ScopedName(function.name, tool.name)
         for tool in tools
         if isinstance(tool, Namespace)
-        for name, function in tool.functions.items()
+        for name, function in tool.functions
     }
 
 
@@ -136,29 +136,46 @@ class Allowed(NamedTuple):
 
     mode: Literal["auto", "required"]
     names: tuple[str, ...]
+    """Of functions, as the model knows them."""
 
 
-def _allowed(value: dict[str, Any]) -> Allowed:
+def _names_in(namespace: str, tools: Sequence[ResponseTool]) -> list[str]:
+    for tool in tools:
+        if isinstance(tool, Namespace) and tool.name == namespace:
+            return [name for name, _ in tool.functions]
+    raise ValueError(f"allows '{clip(namespace)}', which is not among the namespaces in 'tools'")
+
+
+def _allowed(value: dict[str, Any], given: Sequence[ResponseTool]) -> Allowed:
     tools, mode = value.get("tools"), value.get("mode")
     if mode not in ("auto", "required"):
         raise ValueError(f'needs a mode, "auto" or "required", got {quote(mode)}')
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"needs 'tools', a list of tools, got {quote(tools)}")
-    names = [tool.get("name") for tool in tools if tool.get("type") == "function"]
-    if not all(isinstance(name, str) for name in names):
+    named = [tool for tool in tools if tool.get("type") in ("function", "namespace")]
+    if not all(isinstance(tool.get("name"), str) for tool in named):
         raise ValueError("has a function without a name in 'tools'")
+    names = []
+    for tool in named:
+        names += [_chosen_name(tool)] if tool["type"] == "function" else _names_in(tool["name"], given)
     return Allowed(mode, tuple(names))
 
 
-def _choice(value: Any) -> Any:
+def _chosen_name(function: dict[str, Any]) -> str:
+    """Returns the model's name of a function that a choice names; the namespace may be a field of its own."""
+    namespace = function.get("namespace")
+    return full_name(namespace if isinstance(namespace, str) else None, function["name"])
+
+
+def _choice(value: Any, info: ValidationInfo) -> Any:
     if value is None or (isinstance(value, str) and value in MODES):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
     match kind:
         case "function" if isinstance(value.get("name"), str):
-            return NamedChoice(value["name"])
+            return NamedChoice(_chosen_name(value))
         case "allowed_tools":
-            return _allowed(value)
+            return _allowed(value, info.data.get("tools", ()))
         case str() if kind != "function":
             raise ValueError(f"is not supported: tools of type {quote(kind)} are skipped; choose a function")
     raise ValueError(

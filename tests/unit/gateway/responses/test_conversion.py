@@ -154,6 +154,44 @@ def test_tools_and_the_choice_among_them(given: Any, names: list[str], expected:
         assert found.tools[0].for_template() == {"type": "function", "function": shown}
 
 
+GROUP: Any = {"type": "namespace", "name": "mcp", "tools": [FUNCTION, OTHER]}
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"type": "function", "name": "f", "namespace": "mcp"}, None),
+        ({"type": "function", "name": "mcp__f"}, None),
+        ([{"type": "function", "name": "f", "namespace": "mcp"}], ["mcp__f"]),
+        (
+            [{"type": "namespace", "name": "mcp"}, {"type": "function", "name": "f"}],
+            ["f", "mcp__f", "mcp__g"],
+        ),
+    ],
+)
+def test_a_choice_names_functions_of_namespaces(given: Any, names: list[str] | None) -> None:
+    """The namespace may be a field of its own, part of the name, or allowed as a whole."""
+    choice = given if names is None else {"type": "allowed_tools", "mode": "required", "tools": given}
+    found = chat(tools=[FUNCTION, GROUP], tool_choice=choice)
+    if names is None:
+        assert found.tool_choice == ("mcp__f",)
+    else:
+        assert [tool.function.name for tool in found.tools] == names
+
+
+def test_an_unknown_namespace_is_not_allowed_in_silence() -> None:
+    """Otherwise the model would have no tools."""
+    tools = [{"type": "namespace", "name": "other"}]
+    with pytest.raises(InvalidArgument, match="'other', which is not among the namespaces"):
+        chat(tools=[GROUP], tool_choice={"type": "allowed_tools", "mode": "auto", "tools": tools})
+
+
+def test_an_empty_namespace_is_none() -> None:
+    """Some clients send the field always."""
+    found = turns({**called("1"), "namespace": ""}, returned("1"))
+    assert found[0]["tool_calls"][0]["function"]["name"] == called("1")["name"]
+
+
 def test_parameters_reach_the_chat_request() -> None:
     """OpenAI's under the chat's names, and vLLM's as they are."""
     found = chat(
