@@ -23,7 +23,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
 ]
 
-NUM_TOKENS = 64 if FULL else 24
+
+@pytest.fixture(scope="module", params=[24, pytest.param(64, marks=pytest.mark.slow)])
+def num_tokens(request: pytest.FixtureRequest) -> int:
+    """Tokens of each answer."""
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +41,9 @@ def prompts(reference: Reference) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def batched(smollm2: Path, prompts: list[list[int]]) -> list[list[int]]:
+def batched(smollm2: Path, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """Greedy continuations in float32, all prompts decoded in one batch."""
-    results = Harness(load(smollm2, "float32")).generate(prompts, NUM_TOKENS)
+    results = Harness(load(smollm2, "float32")).generate(prompts, num_tokens)
     return [tokens_of(outputs) for outputs in results]
 
 
@@ -59,11 +63,13 @@ def test_batch_equals_reference(
 
 
 @pytest.mark.slow
-def test_alone_equals_batch(smollm2: Path, prompts: list[list[int]], batched: list[list[int]]) -> None:
+def test_alone_equals_batch(
+    smollm2: Path, prompts: list[list[int]], batched: list[list[int]], num_tokens: int
+) -> None:
     """A prompt gives the same tokens alone as in the batch; the short form tests every third prompt."""
     harness = Harness(load(smollm2, "float32"))
     step = 1 if FULL else 3
-    alone = [tokens_of(harness.generate([prompt], NUM_TOKENS)[0]) for prompt in prompts[::step]]
+    alone = [tokens_of(harness.generate([prompt], num_tokens)[0]) for prompt in prompts[::step]]
     assert alone == batched[::step]
 
 
@@ -81,7 +87,7 @@ def test_demo_model_knows_paris(reference: Reference, batched: list[list[int]]) 
 
 
 @pytest.mark.slow
-def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
+def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]], num_tokens: int) -> None:
     """In bfloat16, log-probabilities of sampled tokens differ little on average.
 
     The limit is 0.05 with our own kernels. vLLM's kernels round more often; they serve processors without
@@ -89,7 +95,7 @@ def test_bfloat16_logprobs(smollm2: Path, prompts: list[list[int]]) -> None:
     """
     greedy = sampling_params(temperature=0.0, logprobs=0)
     prompts = prompts[::2]
-    results = Harness(load(smollm2, "bfloat16")).generate(prompts, NUM_TOKENS, greedy)
+    results = Harness(load(smollm2, "bfloat16")).generate(prompts, num_tokens, greedy)
     reference = open_reference(smollm2, torch.bfloat16)
     differences = []
     for prompt, outputs in zip(prompts, results, strict=True):

@@ -14,7 +14,10 @@ SIZES = [
     *((1, 3.0), (7, 40.0), (2048, 0.01), (2500, 3.0), (2500, 40.0)),
     *(
         pytest.param(*size, marks=pytest.mark.slow)
-        for size in ((1, 0.01), (1, 40.0), (7, 0.01), (7, 3.0), (2048, 3.0), (2048, 40.0), (2500, 0.01))
+        for size in (
+            *((1, 0.01), (1, 40.0), (7, 0.01), (7, 3.0), (2048, 3.0), (2048, 40.0), (2500, 0.01)),
+            *((5001, 0.01), (5001, 3.0), (5001, 40.0)),
+        )
     ),
 ]
 
@@ -50,7 +53,7 @@ def test_the_nucleus_matches_the_histogram_search(vocab: int, scale: float) -> N
     assert (reached >= torch.minimum(wanted, total)).all()
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 2500])
+@pytest.mark.parametrize("vocab", [1, 7, 2500, pytest.param(5001, marks=pytest.mark.slow)])
 def test_the_kth_weight_matches_the_histogram_search(vocab: int) -> None:
     """Each token counts as one; a k beyond the vocabulary finds all tokens."""
     torch.manual_seed(vocab)
