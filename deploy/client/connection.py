@@ -19,6 +19,14 @@ _OK: Final = 200
 class ClientError(Exception):
     """A command cannot go on; the message is one line for people."""
 
+    exit_code: int = 1
+
+
+class FlagError(ClientError):
+    """A flag, or the variable that stands in for it, has a value that cannot be used."""
+
+    exit_code = 2
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -92,15 +100,15 @@ def connection_of(arguments: argparse.Namespace) -> Connection:
     """Returns what the flags say.
 
     Raises:
-        ClientError: the address is not a URL, the key cannot be one, or the certificates cannot be read.
+        FlagError: the address is not a URL, the key cannot be one, or the certificates cannot be read.
     """
     text = arguments.url or DEFAULT_URL
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL as error:
-        raise ClientError(f"--url {text}: {error}") from error
+        raise FlagError(f"--url {text}: {error}") from error
     if url.scheme not in {"http", "https"} or not url.host:
-        raise ClientError(f"--url {text} is not an address; write it like {DEFAULT_URL}")
+        raise FlagError(f"--url {text} is not an address; write it like {DEFAULT_URL}")
     verify: ssl.SSLContext | bool = url.scheme == "https"
     path = arguments.ca_file or os.environ.get("SSL_CERT_FILE")
     if path and verify:
@@ -108,12 +116,12 @@ def connection_of(arguments: argparse.Namespace) -> Connection:
             verify = ssl.create_default_context(cafile=path)
         except OSError as error:
             reason = error.strerror or error
-            raise ClientError(
+            raise FlagError(
                 f"the certificates in {path} cannot be read ({reason}); change --ca-file"
             ) from error
     key = (arguments.api_key or os.environ.get("OPENAI_API_KEY", "")).strip()
     if not (key.isascii() and key.isprintable()):
-        raise ClientError("the API key has characters that no key has; change --api-key or OPENAI_API_KEY")
+        raise FlagError("the API key has characters that no key has; change --api-key or OPENAI_API_KEY")
     return Connection(text.rstrip("/").removesuffix("/v1"), key, verify)
 
 

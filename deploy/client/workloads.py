@@ -121,15 +121,10 @@ async def repeated_prefixes(
     output_len: int,
     seed: int,
 ) -> list[Prompt]:
-    """Returns prompts that share prefixes of random tokens, in random order, the same number for each prefix.
+    """Returns prompts that share prefixes of random tokens, the same number for each prefix, in random order.
 
-    Raises:
-        ClientError: there are more prefixes than prompts.
+    There are at least as many prompts as prefixes.
     """
-    if count < num_prefixes:
-        raise ClientError(
-            f"--prefix-repetition-num-prefixes is {num_prefixes} and --num-prompts {count}; raise --num-prompts"
-        )
     tokens = await _ordinary_tokens(server)
     source = random.Random(seed)  # noqa: S311 - no secrets
     prefixes = [source.choices(tokens, k=prefix_len) for _ in range(num_prefixes)]

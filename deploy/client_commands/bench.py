@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     """Runs a workload, and prints vLLM's table and one line of JSON.
 
     Returns:
-        The exit code: 0, 1 if the server cannot be reached or no request succeeded.
+        The exit code: 0, 1 if the server cannot be reached or no request succeeded, 2 for a bad flag.
     """
     # `vllm bench serve` is a command line of three words.
     arguments = read(argv[1:] if argv[:1] == ["serve"] else argv)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         return asyncio.run(_bench(arguments, connection))
     except ClientError as error:
         print(f"triptych bench: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
 
 
 async def _bench(arguments: argparse.Namespace, connection: Connection) -> int:
@@ -119,8 +119,6 @@ async def _prompts(arguments: argparse.Namespace, server: Server) -> list[Prompt
                 seed=seed,
             )
         case "sharegpt":
-            if arguments.dataset_path is None:
-                raise ClientError("--dataset-name sharegpt needs a file; name one with --dataset-path")
             return await workloads.sharegpt_prompts(
                 server,
                 count,

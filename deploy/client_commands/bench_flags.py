@@ -52,8 +52,7 @@ def read(argv: Sequence[str]) -> argparse.Namespace:
     arguments.ignore_eos = arguments.ignore_eos or arguments.dataset_name == "random"
     if arguments.json is not None and arguments.save_result:
         parser.error("--json and --save-result both name a file; omit one")
-    if arguments.dataset_path is not None and arguments.dataset_name != "sharegpt":
-        parser.error(f"--dataset-name {arguments.dataset_name} reads no file; omit --dataset-path")
+    _check_workload(parser, arguments)
     if (arguments.result_filename or arguments.result_dir) and not arguments.save_result:
         parser.error("--result-dir and --result-filename need --save-result; add it")
     arguments.notes = [
@@ -81,6 +80,20 @@ def _choose_endpoint(parser: OneLineParser, arguments: argparse.Namespace) -> No
         parser.error(f"--backend {_CHAT} measures {CHAT_PATH}; change --endpoint or --backend")
     arguments.chat = chat
     arguments.backend = _CHAT if chat else arguments.backend or "openai"
+
+
+def _check_workload(parser: OneLineParser, arguments: argparse.Namespace) -> None:
+    name = arguments.dataset_name
+    if name == "sharegpt" and arguments.dataset_path is None:
+        parser.error("--dataset-name sharegpt needs a file; name one with --dataset-path")
+    if name != "sharegpt" and arguments.dataset_path is not None:
+        parser.error(f"--dataset-name {name} reads no file; omit --dataset-path")
+    prefixes = arguments.prefix_repetition_num_prefixes
+    if name == "prefix_repetition" and arguments.num_prompts < prefixes:
+        parser.error(
+            f"--prefix-repetition-num-prefixes is {prefixes} and --num-prompts {arguments.num_prompts};"
+            " raise --num-prompts"
+        )
 
 
 def extra_fields(arguments: argparse.Namespace) -> dict[str, Any]:

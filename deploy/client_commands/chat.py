@@ -12,14 +12,14 @@ def main(argv: list[str]) -> int:
     """Answers one message, or each line of standard input.
 
     Returns:
-        The exit code: 0, 1 if the server cannot be reached or refuses, 130 after Ctrl-C.
+        The exit code: 0, 1 if the server cannot be reached or refuses, 2 for a bad flag, 130 after Ctrl-C.
     """
     arguments = _parser().parse_args(argv)
     try:
         return _chat(arguments)
     except ClientError as error:
         print(f"triptych chat: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
 
 
 def _chat(arguments: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
             return _run(arguments, connection)
     except ClientError as error:
         print(f"triptych run-batch: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -162,7 +162,6 @@ async def test_failures_are_counted_and_shown(stack: Stack, triptych: Command) -
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        (("--dataset-name", "sharegpt"), "name one with --dataset-path"),
         (
             ("--dataset-name", "sharegpt", "--dataset-path", "nowhere"),
             "nowhere cannot be read (No such file or",
@@ -171,9 +170,8 @@ async def test_failures_are_counted_and_shown(stack: Stack, triptych: Command) -
             ("--dataset-name", "sharegpt", "--dataset-path", "pyproject.toml"),
             "is not a list of conversations",
         ),
-        (("--dataset-name", "prefix_repetition", "--num-prompts", "2"), "raise --num-prompts"),
     ],
-    ids=["no-path", "no-file", "no-json", "prefixes"],
+    ids=["no-file", "no-json"],
 )
 async def test_a_workload_that_cannot_be_is_one_line(
     triptych: Command, flags: tuple[str, ...], error: str

@@ -60,27 +60,31 @@ async def test_answers_end_where_they_should(stack: Stack, triptych: Command, co
 
 
 @pytest.mark.parametrize(
-    ("flags", "error"),
+    ("flags", "code", "error"),
     [
-        (("--api-key", "wrong"), "the server answered 401: "),
-        (("--api-key", "schlüssel"), "the API key has characters that no key has; "),
-        (("--model-name", "other"), "the server answered 404: "),
+        (("--api-key", "wrong"), 1, "the server answered 401: "),
+        (("--api-key", "schlüssel"), 2, "the API key has characters that no key has; "),
+        (("--model-name", "other"), 1, "the server answered 404: "),
         (
             ("--url", "localhost:8000"),
+            2,
             "--url localhost:8000 is not an address; write it like http://localhost:8000/v1",
         ),
-        (("--url", "http://127.0.0.1:9"), "cannot reach http://127.0.0.1:9: "),
+        (("--url", "http://127.0.0.1:9"), 1, "cannot reach http://127.0.0.1:9: "),
         (
             ("--url", "https://localhost", "--ca-file", "nowhere"),
+            2,
             "the certificates in nowhere cannot be read",
         ),
     ],
     ids=["key", "letters", "model", "address", "unreachable", "ca"],
 )
-async def test_what_fails_is_one_line(triptych: Command, flags: tuple[str, ...], error: str) -> None:
-    """The line says what was wrong, and the exit code is 1."""
+async def test_what_fails_is_one_line(
+    triptych: Command, flags: tuple[str, ...], code: int, error: str
+) -> None:
+    """The line says what was wrong, and the exit code is 2 if a flag was."""
     done = await triptych("chat", "-q", "hi", *flags)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (code, "")
     assert done.err.splitlines()[-1].startswith(f"triptych chat: {error}")
     assert len(done.err.splitlines()) <= 2
 
