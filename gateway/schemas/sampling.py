@@ -73,7 +73,7 @@ def _token_keys(value: Any) -> Any:
     for key in value:
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
             raise ValueError(
-                f'must map token ids to biases, for example {{"50256": -100}}, and {quote(key)} is no token id'
+                f'must map token ids to biases, for example {{"50256": -100}}, and {quote(key)} is not a token id'
             )
     return {int(key): bias for key, bias in value.items()}
 
