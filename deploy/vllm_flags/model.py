@@ -18,7 +18,7 @@ MODEL = [
     *mapped(
         "--max-model-len",
         "--max-model-len",
-        "takes a number; with auto and -1, as without the flag, it is the model's whole context",
+        "is a number; auto and -1 are the model's whole context, which vLLM shortens to what fits",
         convert=conversions.context_length,
     ),
     *mapped(
@@ -49,7 +49,7 @@ MODEL = [
     *mapped(
         "--load-format",
         "--load-format",
-        "is safetensors for the other loaders of such files, as weights are read once, in order",
+        "reads weights once, in order; hf is auto, and the other loaders are safetensors",
         convert=conversions.choice(
             "--load-format",
             {"hf": "auto"}
@@ -66,7 +66,7 @@ MODEL = [
         " `triptych quantize`",
         "--quantization -q",
         "--quantization-config",
-        harmless=("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "mxfp4", "auto"),
+        harmless=("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "gguf", "auto"),
     ),
     *refused("is read from the model's folder; put the tokenizer's files there", TOKENIZER),
     *refused(

@@ -42,7 +42,7 @@ from protos.errors import ConfigurationRefused
         ("--max_model_len=-1", []),
         ("--max-model-len 25.6k", ["--max-model-len=25600"]),
         ("--load-format runai_streamer", ["--load-format=safetensors"]),
-        ("--load-format dummy --quantization mxfp4", ["--load-format=dummy"]),
+        ("--load-format dummy --quantization awq", ["--load-format=dummy"]),
         ("--task embedding", ["--pooling-task=embed"]),
         ("--task score", ["--pooling-task=classify"]),
         ("--task generate --swap-space 16 --disable-log-requests --num-scheduler-steps 8", []),
@@ -69,6 +69,11 @@ def test_command_lines(theirs: str, ours: list[str]) -> None:
         ("--enable-chunked-prefill", "--enable-chunked-prefill has no effect: prompts are always prefilled"),
         ("--disable-log-stats", "--disable-log-stats has no effect: the gateway"),
         ("--enforce-eager", "--enforce-eager is --backend=eager here: it is"),
+        ("--load-format hf", "--load-format hf is --load-format=auto here: it reads weights once"),
+        (
+            "--max-model-len auto",
+            "--max-model-len auto has no effect: it is a number; auto and -1 are the model's whole context",
+        ),
         (
             "-cc.cudagraph_mode FULL",
             '--compilation-config {"cudagraph_mode": "FULL"} has no effect: it takes',
@@ -94,6 +99,7 @@ def test_flags_with_the_same_meaning_are_not_noted() -> None:
             "--kv-cache-dtype is not supported: KV caches have the model's type; omit it",
         ),
         ("--quantization=fp8", "--quantization is read from the checkpoint's config.json; omit it"),
+        ("-q mxfp4", "-q is read from the checkpoint's config.json; omit it for a quantized checkpoint"),
         ("m --tokenizer n", "--tokenizer is read from the model's folder; put the tokenizer's files there"),
         ("--enable-sleep-mode", "--enable-sleep-mode is not served; stop the worker to free its memory"),
         ("--max-model-len long", "--max-model-len should be a number, for example 8192, 8k .8000. or"),
