@@ -13,10 +13,7 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
-from opentelemetry.sdk.environment_variables import (
-    OTEL_EXPORTER_OTLP_PROTOCOL,
-    OTEL_EXPORTER_OTLP_TRACES_PROTOCOL,
-)
+from opentelemetry.sdk.environment_variables import OTEL_EXPORTER_OTLP_TRACES_PROTOCOL
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -69,9 +66,8 @@ class OtlpSpan:
 
 
 def _exporter(endpoint: str) -> GrpcExporter | HttpExporter:
-    protocol = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL) or os.environ.get(
-        OTEL_EXPORTER_OTLP_PROTOCOL
-    )
+    # As in vLLM, OTEL_EXPORTER_OTLP_PROTOCOL does not count: the endpoint is for traces alone.
+    protocol = os.environ.get(OTEL_EXPORTER_OTLP_TRACES_PROTOCOL)
     scheme, _, address = endpoint.rpartition("://")
     address, _, path = address.partition("/")
     match protocol or "grpc":
