@@ -189,9 +189,9 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Adapters that the host keeps, those on the device included. Default: twice --max-loras."""
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the adapters' weights. auto is the model's."""
-    kv_memory: float | None = Field(None, gt=0, le=MAX_GIB)
-    """Memory for the KV cache, GiB. Default, also for 0: VLLM_CPU_KVCACHE_SPACE on a CPU, if set, else
-    --kv-share of the free memory."""
+    kv_memory: float | None = Field(None, ge=0, le=MAX_GIB)
+    """Memory for the KV cache, GiB; 0 for --kv-share of the free memory. Default: VLLM_CPU_KVCACHE_SPACE on a
+    CPU, if set, else 0."""
     kv_share: float = Field(0.4, gt=0, le=1)
     """Share of the memory left free by weights and graphs that the KV cache takes."""
     window_kv: Literal["auto", "paged", "in-place"] = "auto"
@@ -323,11 +323,6 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         check_overrides(value)
         return value
 
-    @field_validator("kv_memory", mode="before")
-    @classmethod
-    def _nothing_is_the_default(cls, value: Any) -> Any:
-        return None if str(value) in {"0", "0.0"} else value  # as with VLLM_CPU_KVCACHE_SPACE=0
-
     @field_validator("backend", mode="before")
     @classmethod
     def _compiler(cls, value: Any) -> Any:
@@ -350,7 +345,8 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             raise ValueError(f"-O {asked} and --compilation-config's level {config} differ; set one of them")
         level = config if asked is None else asked
         self._check_ranks()
-        vllm_kv_space("cpu")
+        if self.device in {"auto", "cpu"} and self.kv_memory is None:
+            vllm_kv_space("cpu")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"--max-cpu-loras {self.max_cpu_loras} is below --max-loras {self.max_loras};"
@@ -425,7 +421,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
 
     def kv_memory_on(self, device: str) -> float | None:
         """Returns the GiB of KV cache on a device, or `None` if --kv-share decides."""
-        return self.kv_memory or vllm_kv_space(device)
+        return vllm_kv_space(device) if self.kv_memory is None else self.kv_memory or None
 
     @property
     def digest_folder(self) -> Path:

@@ -146,7 +146,13 @@ def test_variables_of_vllm_mean_what_they_mean_there(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("value", "flags", "cpu", "other"),
-    [("0", [], None, None), ("", [], None, None), ("4", [], 4, None), ("4", ["--kv-memory=2"], 2, 2)],
+    [
+        ("0", [], None, None),
+        ("", [], None, None),
+        ("4", [], 4, None),
+        ("4", ["--kv-memory=2"], 2, 2),
+        ("4", ["--kv-memory=0"], None, None),
+    ],
 )
 def test_vllms_kv_space_is_for_cpus(
     monkeypatch: pytest.MonkeyPatch, value: str, flags: list[str], cpu: float | None, other: float | None
@@ -163,7 +169,11 @@ def test_vllms_kv_space_is_for_cpus(
 
 
 def test_a_kv_space_that_is_no_number_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal names the variable."""
+    """The refusal names the variable; an NPU, a GPU and a worker with --kv-memory do not read it."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4GB")
     with pytest.raises(ConfigurationRefused, match="VLLM_CPU_KVCACHE_SPACE should be a number of GiB"):
         settings()
+    for device in ("rbln", "cuda"):
+        assert settings(f"--device={device}").kv_memory_on(device) is None
+    monkeypatch.setenv("TRIPTYCH_KV_MEMORY", "0")
+    assert settings("--device=cpu").kv_memory_on("cpu") is None
