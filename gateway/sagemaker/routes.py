@@ -10,8 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
 
+from gateway.answers.chunks import last_error
 from gateway.keys.guard import check_admin
 from gateway.routes import chat, completions
+from gateway.routes.answer import kept_alive
 from gateway.routes.context import context_of, read_body, served_model
 from gateway.routes.loras import load_adapter, unload_adapter
 from gateway.routes.openapi import body_schema, documented
@@ -85,6 +87,12 @@ async def invocations(request: Request) -> Response:
         body = None
     if not isinstance(body, dict):
         return await chat.chat_completions(request)  # which says what is wrong
+    answer = _answer(request, body)
+    return await kept_alive(request, answer, last_error, streams=body.get("stream") is True)
+
+
+async def _answer(request: Request, body: Mapping[str, Any]) -> Response:
+    """Answers a body once a model is known, which says what answers it."""
     served = await served_model(request, None)
     route = _route_of(body, served.model.pool_tasks)
     adapter = request.headers.get(_ADAPTER_HEADER)
