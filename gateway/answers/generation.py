@@ -100,7 +100,7 @@ class Generation:
         echoes: Sequence[str] | None = None,
         markers: frozenset[str] | None = frozenset(),
         constraint_param: str = "",
-        thinking: Callable[[], ToolParser] | None = None,
+        thinking: Sequence[Callable[[], ToolParser]] = (),
     ) -> "Generation":
         """Returns the answer to requests that have been submitted.
 
@@ -115,7 +115,8 @@ class Generation:
             markers: special tokens that become text even if special tokens are skipped; ``None``: all of
                 them.
             constraint_param: the request's parameter that constrains the output.
-            thinking: makes a parser that separates thinking; ``None``: its tokens are not counted.
+            thinking: for each prompt, makes a parser that separates thinking; empty: its tokens are not
+                counted.
         """
         prompts = [
             Prompt.of(pending, echoes[index] if echoes is not None else None)
@@ -126,9 +127,9 @@ class Generation:
             for index, prompt in enumerate(prompts)
             for sequence in range(body.n)
         ]
-        if thinking is not None:
+        if thinking:
             for one in sequences:
-                one.thinking = ThinkingMeter(thinking())
+                one.thinking = ThinkingMeter(thinking[one.index // body.n]())
         make = partial(served.text.detokenizers.make, skip_special_tokens=body.skip_special_tokens)
         return cls(
             group,

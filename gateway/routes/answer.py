@@ -115,8 +115,8 @@ class AnswerFormat(NamedTuple):
     """The request's parameter that set the constraint."""
     headers: Mapping[str, str] | None = None
     """Further headers of the HTTP response."""
-    thinking: Callable[[], ToolParser] | None = None
-    """Makes a parser that separates thinking; ``None``: the model does not think."""
+    thinking: Sequence[Callable[[], ToolParser]] = ()
+    """For each prompt, makes a parser that separates thinking; empty: the model does not think."""
 
 
 async def kept_alive(
@@ -172,7 +172,7 @@ async def respond_to_chat(
         markers=plan.markers,
         constraint=plan.constraint,
         constraint_param=plan.constraint_param,
-        thinking=plan.thinking,
+        thinking=() if plan.thinking is None else [plan.thinking],
     )
     return await respond(request, form, body, served, [prompt])
 

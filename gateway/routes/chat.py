@@ -78,6 +78,8 @@ def collected_body(
     model: str,
     ends: list[Delta],
     extras: CollectedExtras,
+    *,
+    is_batch: bool = False,
 ) -> bytes:
     """Encodes a collected answer.
 
@@ -88,10 +90,10 @@ def collected_body(
         model: the served name.
         ends: the whole texts.
         extras: the other parts.
+        is_batch: whether each choice has what belongs to its own prompt; if not, the answer has it.
     """
     choices = [_choice(plans[end.sequence // extras.n], end, extras) for end in ends]
-    if len(plans) > 1:
-        # Each choice of several conversations has what belongs to its own prompt.
+    if is_batch:
         choices = [{**choice, **extras.of_prompt(choice["index"])} for choice in choices]
     return orjson.dumps(
         {
@@ -103,6 +105,6 @@ def collected_body(
             "usage": extras.usage.body(),
             "service_tier": "default",
             "system_fingerprint": extras.fingerprint,
-            **(extras.of_prompt(0) if len(plans) == 1 else {}),
+            **({} if is_batch else extras.of_prompt(0)),
         }
     )
