@@ -143,7 +143,12 @@ class Settings(CallSecuritySettings, SecuritySettings):
         ),
     ] = 8 * 1024 * 1024
     max_prompts: Annotated[
-        int, Field(ge=1, le=4096, description="Most prompts in one completions request.")
+        int,
+        Field(
+            ge=1,
+            le=4096,
+            description="Most prompts in one completions request, and most conversations in one batch of chats.",
+        ),
     ] = 128
     max_logprobs: Annotated[
         int,
