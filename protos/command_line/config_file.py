@@ -55,7 +55,7 @@ class ConfigFile:
         values = _without_no(self.shared, own)
         self._check(values, own, "")
         for section, names in fields.items():
-            given = self.sections.get(section, {})
+            given = _without_no(self.sections.get(section, {}), names)
             self._check(given, names, f"section {section}: ")
             for name, value in ((names[name], value) for name, value in given.items()):
                 if values.setdefault(name, value) != value:

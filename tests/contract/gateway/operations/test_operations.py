@@ -120,7 +120,7 @@ async def test_settings_open_routes_without_keys(settings: dict[str, Any], opene
 
 @pytest.mark.parametrize("keys", [{"api_key": (SecretStr("sk-user"),)}, {}])
 async def test_metrics_may_need_admin_rights(keys: dict[str, Any]) -> None:
-    """Whether or not other routes need a key, and on the second port too; the document says so."""
+    """Whether or not other routes need a key; the document says so."""
     settings: dict[str, Any] = {"admin_api_key": SecretStr("sk-admin"), "metrics_access": "admin", **keys}
     async with running_stack(TEXT, **settings) as stack:
         for headers, status in ((ADMIN, 200), (USER, 403 if keys else 401), ({}, 401)):

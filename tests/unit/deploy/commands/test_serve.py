@@ -109,9 +109,10 @@ def test_refusals_are_one_line(line: str, refusal: str, capsys: pytest.CaptureFi
         ),
         ('tensor-parallel-size: "2"\nmax-model-len: -1', {"tensor_parallel_size": 2}),
         ("disable-log-requests: true\nswap-space: 4\noptimization-level: 3", {"optimization_level": 3}),
+        ("worker:\n  no-compile-cache: true", {"compile_cache": False}),
         (
-            "worker:\n  no_compile_cache: true",
-            "there is no setting 'no_compile_cache'; did you mean compile_cache",
+            "worker:\n  no_compile_cach: true",
+            "there is no setting 'no_compile_cach'; did you mean compile_cache",
         ),
     ],
 )
