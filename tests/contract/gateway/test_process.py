@@ -215,6 +215,17 @@ async def test_gateways_share_a_port(scheduler: tuple[FakeScheduler, int]) -> No
             assert await connections_reach(successor, one.base_url)
 
 
+async def test_metrics_are_closed_on_both_ports(scheduler: tuple[FakeScheduler, int]) -> None:
+    """--metrics-access admin holds on the gateway's own port, too."""
+    flags = ("--metrics-port", "0", "--metrics-access", "admin", "--admin-api-key", "sk-admin")
+    key = {"Authorization": "Bearer sk-admin"}
+    with started(*flags, "--scheduler-address", f"127.0.0.1:{scheduler[1]}") as gateway:
+        async with httpx.AsyncClient(timeout=20) as http:
+            for url in (f"{gateway.base_url}/metrics", f"{gateway.own_url}/metrics"):
+                assert (await http.get(url)).status_code == 401
+                assert (await http.get(url, headers=key)).status_code == 200
+
+
 async def test_a_port_is_shared_only_on_request(scheduler: tuple[FakeScheduler, int]) -> None:
     """A second gateway on the port is refused, unless both have the flag."""
     with started("--scheduler-address", f"127.0.0.1:{scheduler[1]}") as gateway:
