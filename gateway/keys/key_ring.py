@@ -49,9 +49,8 @@ class KeyRing:
         self._clock = clock
         self._ledger = ledger
         self._limiters: dict[str, KeyLimiter] = {}
-        self._alone: set[str] = (
-            set()
-        )  # keys that this process counts in its memory, as they have no shared page
+        # Keys without a shared page, which this process counts in its memory.
+        self._alone = set[str]()
         self._keys = fixed
         self._reading: asyncio.Task[None] | None = None
         self._file = None if path is None else WatchedFiles((path,), lambda: self._read(path))
