@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from protos.environment import npu, vllm_kernels, vllm_serving
-from protos.environment.variable import Kind, Variable
+from protos.environment.variable import HIDDEN, Kind, Variable
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 
@@ -29,8 +29,6 @@ _SERVICE_LINK = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$"
 )
 _SECRET = re.compile(r"(API|ACCESS|PRIVATE)_KEY|SECRET|PASSWORD|CREDENTIAL|TOKEN$")
-HIDDEN: Final = "********"
-"""Stands for a secret value."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Final, Literal
+
+HIDDEN: Final = "********"
+"""Stands for a secret value."""
 
 _FALSE = frozenset({"", "0", "false", "f", "no", "n", "off"})
 

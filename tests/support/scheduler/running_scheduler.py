@@ -114,7 +114,9 @@ async def register(
 ) -> "grpc.aio.UnaryStreamCall[registry_pb2.RegisterRequest, registry_pb2.RegisterEvent]":
     """Registers a worker and waits until it serves; returns the open call, which ends with the worker."""
     while True:
-        call = scheduler.registry.Register(registration(port, worker_id))
+        # Channels of a process share connections by address: after an earlier server on the same port, the
+        # first attempt may still be held back.
+        call = scheduler.registry.Register(registration(port, worker_id), wait_for_ready=True)
         try:
             async for event in call:
                 if event.state == registry_pb2.RegisterEvent.STATE_SERVING:

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.environment import table, vllm_serving
-from protos.environment.table import HIDDEN, VARIABLES, check, check_for_service, read
-from protos.environment.variable import Kind
+from protos.environment.table import VARIABLES, check, check_for_service, read
+from protos.environment.variable import HIDDEN, Kind
 from protos.errors import ConfigurationRefused
 from protos.settings import declared, load, reference_variables
 from scheduler_svc.settings import Settings as SchedulerSettings
