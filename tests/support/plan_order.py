@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from protos.steps import Decode, StepPlan, StepResult
+from protos.steps import Decode, StepPlan, StepResult, slots_of
 
 
 def next_leased(plan: StepPlan) -> StepPlan:
@@ -12,6 +12,14 @@ def next_leased(plan: StepPlan) -> StepPlan:
     assert isinstance(plan.work, Decode)
     positions = tuple(position + 1 for position in plan.work.positions)
     return StepPlan(plan.step, replace(plan.work, positions=positions))
+
+
+def one_token_for_each(plan: StepPlan, result: StepResult) -> bool:
+    """Whether a result has one token for each slot of the plan's work, in either form."""
+    outputs = {output.slot: output for output in result.outputs}
+    return len(result.token_ids or outputs) == len(slots_of(plan.work)) and all(
+        len(output.token_ids) == 1 and output.error is None for output in outputs.values()
+    )
 
 
 class SimulatedWorker:
@@ -46,9 +54,11 @@ class SimulatedWorker:
         plan, index = self._running, self._index
         lease = plan.work.lease if isinstance(plan.work, Decode) else 1
         result = self._run_step(plan)
-        ended, plain = index + 1 == lease, not result.outputs and result.error is None
-        if ended and plain:
+        jumped = any(len(output.token_ids) > 1 for output in result.outputs)
+        ended = index + 1 == lease
+        if ended and not jumped and result.error is None:
             self._whole = plan.step
-        last = ended or not plain or any(not newer.continues for newer in self._waiting)
+        superseded = any(not newer.continues for newer in self._waiting)
+        last = ended or superseded or not one_token_for_each(plan, result)
         self._running, self._index = None if last else next_leased(plan), index + 1
         return replace(result, lease_index=index, last=last)

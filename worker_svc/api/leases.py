@@ -9,7 +9,7 @@ from typing import Protocol
 from protos.errors import Internal, InvalidArgument, TriptychError
 from protos.logs import get_logger
 from protos.step_messages import result_to_proto
-from protos.steps import Decode, SlotOutput, StepPlan, StepResult
+from protos.steps import Decode, SlotOutput, StepPlan, StepResult, slots_of
 from protos.wire import MAX_MESSAGE_BYTES
 from worker_svc.launched_step import LaunchedStep
 
@@ -52,15 +52,16 @@ class _Step:
     launched: LaunchedStep | Exception
     since: float
     goes_on: bool
-    """Whether another step of the plan follows, if this one gives one token for each slot."""
+    """Whether another step of the plan follows, unless the scheduler must see this one's result first."""
 
 
 class PlanRunner:
     """Runs plans one after the other on the model thread, and hands over each step's result.
 
-    A lease ends early after a step whose result is more than one token per slot, because the scheduler must
-    see it first; when a plan arrives that does not continue it; and when a step fails. A plan that continues
-    another runs only if the other ran whole.
+    A lease ends early when a plan arrives that does not continue it, when a step fails, and after a result
+    that the scheduler must see first: a slot got several tokens or an error, or was refused. A plan that
+    continues another runs only if all steps of the other ran and no slot moved by more than one position. A
+    failed slot stays where plans expect it and a refused one is skipped, so neither makes the next plan void.
 
     Where nothing of a step depends on the host, another thread waits for its tokens and hands them over. The
     model thread launches the next step meanwhile, so that the device always has work. It launches one step of
@@ -89,8 +90,9 @@ class PlanRunner:
         self._hand_over = hand_over
         # The number of the last plan whose steps were all launched.
         self._whole = -1
-        # The number of the last plan with a step that failed, was void, or did not give one token for each
-        # slot. Results are answered in order, so only one thread writes at a time.
+        # The number of the last plan after which the next one cannot continue: a step failed or was void, a
+        # slot moved by more than one position, or the lease ended early. Results are answered in order, so
+        # only one thread writes at a time.
         self._broken = -1
         # When the last result was read.
         self._read_s = 0.0
@@ -171,12 +173,11 @@ class PlanRunner:
             self._broken = plan.step
             self._answer_failure(step, error)
             return
-        # Log-probabilities of a prompt do not keep its next chunk from running.
-        whole = bool(tokens) or not any(output.token_ids or output.error for output in outputs)
-        if not whole:
+        goes_on = step.goes_on and (bool(tokens) or _one_token_for_each(plan, outputs))
+        if goes_on != step.goes_on or any(len(output.token_ids) > 1 for output in outputs):
             self._broken = plan.step
         result = StepResult(
-            plan.step, tokens, outputs, last=not (step.goes_on and whole),
+            plan.step, tokens, outputs, last=not goes_on,
             lease_index=step.index, execute_us=elapsed_us(max(step.since, self._read_s)),
         )  # fmt: skip
         self._read_s = time.perf_counter()
@@ -195,6 +196,13 @@ def _refusals(plan: StepPlan, launched: LaunchedStep) -> Sequence[SlotOutput]:
     """Returns the outputs of a step that say which of the plan's admissions were refused."""
     admitted = {admission.slot for admission in plan.admit}
     return [output for output in launched.outputs if output.error is not None and output.slot in admitted]
+
+
+def _one_token_for_each(plan: StepPlan, outputs: Sequence[SlotOutput]) -> bool:
+    """Whether each slot of the plan's work got one token, whatever comes with it."""
+    return len(outputs) == len(slots_of(plan.work)) and all(
+        len(output.token_ids) == 1 and output.error is None for output in outputs
+    )
 
 
 def _check_size(plan: StepPlan, result: StepResult) -> None:

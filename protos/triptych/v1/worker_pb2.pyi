@@ -638,9 +638,9 @@ class StepPlan(_message.Message):
     """
     continues: _builtins.bool
     """This plan was sent ahead, and its work goes on where the plan before it ends. The work runs only if that
-    plan ran whole: every step that it allowed, each with one token for each slot (or none, for a chunk that
-    samples nothing). Otherwise only the rest of this plan is applied, and its one result is `void`. Unlike
-    any other plan, it does not end a lease that runs when it arrives.
+    plan ran whole: every step that it allowed, none with more than one token for a slot. Log-probabilities, the
+    error of a slot and a refused admission do not count. Otherwise only the rest of this plan is applied, and
+    its one result is `void`. Unlike any other plan, it does not end a lease that runs when it arrives.
     """
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -153,6 +153,11 @@ KINDS = (
 )
 
 
+def root_of(sequence_id: str) -> str:
+    """Returns the id of the request that a sequence belongs to."""
+    return sequence_id.partition("#")[0]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests arrive, are aborted, preempted and lose their replica; steps fail. Each must get its tokens.
 
@@ -169,12 +174,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), caching=st.booleans(), sub_block=st.booleans(),
         generated=st.booleans(), ratio=st.integers(0, 3), lease=st.sampled_from([1, 2, 4, 9]), jump=st.sampled_from([0, 1, 3, 7]),
         streams=st.integers(0, 2), losses=st.integers(1, 3), ahead=st.booleans(), lag=st.integers(0, 3),
-        dispatches=st.booleans(), data=st.data(),
+        dispatches=st.booleans(), reporting=st.sampled_from([0, 1, 2]), data=st.data(),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], caching: bool, sub_block: bool,
         generated: bool, ratio: int, lease: int, jump: int, streams: int,
-        losses: int, ahead: bool, lag: int, dispatches: bool, data: st.DataObject,
+        losses: int, ahead: bool, lag: int, dispatches: bool, reporting: int, data: st.DataObject,
     ) -> None:  # fmt: skip
         stages = data.draw(st.sampled_from(self.stages), label="stages")
         # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
@@ -191,6 +196,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.poison: dict[str, tuple[Harm, Kind, int]] = {}
         self.rig.kills = lambda moment: self.harms("kills", moment)
         self.rig.fails = lambda moment: self.harms("fails", moment)
+        # Requests whose admission is refused, from how many computed tokens on.
+        self.refused: dict[str, int] = {}
+        self.rig.refuses = lambda moment: moment.end >= self.refused.get(root_of(moment.request_id), 1000)
+        # No request, each one or every other one asks for log-probabilities.
+        self.rig.reports = lambda name: reporting > 0 and int(root_of(name)[1:]) % reporting == 0
         # Expected tokens by request and sequence, up to the stop token if there is one.
         self.stops: dict[str, int | None] = {}
         self.wanted: dict[str, list[list[int]]] = {}
@@ -297,8 +307,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.submit(prompt, max_tokens, "", 0, n, None)
 
+    @rule(
+        prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 20), n=st.sampled_from([1, 1, 3]),
+        end=st.sampled_from([0, 0, 2, 8]), meanwhile=st.booleans(),
+    )  # fmt: skip
+    def submit_refused(self, prompt: list[int], max_tokens: int, n: int, end: int, meanwhile: bool) -> None:
+        """The worker refuses the request: always, or only with a cached prefix or after a preemption."""
+        self.refused[f"r{self.count + 1}"] = end
+        if meanwhile:
+            self.submit_while_a_step_runs(prompt, max_tokens, 0, n, None)
+        else:
+            self.submit(prompt, max_tokens, "", 0, n, None)
+
     def harms(self, harm: Harm, moment: Moment) -> bool:
-        name = moment.request_id.partition("#")[0]
+        name = root_of(moment.request_id)
         if name not in self.poison:
             return False
         how, kind, end = self.poison[name]
@@ -375,7 +397,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert {event.request_id for event in events} == {name}
             assert sum(event.first for event in events) <= 1
             failed = any(event.error is not None for event in events)
-            assert not failed or name in self.poison, "only poison fails"
+            assert not failed or name in self.poison or name in self.refused, "no other request fails"
             for sequence, wanted in enumerate(sequences):
                 mine = [event for event in events if event.sequence == sequence]
                 tokens = [token for event in mine for token in event.token_ids]

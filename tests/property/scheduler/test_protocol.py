@@ -34,6 +34,11 @@ KINDS = (FULL, KvGroup(GroupKind.PAGED_WINDOW, 3), KvGroup(GroupKind.IN_PLACE_WI
 workers = st.integers(0, 1)
 
 
+def root_of(sequence_id: str) -> str:
+    """Returns the name of the client whose request a sequence belongs to."""
+    return sequence_id.partition("#")[0].partition(".")[0]
+
+
 class Replica:
     """The scheduler's side of one Execute stream: an epoch of one worker."""
 
@@ -61,16 +66,18 @@ class ProtocolMachine(RuleBasedStateMachine):
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), num_blocks=st.integers(12, 30),
         groups=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), generated=st.booleans(),
         lease=st.sampled_from([1, 3, 9]), jump=st.sampled_from([0, 0, 3]), plans_ahead=st.booleans(),
-        runs_ahead=st.booleans(),
+        runs_ahead=st.booleans(), reporting=st.sampled_from([0, 1, 2]),
     )  # fmt: skip
     def start(
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], generated: bool, lease: int, jump: int,
-        plans_ahead: bool, runs_ahead: bool,
+        plans_ahead: bool, runs_ahead: bool, reporting: int,
     ) -> None:  # fmt: skip
         self.geometry = make_geometry(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
         self.geometry.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
         self.num_blocks, self.groups, self.lease, self.jump = num_blocks, groups, lease, jump
-        self.plans_ahead, self.runs_ahead = plans_ahead, runs_ahead
+        self.plans_ahead, self.runs_ahead, self.reporting = plans_ahead, runs_ahead, reporting
+        # Requests whose admission workers refuse, from how many computed tokens on.
+        self.refused: dict[str, int] = {}
         self.options = CacheOptions(prefix_caching=True, sub_block=True, cache_generated=generated)
         self.known = KnownPrefixes(self.geometry.hash_block_size)
         self.clients: list[Client] = []
@@ -83,12 +90,19 @@ class ProtocolMachine(RuleBasedStateMachine):
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=20), max_tokens=st.integers(1, 14),
         n=st.sampled_from([1, 1, 1, 2]), salt=st.sampled_from(["", "", "a"]), stop_at=st.sampled_from([None, None, 0, 3]),
+        refused=st.sampled_from([None, None, None, 0, 4]),
     )  # fmt: skip
-    def submit(self, prompt: list[int], max_tokens: int, n: int, salt: str, stop_at: int | None) -> None:
+    def submit(
+        self, prompt: list[int], max_tokens: int, n: int, salt: str, stop_at: int | None, refused: int | None
+    ) -> None:
         kv = self.new_cache()
         if len(prompt) + max_tokens > kv.max_tokens(MAX_LEN):
             return
-        client = Client(f"r{len(self.clients)}", prompt, max_tokens, n, salt, stop_at)
+        client = Client(
+            f"r{len(self.clients)}", prompt, max_tokens, n, salt, stop_at, may_fail=refused is not None
+        )
+        if refused is not None:
+            self.refused[client.name] = refused
         self.clients.append(client)
         self.known.add(client)
         self.ask(client)
@@ -224,6 +238,8 @@ class ProtocolMachine(RuleBasedStateMachine):
     def new_worker(self) -> ModelWorker:
         device = SimulatedDevice(self.geometry, self.groups)
         device.jump = self.jump
+        device.refuses = lambda moment: moment.end >= self.refused.get(root_of(moment.request_id), 1000)
+        device.reports = lambda name: self.reporting > 0 and int(root_of(name)[1:]) % self.reporting == 0
         return ModelWorker(device, runs_ahead=self.runs_ahead)
 
     def new_cache(self) -> KvCache:

@@ -36,7 +36,9 @@ from tests.support.scheduler.simulated_device import (
     StepFailedError,
     next_token,
     nothing_fails,
+    nothing_is_refused,
     nothing_kills,
+    nothing_reports,
 )
 from tests.support.scheduler.stream_sink import StreamSink
 
@@ -179,6 +181,10 @@ class Rig:
     """Whether the device dies instead of doing this; the next one starts at once."""
     fails: Callable[[Moment], bool] = nothing_fails
     """Whether a step fails instead of doing this."""
+    refuses: Callable[[Moment], bool] = nothing_is_refused
+    """Whether the device refuses this admission."""
+    reports: Callable[[str], bool] = nothing_reports
+    """Whether a sequence asks for log-probabilities."""
     failers: list[str] = field(default_factory=list)
     """The sequences that made a step fail, in order."""
     faults: int = 0
@@ -207,12 +213,13 @@ class Rig:
         blocks = [self.num_blocks] * len(self.groups) if isinstance(self.num_blocks, int) else self.num_blocks
         kv = KvCache(self.geometry, self.groups, blocks, model="m", options=self.options)
         self._fault_ends = 0
-        # `kills` and `fails` may be set later.
+        # These may be set later.
         kills, fails = (lambda one: self.kills(one)), (lambda one: self.fails(one))  # noqa: PLW0108
+        refuses, reports = (lambda one: self.refuses(one)), (lambda one: self.reports(one))  # noqa: PLW0108
         self.hosted: dict[int, str] = {}
         self.loads.clear()
         self.device = SimulatedDevice(
-            self.geometry, self.groups, kills=kills, fails=fails,
+            self.geometry, self.groups, kills=kills, fails=fails, refuses=refuses, reports=reports,
             num_adapter_slots=self.adapter_slots, hosted=self.hosted,
         )  # fmt: skip
         make_scheduler = PipelineScheduler if self.geometry.stages > 1 else ReplicaScheduler

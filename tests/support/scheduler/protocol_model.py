@@ -131,7 +131,8 @@ class ModelWorker:
         except AssertionError as fault:
             self._fault = fault
             raise
-        ahead = self._runs_ahead and not result.outputs and plan.work is not None
+        has_work = self.device.refused.isdisjoint(slots_of(plan.work)) and plan.work is not None
+        ahead = self._runs_ahead and not result.outputs and has_work
         if self._fails and not ahead:
             raise RuntimeError("the step failed")
         if result.outputs:
@@ -161,6 +162,7 @@ class ModelWorker:
             task = self._tasks.popleft()
             if task is None:
                 self.device.slots.clear()
+                self.device.refused.clear()
                 return
             stream, runner, plan = task
             if not stream.ended:
@@ -186,10 +188,15 @@ class Client:
     """A client: its request, what it has received, and the events that are under way to it."""
 
     def __init__(
-        self, name: str, prompt: list[int], max_tokens: int, n: int, salt: str, stop_at: int | None
-    ) -> None:
-        """Makes a client whose first sequence ends at a stop token in place `stop_at`, if there is one."""
+        self, name: str, prompt: list[int], max_tokens: int, n: int, salt: str, stop_at: int | None, *,
+        may_fail: bool = False,
+    ) -> None:  # fmt: skip
+        """Makes a client whose first sequence ends at a stop token in place `stop_at`, if there is one.
+
+        `may_fail` says whether workers may refuse its request.
+        """
         self.name = name
+        self.may_fail = may_fail
         self.prompt = prompt
         self.max_tokens = max_tokens
         self.n = n
@@ -226,7 +233,11 @@ class Client:
             self._take(event)
 
     def _take(self, event: Event) -> None:
-        assert event.error is None, event.error
+        if event.error is not None:
+            assert self.may_fail, event.error
+            self.aborted = True  # so are the other sequences
+            self.ended.add(event.sequence)
+            return
         mine, wanted = self.received[event.sequence], self.wanted[event.sequence]
         assert event.sequence not in self.ended, "nothing follows the last event"
         mine.extend(event.token_ids)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from protos.errors import InvalidArgument
 from protos.kv_groups import GroupKind
 from protos.steps import (
     AdapterPlacement,
@@ -17,7 +18,9 @@ from protos.steps import (
     StepPlan,
     StepResult,
     slots_of,
+    without_slots,
 )
+from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.block_pool import NULL_BLOCK_ID
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 
@@ -54,6 +57,16 @@ def nothing_kills(_moment: Moment) -> bool:
 
 def nothing_fails(_moment: Moment) -> bool:
     """Every step works."""
+    return False
+
+
+def nothing_is_refused(_moment: Moment) -> bool:
+    """Every admission is accepted."""
+    return False
+
+
+def nothing_reports(_request_id: str) -> bool:
+    """No request asks for log-probabilities."""
     return False
 
 
@@ -102,6 +115,12 @@ class SimulatedDevice:
     """Whether the device dies instead of doing this."""
     fails: Callable[[Moment], bool] = nothing_fails
     """Whether the step fails instead of doing this."""
+    refuses: Callable[[Moment], bool] = nothing_is_refused
+    """Whether an admission is refused; the slot is then skipped until its release."""
+    reports: Callable[[str], bool] = nothing_reports
+    """Whether a request asks for log-probabilities: results of its steps come as outputs."""
+    refused: set[int] = field(default_factory=set)
+    """Slots whose admission was refused."""
     broken: int = 0
     """The next plans that fail; they free their slots before."""
     lost: set[int] = field(default_factory=set)
@@ -118,6 +137,7 @@ class SimulatedDevice:
         for slot in plan.release:
             self.slots.pop(slot, None)
             self.lost.discard(slot)
+            self.refused.discard(slot)
             self.behind.discard(slot)
         try:
             return self._run(plan)
@@ -136,14 +156,27 @@ class SimulatedDevice:
             self._copy(copy)
         for placement in plan.place:
             self._place(placement)
+        refusals = []
         for admission in plan.admit:
             self._survive("admit", admission, admission.num_computed_tokens)
-            self._admit(admission)
+            if self.refuses(Moment("admit", admission.request_id, admission.num_computed_tokens)):
+                self.refused.add(admission.slot)
+                refusals.append(SlotOutput(admission.slot, error=InvalidArgument("refused")))
+            else:
+                self._admit(admission)
+        result = self._run_work(plan)
+        return self._with_refusals(plan, result, refusals)
+
+    def _run_work(self, plan: StepPlan) -> StepResult:
+        """Applies growth and runs the work, without the refused slots."""
         for growth in plan.grow:
+            if growth.slot in self.refused:
+                continue
             self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
             for block in growth.block_ids:
                 self.memory.pop((growth.group_id, block), None)
-        match plan.work:
+        assert not isinstance(plan.work, Pool), "this device generates"
+        match without_slots(plan.work, self.refused):
             case Prefill() as chunk:
                 return self._run_chunk(plan.step, chunk)
             case Decode(slots, positions, bucket):
@@ -159,8 +192,17 @@ class SimulatedDevice:
                 return self._result(plan.step, slots)
             case None:
                 return StepResult(plan.step)
-            case Pool():
-                raise AssertionError("this device generates")
+
+    def _with_refusals(
+        self, plan: StepPlan, result: StepResult, refusals: Sequence[SlotOutput]
+    ) -> StepResult:
+        """Returns the result as outputs if it has more to say than one token for each slot of the work."""
+        left = without_slots(plan.work if not isinstance(plan.work, Pool) else None, self.refused)
+        if not refusals and left is plan.work:
+            return result
+        slots = slots_of(left) if result.token_ids else ()
+        outputs = [SlotOutput(slot, (token,)) for slot, token in zip(slots, result.token_ids, strict=True)]
+        return StepResult(plan.step, outputs=(*refusals, *result.outputs, *outputs))
 
     def _run_chunk(self, step: int, chunk: Prefill) -> StepResult:
         start, num_tokens, state = chunk.start, chunk.num_tokens, self.slots[chunk.slot]
@@ -257,15 +299,16 @@ class SimulatedDevice:
 
     def _result(self, step: int, slots: Sequence[int]) -> StepResult:
         tokens = [self._sample(self.slots[slot]) for slot in slots]
-        if not self.jump:
-            return StepResult(step, tuple(tokens))
         outputs = []
         for slot, token in zip(slots, tokens, strict=True):
             state = self.slots[slot]
+            reported = self.reports(state.admission.request_id)
             room = self.geometry.max_model_len - len(state.tokens)
-            forced = [self._sample(state) for _ in range(min(self.jump, room) if token % 2 == 0 else 0)]
-            outputs.append(SlotOutput(slot, (token, *forced)))
-        if all(len(output.token_ids) == 1 for output in outputs):
+            jumps = self.jump and not reported and token % 2 == 0
+            forced = [self._sample(state) for _ in range(min(self.jump, room) if jumps else 0)]
+            entries = (common_pb2.TokenLogprobs(logprob=-1.0, rank=1),) if reported else ()
+            outputs.append(SlotOutput(slot, (token, *forced), entries))
+        if all(len(output.token_ids) == 1 and not output.logprobs for output in outputs):
             return StepResult(step, tuple(tokens))
         return StepResult(step, outputs=tuple(outputs))
 

@@ -23,6 +23,10 @@ class StubWorker:
     read_fails_at: int = -1
     forces_at: int = -1
     """The position at which slot 1 gets a second token."""
+    reports: bool = False
+    """Whether results come as outputs, with log-probabilities."""
+    refusals: dict[int, list[SlotOutput]] = field(default_factory=dict)
+    """The outputs of plans, by step, that the host had to know."""
     error: Exception = field(default_factory=lambda: Internal("the device failed"))
     log: list[tuple[str, int]] = field(default_factory=list)
     """("launch" or "read", position of the first slot)."""
@@ -31,6 +35,8 @@ class StubWorker:
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
         assert not (leased and plan.grow)
         self.grown += plan.grow
+        if plan.step in self.refusals:
+            return LaunchedStep(self.refusals[plan.step])
         if not isinstance(plan.work, Decode):
             return LaunchedStep()
         positions = plan.work.positions
@@ -39,6 +45,11 @@ class StubWorker:
             raise self.error
         if self.forces_at in positions:
             return LaunchedStep([SlotOutput(1, (7, 8)), SlotOutput(2, (9,))])
+        if self.reports:
+            entry = common_pb2.TokenLogprobs(logprob=-1.0, rank=1)
+            return LaunchedStep(
+                [SlotOutput(at, (token,), (entry,)) for at, token in enumerate(positions, start=1)]
+            )
 
         def read() -> list[int]:
             self.log.append(("read", positions[0]))
@@ -304,3 +315,52 @@ def test_the_result_of_a_lease_that_is_cut_short_precedes_its_void_renewal() -> 
         (1, False, True), (2, True, True), (3, False, True),
     ]  # fmt: skip
     assert [list(result.token_ids) for result in results if result.step == 1] == [[10], [11], [12]]
+
+
+@both
+def test_log_probabilities_end_no_lease_and_void_no_plan(runs_ahead: bool) -> None:
+    """They come as outputs with one token for each slot, which is where the next step begins."""
+    worker = StubWorker(runs_ahead, reports=True)
+    stream = Stream(worker, [leased(steps=3), leased(4, 10, 2, continues=True)])
+    results = stream.run()
+    assert stream.answers == [(3, 0, False), (3, 1, False), (3, 2, True), (4, 0, False), (4, 1, True)]
+    assert [[output.token_ids[0] for output in result.outputs] for result in results] == [
+        [7, 9], [8, 10], [9, 11], [10, 12], [11, 13],
+    ]  # fmt: skip
+
+
+@both
+def test_a_refused_admission_does_not_void_the_next_chunk(runs_ahead: bool) -> None:
+    """The chunk is another request's, and so is the one that continues it."""
+    refusal = SlotOutput(2, error=InvalidArgument("no such grammar"))
+    worker = StubWorker(runs_ahead)
+    worker.refusals = {3: [refusal]}
+    chunks = [StepPlan(3 + at, Prefill(1, 4 * at, 4, sample=False), continues=at > 0) for at in range(3)]
+    results = Stream(worker, chunks).run()
+    assert [(result.void, list(result.outputs)) for result in results] == [
+        (False, [refusal]), (False, []), (False, []),
+    ]  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("steps", [1, 4])
+def test_an_error_of_one_slot_ends_the_lease_and_voids_only_what_expects_the_rest(
+    runs_ahead: bool, steps: int
+) -> None:
+    """After the only step of a plan, the next one runs; after an earlier one, it expects other positions."""
+    worker = StubWorker(runs_ahead)
+    worker.refusals = {3: [SlotOutput(2, error=InvalidArgument("no token is left")), SlotOutput(1, (7,))]}
+    stream = Stream(worker, [leased(steps=steps), leased(4, 7 + steps, 1, continues=True)])
+    results = stream.run()
+    assert stream.answers == [(3, 0, True), (4, 0, True)]
+    assert [result.void for result in results] == [False, steps > 1]
+
+
+@both
+def test_a_lease_ends_where_a_slot_is_skipped(runs_ahead: bool) -> None:
+    """A further step would run the slot, which the worker has refused and the scheduler still counts on."""
+    worker = StubWorker(runs_ahead)
+    worker.refusals = {3: [SlotOutput(1, (7,))]}
+    stream = Stream(worker, [leased()])
+    stream.run()
+    assert stream.answers == [(3, 0, True)]
