@@ -1,28 +1,19 @@
-"""Modules, functions and folders stay small enough to read, and each package says what lives in it."""
+"""Functions stay small enough to read, and each package says what lives in it."""
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.support.paths import PACKAGES, ROOT, sources
 
-MODULE_LINES = 450
 FUNCTION_LINES = 60
-FOLDER_MODULES = 12
 # A kernel cannot call functions of its own, so it is long.
 KERNELS = {"attend_kernel"}
 
 
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
-
-
-def test_modules_are_short() -> None:
-    """A module has at most 450 lines; a longer one is split by idea."""
-    lengths = {relative(path): len(path.read_text().splitlines()) for path in sources(*PACKAGES, "tests")}
-    assert {name: length for name, length in lengths.items() if length > MODULE_LINES} == {}
 
 
 def test_functions_are_short() -> None:
@@ -37,14 +28,6 @@ def test_functions_are_short() -> None:
         and node.name not in KERNELS
     }
     assert long == {}
-
-
-def test_folders_hold_few_modules() -> None:
-    """A folder holds one idea in at most 12 modules."""
-    modules = Counter(
-        relative(path.parent) for path in sources(*PACKAGES, "tests") if path.name != "__init__.py"
-    )
-    assert {folder: count for folder, count in modules.items() if count > FOLDER_MODULES} == {}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
