@@ -26,6 +26,7 @@ from scheduler_svc.replica.stats import REQUEST_TOKENS, Distribution
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.losses import Losses
+from scheduler_svc.workers.progress import Stall
 
 # Lost replicas that keep counters of their own.
 _MAX_GONE: Final = 16
@@ -328,6 +329,14 @@ def _losses(losses: Losses) -> Iterator[Metric]:
     for loss in Loss:
         workers.add_metric((loss.value,), losses.workers[loss])
     yield workers
+    stalls = CounterMetricFamily(
+        "triptych:stalled_replicas",
+        "Times that a replica computed nothing while requests ran, by what it did instead.",
+        labels=("reason",),
+    )
+    for stall in Stall:
+        stalls.add_metric((stall.value,), losses.stalls[stall])
+    yield stalls
     yield CounterMetricFamily(
         "triptych:suspect_requests",
         "Requests that became suspects because of a lost worker.",

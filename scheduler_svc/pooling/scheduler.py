@@ -87,6 +87,11 @@ class PoolScheduler:
         return self._plan is None
 
     @property
+    def is_busy(self) -> bool:
+        """Whether requests are in the running batch."""
+        return self.num_running > 0
+
+    @property
     def has_pending(self) -> bool:
         """Whether the result of a plan is outstanding."""
         return self._plan is not None
@@ -124,6 +129,9 @@ class PoolScheduler:
         """Returns None: a pooling batch is one step."""
         del may_preempt
         return None
+
+    def plan_afresh(self) -> None:
+        """Does nothing: no batch depends on another one."""
 
     def update(self, result: StepResult) -> None:
         """Delivers the results of a batch; all its requests end.

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 import grpc.aio
 
@@ -19,6 +20,7 @@ from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import StepScheduler, WorkerLink
 from scheduler_svc.workers.failed_steps import FailedSteps, FailedTooOften
 from scheduler_svc.workers.grammar_compiler import GrammarCompiler
+from scheduler_svc.workers.progress import ProgressWatch, Stalled
 from scheduler_svc.workers.step_loop import Hung, Left, StepLoop, StreamLost
 
 # How long a worker whose stream broke may take to show that its process still runs. A dead process refuses
@@ -27,7 +29,11 @@ PROBE_TIMEOUT_S = 1.0
 
 
 # What the end of a step loop says about the replica.
-_LOSSES: Mapping[type[Exception], Loss] = {Hung: Loss.HUNG, FailedTooOften: Loss.FAILED_STEPS}
+_LOSSES: Mapping[type[Exception], Loss] = {
+    Hung: Loss.HUNG,
+    FailedTooOften: Loss.FAILED_STEPS,
+    Stalled: Loss.STALLED,
+}
 
 
 class ReplicaDriver:
@@ -113,6 +119,7 @@ class ReplicaDriver:
                 self._deployment.dispatch,
                 step_timeout_s=self._step_timeout_s,
                 failed_steps=self._failed_steps,
+                progress=ProgressWatch(partial(self._deployment.stalled, self._replica_id)),
                 log=self._log,
             )
             loader = AdapterLoader([rank.stub for rank in self._ranks], self._log)
@@ -131,6 +138,8 @@ class ReplicaDriver:
                 raise self._left() from None
             except tuple(_LOSSES) as error:
                 loss = _LOSSES[type(error)]
+                if loss is Loss.STALLED:
+                    self._failed_steps.gave_nothing()
                 raise
             except TriptychError:
                 raise

@@ -65,6 +65,8 @@ class PipelineScheduler(ReplicaScheduler):
         last = self._in_flight.last
         if last is None or last.alone or self._slots.trials or len(self._in_flight) >= self._most:
             return None
+        if self._draining:
+            return None
         return self._next_plan(self._make_room if may_preempt else self._grow)
 
     def _next_plan(self, make_room: _Room) -> StepPlan | None:

@@ -83,6 +83,8 @@ class ReplicaScheduler:
         self._kv_events = kv.events
         # Suspects and the decode batch take turns.
         self._trial_due = False
+        # Set by a void result, until nothing is in flight: a plan that continues a void one is void, too.
+        self._draining = False
         self._plan = PlanBuilder()
         self._in_flight = StepsInFlight()
         self._shared = SharedPrefills(kv.prefixes, kv.copies, self.stats)
@@ -105,6 +107,11 @@ class ReplicaScheduler:
     def num_running(self) -> int:
         """Requests that have a slot."""
         return len(self._slots)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run here, or wait for one that does."""
+        return bool(len(self._slots) or self._shared.num_waiting)
 
     @property
     def num_deferred(self) -> int:
@@ -251,7 +258,7 @@ class ReplicaScheduler:
         if not self._in_flight.leasing:
             return None
         # This may run in the middle of a dispatch, so nothing may be preempted.
-        if (plan := self._chunk_behind()) is not None:
+        if not self._draining and (plan := self._chunk_behind()) is not None:
             return plan
         if not (self._slots.prefilling or self._plan.releases or self._plan.admits):
             return None
@@ -269,7 +276,7 @@ class ReplicaScheduler:
         """
         del may_preempt
         step = self._in_flight.alone
-        if not self._plans_ahead or step is None or step.alone or self._slots.trials:
+        if not self._plans_ahead or self._draining or step is None or step.alone or self._slots.trials:
             return None
         match step.plan.work:
             case Prefill() as chunk:
@@ -426,6 +433,12 @@ class ReplicaScheduler:
         self._plan.grow(request, grown)
         return True
 
+    def plan_afresh(self) -> None:
+        """Plans nothing ahead until nothing is in flight; the next plan then follows from results alone."""
+        self._draining = bool(self._in_flight)
+        for batch in self._decoding.batches:
+            batch.withdraw()
+
     # ---- results ----
 
     def update(self, result: StepResult) -> None:
@@ -441,6 +454,7 @@ class ReplicaScheduler:
                 self._interleave.withdraw()
             elif step.num_results > 1 and result.error is None:
                 self._interleave.decoded()
+        self._draining = bool(self._in_flight) and (self._draining or result.void)
         self._outputs.apply(step, result)
         if self.adapters.answered(step.plan) or self.idle:
             # No other release will follow, and pins may have to go. Or an adapter may leave its host now.

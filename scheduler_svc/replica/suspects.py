@@ -30,13 +30,15 @@ class Loss(enum.Enum):
     """The connection broke, and the worker's process does not answer any more."""
     HUNG = "hung"
     """A step was not answered in time."""
+    STALLED = "stalled"
+    """Its steps computed nothing while requests ran."""
     FAULT = "fault"
     """The worker's messages, or the scheduler's own code, were at fault."""
 
     @property
     def blames(self) -> bool:
         """Whether a request can have been the reason, so that those in unanswered steps are suspects."""
-        return self in (Loss.DIED, Loss.HUNG, Loss.FAULT)
+        return self in (Loss.DIED, Loss.HUNG, Loss.STALLED, Loss.FAULT)
 
 
 @dataclass(frozen=True, slots=True)

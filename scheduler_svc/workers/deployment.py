@@ -27,6 +27,7 @@ from scheduler_svc.workers.generating import GeneratingReplicas, make_engine
 from scheduler_svc.workers.losses import Losses
 from scheduler_svc.workers.model_files import ServedFiles, describe_served
 from scheduler_svc.workers.pooling import PoolingReplicas
+from scheduler_svc.workers.progress import Stall
 
 # Delay after a replica is lost: by then its driver has dropped the last references to its block pools.
 _COLLECT_DELAY_S = 5.0
@@ -76,6 +77,8 @@ class Deployment:
             clock=clock,
         )
         """Ends requests that have waited too long."""
+        # Replicas that compute nothing though requests run.
+        self._stalled: set[str] = set()
         self.losses = Losses()
         """Counts lost workers and the requests that they made suspects."""
         self._serving_listeners: list[Callable[[bool], None]] = []
@@ -145,6 +148,7 @@ class Deployment:
         """Removes a replica. Its requests wait for another one, but only for a while."""
         self.starting.pop(replica_id, None)
         self.phase_seconds.pop(replica_id, None)
+        self._stalled.discard(replica_id)
         totals = self.engine.totals().get(replica_id)
         if totals is not None:
             for listener in self._detach_listeners:
@@ -160,6 +164,15 @@ class Deployment:
         if self._oversized is not None:
             self._oversized.cancel()
         self._oversized = call_later(wait_s, self._fail_oversized)
+
+    def stalled(self, replica_id: str, stall: Stall | None) -> None:
+        """Notes that a replica computes nothing though requests run, or None: that it computes again."""
+        if stall is None:
+            self._stalled.discard(replica_id)
+        else:
+            self._stalled.add(replica_id)
+            self.losses.stalls[stall] += 1
+        self._announce_serving()
 
     def _factory_for(self, description: WorkerDescription) -> ReplicaFactory:
         return self._pooling if description.model.pool_tasks else self._generating
@@ -210,8 +223,9 @@ class Deployment:
         return bool(self.engine.load().replicas)
 
     def _announce_serving(self) -> None:
+        serving = any(replica.replica_id not in self._stalled for replica in self.engine.load().replicas)
         for listener in self._serving_listeners:
-            listener(self._has_replicas)
+            listener(serving)
 
     def _fail_oversized(self) -> None:
         self._oversized = None

@@ -32,6 +32,14 @@ class StepScheduler(Protocol):
     def has_pending(self) -> bool:
         """Whether results of plans are outstanding."""
 
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run here, or wait for one that does."""
+
     def step(self) -> StepPlan | None:
         """Plans the next step; returns None if there is nothing to do."""
 
@@ -40,6 +48,9 @@ class StepScheduler(Protocol):
 
     def plan_ahead(self, *, may_preempt: bool = False) -> StepPlan | None:
         """Returns the next plan behind those in flight, if the worker should have it by now."""
+
+    def plan_afresh(self) -> None:
+        """Plans nothing ahead until nothing is in flight; the next plan then follows from results alone."""
 
     def update(self, result: StepResult) -> None:
         """Delivers the result of a plan."""

@@ -53,6 +53,11 @@ class FailedSteps:
         if self.in_a_row >= self._limit:
             raise FailedTooOften(f"{self.in_a_row} steps failed in a row, the last with: {reason}")
 
+    def gave_nothing(self) -> None:
+        """Notes a worker that was given up because its steps computed nothing: it pauses, too."""
+        self.in_a_row = max(self.in_a_row + 1, self._limit)
+        self._last_s = self._clock()
+
     def check(self) -> None:
         """Checks that the worker may register now.
 
@@ -66,7 +71,8 @@ class FailedSteps:
         left_s = self._last_s + pause_s - self._clock()
         if left_s > 0:
             raise Unavailable(
-                f"the worker's last {self.in_a_row} steps failed; it may register again after a pause of {pause_s:g} s",
+                "the worker's last steps failed or computed nothing;"
+                f" it may register again after a pause of {pause_s:g} s",
                 retry_after_ms=round(left_s * 1000),
             )
 

@@ -4,6 +4,7 @@ from collections import Counter
 
 from protos.logs import get_logger
 from scheduler_svc.replica.suspects import Detached, Loss
+from scheduler_svc.workers.progress import Stall
 
 # Ids of requests that a log line names at most.
 _MOST_NAMED = 16
@@ -16,6 +17,8 @@ class Losses:
         """Starts without losses."""
         self.workers: Counter[Loss] = Counter()
         """Attached workers that were lost or left, by reason."""
+        self.stalls: Counter[Stall] = Counter()
+        """Times that a replica computed nothing while requests ran, by what it did instead."""
         self.num_suspects = 0
         """Times that a request became a suspect because of a lost worker."""
         self.num_failed = 0

@@ -15,6 +15,7 @@ from protos.steps import Prefill, StepPlan
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.workers.engine_protocol import StepScheduler
 from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.progress import LONGEST_S, ProgressWatch, Stall
 from scheduler_svc.workers.step_budget import Deadline, StepBudgets, UsualTime
 
 _Call = grpc.aio.StreamStreamCall[worker_pb2.StepPlan, worker_pb2.StepResult]
@@ -51,6 +52,7 @@ class StepLoop:
         *,
         step_timeout_s: float,
         failed_steps: FailedSteps,
+        progress: ProgressWatch,
         log: FilteringBoundLogger,
     ) -> None:
         """Prepares to drive the worker behind `stub`.
@@ -60,12 +62,14 @@ class StepLoop:
             dispatch: gives waiting requests to replicas that have room.
             step_timeout_s: a worker that takes longer for one step counts as lost.
             failed_steps: counts the worker's failed steps.
+            progress: notices steps that compute nothing.
             log: names the worker.
         """
         self._stub = stub
         self._dispatch = dispatch
         self._step_timeout_s = step_timeout_s
         self._failed_steps = failed_steps
+        self._progress = progress
         self._log = log
         self._budgets: StepBudgets
         self._deadline: Deadline
@@ -132,6 +136,7 @@ class StepLoop:
             StreamLost: the worker ended the stream.
             Hung: the worker did not answer in time.
             FailedTooOften: the worker failed too many steps.
+            Stalled: its steps computed nothing while requests ran.
             Left: after :meth:`leave`.
             Internal: a result does not belong to its plan.
         """
@@ -162,7 +167,7 @@ class StepLoop:
         plan = scheduler.step()
         if plan is None:
             self._work.clear()
-            await self._idle(call)
+            await self._idle(call, scheduler)
             return
         usual = self._budgets.of(plan)
         self._sent.append((plan, usual))
@@ -225,6 +230,11 @@ class StepLoop:
             self._sent.popleft()
         if result.error is not None:
             self._log.error("step_failed", step=result.step, error=result.error.message)
+        if result.error is not None or (plan.work is not None and not result.void):
+            self._progress.computed()
+        else:
+            # Before the update: the requests of a lost replica's unanswered plans are suspects.
+            self._note_idle(scheduler, Stall.VOID if result.void else Stall.EMPTY)
         scheduler.update(result)
         if result.error is not None:
             self._count_failure(plan, result.error)
@@ -244,10 +254,21 @@ class StepLoop:
         if not explained and not isinstance(error, InvalidArgument):
             self._failed_steps.failed(error.message)
 
-    async def _idle(self, call: "_Call") -> None:
+    def _note_idle(self, scheduler: StepScheduler, stall: Stall) -> None:
+        """Notes that nothing was computed; starts over if requests wait for it."""
+        if not scheduler.is_busy:
+            self._progress.computed()
+        elif self._progress.idled(stall):
+            self._log.error("no_progress", reason=stall.value, running=scheduler.num_running)
+            scheduler.plan_afresh()
+
+    async def _idle(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Waits for work, or for the worker to end the stream."""
+        self._note_idle(scheduler, Stall.UNPLANNED)
         if not call.done():
-            await self._work.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LONGEST_S if scheduler.is_busy else None):
+                    await self._work.wait()
         if call.done():
             raise await _end_of(call)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Final, Protocol
 
+from protos.errors import Internal
 from protos.logs import get_logger
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import StepPlan, StepResult, WorkerReport
@@ -18,6 +19,13 @@ from worker_svc.api.watchdog import STEP, FailedSteps
 
 # Time between two reports.
 _REPORT_S: Final = 1.0
+
+MOST_VOID: Final = 256
+"""Void plans in a row that a stream may have. A scheduler starts over long before."""
+
+
+class NoProgress(Internal):
+    """All plans of a stream are void."""
 
 
 class Reporter(Launcher, Protocol):
@@ -68,8 +76,9 @@ class PlanStream:
         self._reports_failed = False
         self._before = self._count() or WorkerReport()
         self._next_report_s = 0.0
-        # What made a plan end without a result: a fault in this program.
+        # What made a plan end without a result, a fault in this program, or the stream end.
         self._error: BaseException | None = None
+        self._num_void = 0
         self._runner = PlanRunner(worker, self, thread, hand_over=self._hand_over)
         self._reading = asyncio.ensure_future(self._read())
 
@@ -133,12 +142,26 @@ class PlanStream:
     def _deliver(self, plan: StepPlan, result: StepResult) -> None:
         # Counted first, so that the count is up to date when the scheduler reads the result.
         self._failed_steps.note(plan, result)
+        self._count_void(plan, result)
         if self._traces is not None:
             self._traces.note(plan, result)
         if plan.work is not None and (now_s := time.monotonic()) >= self._next_report_s:
             self._next_report_s = now_s + _REPORT_S
             result = replace(result, report=self._report())
         self._results.put_nowait(result_to_proto(plan, result))
+
+    def _count_void(self, plan: StepPlan, result: StepResult) -> None:
+        """Ends a stream whose plans are all void: its scheduler plans on what will never be."""
+        if result.void:
+            self._num_void += 1
+        elif plan.work is not None:
+            self._num_void = 0
+        if self._num_void == MOST_VOID:
+            get_logger().error("no_progress", reason="void", plans=MOST_VOID, step=plan.step)
+            self._error = NoProgress(
+                f"{MOST_VOID} plans in a row were void, each because the one before was; the stream ends"
+            )
+            self._results.put_nowait(None)
 
     def _count(self) -> WorkerReport | None:
         """Returns what the worker has counted; None if that fails. Steps go on without reports then."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from protos.errors import Internal, TriptychError, abort
 from protos.step_messages import plan_from_proto
@@ -37,6 +37,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     """Accepts the Execute stream and answers nothing."""
     fail_from_step: int | None = None
     """Answers this step and all later ones with an error, until it is None again."""
+    voids: int = 0
+    """Answers the next plans with work, so many of them, without running the work."""
     schema_revision: int = SCHEMA_REVISION
     kind: common_pb2.KvGroupKind.ValueType = common_pb2.KV_GROUP_KIND_FULL
     window: int = 0
@@ -182,6 +184,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     continue
                 if plan.step == 0:
                     yield worker_pb2.StepResult(last=True)
+                    continue
+                if plan.work is not None and self.voids:
+                    self.voids -= 1
+                    self.device.run(replace(plan, work=None))
+                    yield worker_pb2.StepResult(step=plan.step, last=True, void=True)
                     continue
                 lease = plan.work.lease if isinstance(plan.work, Decode) else 1
                 for index in range(lease):

@@ -3,8 +3,8 @@
 import pytest
 
 from protos.errors import Internal
-from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult
-from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
+from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult, slots_of
+from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
 
 CHUNK = 4
 LEASE = 8
@@ -112,3 +112,40 @@ def test_a_decode_step_that_failed_counts_nowhere(monkeypatch: pytest.MonkeyPatc
     charged.clear()
     scheduler.update(StepResult(plan.step, error=BROKEN))
     assert (decode_steps(rig), charged) == (0, [])
+
+
+def test_after_a_void_plan_nothing_is_planned_ahead_until_nothing_is_in_flight() -> None:
+    """A plan that continues a void one is void, too, and would be followed by another one for ever."""
+    rig = make_rig(make_geometry(max_model_len=64, chunk=CHUNK, block_size=8), plans_ahead=True)
+    scheduler = rig.scheduler
+    rig.submit(make_submission([5], request_id="r", max_tokens=40))
+    rig.engine.dispatch()
+    while not isinstance((first := planned(scheduler.step())).work, Decode):
+        scheduler.update(rig.device.run(first))
+    second = planned(scheduler.plan_ahead())
+    (slot,) = slots_of(first.work)
+    scheduler.update(StepResult(first.step, outputs=(SlotOutput(slot, (7,)),)))
+    third = planned(scheduler.plan_ahead())
+    assert isinstance(second.work, Decode)
+    assert second.continues
+    assert third.continues
+    scheduler.update(StepResult(second.step, void=True))
+    assert scheduler.plan_ahead() is None
+    scheduler.update(StepResult(third.step, void=True))
+    afresh = planned(scheduler.step())
+    assert isinstance(afresh.work, Decode)
+    assert (afresh.continues, list(afresh.work.positions)) == (False, [second.work.positions[0]])
+    assert planned(scheduler.plan_ahead()).continues
+
+
+def test_planning_afresh_waits_for_what_is_in_flight() -> None:
+    """Then the next plan follows from results alone, and the requests get all of their tokens."""
+    rig = ahead()
+    sink = rig.submit(make_submission([5], request_id="r", max_tokens=40))
+    rig.engine.dispatch()
+    first = planned(rig.scheduler.step())
+    rig.scheduler.plan_afresh()
+    assert rig.scheduler.plan_ahead() is None
+    rig.scheduler.update(rig.device.run(first))
+    rig.run()
+    assert sink.tokens == expected_tokens([5], 40)

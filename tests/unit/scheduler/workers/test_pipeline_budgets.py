@@ -13,6 +13,7 @@ from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Prefill, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.progress import ProgressWatch
 from scheduler_svc.workers.step_budget import TIMES_USUAL
 from scheduler_svc.workers.step_loop import Hung, StepLoop
 from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
@@ -96,7 +97,7 @@ class Driven:
         self.call = PipelinedCall(self.rig)
         self._loop = StepLoop(
             cast("Any", None), self.rig.engine.dispatch, step_timeout_s=LONGEST_S, failed_steps=FailedSteps(3),
-            log=get_logger(),
+            progress=ProgressWatch(lambda _: None), log=get_logger(),
         )  # fmt: skip
         self.task = asyncio.create_task(self._loop.run(cast("Any", self.call), self.rig.scheduler))
         self._prompts: dict[str, list[int]] = {}

@@ -157,3 +157,31 @@ async def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
         await anext(results)
     stream.close()
     await thread.close(wait_s=5.0)
+
+
+async def test_a_stream_whose_plans_are_all_void_ends() -> None:
+    """A scheduler that plans on what will never be is told so, and the log has one line."""
+
+    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
+        yield lease(1)
+        for step in range(3, 2 * plan_stream.MOST_VOID):  # plan 2 never comes
+            yield lease(step, continues=True)
+
+    thread = ModelThread()
+    with capture_logs() as logs:
+        stream = PlanStream(
+            incoming(), Echo(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
+        )
+        num_void = 0
+
+        async def read() -> None:
+            nonlocal num_void
+            async for result in stream.results():
+                num_void += result.void
+
+        with pytest.raises(plan_stream.NoProgress, match="were void"):
+            await read()
+    assert num_void == plan_stream.MOST_VOID - 1
+    assert [log["event"] for log in logs] == ["no_progress"]
+    stream.close()
+    await thread.close(wait_s=5.0)

@@ -1,0 +1,70 @@
+"""When a replica that computes nothing is told to start over, and when it is lost."""
+
+import pytest
+
+from scheduler_svc.workers.progress import LONGEST_S, MOST_IN_A_ROW, ProgressWatch, Stall, Stalled
+
+
+class Watched:
+    """A watch with a clock that the test turns."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.changes: list[Stall | None] = []
+        self.watch = ProgressWatch(self.changes.append, lambda: self.now)
+
+    def idle(self, times: int, stall: Stall = Stall.VOID, *, each_s: float = 0.0) -> list[bool]:
+        starts = []
+        for _ in range(times):
+            starts.append(self.watch.idled(stall))
+            self.now += each_s
+        return starts
+
+
+def test_so_many_results_in_a_row_are_a_stall() -> None:
+    """The first one makes the replica start over, and is told once."""
+    watched = Watched()
+    assert watched.idle(MOST_IN_A_ROW) == [False] * (MOST_IN_A_ROW - 1) + [True]
+    assert watched.changes == [Stall.VOID]
+
+
+@pytest.mark.parametrize("stall", [Stall.VOID, Stall.EMPTY])
+def test_a_stall_is_found_within_a_second(stall: Stall) -> None:
+    """Few results suffice if they take long."""
+    watched = Watched()
+    while not watched.idle(1, stall, each_s=0.15)[0]:
+        assert watched.now < 1.0
+    assert watched.now >= LONGEST_S
+
+
+def test_requests_without_a_plan_are_found_as_soon() -> None:
+    """Each look counts, so two of them are enough."""
+    watched = Watched()
+    assert watched.idle(2, Stall.UNPLANNED, each_s=LONGEST_S) == [False, True]
+
+
+def test_results_around_a_slow_step_are_no_stall() -> None:
+    """A lease that was cut short may leave some, before and after a chunk of many seconds."""
+    watched = Watched()
+    assert not any(watched.idle(2))
+    watched.now += 30.0
+    assert not any(watched.idle(1))
+
+
+def test_a_computed_step_ends_a_stall() -> None:
+    """The next one is a first one again."""
+    watched = Watched()
+    watched.idle(MOST_IN_A_ROW)
+    watched.watch.computed()
+    watched.watch.computed()
+    assert watched.idle(MOST_IN_A_ROW)[-1]
+    assert watched.changes == [Stall.VOID, None, Stall.VOID]
+
+
+def test_a_second_stall_without_a_step_loses_the_replica() -> None:
+    """The error says what the replica did instead of computing."""
+    watched = Watched()
+    watched.idle(MOST_IN_A_ROW)
+    with pytest.raises(Stalled, match="empty"):
+        watched.idle(MOST_IN_A_ROW, Stall.EMPTY)
+    assert watched.changes == [Stall.VOID, Stall.EMPTY]
