@@ -7,13 +7,13 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.errors import ContextExceeded, InvalidArgument, Overloaded, Unavailable
-from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason, Grammar
+from tests.support.plan_order import SimulatedWorker
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import (
     FULL,
@@ -33,23 +33,6 @@ GRAMMARS = (make_grammar("a"), make_grammar("b"), None, None)
 NAMES = ("one", "two")
 
 
-def without(plan: StepPlan, slots: set[int]) -> StepPlan:
-    """Returns what a worker runs of a plan if it cannot admit some slots."""
-    admit = tuple(admission for admission in plan.admit if admission.slot not in slots)
-    match plan.work:
-        case Prefill(slot) if slot in slots:
-            return replace(plan, work=None, admit=admit)
-        case Decode(rows, positions, bucket):
-            kept = [
-                (slot, position) for slot, position in zip(rows, positions, strict=True) if slot not in slots
-            ]
-            left = tuple(slot for slot, _ in kept)
-            work = Decode(left, tuple(position for _, position in kept), bucket) if left else None
-            return replace(plan, work=work, admit=admit)
-        case _:
-            return replace(plan, admit=admit)
-
-
 class GrammarMachine(RuleBasedStateMachine):
     """Replicas compile, refuse, evict and are lost at random.
 
@@ -63,15 +46,19 @@ class GrammarMachine(RuleBasedStateMachine):
             st.lists(st.integers(12, 30), min_size=1, max_size=2),
             st.tuples(st.integers(3, 4), st.integers(6, 12)).flatmap(st.permutations),
         ),
-    )
-    def start(self, slots: int, blocks: list[int]) -> None:
+        lease=st.sampled_from([1, 4]), ahead=st.booleans(),
+    )  # fmt: skip
+    def start(self, slots: int, blocks: list[int], lease: int, ahead: bool) -> None:
         buckets = tuple(bucket for bucket in (1, 2, 4) if bucket <= slots)
         self.geometry = make_geometry(max_model_len=40, max_num_seqs=slots, buckets=buckets)
         self.rig: Rig = make_rig(self.geometry)
         self.engine = self.rig.engine
         self.engine.detach("replica-0", Loss.DIED)
         self.blocks = dict(zip(NAMES, blocks, strict=False))
-        self.replicas: dict[str, tuple[ReplicaScheduler, SimulatedDevice]] = {}
+        self.lease, self.ahead = lease, ahead
+        self.replicas: dict[str, tuple[ReplicaScheduler, SimulatedDevice, SimulatedWorker]] = {}
+        # Requests with a grammar.
+        self.constrained: set[str] = set()
         # Open compile requests by replica, in order.
         self.asked: list[tuple[str, Grammar]] = []
         # Tokens by request and sequence.
@@ -83,8 +70,12 @@ class GrammarMachine(RuleBasedStateMachine):
 
     def attach(self, name: str) -> None:
         kv = KvCache(self.geometry, (FULL,), [self.blocks[name]], model="m", options=CacheOptions())
-        scheduler = ReplicaScheduler(self.geometry, kv, self.engine, Interleave(1), clock=lambda: 0.0)
-        self.replicas[name] = scheduler, SimulatedDevice(self.geometry, (FULL,))
+        scheduler = ReplicaScheduler(
+            self.geometry, kv, self.engine, Interleave(1), clock=lambda: 0.0, max_lease=self.lease,
+            plans_ahead=self.ahead,
+        )  # fmt: skip
+        device = SimulatedDevice(self.geometry, (FULL,))
+        self.replicas[name] = scheduler, device, SimulatedWorker(device.run)
 
         def ask(grammar: Grammar) -> None:
             assert (name, grammar) not in self.asked, "asked twice"
@@ -96,31 +87,24 @@ class GrammarMachine(RuleBasedStateMachine):
         self.engine.attach(name, AttachedReplica(scheduler, lambda: None, ask, withdraw))
 
     def run_step(self, name: str, evicted: bool = False) -> bool:
-        """Runs one step of a replica; `evicted` fails its admissions with an evicted grammar."""
+        """Runs one step of a replica, as a worker does; `evicted` refuses admissions with a grammar."""
         if name not in self.replicas:
             return False
         self.engine.dispatch()
-        scheduler, device = self.replicas[name]
-        plan = scheduler.step()
-        if plan is None:
-            return False
-        lost = (
-            {one.slot for one in plan.admit if one.sampling.HasField("structured_output")}
-            if evicted
-            else set()
+        scheduler, device, worker = self.replicas[name]
+        device.refuses = lambda moment: (
+            Unavailable("evicted")
+            if evicted and moment.request_id.partition("#")[0] in self.constrained
+            else None
         )
-        if not lost:
-            scheduler.update(device.run(plan))
+        plan = scheduler.interrupt() if scheduler.has_pending else scheduler.step()
+        while plan is not None:
+            worker.take(plan)
+            plan = scheduler.plan_ahead()
+        if worker.has_work:
+            scheduler.update(worker.run())
             return True
-        kept = without(plan, lost)
-        result = device.run(kept)
-        rows = kept.work.slots if isinstance(kept.work, Decode) else ()
-        if isinstance(kept.work, Prefill) and kept.work.sample:
-            rows = (kept.work.slot,)
-        outputs = [SlotOutput(slot, (), error=Unavailable("evicted")) for slot in lost]
-        outputs += [SlotOutput(slot, (token,)) for slot, token in zip(rows, result.token_ids, strict=True)]
-        scheduler.update(StepResult(plan.step, outputs=tuple(outputs)))
-        return True
+        return False
 
     @rule(
         prompt=st.lists(st.integers(3, 4), min_size=1, max_size=12), max_tokens=st.integers(1, 8),
@@ -130,7 +114,7 @@ class GrammarMachine(RuleBasedStateMachine):
     def submit(
         self, prompt: list[int], max_tokens: int, n: int, priority: int, grammar: Grammar | None, tenant: str
     ) -> None:
-        sizes = [each.kv.max_tokens(40) for each, _ in self.replicas.values()]
+        sizes = [each.kv.max_tokens(40) for each, *_ in self.replicas.values()]
         if len(prompt) + max_tokens > max(sizes):
             return
         name = f"r{len(self.wanted)}"
@@ -140,6 +124,8 @@ class GrammarMachine(RuleBasedStateMachine):
             prompt, request_id=name, max_tokens=max_tokens, n=n, priority=priority, tenant=tenant
         )
         self.wanted[name] = [expected_tokens(prompt, max_tokens, sequence) for sequence in range(n)]
+        if grammar is not None:
+            self.constrained.add(name)
         self.rig.submit(
             plain if grammar is None else replace(plain, sampling=with_grammar(plain.sampling, grammar))
         )
@@ -186,7 +172,7 @@ class GrammarMachine(RuleBasedStateMachine):
         for entry in queue._entries.values():
             assert entry.ready or entry.asked or not entry.waiting, "no replica was asked"
         self.engine.dispatch()
-        for name, (scheduler, _) in self.replicas.items():
+        for name, (scheduler, *_) in self.replicas.items():
             if scheduler.idle:
                 able = [
                     one
@@ -219,7 +205,7 @@ class GrammarMachine(RuleBasedStateMachine):
         assert not self.engine._live._groups
         assert self.engine.grammars.idle
         assert not self.engine.num_waiting
-        for scheduler, _ in self.replicas.values():
+        for scheduler, *_ in self.replicas.values():
             for group in scheduler.kv.groups:
                 assert group.pool.num_free == group.pool.num_blocks, "blocks leaked"
 

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protos.errors import Overloaded
+from protos.errors import InvalidArgument, Overloaded
 from protos.kv_groups import GroupKind
 from protos.steps import Decode
 from scheduler_svc.kv.block_pool import Block, BlockPool
@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.fails = lambda moment: self.harms("fails", moment)
         # Requests whose admission is refused, from how many computed tokens on.
         self.refused: dict[str, int] = {}
-        self.rig.refuses = lambda moment: moment.end >= self.refused.get(root_of(moment.request_id), 1000)
+        self.rig.refuses = self.refusal
         # No request, each one or every other one asks for log-probabilities.
         self.rig.reports = lambda name: reporting > 0 and int(root_of(name)[1:]) % reporting == 0
         # Expected tokens by request and sequence, up to the stop token if there is one.
@@ -318,6 +318,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.submit_while_a_step_runs(prompt, max_tokens, 0, n, None)
         else:
             self.submit(prompt, max_tokens, "", 0, n, None)
+
+    def refusal(self, moment: Moment) -> InvalidArgument | None:
+        refused = moment.end >= self.refused.get(root_of(moment.request_id), 1000)
+        return InvalidArgument("refused") if refused else None
 
     def harms(self, harm: Harm, moment: Moment) -> bool:
         name = root_of(moment.request_id)

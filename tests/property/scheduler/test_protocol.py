@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from protos.errors import InvalidArgument
 from protos.kv_groups import GroupKind
 from protos.limits import SAMPLING
 from scheduler_svc.dispatch.engine import Engine
@@ -22,7 +23,7 @@ from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import EOS, FULL, make_geometry, make_submission
 from tests.support.scheduler.protocol_model import Client, KnownPrefixes, ModelWorker, Stream
-from tests.support.scheduler.simulated_device import SimulatedDevice
+from tests.support.scheduler.simulated_device import Moment, SimulatedDevice
 
 pytestmark = pytest.mark.property
 
@@ -238,9 +239,13 @@ class ProtocolMachine(RuleBasedStateMachine):
     def new_worker(self) -> ModelWorker:
         device = SimulatedDevice(self.geometry, self.groups)
         device.jump = self.jump
-        device.refuses = lambda moment: moment.end >= self.refused.get(root_of(moment.request_id), 1000)
+        device.refuses = self.refusal
         device.reports = lambda name: self.reporting > 0 and int(root_of(name)[1:]) % self.reporting == 0
         return ModelWorker(device, runs_ahead=self.runs_ahead)
+
+    def refusal(self, moment: Moment) -> InvalidArgument | None:
+        refused = moment.end >= self.refused.get(root_of(moment.request_id), 1000)
+        return InvalidArgument("refused") if refused else None
 
     def new_cache(self) -> KvCache:
         return KvCache(

@@ -181,8 +181,8 @@ class Rig:
     """Whether the device dies instead of doing this; the next one starts at once."""
     fails: Callable[[Moment], bool] = nothing_fails
     """Whether a step fails instead of doing this."""
-    refuses: Callable[[Moment], bool] = nothing_is_refused
-    """Whether the device refuses this admission."""
+    refuses: Callable[[Moment], TriptychError | None] = nothing_is_refused
+    """Why the device refuses this admission, if it does."""
     reports: Callable[[str], bool] = nothing_reports
     """Whether a sequence asks for log-probabilities."""
     failers: list[str] = field(default_factory=list)

@@ -209,7 +209,7 @@ class Client:
             tokens[: tokens.index(self.stop) + 1] if self.stop in tokens else tokens
             for tokens in self.generated
         ]
-        self.aborted = False
+        self.aborted = self.failed = False
         self.received: list[list[int]] = [[] for _ in range(n)]
         self.ended: set[int] = set()
         self.losses = [0] * n
@@ -235,8 +235,11 @@ class Client:
     def _take(self, event: Event) -> None:
         if event.error is not None:
             assert self.may_fail, event.error
-            self.aborted = True  # so are the other sequences
-            self.ended.add(event.sequence)
+            self.failed = True
+            self.ended.update(range(self.n))
+            return
+        if self.failed:
+            assert event.finish_reason is FinishReason.ABORT, "an error ends all sequences"
             return
         mine, wanted = self.received[event.sequence], self.wanted[event.sequence]
         assert event.sequence not in self.ended, "nothing follows the last event"

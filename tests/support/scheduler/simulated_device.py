@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from protos.errors import InvalidArgument
+from protos.errors import TriptychError
 from protos.kv_groups import GroupKind
 from protos.steps import (
     AdapterPlacement,
@@ -60,9 +60,9 @@ def nothing_fails(_moment: Moment) -> bool:
     return False
 
 
-def nothing_is_refused(_moment: Moment) -> bool:
+def nothing_is_refused(_moment: Moment) -> TriptychError | None:
     """Every admission is accepted."""
-    return False
+    return None
 
 
 def nothing_reports(_request_id: str) -> bool:
@@ -115,8 +115,8 @@ class SimulatedDevice:
     """Whether the device dies instead of doing this."""
     fails: Callable[[Moment], bool] = nothing_fails
     """Whether the step fails instead of doing this."""
-    refuses: Callable[[Moment], bool] = nothing_is_refused
-    """Whether an admission is refused; the slot is then skipped until its release."""
+    refuses: Callable[[Moment], TriptychError | None] = nothing_is_refused
+    """Why an admission is refused, if it is; the slot is then skipped until its release."""
     reports: Callable[[str], bool] = nothing_reports
     """Whether a request asks for log-probabilities: results of its steps come as outputs."""
     refused: set[int] = field(default_factory=set)
@@ -159,9 +159,10 @@ class SimulatedDevice:
         refusals = []
         for admission in plan.admit:
             self._survive("admit", admission, admission.num_computed_tokens)
-            if self.refuses(Moment("admit", admission.request_id, admission.num_computed_tokens)):
+            error = self.refuses(Moment("admit", admission.request_id, admission.num_computed_tokens))
+            if error is not None:
                 self.refused.add(admission.slot)
-                refusals.append(SlotOutput(admission.slot, error=InvalidArgument("refused")))
+                refusals.append(SlotOutput(admission.slot, error=error))
             else:
                 self._admit(admission)
         result = self._run_work(plan)
