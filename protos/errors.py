@@ -19,19 +19,26 @@
 
 Every class has its code in ``triptych.v1.ErrorCode``, its gRPC status and its HTTP status. An error travels
 as a ``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's
-status.
+status. gRPC loses a status above 8 KiB, so the texts of one take at most 2 KiB together.
 """
 
-from typing import ClassVar, NoReturn, cast
+from typing import ClassVar, Final, NoReturn, cast
 
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from protos.triptych.v1 import common_pb2 as pb
 from protos.wire import Context
+
+_MAX_STATUS_TEXT: Final = 2048
+"""Bytes of a status' message and details as sent."""
+_MAX_PARAM: Final = 64
+# Bytes of a status without text: the type's name, the tags, the other fields and an ellipsis, encoded.
+_TEXTLESS_STATUS: Final = 256
 
 
 class TriptychError(Exception):
@@ -186,12 +193,9 @@ def from_proto(error: pb.Error) -> TriptychError:
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
     """Returns the exception for a failed call, from its typed detail or else from its gRPC status."""
-    # A status without details comes from the transport: the peer cannot be reached.
-    status = rpc_status.from_call(cast("grpc.Call", error)) if error.trailing_metadata() else None
-    for detail in status.details if status else ():
-        typed = pb.Error()
-        if detail.Unpack(typed):
-            return from_proto(typed)
+    typed = _typed_detail(error)
+    if typed is not None:
+        return from_proto(typed)
     text = error.details() or error.code().name
     match error.code():
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -200,6 +204,10 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
             return Aborted(text)
         case grpc.StatusCode.UNIMPLEMENTED:
             return Unimplemented(text)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unauthenticated(text)
+        case grpc.StatusCode.NOT_FOUND:
+            return NotFound(text)
         case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.INVALID_ARGUMENT:
             # Without a detail, the transport refused the message as too large or malformed.
             return InvalidArgument(text)
@@ -207,12 +215,42 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
             return Internal(text)
 
 
+def _typed_detail(error: grpc.aio.AioRpcError) -> pb.Error | None:
+    """Returns the typed detail of a status; `None` if it is missing, unreadable or of another status."""
+    # A status without details comes from the transport: the peer cannot be reached.
+    if not error.trailing_metadata():
+        return None
+    try:
+        status = rpc_status.from_call(cast("grpc.Call", error))
+        for detail in status.details if status else ():
+            typed = pb.Error()
+            if detail.Unpack(typed):
+                return typed
+    except (ValueError, DecodeError):
+        return None
+    return None
+
+
 async def abort(context: Context, error: TriptychError) -> NoReturn:
-    """Ends a call with the error's status, message and typed detail."""
+    """Ends a call with the error's status, message and typed detail. Shortens long messages."""
+    typed = error.to_proto()
+    typed.message, typed.param = _shortened(typed.message), typed.param[:_MAX_PARAM]
     detail = any_pb2.Any()
-    detail.Pack(error.to_proto())
-    status = status_pb2.Status(code=error.grpc_code.value[0], message=error.message, details=[detail])
+    detail.Pack(typed)
+    status = status_pb2.Status(code=error.grpc_code.value[0], message=typed.message, details=[detail])
     rich = rpc_status.to_status(status)
     context.set_trailing_metadata(rich.trailing_metadata)
     await context.abort(rich.code, rich.details)
     raise AssertionError("unreachable: abort raises")
+
+
+def _shortened(text: str) -> str:
+    """Returns a text, or its beginning and an ellipsis, so that all its copies in a status fit."""
+    # gRPC percent-encodes the message and sends the details, which hold two copies, in base64.
+    left = _MAX_STATUS_TEXT - _TEXTLESS_STATUS
+    for end, char in enumerate(text):
+        size = len(char.encode(errors="replace"))
+        left -= (1 if " " <= char <= "~" and char != "%" else 3 * size) + 3 * size
+        if left < 0:
+            return f"{text[:end]}…"
+    return text
