@@ -25,7 +25,7 @@ from gateway.settings import Settings
 from gateway.tools import vllm_parsers
 from protos import logs
 from protos.environment.table import check_for_service
-from protos.errors import ConfigurationRefused, Unavailable
+from protos.errors import ConfigurationRefused, TriptychError, Unavailable
 from protos.settings import load
 from protos.tracing.opening import open_tracer
 
@@ -40,6 +40,23 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._client = client
         self._drain_timeout_s = drain_timeout_s
+        self._refusal: ConfigurationRefused | None = None
+
+    def refuse(self, error: TriptychError) -> None:
+        """Stops serving; :meth:`run` raises the error as one line."""
+        self._refusal = ConfigurationRefused(" ".join(error.message.split()))
+        self._client.fail_all(error)
+        self.should_exit = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serves until a signal ends it.
+
+        Raises:
+            ConfigurationRefused: see :meth:`refuse`.
+        """
+        super().run(sockets)
+        if self._refusal is not None:
+            raise self._refusal
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -126,7 +143,11 @@ def allow_files(count: int) -> None:
 
 
 def serve(settings: Settings) -> None:
-    """Runs the gateway until a signal ends it."""
+    """Runs the gateway until a signal ends it.
+
+    Raises:
+        ConfigurationRefused: if a setting or the served model's text files cannot be used.
+    """
     client = InferenceClient(
         settings.scheduler_address,
         resume_timeout_s=settings.resume_timeout_s,
@@ -136,9 +157,14 @@ def serve(settings: Settings) -> None:
         security=settings.link_security(),
     )
     tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
-    config = http_config(settings, create_app(settings, client, tracer=tracer))
+
+    def refuse(error: TriptychError) -> None:
+        server.refuse(error)
+
+    app = create_app(settings, client, tracer=tracer, on_unusable=refuse)
+    server = HttpServer(http_config(settings, app), client, settings.drain_timeout_s)
     with listening(settings) as listeners:
-        _run(settings, client, config, listeners)
+        _run(settings, server, listeners)
     if tracer is not None:
         tracer.close()
     logs.get_logger().info("stopped")
@@ -161,9 +187,7 @@ def listening(settings: Settings) -> Iterator[list[socket.socket]]:
         yield listeners
 
 
-def _run(
-    settings: Settings, client: InferenceClient, config: uvicorn.Config, listeners: list[socket.socket]
-) -> None:
+def _run(settings: Settings, server: HttpServer, listeners: list[socket.socket]) -> None:
     ports = [None if each.family is socket.AF_UNIX else each.getsockname()[1] for each in listeners]
     allow_files(settings.max_connections + _OTHER_FILES)
     logs.get_logger().info(
@@ -175,7 +199,7 @@ def _run(
         tls=settings.ssl_certfile is not None,
         scheduler=settings.scheduler_address,
     )
-    HttpServer(config, client, settings.drain_timeout_s).run(sockets=listeners)
+    server.run(sockets=listeners)
 
 
 def main(argv: list[str] | None = None) -> int:

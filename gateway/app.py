@@ -69,6 +69,7 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
     tracer: Tracer | None = None,
+    on_unusable: Callable[[TriptychError], None] = lambda _: None,
 ) -> FastAPI:
     """Builds the application. Its lifespan connects ``client`` and closes it.
 
@@ -79,11 +80,12 @@ def create_app(
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
         tracer: writes the spans of requests, if anything does.
+        on_unusable: called if the first model's text files cannot be used.
 
     Raises:
         ConfigurationRefused: if the chat template of the settings cannot be used.
     """
-    context = _assemble(settings, client, new_id, clock, wall_clock)
+    context = _assemble(settings, client, new_id, clock, wall_clock, on_unusable)
     pins = PrefixPins(client, settings.pins_per_tenant, clock)
     app = FastAPI(
         title="Triptych",
@@ -116,6 +118,7 @@ def _assemble(
     new_id: Callable[[], str],
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
+    on_unusable: Callable[[TriptychError], None],
 ) -> Context:
     """Makes the parts that all routes share."""
     watcher = ServedModelWatcher(
@@ -123,6 +126,7 @@ def _assemble(
         poll_s=settings.model_poll_s,
         prepare=_preparation(settings),
         template=read_template(settings.chat_template),
+        on_unusable=on_unusable,
     )
     measured = Metrics(
         lambda: watcher.model_name,

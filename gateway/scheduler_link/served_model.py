@@ -10,7 +10,7 @@ from typing import Final
 from gateway.http.errors import UnknownModel, internal
 from gateway.scheduler_link.client import InferenceClient
 from gateway.text.tokenization import TextCodec
-from protos.errors import TriptychError, Unavailable, Unsupported
+from protos.errors import Internal, TriptychError, Unavailable, Unsupported
 from protos.limits import MAX_NAME_BYTES
 from protos.logs import get_logger
 from protos.step_messages import shape_from_proto
@@ -128,6 +128,7 @@ class ServedModelWatcher:
         poll_s: float,
         prepare: Callable[[TextCodec], None] = lambda _: None,
         template: str | None = None,
+        on_unusable: Callable[[TriptychError], None] = lambda _: None,
     ) -> None:
         """Prepares the watcher; :meth:`start` starts it.
 
@@ -136,8 +137,10 @@ class ServedModelWatcher:
             poll_s: how often to look, seconds.
             prepare: further preparation of a tokenizer before it is used; may take seconds.
             template: the chat template to use instead of the model's own.
+            on_unusable: called if the first model's text files cannot be used, so that no retry helps.
         """
         self._template = template
+        self._on_unusable = on_unusable
         self._client = client
         self._prepare = prepare
         self._poll_s = poll_s
@@ -217,7 +220,16 @@ class ServedModelWatcher:
             except TimeoutError:
                 continue
 
-    def _load(self, folder: Path) -> TextCodec:
+    async def _load(self, folder: Path) -> TextCodec:
+        try:
+            return await asyncio.to_thread(self._prepared, folder)
+        except Exception as error:
+            if self._served is None:
+                unnamed = f"the model's tokenizer cannot be used: {type(error).__name__}: {error}"
+                self._on_unusable(error if isinstance(error, TriptychError) else Internal(unnamed))
+            raise
+
+    def _prepared(self, folder: Path) -> TextCodec:
         text = TextCodec.load(folder, self._template)
         self._prepare(text)
         return text
@@ -233,7 +245,7 @@ class ServedModelWatcher:
             # The loaded tokenizer is in memory, so the folder is temporary.
             with tempfile.TemporaryDirectory(prefix="triptych-tokenizer-") as folder:
                 await self._client.get_tokenizer(Path(folder))
-                text = await asyncio.to_thread(self._load, Path(folder))
+                text = await self._load(Path(folder))
         self._served = ServedModel(model, text)
         self._log.info(
             "serving",

@@ -115,7 +115,10 @@ class TextCodec:
         try:
             templates = {name: ChatTemplate(source, special) for name, source in sources.items()}
         except jinja2.TemplateSyntaxError as error:
-            raise Internal(f"the model's chat template cannot be compiled: {error}") from error
+            raise Internal(
+                f"the model's chat template cannot be compiled: line {error.lineno}: {error.message};"
+                " correct it, or replace it with --chat-template"
+            ) from error
         prompts = TextPrompts.read(_read_json(folder / PROMPTS_FILE))
         return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"), prompts, config)
 
@@ -223,7 +226,10 @@ def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
+        try:
+            return {"default": path.read_text(encoding="utf-8")}
+        except UnicodeDecodeError as error:
+            raise Internal(f"{path.name} cannot be read: {error}") from error
     template = config.get("chat_template", _read_json(folder / "chat_template.json").get("chat_template"))
     if isinstance(template, list):
         by_name = {entry["name"]: entry["template"] for entry in template}

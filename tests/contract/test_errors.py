@@ -38,14 +38,14 @@ async def _calling(fail: Callable[[Context], Awaitable[None]]) -> AsyncIterator[
         await fail(context)
         return b""
 
-    handler: "grpc.RpcMethodHandler[bytes, bytes]" = grpc.unary_unary_rpc_method_handler(method)
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(method)
     server = Server(
         ("s",), lambda grpc_server: grpc_server.add_registered_method_handlers("s", {"Fail": handler})
     )
     port = await server.start("127.0.0.1", 0)
     async with open_channel(f"127.0.0.1:{port}") as channel:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/s/Fail")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            call: "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]" = channel.unary_unary("/s/Fail")
             await call(b"")
         yield caught.value
     await server.stop(0)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import psutil
@@ -104,6 +105,30 @@ async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, in
         assert out == "imported []\n"
         assert "Traceback" not in err
         assert json.loads(err.splitlines()[-1])["event"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "reason"),
+    [
+        ("chat_template.jinja", "\n{% if %}", "chat template cannot be compiled: line 2"),
+        ("tokenizer_config.json", '{"chat_template": "{{ x | nofilter }}"}', "No filter named 'nofilter'"),
+        ("tokenizer_config.json", '{"chat_template": [{}]}', "tokenizer cannot be used: KeyError"),
+        ("chat_template.jinja", "\udcff", "chat_template.jinja cannot be read"),
+        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
+    ],
+)
+async def test_unusable_text_files_end_it(tmp_path: Path, file: str, text: str, reason: str) -> None:
+    """A gateway that can never serve its model's texts exits with 2, and its last line is the reason."""
+    for path in smollm2_folder().iterdir():
+        if path.name != "chat_template.jinja":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / file).write_text(text, errors="surrogateescape")
+    async with serving(FakeScheduler(tmp_path, [504])) as server:
+        with started("--scheduler-address", f"127.0.0.1:{server.port}") as gateway:
+            _, err = await asyncio.to_thread(gateway.process.communicate, None, 20)
+    assert gateway.process.returncode == 2
+    assert err.splitlines()[-1].startswith("triptych gateway: ")
+    assert reason in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
