@@ -454,7 +454,8 @@ class ReplicaScheduler:
                 self._interleave.withdraw()
             elif step.num_results > 1 and result.error is None:
                 self._interleave.decoded()
-        self._draining = bool(self._in_flight) and (self._draining or result.void)
+        if self._draining or result.void:
+            self._draining = bool(self._in_flight)
         self._outputs.apply(step, result)
         if self.adapters.answered(step.plan) or self.idle:
             # No other release will follow, and pins may have to go. Or an adapter may leave its host now.

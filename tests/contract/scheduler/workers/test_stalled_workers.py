@@ -113,13 +113,19 @@ async def test_running_requests_without_a_plan_are_a_stall(monkeypatch: pytest.M
             assert await answer == expected_tokens([5, 6, 7], 8)
 
 
-async def test_an_idle_replica_is_no_stall() -> None:
-    """Nor is one whose only request waits for a slow step."""
-    worker = FakeWorker(hold_at_step=3)
+async def test_slow_steps_and_a_queue_that_waits_for_memory_are_no_stall() -> None:
+    """Nor is a replica without requests, before and after."""
+    worker = FakeWorker(hold_at_step=3, num_blocks=9)
     async with run_scheduler() as scheduler, joined(scheduler, worker):
-        answer = asyncio.create_task(tokens_of(scheduler, generate_request()))
-        done, _ = await asyncio.wait({answer}, timeout=1.5)
+        prompts = [[number] * 12 for number in range(6, 10)]
+        answers = [
+            asyncio.create_task(tokens_of(scheduler, generate_request(prompt, max_tokens=20)))
+            for prompt in prompts
+        ]
+        done, _ = await asyncio.wait(answers, timeout=1.5)
         assert not done
+        assert scheduler.engine.num_waiting
         worker.gate.set()
-        assert await answer == expected_tokens([5, 6, 7], 8)
+        assert await asyncio.gather(*answers) == [expected_tokens(prompt, 20) for prompt in prompts]
         assert not scheduler.deployment.losses.stalls
+        assert not scheduler.deployment.losses.workers
