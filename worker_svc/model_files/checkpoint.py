@@ -10,6 +10,10 @@ from typing import Any, Self
 from protos.errors import ConfigurationRefused
 
 _INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SHARDS = "*-of-*.safetensors"
+# A second copy of the weights by some authors, and LoRA adapters.
+_OTHERS = ("consolidated", "adapter_model")
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 # safetensors itself refuses longer headers; such a file is of another kind.
 _LONGEST_HEADER = 100_000_000
@@ -98,6 +102,8 @@ class Checkpoint:
 
     shards: tuple[Shard, ...]
     """At least one, ordered by name."""
+    ignored: tuple[str, ...] = ()
+    """Names of the folder's other safetensors files, ordered."""
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -107,14 +113,12 @@ class Checkpoint:
             ConfigurationRefused: in one line, if there are no weights, only pickled ones, or some are
                 missing.
         """
+        found = sorted(folder.glob("*.safetensors"))
         index = folder / _INDEX
-        if index.is_file():
-            return cls._open_index(folder, index)
-        paths = sorted(folder.glob("*.safetensors"))
-        # Some authors publish the same weights twice; "consolidated" files are the second copy.
-        paths = [path for path in paths if not path.name.startswith("consolidated")] or paths
-        if paths:
-            return cls(tuple(Shard.open(path) for path in paths))
+        shards = cls._indexed(folder, index) if index.is_file() else [*map(Shard.open, _weights(found))]
+        if shards:
+            taken = {shard.path for shard in shards}
+            return cls(tuple(shards), tuple(path.name for path in found if path not in taken))
         pickled = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         if pickled:
             raise ConfigurationRefused(
@@ -126,8 +130,8 @@ class Checkpoint:
             " or use --load-format dummy for made-up weights"
         )
 
-    @classmethod
-    def _open_index(cls, folder: Path, index: Path) -> Self:
+    @staticmethod
+    def _indexed(folder: Path, index: Path) -> list[Shard]:
         try:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = sorted(set(weight_map.values()))
@@ -153,7 +157,7 @@ class Checkpoint:
                     f"{folder / name} has no tensor {tensor}, which {index.name} places there;"
                     " fetch both again"
                 )
-        return cls(tuple(shards.values()))
+        return list(shards.values())
 
     def num_bytes(self, itemsize: int | None = None) -> int:
         """Returns the bytes of all weights, as stored or with `itemsize` bytes per floating-point element.
@@ -167,3 +171,12 @@ class Checkpoint:
             return tensor.num_elements * itemsize if itemsize and tensor.kind in _FLOATS else tensor.num_bytes
 
         return sum(bytes_of(*each) for shard in self.shards for each in shard.tensors.items())
+
+
+def _weights(found: list[Path]) -> list[Path]:
+    """Returns the weights among a folder's safetensors files without an index, as transformers chooses."""
+    own = [path for path in found if not path.name.startswith(_OTHERS)]
+    single = [path for path in own if path.name == _SINGLE]
+    shards = [path for path in own if path.match(_SHARDS)]
+    copies = [path for path in found if path.name.startswith(_OTHERS[0])]
+    return single or shards or own or copies

@@ -41,14 +41,34 @@ def test_files_and_sizes(folder: Path) -> None:
     assert checkpoint.num_bytes(2) == 4 * 8 * 2 + 3 * 2 + 10
 
 
-def test_files_without_an_index(folder: Path) -> None:
-    """Without an index all of the folder's files count, except a second copy of the weights."""
-    (folder / INDEX).unlink()
-    save_file({"a": torch.zeros(1)}, folder / "consolidated.safetensors")
-    assert len(Checkpoint.open(folder).shards) == 2
-    (folder / FIRST).unlink()
-    (folder / SECOND).unlink()
-    assert len(Checkpoint.open(folder).shards) == 1
+@pytest.mark.parametrize(
+    ("files", "taken"),
+    [
+        ([FIRST, SECOND, "consolidated.safetensors", "training_args.safetensors"], [FIRST, SECOND]),
+        (["model.safetensors", "adapter_model.safetensors", FIRST], ["model.safetensors"]),
+        (["consolidated.safetensors", "adapter_model.safetensors"], ["consolidated.safetensors"]),
+        (["weights.safetensors", "adapter_model.safetensors"], ["weights.safetensors"]),
+    ],
+)
+def test_files_without_an_index(tmp_path: Path, files: list[str], taken: list[str]) -> None:
+    """The single file goes before shards, and these before other names; the rest is ignored."""
+    for name in files:
+        save_file({"a": torch.zeros(1)}, tmp_path / name)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert [shard.path.name for shard in checkpoint.shards] == taken
+    assert checkpoint.ignored == tuple(sorted(set(files) - set(taken)))
+
+
+def test_files_that_the_index_does_not_name(folder: Path) -> None:
+    """They are ignored, even if they are no weights."""
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    assert Checkpoint.open(folder).ignored == ("adapter_model.safetensors",)
+
+
+def test_an_adapter_alone_is_no_model(tmp_path: Path) -> None:
+    """A folder with an adapter only has no weights."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    assert "has no weights" in refusal(tmp_path)
 
 
 def test_a_missing_shard_is_named(folder: Path) -> None:
