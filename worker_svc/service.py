@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 from protos.security.links import LinkSecurity
 from protos.server import Server
@@ -69,6 +70,8 @@ async def serve(settings: Settings) -> None:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for end in done:
             end.result()
+    except ConfigurationRefused as error:
+        raise servicer.refusal or error from None
     finally:
         # Readiness goes first, then the requests, then the process.
         leaving.set()

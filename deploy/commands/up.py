@@ -15,6 +15,7 @@ from typing import Any
 
 from deploy.inspection.environment import unknown_variables
 from deploy.launcher import service_flags
+from deploy.launcher.deaths import BAD_SETTING
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.ports import Ports, free_ports
@@ -23,7 +24,7 @@ from deploy.launcher.readiness import Served, wait_for_model
 from deploy.launcher.run_dir import claim, socket_folder
 from deploy.launcher.settings import LaunchSettings, secured
 from deploy.launcher.standbys import Standbys, memory_note, standby_spec
-from deploy.launcher.supervisor import BAD_SETTING, LaunchError, Supervisor, first_launch_error
+from deploy.launcher.supervisor import LaunchError, Supervisor, first_launch_error
 from deploy.secure_files import SecureFiles
 from deploy.vllm_flags.dialect import VllmDialect
 from gateway.settings import Settings as GatewaySettings

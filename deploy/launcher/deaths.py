@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from deploy.launcher.log_tail import last_lines
 from deploy.launcher.process import ChildSpec, describe_exit
 
+BAD_SETTING = 2
+"""The exit code of a service that refuses its settings. A restart would not help."""
+
 
 @dataclass(frozen=True)
 class RestartPolicy:

@@ -5,14 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_TAIL_BYTES = 64 * 1024
+_TAIL_BYTES = 1 << 20
 _MAX_LINE_LENGTH = 240
 # Fields of every line that say nothing new to a reader of one service's last lines.
 _NOISE = {"timestamp", "level", "service", "event", "exception"}
 
 
-def last_lines(path: Path, count: int) -> list[str]:
-    """Returns the last `count` lines of a log in readable form, or fewer if the log is shorter."""
+def last_lines(path: Path, count: int, *, longest: int | None = _MAX_LINE_LENGTH) -> list[str]:
+    """Returns the last `count` lines of a log in readable form, or fewer if the log is shorter.
+
+    Args:
+        path: the log.
+        count: number of lines.
+        longest: characters of a line; `None` for whole lines.
+    """
     try:
         with path.open("rb") as log:
             log.seek(0, 2)
@@ -21,7 +27,7 @@ def last_lines(path: Path, count: int) -> list[str]:
     except FileNotFoundError:
         return []
     lines = [part for line in text.splitlines() if line.strip() for part in humanize(line).splitlines()]
-    return [line[:_MAX_LINE_LENGTH] for line in lines[-count:]]
+    return [line[:longest] for line in lines[-count:]]
 
 
 def humanize(line: str) -> str:

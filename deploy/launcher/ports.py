@@ -5,9 +5,10 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from deploy.launcher.deaths import BAD_SETTING
 from deploy.launcher.service_flags import LOOPBACK
 from deploy.launcher.settings import LaunchSettings
-from deploy.launcher.supervisor import BAD_SETTING, LaunchError
+from deploy.launcher.supervisor import LaunchError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deploy.launcher.supervisor import BAD_SETTING, LaunchError
+from deploy.launcher.deaths import BAD_SETTING
+from deploy.launcher.supervisor import LaunchError
 from protos.wire import MAX_SOCKET_PATH_BYTES
 
 # As long as the longest name of a socket.

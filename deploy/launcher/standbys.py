@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from deploy.launcher.deaths import RestartPolicy, describe_death
+from deploy.launcher.deaths import BAD_SETTING, RestartPolicy, describe_death
 from deploy.launcher.process import Child, ChildSpec
 from worker_svc.standby_orders import Orders
 
@@ -124,6 +124,9 @@ class Standbys:
                 continue
             if standby in self._waiting:
                 self._waiting.remove(standby)
+            if status == BAD_SETTING:
+                self._report(f"{describe_death(spec, status)}\nNo other standby takes its place.")
+                return
             lived_s = self._clock() - started
             deaths = 1 if lived_s >= self._policy.forgive_after_s else deaths + 1
             delay_s = self._policy.delay_s(deaths)

@@ -5,13 +5,10 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from deploy.launcher.deaths import RestartPolicy, describe_death
+from deploy.launcher.deaths import BAD_SETTING, RestartPolicy, describe_death
 from deploy.launcher.log_tail import last_lines
 from deploy.launcher.process import Child, ChildSpec
 from deploy.launcher.standbys import Standbys
-
-BAD_SETTING = 2
-"""The exit code of a service that refuses its settings. A restart would not help."""
 
 
 class LaunchError(Exception):
@@ -137,7 +134,7 @@ class Supervisor:
     def _raise_if_hopeless(self, spec: ChildSpec, status: int, deaths: int, *, first: bool) -> None:
         """Raises `LaunchError` if a restart of the child would not help."""
         if status == BAD_SETTING and first and not self._served.is_set():
-            lines = last_lines(spec.log, 1)
+            lines = last_lines(spec.log, 1, longest=None)
             raise LaunchError(lines[0] if lines else f"{spec.name} refused its settings", BAD_SETTING)
         if not self._served.is_set() and deaths >= self._policy.failed_starts:
             raise LaunchError(

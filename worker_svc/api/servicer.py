@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, NoReturn
 
-from protos.errors import SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
+from protos.errors import ConfigurationRefused, SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
 from protos.logs import get_logger
 from protos.tracing.tracer import Tracer
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
@@ -33,6 +33,9 @@ class _NotBegunError(Exception):
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     """Serves one worker to one scheduler. A failed step ends neither the stream nor the process."""
+
+    refusal: ConfigurationRefused | None
+    """The worker's refusal of the last configuration. The scheduler may get a shorter text."""
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self._step_limit_s = step_limit_s(0.0)
         self._first_step_timeout_s = first_step_timeout_s
         self._configure_limit_s = configure_limit_s
+        self.refusal = None
         self._ready: Ready | None = None
         self._executing = False
         self._following: Following | None = None
@@ -111,6 +115,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ConfigureRequest, context: Context
     ) -> AsyncIterator[worker_pb2.ConfigureEvent]:
         """Streams progress, then the configuration that the worker runs with."""
+        self.refusal = None
         geometry = convert.geometry_from_proto(request)
         await asyncio.shield(self._prepared)
         events: asyncio.Queue[worker_pb2.ConfigureEvent | None] = asyncio.Queue()
@@ -192,6 +197,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         if isinstance(error, Unavailable):
             await abort(context, error)  # the running configuration stays
         await self._set_ready(None)
+        if isinstance(error, ConfigurationRefused):
+            self.refusal = error
         if isinstance(error, TriptychError):
             self._log.error("configuration_refused", reason=error.message)
         else:

@@ -1,0 +1,105 @@
+"""Starts of models with extra, wrong or broken files: they serve, or end with the reason."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.stack.test_up import QUICK, ask, launcher, read_until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(120)]
+
+_WEIGHTS = "model.safetensors"
+# More than a gRPC status can carry.
+_LONG = 8 << 10
+
+
+@pytest.fixture
+def model(smollm2: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of SmolLM2 whose weights are a link."""
+    folder = tmp_path / "model"
+    shutil.copytree(smollm2, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / _WEIGHTS).symlink_to(smollm2 / _WEIGHTS)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _change_weights(
+    model: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
+    weights = load_file(model / _WEIGHTS)
+    (model / _WEIGHTS).unlink()
+    save_file(change(weights), model / _WEIGHTS)
+
+
+def _add_tensor(model: Path) -> None:
+    _change_weights(model, lambda weights: {**weights, "value_head.weight": torch.ones(1, 576)})
+
+
+def _add_adapter(model: Path) -> None:
+    save_file({"lora.weight": torch.ones(1)}, model / "adapter_model.safetensors")
+
+
+def _rename_layers(model: Path) -> None:
+    def renamed(name: str) -> str:
+        return name.replace("self_attn", "multi_head_self_attention_of_the_decoder").replace(
+            "mlp", "feed_forward_network_of_the_decoder"
+        )
+
+    _change_weights(model, lambda weights: {renamed(name): each for name, each in weights.items()})
+
+
+def _break_template(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{% if %}")
+
+
+@pytest.mark.parametrize(
+    ("add", "name"),
+    [
+        (_add_tensor, "value_head"),
+        pytest.param(_add_adapter, "adapter_model.safetensors", marks=pytest.mark.slow),
+    ],
+)
+def test_extra_weights_are_named_and_ignored(
+    model: Path, tmp_path: Path, add: Callable[[Path], None], name: str
+) -> None:
+    """The model answers as without them; one log line of the worker names them."""
+    add(model)
+    flags = (*QUICK, "--model", str(model), "--served-model-name", "smollm2")
+    with launcher(tmp_path / "run", *flags) as process:
+        line = read_until(process, "Serving smollm2")
+        assert "Paris" in ask(next(word for word in line.split() if word.startswith("http")))
+    entries = [json.loads(line) for line in (tmp_path / "run" / "worker-0.log").read_text().splitlines()]
+    (ignored,) = [entry for entry in entries if entry["event"] == "extra_weights_ignored"]
+    assert ignored["files"] + ignored["tensors"] == [name]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason", "length"),
+    [
+        (_rename_layers, "check architectures in config.json", _LONG),
+        pytest.param(_break_template, "chat template cannot be compiled: line 1", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_an_unusable_model_ends_the_start(
+    model: Path, tmp_path: Path, damage: Callable[[Path], None], reason: str, length: int
+) -> None:
+    """The launcher exits with 2 and the whole reason in one line, within a second of its cause."""
+    damage(model)
+    with launcher(tmp_path / "run", *QUICK, "--model", str(model)) as process:
+        read_until(process, "load 1/1")
+        if not length:
+            read_until(process, "ready")
+        since = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        took_s = time.monotonic() - since
+    assert process.returncode == 2, errors
+    assert errors.count("\n") == 1
+    assert reason in errors
+    assert len(errors) > length
+    assert took_s < 3, "a second, and the end of the services on a busy machine"
