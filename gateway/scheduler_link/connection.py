@@ -12,7 +12,14 @@ import grpc.aio
 from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.request_table import Outbox, RequestTable
 from protos import wire
-from protos.errors import TriptychError, Unauthenticated, Unavailable, from_rpc_error
+from protos.errors import (
+    SchemaMismatch,
+    TriptychError,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+    from_rpc_error,
+)
 from protos.logs import get_logger
 from protos.security.waiting import wait_until_ready
 from protos.triptych.v1 import inference_pb2 as inference
@@ -27,6 +34,9 @@ _LONGEST_PAUSE_S: Final = 2.0
 
 # A message has waited for the gateway if it comes within this part of the time that the one before it took.
 _WAITED_PART: Final = 0.25
+
+# `Unimplemented` comes from another service.
+_REFUSALS: Final = (Unauthenticated, SchemaMismatch, Unimplemented)
 
 _HELLO: Final = inference.ConnectRequest(schema_revision=wire.SCHEMA_REVISION)
 
@@ -94,8 +104,8 @@ class Connection:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _log_refusal(self, error: TriptychError) -> None:
-        """Logs once that the scheduler wants another service token."""
-        refusal = error.message if isinstance(error, Unauthenticated) else ""
+        """Logs once that the scheduler wants another service token or another release."""
+        refusal = error.message if isinstance(error, _REFUSALS) else ""
         if refusal and refusal != self._refusal:
             self._log.error("refused", reason=refusal, retry="until it succeeds")
         self._refusal = refusal

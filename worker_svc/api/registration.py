@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from protos.errors import ConfigurationRefused, InvalidArgument, from_rpc_error
+from protos.errors import ConfigurationRefused, InvalidArgument, Unimplemented, from_rpc_error
 from protos.logs import get_logger
 from protos.security.links import PLAIN, LinkSecurity
 from protos.security.waiting import wait_until_ready
@@ -28,9 +28,9 @@ _LEAVE_TIMEOUT_S = 5.0
 
 _ALONE = RankLayout()
 
-# Errors that a retry with the same settings cannot fix. A scheduler of another release is no such error:
-# during an upgrade, one of this release follows.
-_FINAL = (ConfigurationRefused, InvalidArgument)
+# Errors that a retry with the same settings cannot fix. `Unimplemented` comes from another service. A
+# scheduler of another release or with another token is none: its successor may accept.
+_FINAL = (ConfigurationRefused, InvalidArgument, Unimplemented)
 
 
 async def stay_registered(

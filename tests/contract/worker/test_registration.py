@@ -101,6 +101,13 @@ async def test_a_worker_without_an_address_to_dial_is_refused(tmp_path: Path) ->
             await stay_registered(unix_address(path), worker_id="w", host="", port=7)
 
 
+async def test_another_service_is_no_scheduler() -> None:
+    """A worker ends if the address is that of a service without a registry."""
+    async with run_worker(FakeWorker()) as port:
+        with pytest.raises(ConfigurationRefused, match="refuses this worker"):
+            await stay_registered(f"127.0.0.1:{port}", worker_id="w", host="", port=port)
+
+
 async def test_a_worker_waits_for_a_scheduler_of_its_own_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler of another schema revision refuses it; the next one takes it."""
     monkeypatch.setattr(registry, "SCHEMA_REVISION", SCHEMA_REVISION + 1)
