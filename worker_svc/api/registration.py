@@ -4,12 +4,13 @@ import asyncio
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import grpc.aio
 
-from protos.errors import ConfigurationRefused, InvalidArgument, Unimplemented, from_rpc_error
+from protos.errors import ConfigurationRefused, Internal, InvalidArgument, Unimplemented, from_rpc_error
 from protos.logs import get_logger
 from protos.security.links import PLAIN, LinkSecurity
 from protos.security.waiting import wait_until_ready
@@ -31,6 +32,9 @@ _ALONE = RankLayout()
 # Errors that a retry with the same settings cannot fix. `Unimplemented` comes from another service. A
 # scheduler of another release or with another token is none: its successor may accept.
 _FINAL = (ConfigurationRefused, InvalidArgument, Unimplemented)
+
+# A fault that comes as often before the worker serves will come again.
+_MOST_FAULTS = 3
 
 
 async def stay_registered(
@@ -65,7 +69,7 @@ async def stay_registered(
     Raises:
         ConfigurationRefused: if the scheduler refuses this worker and a retry would not help.
     """
-    log, delay_s, last_reason = get_logger(scheduler=scheduler), _FIRST_DELAY_S, ""
+    log, delay_s, last_reason, faults = get_logger(scheduler=scheduler), _FIRST_DELAY_S, "", Counter[str]()
     near = socket if is_unix(scheduler) else None
     request = _request(worker_id, host, port, near, rank, replica_id)
     states = registry_pb2.RegisterEvent
@@ -78,13 +82,13 @@ async def stay_registered(
                 await wait_until_ready(channel, scheduler)
                 async for event in stub.Register(request):
                     if event.state == states.STATE_SERVING:
-                        served_since, last_reason = time.monotonic(), ""
+                        served_since, last_reason, faults = time.monotonic(), "", Counter()
                     if (note := notes.get(event.state)) is not None:
                         note(event.message)
                     log.info("registered", state=_state(event.state), message=event.message)
                 reason = "the scheduler ended the registration"
             except grpc.aio.AioRpcError as error:
-                reason = _reason(error, scheduler)
+                reason = _reason(error, scheduler, faults)
             if leaving is not None and leaving.is_set():
                 return
             delay_s = _FIRST_DELAY_S if time.monotonic() - served_since >= _LASTING_S else delay_s
@@ -110,9 +114,17 @@ def _request(
     return request
 
 
-def _reason(error: grpc.aio.AioRpcError, scheduler: str) -> str:
-    """Returns why a registration ended; raises ConfigurationRefused if no retry would help."""
+def _reason(error: grpc.aio.AioRpcError, scheduler: str, faults: Counter[str]) -> str:
+    """Returns why a registration ended, and counts faults.
+
+    Raises:
+        ConfigurationRefused: if no retry would help.
+    """
     failure = from_rpc_error(error)
+    if isinstance(failure, Internal):
+        faults[failure.message] += 1
+        if faults[failure.message] >= _MOST_FAULTS:
+            raise ConfigurationRefused(f"{failure.message} ({_MOST_FAULTS} times)") from error
     if isinstance(failure, _FINAL):
         raise ConfigurationRefused(
             f"the scheduler at {scheduler} refuses this worker: {failure.message}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 
-from protos.errors import ConfigurationRefused, SchemaMismatch
+from protos.errors import ConfigurationRefused, Internal, SchemaMismatch
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 from protos.wire import SCHEMA_REVISION, open_channel, unix_address
 from scheduler_svc.api import registry
@@ -99,6 +99,19 @@ async def test_a_worker_without_an_address_to_dial_is_refused(tmp_path: Path) ->
     async with run_scheduler(Settings(socket=path)):
         with pytest.raises(ConfigurationRefused, match="--socket or --advertise-host"):
             await stay_registered(unix_address(path), worker_id="w", host="", port=7)
+
+
+async def test_a_fault_of_every_configuration_ends_the_worker() -> None:
+    """The third equal fault before the worker serves ends it with the reason; one that passes does not."""
+    worker = FakeWorker(refuse_configure=Internal("IndexError: weights"))
+    async with asyncio.timeout(20), run_scheduler() as scheduler, run_worker(worker) as port:
+        address = f"127.0.0.1:{scheduler.server.port}"
+        with pytest.raises(ConfigurationRefused, match=r"IndexError: weights \(3 times\)"):
+            await stay_registered(address, worker_id="w", host="", port=port)
+        task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
+        worker.refuse_configure = None
+        await serving(scheduler, True)
+        task.cancel()
 
 
 async def test_another_service_is_no_scheduler() -> None:
