@@ -61,8 +61,8 @@ def _break_template(model: Path) -> None:
 @pytest.mark.parametrize(
     ("add", "name"),
     [
-        (_add_tensor, "value_head"),
-        pytest.param(_add_adapter, "adapter_model.safetensors", marks=pytest.mark.slow),
+        pytest.param(_add_tensor, "value_head", marks=pytest.mark.slow),
+        (_add_adapter, "adapter_model.safetensors"),
     ],
 )
 def test_extra_weights_are_named_and_ignored(
