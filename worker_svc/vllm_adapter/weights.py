@@ -28,7 +28,8 @@ _MOST_NAMED = 10
 class ShardLoader(DefaultModelLoader):
     """Reads a model's weights. vLLM assigns them to layers and checks that none is missing.
 
-    For quantized layers `StoredLayers` does. Tensors of unknown layers are ignored, as transformers does.
+    For quantized layers `StoredLayers` does. Tensors of unknown modules are ignored, as transformers does, but
+    not a surplus of layers: without them the model is another one.
     """
 
     def __init__(
@@ -70,6 +71,11 @@ class ShardLoader(DefaultModelLoader):
             parent, _, part = name.removesuffix(".").rpartition(".")
             if _has_weights(loader.module, parent):
                 return False
+            if part.isdigit():
+                raise ConfigurationRefused(
+                    f"the weights have layers that config.json does not describe, the first one {self._current};"
+                    " use the config.json that belongs to the weights"
+                )
             parts = self._current.split(".")
             end = parts.index(part) + 1 if part in parts else len(parts)
             self._unknown[".".join(parts[:end])] = None
