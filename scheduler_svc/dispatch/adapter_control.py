@@ -80,6 +80,19 @@ class AdapterControl:
         """
         return self.registry.resolve(name, digest) if name else None
 
+    def check_size(self, adapter: Adapter, num_tokens: int) -> None:
+        """Checks that a new request is not too large for all replicas that may run its adapter.
+
+        Raises:
+            Unavailable: it is; another replica may come.
+        """
+        if not self._queue.could_load(adapter, num_tokens):
+            raise Unavailable(
+                f"no worker that is ready holds a request of {num_tokens} tokens and can load the adapter"
+                f" {adapter.name!r}; ask for less, or retry when other workers are there",
+                retry_after_ms=5000,
+            )
+
     def load(self, name: str, source: str, *, in_place: bool, done: Outcome, expected: bool = False) -> None:
         """Starts loading a new adapter on the ready replicas.
 
@@ -150,7 +163,7 @@ class AdapterControl:
                 "adapter_not_loaded", replica=replica_id, name=adapter.name, reason=result.message
             )
             requests, reason = self._queue.refused(replica_id, adapter_id, result)
-            for request in requests:
+            for request in [*requests, *self._queues.without_host(adapter_id)]:
                 self._fail(request, _failure(adapter, reason))
         if introduction is not None and replica_id in introduction.asked:
             introduction.asked.discard(replica_id)

@@ -126,6 +126,23 @@ class AdapterQueue:
         host = self._hosts.get(replica_id)
         return host is not None and not host.failures.is_refused(request.adapter.adapter_id)
 
+    def could_load(self, adapter: Adapter, num_tokens: int) -> bool:
+        """Returns whether a replica large enough for so many tokens has an adapter or has not refused it."""
+        return any(
+            host.scheduler.kv.fits(num_tokens) and not host.failures.is_refused(adapter.adapter_id)
+            for host in self._hosts.values()
+        )
+
+    def has_failed(self, request: Request) -> bool:
+        """Returns whether every replica that is large enough has failed to load the request's adapter."""
+        assert request.adapter is not None
+        adapter_id = request.adapter.adapter_id
+        return not any(
+            host.scheduler.fits(request)
+            and (adapter_id not in host.failures or host.memory.is_loading(adapter_id))
+            for host in self._hosts.values()
+        )
+
     def is_paused(self, request: Request, replica_id: str) -> bool:
         """Returns whether the replica failed to load the request's adapter a short while ago."""
         host = self._hosts.get(replica_id)
@@ -193,7 +210,7 @@ class AdapterQueue:
         adapter = request.adapter
         if adapter is None or any(one.memory.is_loading(adapter.adapter_id) for one in self._hosts.values()):
             return
-        for host in self._hosts_for(request):
+        for host in self._hosts_for(request) or self._hosts_for(request, even_paused=True):
             free = host.scheduler.has_free_slot and adapter.adapter_id not in host.memory
             if free and self._make_room(host, only_unwanted=True):
                 host.load(adapter)

@@ -135,6 +135,8 @@ class Engine:
         if adapter is not None and self.replicas and not self.adapters.max_loras:
             raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
         stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))
+        if adapter is not None and self.replicas:
+            self.adapters.check_size(adapter, len(submission.prompt_token_ids) + stop.max_tokens)
         self._capacity.check(submission, num_waiting=self.num_waiting, waiting_tokens=self._queues.num_tokens)
         requests = make_requests(submission, stop, sink, self._arrivals, self._clock(), adapter)
         for event in submission.ended(stop):

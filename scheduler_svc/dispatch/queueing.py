@@ -246,6 +246,14 @@ class Queues:
         """Removes a request; returns False if it is in no queue."""
         return any(queue.remove(request) for queue in (self.waiting, self.grammars, self.adapters))
 
+    def without_host(self, adapter_id: int) -> list[Request]:
+        """Returns the requests of an adapter that every replica large enough for them has failed to load."""
+        return [
+            one
+            for one in self
+            if one.adapter and one.adapter.adapter_id == adapter_id and self.adapters.has_failed(one)
+        ]
+
     def load_adapters(self) -> None:
         """Has the adapters loaded that requests wait for.
 

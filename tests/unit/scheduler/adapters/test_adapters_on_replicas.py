@@ -179,3 +179,52 @@ def test_requests_do_not_wait_for_ever_for_replicas_that_fail_in_turn() -> None:
     failed = rig.sinks["one"].events[-1].error
     assert isinstance(failed, Unavailable)
     assert "no answer within 300 s" in failed.message
+
+
+LONG_PROMPT = tuple(range(3, 33))
+
+
+def small_and_large(*, slots_of_large: int = 2) -> tuple[Rig, Second]:
+    """Returns a replica that has the adapter "a", and a new one that alone has room for `LONG_PROMPT`."""
+    rig = make_rig(num_blocks=6, adapter_slots=2, max_cpu_loras=2)
+    assert isinstance(rig.load_adapter("a"), Adapter)
+    return rig, add_replica(rig, adapter_slots=slots_of_large, max_cpu_loras=2)
+
+
+def submit_long(rig: Rig, name: str) -> None:
+    rig.submit(make_submission(LONG_PROMPT, request_id=name, max_tokens=4, lora_name="a"))
+
+
+@pytest.mark.parametrize("error", [Unavailable("no answer within 300 s"), NotFound("there is no folder")])
+def test_a_request_too_large_for_the_replica_with_its_adapter_fails(error: TriptychError) -> None:
+    """The only replica that is large enough cannot load the adapter: nothing would wake the request."""
+    rig, second = small_and_large()
+    submit_long(rig, "long")
+    submit(rig, "short", "a")
+    second.answer_loads(rig, error=error)
+    failed = rig.sinks["long"].events[-1].error
+    assert isinstance(failed, type(error))
+    assert error.message in failed.message
+    run(rig, second)
+    assert rig.sinks["short"].tokens == expected_tokens(PROMPT, 8, weights="a")
+
+
+def test_a_later_request_is_not_left_to_a_pause() -> None:
+    """The replica that failed to load the adapter tries again at once for what no other one can run."""
+    rig, second = small_and_large()
+    second.answer_loads(rig, error=Unavailable("no answer within 300 s"))
+    submit_long(rig, "long")
+    assert [adapter.name for adapter in second.loads] == ["a"]
+    second.answer_loads(rig)
+    run(rig, second)
+    assert rig.sinks["long"].tokens == expected_tokens(LONG_PROMPT, 4, weights="a")
+
+
+@pytest.mark.parametrize("slots_of_large", [0, 2])
+def test_a_request_that_no_replica_with_adapters_holds_is_refused(slots_of_large: int) -> None:
+    """The larger replica runs no adapters, or has refused this one for good."""
+    rig, second = small_and_large(slots_of_large=slots_of_large)
+    second.answer_loads(rig, error=NotFound("there is no folder"))
+    with pytest.raises(Unavailable, match="holds a request of 34 tokens and can load the adapter 'a'"):
+        submit_long(rig, "long")
+    assert rig.engine.num_waiting == 0
