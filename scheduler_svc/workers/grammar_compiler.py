@@ -15,6 +15,9 @@ from scheduler_svc.requests.sampling import Grammar
 # Compiling itself takes seconds at most; the rest is time behind other grammars.
 COMPILE_TIMEOUT_S = 60.0
 
+# Pause before a call whose connection broke is made again.
+_RETRY_S = 0.2
+
 
 class CompiledGrammar(NamedTuple):
     """A worker's answer."""
@@ -62,12 +65,9 @@ class GrammarCompiler:
         outcome: CompiledGrammar | TriptychError
         try:
             request = worker_pb2.CompileGrammarRequest(structured_output=grammar_to_proto(grammar))
-            answer = await self._stub.CompileGrammar(request, timeout=COMPILE_TIMEOUT_S, wait_for_ready=True)
+            answer = await self._call(request)
             outcome = CompiledGrammar(answer.compile_us * 1e-6, tuple(answer.unenforced))
         except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
-                # The connection broke, so the step loop fails too, and the replica is about to be detached.
-                return
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 outcome = Overloaded(
                     f"the grammar was not compiled within {COMPILE_TIMEOUT_S:g} s, because other grammars are before it; retry later",
@@ -80,3 +80,19 @@ class GrammarCompiler:
             outcome = Internal(f"compiling the grammar failed: {type(error).__name__}: {error}")
         del self._calls[grammar]
         answered(outcome)
+
+    async def _call(self, request: worker_pb2.CompileGrammarRequest) -> worker_pb2.CompileGrammarResponse:
+        """Calls the worker, and calls it again while connections break, within the time limit.
+
+        If the worker is lost, :meth:`close` ends the call. But it may be a connection of its own that broke:
+        another rank than 0 compiles on a pipeline, and new calls follow changed certificates.
+        """
+        now = asyncio.get_running_loop().time
+        end_s = now() + COMPILE_TIMEOUT_S
+        while True:
+            try:
+                return await self._stub.CompileGrammar(request, timeout=end_s - now(), wait_for_ready=True)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or error.trailing_metadata():
+                    raise
+            await asyncio.sleep(_RETRY_S)

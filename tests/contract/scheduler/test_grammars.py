@@ -3,9 +3,10 @@
 import asyncio
 from dataclasses import dataclass, field
 
+import grpc
 import pytest
 
-from protos.errors import Internal, InvalidArgument, TriptychError, Unsupported, abort
+from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unsupported, abort
 from protos.limits import MAX_GRAMMAR_BYTES
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import Context
@@ -119,6 +120,41 @@ async def test_a_worker_lost_while_compiling_is_replaced() -> None:
         async with joined(scheduler, second):
             assert await running == expected_tokens((5, 6, 7), 8)
         assert second.asked == [REGEX]
+
+
+@dataclass
+class BreakingWorker(CompilingWorker):
+    """Fails its first calls as a connection does that breaks: the status has no details."""
+
+    breaks: int = 1
+
+    async def CompileGrammar(
+        self, request: worker_pb2.CompileGrammarRequest, context: Context
+    ) -> worker_pb2.CompileGrammarResponse:
+        if len(self.asked) < self.breaks:
+            self.asked.append(request.structured_output)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset by peer")
+        return await super().CompileGrammar(request, context)
+
+
+async def test_a_broken_call_is_made_again() -> None:
+    """The worker's plans go over another connection, so nothing else tells that the call is lost."""
+    worker = BreakingWorker()
+    worker.may_compile.set()
+    async with run_scheduler() as scheduler, joined(scheduler, worker), asyncio.timeout(10):
+        tokens = await tokens_of(scheduler, generate_request(structured_output=REGEX))
+    assert tokens == expected_tokens((5, 6, 7), 8)
+    assert worker.asked == [REGEX, REGEX]
+
+
+async def test_calls_that_keep_breaking_fail_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request fails once the grammar's time is over."""
+    monkeypatch.setattr("scheduler_svc.workers.grammar_compiler.COMPILE_TIMEOUT_S", 0.5)
+    async with run_scheduler() as scheduler, joined(scheduler, BreakingWorker(breaks=1000)):
+        async with asyncio.timeout(10):
+            error = await failure(scheduler.inference.Generate(generate_request(structured_output=REGEX)))
+    assert isinstance(error, Overloaded)
+    assert "was not compiled within 0.5 s" in error.message
 
 
 async def test_cancelling_a_request_cancels_its_compilation(
