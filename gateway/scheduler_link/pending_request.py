@@ -60,7 +60,10 @@ class PendingRequest:
 
     __slots__ = (
         "_attempt",
+        "_failed_since_s",
         "_first_id",
+        "_is_taken",
+        "_num_at_failure",
         "_num_prompt_logprobs",
         "_num_resumed",
         "_silent_since_s",
@@ -124,6 +127,11 @@ class PendingRequest:
         self.park_until = 0.0
         self.retry = None
         self._submitted_s = time.monotonic()
+        # Whether a scheduler has taken the request since it was last sent.
+        self._is_taken = False
+        # Tokens received when a scheduler failed the request, and since when it has failed with as many.
+        self._num_at_failure = -1
+        self._failed_since_s = 0.0
         # Tokens received when the request was last sent again, and when it was first sent again with as many.
         self._num_resumed = 0
         self._silent_since_s = self._submitted_s
@@ -163,10 +171,22 @@ class PendingRequest:
         if event.prompt.lora_digest:
             # And computed with the same weights, whatever has the adapter's name by then.
             self.request.lora_digest = event.prompt.lora_digest
-        self.accepted = True
+        self.accepted = self._is_taken = True
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
+
+    def failed_for_s(self) -> float:
+        """Returns how long schedulers have taken the request and failed it without a token, seconds.
+
+        Call it at each failure; 0 if the request was not taken since it was last sent.
+        """
+        if not self._is_taken:
+            return 0.0
+        now_s = time.monotonic()
+        if (num_received := sum(map(len, self.received))) != self._num_at_failure:
+            self._num_at_failure, self._failed_since_s = num_received, now_s
+        return now_s - self._failed_since_s
 
     def prepare_resume(self) -> None:
         """Replaces ``request`` with one that continues each sequence behind the tokens received.
@@ -175,6 +195,7 @@ class PendingRequest:
         queue.
         """
         self._attempt += 1
+        self._is_taken = False
         resumed = inference.GenerateRequest()
         resumed.CopyFrom(self.request)
         resumed.request_id = f"{self._first_id}.r{self._attempt}"

@@ -237,7 +237,8 @@ class RequestTable:
 
     def _on_error(self, pending: PendingRequest, error: TriptychError) -> None:
         if self._may_wait(pending, error):
-            # The scheduler is draining, is new and has no replica yet, or lost its last one.
+            # The scheduler is draining, is new and has no replica yet, or lost its last one; or no worker can
+            # load the request's adapter or compile its grammar for now.
             self._mark_lost(pending)
             pause = error.retry_after_ms / 1000 or _RESUBMIT_PAUSE_S
             later = asyncio.get_running_loop().call_later
@@ -247,9 +248,13 @@ class RequestTable:
             pending.group.fail(error)
 
     def _may_wait(self, pending: PendingRequest, error: TriptychError) -> bool:
-        """Returns whether a refused request is sent again later; a new one must find a place for that."""
+        """Returns whether a request that was refused or failed is sent again later.
+
+        A new one must find a place for that. One that was taken must not fail for the same reason for ever.
+        """
         if pending.accepted:
-            return isinstance(error, Unavailable | Overloaded)
+            may_pass = isinstance(error, Unavailable | Overloaded)
+            return may_pass and pending.failed_for_s() <= self._resume_timeout_s
         in_time = asyncio.get_running_loop().time() < pending.park_until
         return isinstance(error, Unavailable) and in_time and self._parking.enter(pending)
 

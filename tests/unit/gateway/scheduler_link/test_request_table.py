@@ -9,7 +9,7 @@ import pytest
 from gateway.scheduler_link import request_table
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import Outbox, RequestTable
-from protos.errors import InvalidArgument, TimedOut
+from protos.errors import InvalidArgument, TimedOut, Unavailable
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -177,3 +177,54 @@ async def test_a_gateway_that_is_behind_hands_tokens_out_together() -> None:
     assert heard == [7, 10]
     group.abort()
     reader.cancel()
+
+
+class FailingScheduler:
+    """Takes a request each time it is sent, and fails it soon, for example because its adapter is away."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.outbox.open()
+        self.table = RequestTable(self.outbox, Parking(4, 30.0), 60.0)
+        self.group = self.table.submit([inference.GenerateRequest(request_id="a", prompt_token_ids=[5])])
+        (self.pending,) = self.group.requests
+
+    def fail(self, *, token_id: int | None = None, taken: bool = True) -> None:
+        """Fails the request, after a token or none, or refuses it; it is sent again if it may be."""
+        name = self.pending.wire_id
+        events = [inference.GenerateEvent(request_id=name, error=Unavailable("the disk is away").to_proto())]
+        if token_id is not None:
+            events.insert(0, inference.GenerateEvent(request_id=name, token_ids=[token_id]))
+        if taken:
+            events.insert(0, inference.GenerateEvent(request_id=name, accepted=True))
+        self.table.deliver(inference.ConnectResponse(events=events))
+        self.table.resubmit_all()
+
+
+async def test_a_request_that_fails_again_and_again_gets_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each scheduler takes it, so no wait for one ends it: its failures without a token between them do."""
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    scheduler = FailingScheduler()
+    scheduler.fail()
+    now_s += 60
+    scheduler.fail()
+    assert len(scheduler.table) == 1
+    now_s += 1
+    scheduler.fail()
+    with pytest.raises(Unavailable, match="the disk is away"):
+        await scheduler.group.take()
+    assert len(scheduler.table) == 0
+
+
+async def test_tokens_and_refusals_count_as_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token starts the time anew; a scheduler that has not taken the request has not failed it."""
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    scheduler = FailingScheduler()
+    for token_id in range(3):
+        scheduler.fail(token_id=token_id)
+        now_s += 61
+    scheduler.fail(taken=False)
+    assert len(scheduler.table) == 1
+    scheduler.group.abort()
