@@ -198,7 +198,8 @@ class CompileClient:
         for child in list(self._children):
             _hang_up(child)
         self._control.close()
-        self._process.terminate()
+        # SIGTERM would not end a server that stands still, and the worker would wait for it.
+        self._process.kill()
         self._process.wait()
 
 
