@@ -151,7 +151,7 @@ class ModelThread:
             self._waiting = task.running()
             try:
                 function()
-            except Exception:  # noqa: BLE001 - a fault in this program
+            except BaseException:  # noqa: BLE001 - a fault in this program, or a library that calls sys.exit
                 # Without this thread no later step would be answered. The scheduler gives this one up.
                 if not self._loop.is_closed():
                     get_logger().exception("deferred_failed", what=task.what)

@@ -143,13 +143,14 @@ async def test_waiting_for_the_device_counts_as_running() -> None:
     assert thread.running is None
 
 
-async def test_a_fault_in_what_was_deferred_ends_nothing_else() -> None:
-    """The next step is read and answered as usual."""
+@pytest.mark.parametrize("fault", [ValueError("broken"), SystemExit(1), asyncio.CancelledError()])
+async def test_a_fault_in_what_was_deferred_ends_nothing_else(fault: BaseException) -> None:
+    """The next step is read and answered as usual, also if a library calls for the end of the thread."""
     thread = ModelThread()
     read = threading.Event()
 
     def fail() -> None:
-        raise ValueError("broken")
+        raise fault
 
     with capture_logs() as logs:
         await thread.submit(lambda: thread.defer(fail))
