@@ -198,8 +198,7 @@ class CompileClient:
         for child in list(self._children):
             _hang_up(child)
         self._control.close()
-        # SIGTERM would not end a server that stands still, and the worker would wait for it.
-        self._process.kill()
+        self._process.terminate()
         self._process.wait()
 
 

@@ -7,7 +7,6 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -244,20 +243,6 @@ def test_a_dead_compile_server_is_replaced(small: GrammarCompiler) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert small.submit(Spec("regex", "b")).result() > 0
-
-
-def test_a_compile_server_that_stands_still_does_not_keep_the_worker_from_ending(
-    small: GrammarCompiler,
-) -> None:
-    """Closing ends the server at once, although it takes no signal but SIGKILL."""
-    small.submit(Spec("regex", "a")).result()
-    assert small._client is not None
-    process = small._client._process
-    os.kill(process.pid, signal.SIGSTOP)
-    closing = threading.Thread(target=small.close, daemon=True)
-    closing.start()
-    closing.join(10)
-    assert process.returncode == -signal.SIGKILL
 
 
 def test_grammars_need_a_vocabulary_and_an_end_token(tmp_path: object) -> None:
