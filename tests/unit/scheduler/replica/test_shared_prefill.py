@@ -2,6 +2,7 @@
 
 import pytest
 
+from protos.errors import InvalidArgument
 from protos.kv_groups import GroupKind
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason
@@ -81,6 +82,31 @@ def test_when_the_first_request_is_aborted_the_next_one_computes(groups: tuple[K
     assert rig.device.prefilled == 16 + 2 + (4 if in_place else 0)
     for name in "bc":
         assert rig.sinks[name].tokens == expected_tokens([*SHARED, ord(name) - 50], 3)
+
+
+@pytest.mark.parametrize("why", ["refused", "failed", "preempted"])
+@pytest.mark.parametrize("groups", KINDS)
+def test_when_the_first_request_leaves_the_others_go_on(groups: tuple[KvGroup, ...], why: str) -> None:
+    """The worker refuses it, a step of it fails, or an urgent request takes its slot."""
+    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)), groups=groups)
+    refusal = InvalidArgument("cannot be constrained")
+    if why == "refused":
+        rig.refuses = lambda moment: refusal if moment.request_id == "a" else None
+    if why == "failed":
+        rig.fails = lambda moment: moment.request_id == "a" and not rig.failers
+    for name in "abc":
+        rig.submit(make_submission([*SHARED, ord(name) - 50], request_id=name, max_tokens=3))
+    assert rig.scheduler.num_deferred == 2
+    rig.step()
+    if why == "preempted":
+        for name in ("urgent", "too"):
+            rig.submit(make_submission([5, len(name)], request_id=name, priority=-1))
+        assert rig.engine.find("a").slot is None  # type: ignore[union-attr]
+    rig.run()
+    for name in "abc"[why == "refused" :]:
+        assert rig.sinks[name].tokens == expected_tokens([*SHARED, ord(name) - 50], 3)
+    assert (rig.sinks["a"].events[-1].error is refusal) == (why == "refused")
+    assert rig.engine.num_waiting == 0
 
 
 def test_a_deferred_request_can_be_aborted() -> None:
