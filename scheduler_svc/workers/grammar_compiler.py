@@ -15,7 +15,10 @@ from scheduler_svc.requests.sampling import Grammar
 # Compiling itself takes seconds at most; the rest is time behind other grammars.
 COMPILE_TIMEOUT_S = 60.0
 
-# Pause before a call whose connection broke is made again.
+# Statuses of calls whose connection broke, or whose worker stops; an error of the worker's own has details.
+_BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+# Pause before such a call is made again.
 _RETRY_S = 0.2
 
 
@@ -93,6 +96,6 @@ class GrammarCompiler:
             try:
                 return await self._stub.CompileGrammar(request, timeout=end_s - now(), wait_for_ready=True)
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or error.trailing_metadata():
+                if error.code() not in _BROKEN or error.trailing_metadata():
                     raise
             await asyncio.sleep(_RETRY_S)

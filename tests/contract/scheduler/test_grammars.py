@@ -127,19 +127,21 @@ class BreakingWorker(CompilingWorker):
     """Fails its first calls as a connection does that breaks: the status has no details."""
 
     breaks: int = 1
+    status: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
 
     async def CompileGrammar(
         self, request: worker_pb2.CompileGrammarRequest, context: Context
     ) -> worker_pb2.CompileGrammarResponse:
         if len(self.asked) < self.breaks:
             self.asked.append(request.structured_output)
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "connection reset by peer")
+            await context.abort(self.status, "connection reset by peer")
         return await super().CompileGrammar(request, context)
 
 
-async def test_a_broken_call_is_made_again() -> None:
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+async def test_a_broken_call_is_made_again(status: grpc.StatusCode) -> None:
     """The worker's plans go over another connection, so nothing else tells that the call is lost."""
-    worker = BreakingWorker()
+    worker = BreakingWorker(status=status)
     worker.may_compile.set()
     async with run_scheduler() as scheduler, joined(scheduler, worker), asyncio.timeout(10):
         tokens = await tokens_of(scheduler, generate_request(structured_output=REGEX))
