@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, cast
 
 import grpc.aio
+import pytest
 
 from protos.errors import TriptychError, Unavailable
 from protos.logs import get_logger
@@ -102,20 +103,43 @@ async def test_loads_are_bounded() -> None:
     loader.close()
 
 
-async def test_a_call_that_a_worker_ends_may_be_retried() -> None:
-    """A worker that stops cancels its calls; that says nothing against the adapter."""
+class FailingRank(Rank):
+    """A rank whose loads end with a status of gRPC's own."""
 
-    class Stopping(Rank):
-        async def LoadAdapter(
-            self, request: worker_pb2.LoadAdapterRequest, **_: object
-        ) -> worker_pb2.LoadAdapterResponse:
-            raise grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata())
+    def __init__(self, status: grpc.StatusCode) -> None:
+        super().__init__()
+        self.status = status
 
-    rank = Stopping()
+    async def LoadAdapter(
+        self, request: worker_pb2.LoadAdapterRequest, **_: object
+    ) -> worker_pb2.LoadAdapterResponse:
+        raise grpc.aio.AioRpcError(self.status, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED])
+async def test_a_call_that_a_worker_ends_may_be_retried(status: grpc.StatusCode) -> None:
+    """A worker that stops or is slow says nothing against the adapter."""
+    rank = FailingRank(status)
     loader, answers = loader_of(rank)
     loader.load(Adapter(1, "a", "a"), answers.append)
     await settle()
     await rank.end("unload 1")
     (answer,) = answers
     assert isinstance(answer, Unavailable)
+    loader.close()
+
+
+async def test_a_rank_that_does_not_answer_takes_the_adapter_off_the_others() -> None:
+    """The load fails once its time is over, and no rank has the adapter."""
+    ranks = Rank(), FailingRank(grpc.StatusCode.DEADLINE_EXCEEDED)
+    answers: list[LoadedAdapter | TriptychError] = []
+    loader = AdapterLoader([cast("Any", rank) for rank in ranks], get_logger())
+    loader.load(Adapter(1, "a", "a"), answers.append)
+    await settle()
+    await ranks[0].end("load 1")
+    for rank in ranks:
+        await rank.end("unload 1")
+    (answer,) = answers
+    assert isinstance(answer, Unavailable)
+    assert "did not load the adapter within" in answer.message
     loader.close()
