@@ -30,6 +30,10 @@ _TOKENS_PER_CALL: Final = 1 << 17
 
 _RETRY_PAUSE_S: Final = 0.5
 
+# A call that fails sooner, although a scheduler is connected, was not lost with it. No new connection can be
+# made, for example, with certificates that have changed.
+_AT_ONCE_S: Final = 1.0
+
 
 async def pool_all(
     stub: "InferenceAsyncStub",
@@ -137,7 +141,7 @@ async def _pool(
         except grpc.aio.AioRpcError as error:
             # The loss of a scheduler that was there meanwhile is a new one; one that refuses is not lost.
             was_there = last_connected_s() >= sent_at and not error.trailing_metadata()
-            if lost_at is None or was_there:
+            if lost_at is None or (was_there and clock() - sent_at > _AT_ONCE_S):
                 lost_at = clock()
             if not may_wait(error, clock() - lost_at):
                 raise from_rpc_error(error) from error
