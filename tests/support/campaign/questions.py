@@ -10,9 +10,9 @@ from protos.triptych.v1 import common_pb2, inference_pb2
 from tests.support.campaign.processes.tiny_chat_model import END, PRINTABLE
 
 Way: TypeAlias = Literal["http", "grpc"]
-Kind: TypeAlias = Literal["greedy", "seeded", "json", "choices"]
+Kind: TypeAlias = Literal["greedy", "seeded", "json", "choices", "logprobs", "regex", "grammar"]
 
-KINDS: Final[tuple[Kind, ...]] = ("greedy", "seeded", "json", "choices")
+KINDS: Final[tuple[Kind, ...]] = ("greedy", "seeded", "json", "choices", "logprobs", "regex", "grammar")
 SCHEMA: Final = json.dumps({
     "type": "object",
     "properties": {
@@ -23,6 +23,14 @@ SCHEMA: Final = json.dumps({
     "required": ["name", "values", "good"],
     "additionalProperties": False,
 })  # fmt: skip
+_REGEX: Final = "[a-z]{1,9}( [a-z]{1,9}){10,60}"
+_GRAMMAR: Final = 'root ::= word | word " " root\nword ::= [a-z] | [a-z] word'
+# By kind: the constraint of an HTTP body, and of a message.
+_CONSTRAINTS: Final[Mapping[Kind, tuple[Mapping[str, Any], Mapping[str, Any]]]] = {
+    "json": ({"json": json.loads(SCHEMA)}, {"json_schema": SCHEMA}),
+    "regex": ({"regex": _REGEX}, {"regex": _REGEX}),
+    "grammar": ({"grammar": _GRAMMAR}, {"grammar": _GRAMMAR}),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,19 +55,19 @@ class Question:
             "model": model, "prompt": list(self.prompt), "max_tokens": self.max_tokens, "n": self.n, "stream": True,
             "stream_options": {"include_usage": True, "resumable": self.resumable}, **self.sampling,
         }  # fmt: skip
-        if self.kind == "json":
-            body["structured_outputs"] = {"json": json.loads(SCHEMA)}
+        if self.kind in _CONSTRAINTS:
+            body["structured_outputs"], _ = _CONSTRAINTS[self.kind]
         return body
 
     def message(self, request_id: str) -> inference_pb2.GenerateRequest:
         """Returns the message for `Inference.Generate`."""
-        request = inference_pb2.GenerateRequest(
-            request_id=request_id, prompt_token_ids=self.prompt, n=self.n,
-            sampling=common_pb2.SamplingParams(max_tokens=self.max_tokens, **self.sampling),
-        )  # fmt: skip
-        if self.kind == "json":
-            request.sampling.structured_output.json_schema = SCHEMA
-        return request
+        sampling = common_pb2.SamplingParams(max_tokens=self.max_tokens, **self.sampling)
+        if self.kind in _CONSTRAINTS:
+            _, constraint = _CONSTRAINTS[self.kind]
+            sampling.structured_output.MergeFrom(common_pb2.StructuredOutput(**constraint))
+        return inference_pb2.GenerateRequest(
+            request_id=request_id, prompt_token_ids=self.prompt, n=self.n, sampling=sampling
+        )
 
 
 def make_questions(count: int, dice: random.Random) -> list[Question]:
@@ -70,12 +78,14 @@ def make_questions(count: int, dice: random.Random) -> list[Question]:
         kind = KINDS[index // 2 % len(KINDS)]
         own = tuple(dice.choices(PRINTABLE, k=dice.choice((3, 40, 150, 300))))
         sampling: dict[str, Any] = {"temperature": 0}
-        if kind in {"seeded", "choices"} or (kind == "json" and dice.random() < 0.5):
+        if kind in {"seeded", "choices"} or (kind not in {"greedy", "seeded"} and dice.random() < 0.5):
             sampling = {"temperature": 0.9, "top_p": 0.95, "seed": dice.randrange(1 << 32)}
         # Each token is a character of its own, so a text says which tokens it has.
-        sampling |= {"allowed_token_ids": [*PRINTABLE, END]} if kind == "json" else {
+        sampling |= {"allowed_token_ids": [*PRINTABLE, END]} if kind in _CONSTRAINTS else {
             "allowed_token_ids": list(PRINTABLE), "ignore_eos": True,
         }  # fmt: skip
+        if kind == "logprobs":
+            sampling["logprobs"] = dice.choice((0, 1, 5))
         questions.append(Question(
             f"{kind}-{index}", "http" if index % 2 else "grpc", kind,
             (*(shared if dice.random() < 0.3 else ()), *own), dice.randrange(60, 400),

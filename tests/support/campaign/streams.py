@@ -8,7 +8,9 @@ start, and the new answer must begin with what it has.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isclose
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import grpc
@@ -23,8 +25,37 @@ if TYPE_CHECKING:
     # Exists for type checkers only.
     from protos.triptych.v1.inference_pb2_grpc import InferenceAsyncStub
 
-Unit: TypeAlias = int | str
+Token: TypeAlias = int | str
 """A token id, or the character that stands for a token."""
+
+_TOLERANCE: Final = 1e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A token with its log-probabilities, which a resumed request may round otherwise."""
+
+    token: Token
+    logprobs: tuple[float, ...]
+    """The token's own, and those of the likeliest tokens, best first."""
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the tokens are equal and the log-probabilities close."""
+        if not isinstance(other, Scored):
+            return NotImplemented
+        return (
+            self.token == other.token
+            and len(self.logprobs) == len(other.logprobs)
+            and all(
+                isclose(*pair, abs_tol=_TOLERANCE) for pair in zip(self.logprobs, other.logprobs, strict=True)
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment] # close values are equal
+
+
+Unit: TypeAlias = Token | Scored
+"""A token of an answer."""
 Answer: TypeAlias = tuple[tuple[tuple[Unit, ...], str], ...]
 """The tokens and the finish reason of each sequence."""
 
@@ -190,7 +221,7 @@ async def ask_grpc(stub: "InferenceAsyncStub", stream: Stream) -> None:
                     stream.seed = event.prompt.seed
                 if event.HasField("worker_losses"):
                     stream.losses[event.sequence] = event.worker_losses
-                stream.add(event.sequence, event.token_ids)
+                stream.add(event.sequence, _units(event))
                 if event.finish_reason:
                     stream.end(event.sequence, _REASONS[event.finish_reason])
                 await stream.reads.wait()
@@ -200,6 +231,15 @@ async def ask_grpc(stub: "InferenceAsyncStub", stream: Stream) -> None:
             if not isinstance(failure, Unavailable) and error.code() is not grpc.StatusCode.CANCELLED:
                 raise StreamError(f"{type(failure).__name__}: {failure.message}") from error
             await asyncio.sleep(_RETRY_S)
+
+
+def _units(event: inference_pb2.GenerateEvent) -> Sequence[Unit]:
+    if not event.logprobs:
+        return event.token_ids
+    return [
+        Scored(token, (entry.logprob, *entry.top_logprobs))
+        for token, entry in zip(event.token_ids, event.logprobs, strict=True)
+    ]
 
 
 def _message(stream: Stream) -> inference_pb2.GenerateRequest:
@@ -212,9 +252,14 @@ def _message(stream: Stream) -> inference_pb2.GenerateRequest:
         if units or reason or stream.losses[sequence]:
             request.resumed.add(
                 sequence=sequence, finished=bool(reason), worker_losses=stream.losses[sequence],
-                token_ids=[] if reason else [unit for unit in units if isinstance(unit, int)],
+                token_ids=[] if reason else _token_ids(units),
             )  # fmt: skip
     return request
+
+
+def _token_ids(units: Sequence[Unit]) -> list[int]:
+    tokens = (unit.token if isinstance(unit, Scored) else unit for unit in units)
+    return [token for token in tokens if isinstance(token, int)]
 
 
 async def ask_http(client: httpx.AsyncClient, model: str, stream: Stream) -> None:
@@ -239,6 +284,16 @@ async def ask_http(client: httpx.AsyncClient, model: str, stream: Stream) -> Non
             await asyncio.sleep(_RETRY_S)
 
 
+def _characters(choice: Mapping[str, Any]) -> Sequence[Unit]:
+    text, scores = choice["text"], choice["logprobs"]
+    if scores is None:
+        return str(text)
+    return [
+        Scored(token, (own, *sorted(top.values(), reverse=True)))
+        for token, own, top in zip(text, scores["token_logprobs"], scores["top_logprobs"], strict=True)
+    ]
+
+
 async def _read(response: httpx.Response, stream: Stream) -> None:
     count, event_id = 0, ""
     async for line in response.aiter_lines():
@@ -250,7 +305,7 @@ async def _read(response: httpx.Response, stream: Stream) -> None:
         if "error" in chunk:
             raise StreamError(f"the stream says {chunk['error']}")
         for choice in chunk["choices"]:
-            stream.add(choice["index"], choice["text"])
+            stream.add(choice["index"], _characters(choice))
             if choice["finish_reason"]:
                 stream.end(choice["index"], choice["finish_reason"])
         stream.last_event_id = event_id

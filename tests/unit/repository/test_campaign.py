@@ -11,7 +11,7 @@ from tests.support.campaign.load import Load
 from tests.support.campaign.processes.inspection import leaks
 from tests.support.campaign.processes.link import Link
 from tests.support.campaign.questions import Question
-from tests.support.campaign.streams import Stream
+from tests.support.campaign.streams import Scored, Stream
 
 IDLE = {"tasks": 5, "futures": 9, "rss_mib": 100.0, "live": 0, "blocks": 0, "integrity": ""}
 
@@ -114,6 +114,31 @@ async def test_a_wrong_answer_is_a_failure(answer: list[int], why: str) -> None:
     await load.ask(question)
     assert load.answered == (not why)
     assert why in "".join(load.failures)
+
+
+@pytest.mark.parametrize(
+    ("scored", "right"),
+    [
+        (Scored(2, (-0.5, -0.25)), True),
+        (Scored(2, (-0.5001, -0.25)), True),
+        (Scored(2, (-0.6, -0.25)), False),
+        (Scored(2, (-0.5,)), False),
+        (Scored(3, (-0.5, -0.25)), False),
+        (2, False),
+    ],
+)
+async def test_wrong_log_probabilities_are_a_failure(scored: Scored | int, right: bool) -> None:
+    """They may be rounded otherwise, but not be those of another token, differ or be missing."""
+
+    async def ask(stream: Stream) -> None:
+        stream.add(0, [Scored(1, (-0.1, -0.1)), scored])
+        stream.end(0, "length")
+
+    load, question = Load(ask), Question("q", "grpc", "logprobs", (1,), 2)
+    load.expected[question] = (((Scored(1, (-0.1, -0.1)), Scored(2, (-0.5, -0.25))), "length"),)
+    await load.ask(question)
+    assert load.answered == right
+    assert bool(load.failures) != right
 
 
 async def test_a_second_attempt_must_repeat_the_first() -> None:
