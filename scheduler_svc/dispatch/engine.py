@@ -7,6 +7,7 @@ prefix. The requests of a lost replica wait again.
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
+from typing import Final
 
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.logs import get_logger
@@ -24,6 +25,9 @@ from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too
 from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
+
+MOST_GRAMMAR_LOSSES: Final = 32
+"""Admissions in a row for which workers lack the grammar that they compiled. Under pressure two are usual."""
 
 
 class Engine:
@@ -289,9 +293,14 @@ class Engine:
         self._queues.add(request)
 
     def without_grammar(self, request: Request) -> None:
-        """Requeues a request after its replica has evicted its grammar."""
+        """Requeues a request after its replica has evicted its grammar; not for ever."""
         orphaned = self.grammars.evicted(request)
-        self.requeue(request)
+        num_tokens, (before, count) = len(request.token_ids), request.grammar_losses
+        request.grammar_losses = num_tokens, count + 1 if before == num_tokens else 1
+        if request.grammar_losses[1] < MOST_GRAMMAR_LOSSES:
+            self.requeue(request)
+        else:
+            self._fail(request, _no_grammar())
         self._wait_for_recompilation(orphaned)
 
     def forget(self, request: Request) -> None:
@@ -444,6 +453,14 @@ class Engine:
 
 def _aborted(request: Request) -> Event:
     return Event(request.request_id, finish_reason=FinishReason.ABORT)
+
+
+def _no_grammar() -> Overloaded:
+    return Overloaded(
+        f"workers evicted the grammar {MOST_GRAMMAR_LOSSES} times before the request could run; retry later,"
+        " or raise --grammar-cache-mib",
+        param="structured_output", retry_after_ms=5000,
+    )  # fmt: skip
 
 
 def _no_worker() -> Unavailable:

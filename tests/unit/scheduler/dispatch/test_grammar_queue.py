@@ -7,6 +7,7 @@ import pytest
 
 from protos.errors import InvalidArgument, Overloaded, Unavailable
 from protos.steps import SlotOutput, StepResult
+from scheduler_svc.dispatch.engine import MOST_GRAMMAR_LOSSES
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.interleave import Interleave
@@ -183,6 +184,48 @@ def test_an_evicted_grammar_is_compiled_again() -> None:
     rig.run()
     assert sink.tokens == expected_tokens((5, 6, 7), 8)
     rig.scheduler.kv.check_integrity()
+
+
+def evict(rig: Rig) -> None:
+    """Compiles the grammar, and refuses the admission for want of it."""
+    rig.engine.grammar_compiled("replica-0", A)
+    plan = rig.scheduler.step()
+    assert plan is not None
+    (admission,) = plan.admit
+    refusal = SlotOutput(admission.slot, (), error=Unavailable("evicted"))
+    rig.scheduler.update(StepResult(plan.step, outputs=(refusal,)))
+
+
+def test_a_grammar_that_is_evicted_each_time_fails_its_request() -> None:
+    """A worker that compiles it and never has it keeps nothing busy for ever."""
+    rig = make_rig()
+    grammars = record_asked(rig)
+    sink = rig.submit(constrained("a"))
+    for _ in range(MOST_GRAMMAR_LOSSES - 1):
+        evict(rig)
+    assert not sink.events
+    evict(rig)
+    assert isinstance(sink.events[-1].error, Overloaded)
+    assert grammars == [A] * MOST_GRAMMAR_LOSSES
+    assert rig.engine.grammars.idle
+
+
+def test_a_token_forgives_lost_grammars() -> None:
+    """The evictions before it do not count."""
+    rig = make_rig()
+    record_asked(rig)
+    sink = rig.submit(constrained("a"))
+    request = rig.engine.find("a")
+    assert request is not None
+    for num_tokens in (1, 2):
+        for _ in range(MOST_GRAMMAR_LOSSES - 1):
+            evict(rig)
+        rig.engine.grammar_compiled("replica-0", A)
+        while len(sink.tokens) < num_tokens:
+            rig.step()
+        rig.scheduler._slots.preempt(request, "memory")
+    assert len(sink.tokens) == 2
+    assert sink.events[-1].error is None
 
 
 def test_suspending_the_engine_fails_requests_that_wait_for_grammars() -> None:
