@@ -326,11 +326,10 @@ class Follower:
     def _receive_results(self) -> None:
         while True:
             try:
-                message = self._group.results.receive()
-            except RuntimeError as error:
+                self._results.add(self._group.results.receive())
+            except Exception as error:  # noqa: BLE001 - without this thread, the next step waits for ever
                 self._give_up(_broken(self._group, error))
                 return
-            self._results.add(message)
 
 
 def _broken(group: RankGroup, error: Exception) -> str:

@@ -1,5 +1,6 @@
 """What a rank does with an error in a step: others may wait for it in a collective."""
 
+import queue
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -7,7 +8,7 @@ import pytest
 
 from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.steps import Decode, StepPlan, StepResult
-from tests.support.ranks.fake_ranks import FakeGroup, Ranks
+from tests.support.ranks.fake_ranks import FakeGroup, FakeSteps, Ranks
 from worker_svc.execution.engine import PlanRefused
 from worker_svc.execution.ranks.lockstep import Follower, Leader
 from worker_svc.launched_step import LaunchedStep
@@ -57,6 +58,29 @@ def test_a_step_that_fails_on_one_rank_ends_the_process(error: Exception, reason
     else:
         assert follower.run(announcement) is None
     assert given_up == [f"rank 1 cannot go on with its group ({reason})" for reason in reasons]
+
+
+def test_a_rank_that_waits_for_results_ends_with_its_group() -> None:
+    """The first stages and those between wait on threads of their own."""
+    ranks, given_up = Ranks(1, 3), queue.SimpleQueue[str]()
+    first, between = (cast("Any", FakeGroup(ranks, rank)) for rank in (0, 1))
+    Follower(FailingSteps(RuntimeError()), between, given_up.put, lambda: None, lambda _: None)
+    leader = Leader(FakeSteps(ranks, 0), first, given_up.put)
+    launched = leader.launch(PLAN)
+    ranks.close()
+    with pytest.raises(RuntimeError, match="the group has ended"):
+        launched.read(PLAN.work)
+    reasons = {given_up.get(timeout=10) for _ in range(2)}
+    assert reasons == {f"rank {rank} cannot go on with its group (the group has ended)" for rank in (0, 1)}
+
+
+def test_a_result_that_cannot_be_read_ends_the_process() -> None:
+    """No later step of the rank would get its tokens."""
+    ranks, given_up = Ranks(1, 3), queue.SimpleQueue[str]()
+    group = cast("Any", FakeGroup(ranks, 1))
+    Follower(FailingSteps(RuntimeError()), group, given_up.put, lambda: None, lambda _: None)
+    ranks.end(2, "results").send(b"no message")
+    assert given_up.get(timeout=10).startswith("rank 1 cannot go on with its group")
 
 
 def test_calls_before_a_configuration_and_after_it_share_no_unloads() -> None:
