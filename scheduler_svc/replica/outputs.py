@@ -50,7 +50,8 @@ class Outputs:
         work = step.plan.work
         if result.report is not None:
             self._stats.report = result.report
-        ready = self._shared.copies_done(result.step)
+        for request in self._shared.copies_done(result.step):
+            self._owner.requeue(request)
         if step.copies and step.num_results == 1:
             self._kv.settle_copies(step.copies, done=result.error is None)
         if result.error is not None:
@@ -71,8 +72,6 @@ class Outputs:
         for output in result.outputs:
             if output.error is not None and output.slot not in step.left:
                 self._fail_slot(output.slot, output.error)
-        for request in ready:
-            self._owner.requeue(request)
 
     # ---- faults ----
 

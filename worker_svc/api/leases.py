@@ -169,7 +169,7 @@ class PlanRunner:
             tokens, outputs = launched.read(plan.work)
             if outputs and not tokens:
                 _check_size(plan, StepResult(plan.step, outputs=outputs))
-        except Exception as error:  # noqa: BLE001 - any exception fails this step only
+        except BaseException as error:  # noqa: BLE001 - anything raised, SystemExit too, fails this step only
             self._broken = plan.step
             self._answer_failure(step, error)
             return
@@ -183,7 +183,7 @@ class PlanRunner:
         self._read_s = time.perf_counter()
         self._hand_over(plan, result)
 
-    def _answer_failure(self, step: _Step, error: Exception) -> None:
+    def _answer_failure(self, step: _Step, error: BaseException) -> None:
         get_logger().error("step_failed", step=step.plan.step, exc_info=error)
         failure = as_triptych_error(error, "the step failed")
         result = StepResult(
@@ -219,7 +219,7 @@ def _check_size(plan: StepPlan, result: StepResult) -> None:
         )
 
 
-def as_triptych_error(error: Exception, context: str) -> TriptychError:
+def as_triptych_error(error: BaseException, context: str) -> TriptychError:
     """Returns a typed error as it is, and any other as Internal with `context` and its first line."""
     if isinstance(error, TriptychError):
         return error

@@ -140,6 +140,13 @@ class PlanStream:
         self._loop.call_soon_threadsafe(self._deliver, plan, result)
 
     def _deliver(self, plan: StepPlan, result: StepResult) -> None:
+        try:
+            self._note(plan, result)
+        except Exception as error:  # noqa: BLE001 - a fault in this program ends the stream, not its answers
+            self._error = error
+            self._results.put_nowait(None)
+
+    def _note(self, plan: StepPlan, result: StepResult) -> None:
         # Counted first, so that the count is up to date when the scheduler reads the result.
         self._failed_steps.note(plan, result)
         self._count_void(plan, result)

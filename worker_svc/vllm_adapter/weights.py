@@ -28,7 +28,7 @@ _MOST_NAMED = 10
 class ShardLoader(DefaultModelLoader):
     """Reads a model's weights. vLLM assigns them to layers and checks that none is missing.
 
-    For quantized layers `StoredLayers` does. Tensors of unknown modules are ignored, as transformers does, but
+    For quantized layers `StoredLayers` does. Tensors of unknown modules are ignored, as in transformers, but
     not a surplus of layers: without them the model is another one.
     """
 

@@ -68,6 +68,7 @@ async def test_before_a_worker_is_ready_only_metrics_of_workers_are_served() -> 
     assert {name for name, _ in samples} == {
         "triptych:replicas",
         "triptych:lost_workers_total",
+        "triptych:stalled_replicas_total",
         "triptych:suspect_requests_total",
         "triptych:poison_requests_total",
         "triptych:timed_out_requests_total",

@@ -271,6 +271,7 @@ def test_before_a_model_is_served_only_workers_are_reported() -> None:
     assert bench.scrape().names == [
         "triptych:replicas",
         "triptych:lost_workers",
+        "triptych:stalled_replicas",
         "triptych:suspect_requests",
         "triptych:poison_requests",
         "triptych:unserved_requests",

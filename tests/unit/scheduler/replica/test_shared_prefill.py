@@ -1,9 +1,13 @@
 """Requests that share a prefix while it is being computed."""
 
+from dataclasses import replace
+
 import pytest
 
-from protos.errors import InvalidArgument
+from protos.errors import Internal, InvalidArgument
 from protos.kv_groups import GroupKind
+from protos.steps import SlotOutput
+from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.geometry import KvGroup
@@ -177,3 +181,23 @@ def test_a_deferred_request_waits_for_the_copy_of_an_in_place_window() -> None:
     assert state(rig, "b") is RequestState.DEFERRED
     rig.run()
     assert rig.sinks["b"].events[0].num_cached_tokens == 8
+
+
+def test_a_request_that_waits_for_a_copy_survives_a_result_that_cannot_be_applied() -> None:
+    """The worker names a slot that does not exist, and is lost; the request goes on elsewhere."""
+    rig = make_rig(
+        make_geometry(chunk=8, block_size=8), groups=(KvGroup(GroupKind.IN_PLACE_WINDOW, 4),), max_worker_losses=9
+    )  # fmt: skip
+    for name in "ab":
+        rig.submit(make_submission([*SHARED[:8], ord(name) - 50, 60], request_id=name, max_tokens=2))
+    rig.step()
+    plan = rig.scheduler.step()
+    assert plan is not None
+    assert state(rig, "b") is RequestState.DEFERRED
+    result = rig.device.run(plan)
+    with pytest.raises(IndexError):
+        rig.scheduler.update(replace(result, outputs=(SlotOutput(99, error=Internal("no such slot")),)))
+    rig.replace_replica(loss=Loss.FAULT)
+    rig.run()
+    for name in "ab":
+        assert len(rig.sinks[name].tokens) == 2

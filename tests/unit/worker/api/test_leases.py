@@ -27,7 +27,7 @@ class StubWorker:
     """Whether results come as outputs, with log-probabilities."""
     refusals: dict[int, list[SlotOutput]] = field(default_factory=dict)
     """The outputs of plans, by step, that the host had to know."""
-    error: Exception = field(default_factory=lambda: Internal("the device failed"))
+    error: BaseException = field(default_factory=lambda: Internal("the device failed"))
     log: list[tuple[str, int]] = field(default_factory=list)
     """("launch" or "read", position of the first slot)."""
     grown: list[Growth] = field(default_factory=list)
@@ -364,3 +364,12 @@ def test_a_lease_ends_where_a_slot_is_skipped(runs_ahead: bool) -> None:
     stream = Stream(worker, [leased()])
     stream.run()
     assert stream.answers == [(3, 0, True)]
+
+
+@both
+def test_a_read_that_ends_the_thread_fails_its_step(runs_ahead: bool) -> None:
+    """A library that calls sys.exit must not leave the step unanswered."""
+    worker = StubWorker(runs_ahead, read_fails_at=7, error=SystemExit(3))
+    (failed,) = Stream(worker, [leased(steps=1)]).run()
+    assert failed.error is not None
+    assert "SystemExit: 3" in failed.error.message

@@ -166,6 +166,7 @@ async def test_a_stream_whose_plans_are_all_void_ends() -> None:
         yield lease(1)
         for step in range(3, 2 * plan_stream.MOST_VOID):  # plan 2 never comes
             yield lease(step, continues=True)
+        await asyncio.Event().wait()
 
     thread = ModelThread()
     with capture_logs() as logs:
@@ -183,5 +184,24 @@ async def test_a_stream_whose_plans_are_all_void_ends() -> None:
             await read()
     assert num_void == plan_stream.MOST_VOID - 1
     assert [log["event"] for log in logs] == ["no_progress"]
+    stream.close()
+    await thread.close(wait_s=5.0)
+
+
+async def test_a_result_that_cannot_be_encoded_ends_the_stream() -> None:
+    """The scheduler would wait for it as long as for a step that hangs."""
+
+    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
+        yield plan_to_proto(StepPlan(1, Decode((1,), (7,), 1)))
+        await asyncio.Event().wait()
+
+    thread, worker = ModelThread(), Echo()
+    worker.launch = lambda *_, **__: LaunchedStep(read_tokens=lambda: [-1])  # type: ignore[method-assign]
+    stream = PlanStream(
+        incoming(), worker, thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
+    )
+    with pytest.raises(ValueError, match="range"):
+        async with asyncio.timeout(5):
+            await anext(stream.results())
     stream.close()
     await thread.close(wait_s=5.0)
