@@ -4,7 +4,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import linear_regression
@@ -14,6 +15,10 @@ from tests.support.campaign.campaign import loaded_stack, say
 from tests.support.campaign.load import Load
 from tests.support.campaign.processes.inspection import leaks, resident_mib
 from tests.support.campaign.processes.stack import Stack
+from tests.support.matrix.bursts import Matrix
+from tests.support.matrix.cases import Case, make_cases
+from tests.support.matrix.clients import open_clients
+from tests.support.matrix.serving import SHORTER_PROMPTS
 
 BUSY_S: Final = 20.0
 """How long clients ask between two idle moments."""
@@ -32,6 +37,8 @@ class Soak:
     dtype: str
     minutes: float = 0.0
     answered: int = 0
+    parameters: int = 0
+    """Requests of the matrix of parameters whose answers were right."""
     left: int = 0
     """Requests whose clients went away."""
     tokens: int = 0
@@ -55,7 +62,7 @@ class Soak:
         minutes = self.minutes * (1 - WARM_UP)
         return json.dumps({
             "campaign": "soak", "seed": self.seed, "dtype": self.dtype, "minutes": round(self.minutes, 1),
-            "answered": self.answered, "left": self.left, "tokens": self.tokens, "failed": len(self.failures),
+            "answered": self.answered, "parameters": self.parameters, "left": self.left, "tokens": self.tokens, "failed": len(self.failures),
             "leaks": self.leaks,
             "mib": {service: round(samples[-1][1]) for service, samples in self.memory.items()},
             "mib_per_minute": {service: round(rise / minutes, 2) for service, rise in self.growth().items()},
@@ -68,6 +75,43 @@ def _rise(samples: Sequence[tuple[float, float]]) -> float:
     minutes, mib = zip(*samples, strict=True)
     slope, _ = linear_regression(minutes, mib)
     return float(slope * (minutes[-1] - minutes[0]))
+
+
+class Parameters:
+    """Clients that ask for every parameter of an answer, one case after the other."""
+
+    def __init__(self, matrix: Matrix, cases: Sequence[Case]) -> None:
+        """Starts without clients."""
+        self._matrix = matrix
+        self._cases = cases
+        self.answered = 0
+        """Requests whose answers were right."""
+        self.failures: list[str] = []
+        """A line for each of the others."""
+
+    async def learn(self) -> None:
+        """Asks each case alone."""
+        self.failures += await self._matrix.learn(self._cases)
+
+    @asynccontextmanager
+    async def clients(self, width: int, dice: random.Random) -> AsyncIterator[None]:
+        """Keeps `width` requests running within the block, then lets them end."""
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(width):
+                group.create_task(self._client(dice, stop))
+            try:
+                yield
+            finally:
+                stop.set()
+
+    async def _client(self, dice: random.Random, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            case = dice.choice(self._cases)
+            if problem := await self._matrix.ask(case):
+                self.failures.append(f"{case.name}: {problem}")
+            else:
+                self.answered += 1
 
 
 async def run(
@@ -84,23 +128,28 @@ async def run(
         width: requests at a time.
     """
     dice, soak = random.Random(seed), Soak(seed, dtype)
-    async with loaded_stack(model, folder, dtype=dtype, dice=dice) as (stack, load):
+    async with (
+        loaded_stack(model, folder, dtype=dtype, dice=dice) as (stack, load),
+        open_clients(stack.gateway_url, stack.scheduler_address) as clients,
+    ):
+        parameters = Parameters(Matrix(clients), make_cases(SHORTER_PROMPTS))
+        await parameters.learn()
         started, before = time.monotonic(), None
         while soak.minutes < minutes:
-            await _busy(load, width, dice)
+            async with parameters.clients(width // 2, dice):
+                await _busy(load, width // 2, dice)
             await stack.idle()
             soak.minutes = (time.monotonic() - started) / 60
             if soak.minutes >= WARM_UP * minutes:
                 before = before or await _held(stack)
                 _sample(soak, stack)
-            say(f"{soak.minutes:.1f} minutes: {load.answered} answers, {len(load.failures)} failures")
+            say(
+                f"{soak.minutes:.1f} minutes: {load.answered} + {parameters.answered} answers,"
+                f" {len(load.failures)} + {len(parameters.failures)} failures"
+            )
         soak.leaks = leaks(before or {}, await _held(stack))
-    soak.answered, soak.tokens, soak.left, soak.failures = (
-        load.answered,
-        load.tokens,
-        load.left,
-        load.failures,
-    )
+    soak.answered, soak.tokens, soak.left = load.answered, load.tokens, load.left
+    soak.parameters, soak.failures = parameters.answered, load.failures + parameters.failures
     soak.judge()
     return soak
 

@@ -146,7 +146,7 @@ async def running_stack(
         flags = {
             "gateway": _flags(
                 port=gateway, scheduler_address=f"{_LOOPBACK}:{links['gateway-scheduler'].port}",
-                resume_timeout_s=PATIENCE_S, park_timeout_s=PATIENCE_S,
+                resume_timeout_s=PATIENCE_S, park_timeout_s=PATIENCE_S, tool_call_parser="hermes",
             ),
             "scheduler": _flags(
                 port=scheduler, max_model_len=1024, max_num_seqs=32, block_size=32, max_num_batched_tokens=128,

@@ -15,6 +15,9 @@ FIRST_BYTE: Final = len(SPECIAL)
 """The token of byte 0; the others follow. Three bytes that never occur in UTF-8 have no token."""
 PRINTABLE: Final = tuple(FIRST_BYTE + byte for byte in range(ord(" "), ord("~") + 1))
 """Tokens that are one printable character each."""
+_TEMPLATE: Final = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
+)
 
 
 def write(folder: Path, family: str = "llama") -> Path:
@@ -29,7 +32,7 @@ def write(folder: Path, family: str = "llama") -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": _TEMPLATE, **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
