@@ -6,12 +6,12 @@ import math
 import multiprocessing
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event, Semaphore
-from typing import Final
+from typing import Any, Final
 
 import httpx
 
@@ -35,6 +35,8 @@ class Load:
     """Tokens of a prompt."""
     output_tokens: int
     """Tokens of an answer."""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the body."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,7 @@ async def _answer(client: httpx.AsyncClient, load: Load, dice: random.Random, en
         "model": load.model,
         "prompt": [dice.randrange(_FIRST_TOKEN, load.vocab_size) for _ in range(load.prompt_tokens)],
         "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        **load.parameters,
     }  # fmt: skip
     times: list[float] = []
     whole, line = False, ""

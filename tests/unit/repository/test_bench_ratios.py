@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.bench import logprobs
 from tests.bench.decode_step import Floor, weight_bytes
 from tests.bench.gpu.load import Costs
 from tests.bench.pooling import vs_vllm_embeddings
@@ -36,6 +37,12 @@ def test_embeddings_are_compared_with_the_better_setting_of_vllm() -> None:
         "triptych": {8: rates(150.0, 10.0)},
     }
     assert vs_vllm_embeddings.ratios(measured) == {"texts_per_s_8": 1.5, "cpu_time_8": 0.5}
+
+
+def test_log_probabilities_are_compared_within_a_round() -> None:
+    """A ratio divides by the rate without log-probabilities of the same round; rounds give a median."""
+    rates = [{"none": 100.0, "1": 90.0}, {"none": 200.0, "1": 160.0}, {"none": 100.0, "1": 10.0}]
+    assert logprobs.ratios(rates) == {"logprobs_1_b32": 0.8}
 
 
 def test_the_table_has_a_line_for_each_contender() -> None:
