@@ -163,10 +163,12 @@ def serve(settings: Settings) -> None:
 
     app = create_app(settings, client, tracer=tracer, on_unusable=refuse)
     server = HttpServer(http_config(settings, app), client, settings.drain_timeout_s)
-    with listening(settings) as listeners:
-        _run(settings, server, listeners)
-    if tracer is not None:
-        tracer.close()
+    try:
+        with listening(settings) as listeners:
+            _run(settings, server, listeners)
+    finally:
+        if tracer is not None:
+            tracer.close()
     logs.get_logger().info("stopped")
 
 

@@ -37,6 +37,7 @@ from protos.wire import Context
 _MAX_STATUS_TEXT: Final = 2048
 """Bytes of a status' message and details as sent."""
 _MAX_PARAM: Final = 64
+"""Bytes of a parameter's name there."""
 # Bytes of a status without text: the type's name, the tags, the other fields and an ellipsis, encoded.
 _TEXTLESS_STATUS: Final = 256
 
@@ -208,6 +209,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> TriptychError:
             return Unauthenticated(text)
         case grpc.StatusCode.NOT_FOUND:
             return NotFound(text)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "metadata" in text:
+            return Internal(text)  # a status that was too long
         case grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.INVALID_ARGUMENT:
             # Without a detail, the transport refused the message as too large or malformed.
             return InvalidArgument(text)
@@ -234,7 +237,8 @@ def _typed_detail(error: grpc.aio.AioRpcError) -> pb.Error | None:
 async def abort(context: Context, error: TriptychError) -> NoReturn:
     """Ends a call with the error's status, message and typed detail. Shortens long messages."""
     typed = error.to_proto()
-    typed.message, typed.param = _shortened(typed.message), typed.param[:_MAX_PARAM]
+    typed.message = _shortened(typed.message)
+    typed.param = typed.param.encode()[:_MAX_PARAM].decode(errors="ignore")
     detail = any_pb2.Any()
     detail.Pack(typed)
     status = status_pb2.Status(code=error.grpc_code.value[0], message=typed.message, details=[detail])

@@ -331,7 +331,7 @@ def _losses(losses: Losses) -> Iterator[Metric]:
     yield workers
     stalls = CounterMetricFamily(
         "triptych:stalled_replicas",
-        "Times that a replica computed nothing while requests ran, by what it did instead.",
+        "Times that a replica computed nothing while requests ran, by kind: void, empty or no plans.",
         labels=("reason",),
     )
     for stall in Stall:

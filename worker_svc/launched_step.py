@@ -45,7 +45,7 @@ class LaunchedStep:
 
     def discard(self, work: Work | None) -> None:
         """Waits for a step that nothing is going to read."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             self.read(work)
 
     def wait(self, work: Work | None) -> list[SlotOutput]:

@@ -223,6 +223,8 @@ class ServedModelWatcher:
     async def _load(self, folder: Path) -> TextCodec:
         try:
             return await asyncio.to_thread(self._prepared, folder)
+        except (OSError, MemoryError):
+            raise  # a retry may help
         except Exception as error:
             if self._served is None:
                 unnamed = f"the model's tokenizer cannot be used: {type(error).__name__}: {error}"

@@ -137,10 +137,9 @@ class AdapterQueue:
         """Returns whether every replica that is large enough has failed to load the request's adapter."""
         assert request.adapter is not None
         adapter_id = request.adapter.adapter_id
-        return not any(
-            host.scheduler.fits(request)
-            and (adapter_id not in host.failures or host.memory.is_loading(adapter_id))
-            for host in self._hosts.values()
+        fitting = [host for host in self._hosts.values() if host.scheduler.fits(request)]
+        return bool(fitting) and all(
+            adapter_id in host.failures and not host.memory.is_loading(adapter_id) for host in fitting
         )
 
     def is_paused(self, request: Request, replica_id: str) -> bool:

@@ -139,7 +139,7 @@ class ReplicaDriver:
             except tuple(_LOSSES) as error:
                 loss = _LOSSES[type(error)]
                 if loss is Loss.STALLED:
-                    self._failed_steps.gave_nothing()
+                    self._failed_steps.stalled()
                 raise
             except TriptychError:
                 raise

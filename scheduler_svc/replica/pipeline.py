@@ -63,9 +63,9 @@ class PipelineScheduler(ReplicaScheduler):
             The plan; None if the worker has enough plans, or if all work waits for results.
         """
         last = self._in_flight.last
-        if last is None or last.alone or self._slots.trials or len(self._in_flight) >= self._most:
+        if last is None or last.alone or self._draining or self._slots.trials:
             return None
-        if self._draining:
+        if len(self._in_flight) >= self._most:
             return None
         return self._next_plan(self._make_room if may_preempt else self._grow)
 

@@ -77,7 +77,7 @@ class Deployment:
             clock=clock,
         )
         """Ends requests that have waited too long."""
-        # Replicas that compute nothing though requests run.
+        # Replicas with a stall.
         self._stalled: set[str] = set()
         self.losses = Losses()
         """Counts lost workers and the requests that they made suspects."""
@@ -166,7 +166,7 @@ class Deployment:
         self._oversized = call_later(wait_s, self._fail_oversized)
 
     def stalled(self, replica_id: str, stall: Stall | None) -> None:
-        """Notes that a replica computes nothing though requests run, or None: that it computes again."""
+        """Notes a stall of a replica, or None after its recovery."""
         if stall is None:
             self._stalled.discard(replica_id)
         else:

@@ -53,7 +53,7 @@ class FailedSteps:
         if self.in_a_row >= self._limit:
             raise FailedTooOften(f"{self.in_a_row} steps failed in a row, the last with: {reason}")
 
-    def gave_nothing(self) -> None:
+    def stalled(self) -> None:
         """Notes a worker that was given up because its steps computed nothing: it pauses, too."""
         self.in_a_row = max(self.in_a_row + 1, self._limit)
         self._last_s = self._clock()

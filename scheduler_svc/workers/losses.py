@@ -18,7 +18,7 @@ class Losses:
         self.workers: Counter[Loss] = Counter()
         """Attached workers that were lost or left, by reason."""
         self.stalls: Counter[Stall] = Counter()
-        """Times that a replica computed nothing while requests ran, by what it did instead."""
+        """Stalls of replicas by kind."""
         self.num_suspects = 0
         """Times that a request became a suspect because of a lost worker."""
         self.num_failed = 0

@@ -1,4 +1,4 @@
-"""Notices a replica whose plans compute nothing while requests run on it, and what becomes of it."""
+"""Detects stalled replicas: their plans compute nothing while requests run."""
 
 import enum
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Final
 from protos.errors import Unavailable
 
 MOST_IN_A_ROW: Final = 32
-"""Results in a row that may compute nothing. A pipeline that starts over has one more than it has stages."""
+"""Results in a row without computation that are a stall."""
 
 LONGEST_S: Final = 0.5
 """Seconds from the first such result to the last, or for which running requests may have no plan."""
@@ -18,7 +18,7 @@ _FEWEST = 4
 
 
 class Stall(enum.Enum):
-    """What a replica does instead of computing; the value is its name in logs and metrics."""
+    """The kind of a stall; the value is its name in logs and metrics."""
 
     VOID = "void"
     """Plans whose work does not run."""
@@ -35,8 +35,10 @@ class Stalled(Unavailable):
 class ProgressWatch:
     """Watches one replica.
 
-    Only results count, so a step that takes long is no stall; its time limit is another matter. The first
-    stall in a row makes the replica start over, and the second one costs it its registration.
+    Only results count, so a step that takes long is no stall; its time limit is another matter. Results of
+    plans that were sent before the first of a series do not count: on a pipeline, one failed chunk makes
+    several plans void. The first stall in a row makes the replica start over, and the second one costs it its
+    registration.
     """
 
     def __init__(
@@ -45,24 +47,30 @@ class ProgressWatch:
         """Starts watching.
 
         Args:
-            on_change: called with each stall, and with None once the replica computes again.
+            on_change: called with each stall, and with None after recovery.
             clock: monotonic seconds.
         """
         self._on_change = on_change
         self._clock = clock
+        # Results of the present series that count, and those to come that do not; None before a series.
         self._count = 0
+        self._excused: int | None = None
         self._since_s = 0.0
         self._stalled = False
 
     def computed(self) -> None:
         """Notes a result of a step that ran or failed, or that no request runs."""
-        self._count = 0
+        self._count, self._excused = 0, None
         if self._stalled:
             self._stalled = False
             self._on_change(None)
 
-    def idled(self, stall: Stall) -> bool:
+    def idled(self, stall: Stall, *, in_flight: int = 0) -> bool:
         """Notes that nothing was computed while requests ran.
+
+        Args:
+            stall: the kind of a stall that this is a sign of.
+            in_flight: plans that are not answered.
 
         Returns:
             Whether the replica must start over.
@@ -70,15 +78,23 @@ class ProgressWatch:
         Raises:
             Stalled: it has started over already, and has computed nothing since.
         """
+        if self._excused is None:
+            self._excused = in_flight
+        elif self._excused:
+            self._excused -= 1
+            return False
         now = self._clock()
         if not self._count:
             self._since_s = now
         self._count += 1
-        for_s = now - self._since_s
-        few = self._count < (2 if stall is Stall.UNPLANNED else _FEWEST)
-        if self._count < MOST_IN_A_ROW and (few or for_s < LONGEST_S):
+        soon = now - self._since_s < LONGEST_S
+        if stall is Stall.UNPLANNED:
+            # Wakes come from outside, so their number means nothing.
+            if self._count < 2 or soon:
+                return False
+        elif self._count < MOST_IN_A_ROW and (self._count < _FEWEST or soon):
             return False
-        count, self._count = self._count, 0
+        count, self._count, self._excused = self._count, 0, None
         self._on_change(stall)
         if self._stalled:
             raise Stalled(

@@ -254,17 +254,21 @@ class StepLoop:
         if not explained and not isinstance(error, InvalidArgument):
             self._failed_steps.failed(error.message)
 
-    def _note_idle(self, scheduler: StepScheduler, stall: Stall) -> None:
-        """Notes that nothing was computed; starts over if requests wait for it."""
+    def _note_idle(self, scheduler: StepScheduler, stall: Stall) -> bool:
+        """Notes that nothing was computed; starts over if that is a stall, and returns whether it is."""
         if not scheduler.is_busy:
             self._progress.computed()
-        elif self._progress.idled(stall):
+            return False
+        stalled = self._progress.idled(stall, in_flight=len(self._sent))
+        if stalled:
             self._log.error("no_progress", reason=stall.value, running=scheduler.num_running)
             scheduler.plan_afresh()
+        return stalled
 
     async def _idle(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Waits for work, or for the worker to end the stream."""
-        self._note_idle(scheduler, Stall.UNPLANNED)
+        if self._note_idle(scheduler, Stall.UNPLANNED):
+            return
         if not call.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_S if scheduler.is_busy else None):

@@ -158,7 +158,7 @@ class PlanStream:
         self._results.put_nowait(result_to_proto(plan, result))
 
     def _count_void(self, plan: StepPlan, result: StepResult) -> None:
-        """Ends a stream whose plans are all void: its scheduler plans on what will never be."""
+        """Ends a stream whose plans are all void: its scheduler builds on plans that never ran."""
         if result.void:
             self._num_void += 1
         elif plan.work is not None:

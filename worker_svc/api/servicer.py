@@ -16,7 +16,7 @@ from worker_svc.api.adapter_threads import AdapterThreads
 from worker_svc.api.following import Following
 from worker_svc.api.leases import as_triptych_error, elapsed_us
 from worker_svc.api.model_thread import ModelThread
-from worker_svc.api.plan_stream import NoProgress, PlanStream
+from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.grammars.spec import spec_of
@@ -327,8 +327,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         try:
             async for result in plans.results():
                 yield result
-        except NoProgress as error:
-            await abort(context, error)
+        except Exception as error:  # noqa: BLE001 - its text may be too long for a status
+            await abort(context, as_triptych_error(error, "the stream failed"))
         finally:
             self._executing = False
             plans.close()

@@ -95,7 +95,7 @@ class ShardLoader(DefaultModelLoader):
         loaded = set(loaded_weights or ())
         super().track_weights_loading(model, loaded_weights, quantized)
         missing = [name for name, _ in model.named_parameters() if name not in loaded]
-        if self._unknown and missing:
+        if loaded_weights is not None and self._unknown and missing:
             raise ConfigurationRefused(
                 f"the weights have no {', '.join(missing)}, but unknown {', '.join(self._unknown)};"
                 " check architectures in config.json"
@@ -139,7 +139,7 @@ class ShardLoader(DefaultModelLoader):
 
 
 def _has_weights(model: torch.nn.Module, name: str) -> bool:
-    """Whether a module has weights of its own, or shares them out to fused layers.
+    """Whether a module has weights of its own, or holds fused layers.
 
     An unknown tensor there belongs to another form of the layer, for example a quantized one.
     """

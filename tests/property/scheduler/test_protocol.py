@@ -297,5 +297,21 @@ class ProtocolMachine(RuleBasedStateMachine):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("lease", [1, 9])
+@pytest.mark.parametrize("refused", [None, 0])
+def test_reporting_requests_and_a_refused_one_end(runs_ahead: bool, lease: int, refused: int | None) -> None:
+    """Outputs in place of columns, and a refused admission, keep no other request from its tokens."""
+    machine = ProtocolMachine()
+    machine.start(
+        chunk=2, block=4, num_blocks=30, groups=[FULL], generated=False, lease=lease, jump=0,
+        plans_ahead=True, runs_ahead=runs_ahead, reporting=1,
+    )  # fmt: skip
+    for prompt in ([3] * 12, [4] * 11, [4, 3] * 5):
+        machine.submit(prompt=prompt, max_tokens=14, n=1, salt="", stop_at=None, refused=None)
+    machine.submit(prompt=[3, 4], max_tokens=4, n=1, salt="", stop_at=None, refused=refused)
+    machine.teardown()
+
+
 TestProtocol = ProtocolMachine.TestCase
 TestProtocol.settings = machine(max_examples=80, stateful_step_count=50)

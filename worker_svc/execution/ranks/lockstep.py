@@ -121,7 +121,7 @@ class Leader:
         """Returns the next result; the chooser sends them in the order of the steps."""
         try:
             return self._results.add(self._group.results.receive())
-        except RuntimeError as error:
+        except Exception as error:
             self._give_up(_broken(self._group, error))
             raise
 

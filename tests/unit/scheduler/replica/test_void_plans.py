@@ -140,12 +140,16 @@ def test_after_a_void_plan_nothing_is_planned_ahead_until_nothing_is_in_flight()
 
 def test_planning_afresh_waits_for_what_is_in_flight() -> None:
     """Then the next plan follows from results alone, and the requests get all of their tokens."""
-    rig = ahead()
-    sink = rig.submit(make_submission([5], request_id="r", max_tokens=40))
-    rig.engine.dispatch()
-    first = planned(rig.scheduler.step())
-    rig.scheduler.plan_afresh()
-    assert rig.scheduler.plan_ahead() is None
-    rig.scheduler.update(rig.device.run(first))
-    rig.run()
-    assert sink.tokens == expected_tokens([5], 40)
+    prompt = range(3, 3 + 3 * CHUNK)
+    for afresh in (False, True):
+        rig = ahead()
+        sink = rig.submit(make_submission(prompt, request_id="r", max_tokens=40))
+        rig.engine.dispatch()
+        first = planned(rig.scheduler.step())
+        if afresh:
+            rig.scheduler.plan_afresh()
+        assert (rig.scheduler.plan_ahead() is None) == afresh
+        if afresh:
+            rig.scheduler.update(rig.device.run(first))
+            rig.run()
+            assert sink.tokens == expected_tokens(list(prompt), 40)

@@ -51,6 +51,24 @@ def test_results_around_a_slow_step_are_no_stall() -> None:
     assert not any(watched.idle(1))
 
 
+def test_plans_that_were_sent_before_do_not_count() -> None:
+    """On a pipeline, one failed chunk makes all chunks after it void, and each takes its time."""
+    watched = Watched()
+    assert not watched.watch.idled(Stall.VOID, in_flight=40)
+    watched.now += 10.0
+    assert not any(watched.idle(40, each_s=1.0))
+    watched.watch.computed()
+    assert watched.idle(MOST_IN_A_ROW)[-1]
+
+
+def test_many_wakes_are_no_stall() -> None:
+    """Each makes the step loop look for a plan, and none says anything about the replica."""
+    watched = Watched()
+    assert not any(watched.idle(10 * MOST_IN_A_ROW, Stall.UNPLANNED))
+    watched.now += LONGEST_S
+    assert watched.idle(1, Stall.UNPLANNED) == [True]
+
+
 def test_a_computed_step_ends_a_stall() -> None:
     """The next one is a first one again."""
     watched = Watched()

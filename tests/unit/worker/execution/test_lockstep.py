@@ -83,6 +83,20 @@ def test_a_result_that_cannot_be_read_ends_the_process() -> None:
     assert given_up.get(timeout=10).startswith("rank 1 cannot go on with its group")
 
 
+def test_a_result_that_rank_0_cannot_read_ends_its_process() -> None:
+    """Its next configuration would wait for the result, and no later step would get its own."""
+    ranks = Ranks(1, 2)
+    reasons: list[str] = []
+    steps = FakeSteps(ranks, 0, runs_ahead=False)
+    leader = Leader(steps, cast("Any", FakeGroup(ranks, 0)), reasons.append)
+    launched = leader.launch(PLAN)
+    ranks.end(1, "results").send(b"no message")
+    with pytest.raises(Exception, match="parsing"):
+        launched.read(PLAN.work)
+    assert len(reasons) == 1
+    assert reasons[0].startswith("rank 0 cannot go on with its group")
+
+
 def test_calls_before_a_configuration_and_after_it_share_no_unloads() -> None:
     """An earlier call that ends takes nothing from the later one, and gets nothing of it."""
     group = cast("Any", FakeGroup(Ranks(2, 1), 1))
