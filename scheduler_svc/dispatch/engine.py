@@ -293,11 +293,12 @@ class Engine:
         self._queues.add(request)
 
     def without_grammar(self, request: Request) -> None:
-        """Requeues a request after its replica has evicted its grammar; not for ever."""
+        """Requeues a request after its replica has evicted its grammar, and fails it if that goes on."""
         orphaned = self.grammars.evicted(request)
-        num_tokens, (before, count) = len(request.token_ids), request.grammar_losses
-        request.grammar_losses = num_tokens, count + 1 if before == num_tokens else 1
-        if request.grammar_losses[1] < MOST_GRAMMAR_LOSSES:
+        if request.grammar_lost_at != len(request.token_ids):
+            request.grammar_lost_at, request.num_grammar_losses = len(request.token_ids), 0
+        request.num_grammar_losses += 1
+        if request.num_grammar_losses < MOST_GRAMMAR_LOSSES:
             self.requeue(request)
         else:
             self._fail(request, _no_grammar())

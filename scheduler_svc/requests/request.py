@@ -239,8 +239,10 @@ class Request:
     """Steps that failed in a row with the request in them; above 0 it is a suspect, too."""
     failed_on: set[str] = field(default_factory=set)
     """The replicas that failed these steps. The request runs elsewhere if it can."""
-    grammar_losses: tuple[int, int] = (0, 0)
-    """Tokens when a worker lacked the grammar last, and how often in a row one did with as many."""
+    num_grammar_losses: int = 0
+    """Admissions in a row, without a token between them, for which a worker lacked the grammar."""
+    grammar_lost_at: int = -1
+    """The request's tokens at the last of them."""
     cleared_at: int = 0
     """Computed tokens with which a chunk clears the suspect; a decode step always does."""
     delivery: Delivery = field(default_factory=Delivery)
