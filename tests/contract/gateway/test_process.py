@@ -111,9 +111,21 @@ async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, in
     ("file", "text", "reason"),
     [
         ("chat_template.jinja", "\n{% if %}", "chat template cannot be compiled: line 2"),
-        ("tokenizer_config.json", '{"chat_template": "{{ x | nofilter }}"}', "No filter named 'nofilter'"),
-        ("tokenizer_config.json", '{"chat_template": [{}]}', "tokenizer cannot be used: KeyError"),
-        ("chat_template.jinja", "\udcff", "chat_template.jinja cannot be read"),
+        pytest.param(
+            "tokenizer_config.json",
+            '{"chat_template": "{{ x | nofilter }}"}',
+            "No filter named 'nofilter'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "tokenizer_config.json",
+            '{"chat_template": [{}]}',
+            "tokenizer cannot be used: KeyError",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "chat_template.jinja", "\udcff", "chat_template.jinja cannot be read", marks=pytest.mark.slow
+        ),
         ("tokenizer.json", "{", "tokenizer.json cannot be read"),
     ],
 )
