@@ -24,10 +24,6 @@ MOST_VOID: Final = 256
 """Void plans in a row that a stream may have. A scheduler starts over long before."""
 
 
-class NoProgress(Internal):
-    """All plans of a stream are void."""
-
-
 class Reporter(Launcher, Protocol):
     """What runs the plans and counts for metrics: an `execution.worker.Worker`."""
 
@@ -165,7 +161,7 @@ class PlanStream:
             self._num_void = 0
         if self._num_void == MOST_VOID:
             get_logger().error("no_progress", reason="void", plans=MOST_VOID, step=plan.step)
-            self._error = NoProgress(
+            self._error = Internal(
                 f"{MOST_VOID} plans in a row were void, each because the one before was; the stream ends"
             )
             self._results.put_nowait(None)
