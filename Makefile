@@ -25,7 +25,7 @@ export PYTHONUNBUFFERED := 1
 # Tests start many processes. Without kept bytecode each would compile all our modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help serve env test test-slow test-unit test-compose check format protos docs lock models clean
+.PHONY: help serve env test test-slow test-unit test-compose coverage check format protos docs lock models clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ test-unit: $(STAMPS)/dev $(STAMPS)/interpreter ## Run only unit and property tes
 
 test-compose: $(STAMPS)/dev ## Build the images, run the compose stack, kill a worker
 	@$(BIN)/python -m pytest -m compose -s --timeout 3600 tests/compose $(ARGS)
+
+coverage: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the quick tests that start no stack, and write htmlcov/
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose and not slow" \
+	  --cov=deploy --cov=gateway --cov=protos --cov=scheduler_svc --cov=worker_svc --cov-report=html --cov-report=term:skip-covered $(ARGS)
 
 check: $(STAMPS)/dev ## Linters, types, layer contracts, generated files, locks
 	@$(BIN)/ruff check .
