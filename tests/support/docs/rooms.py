@@ -121,6 +121,14 @@ def diagrams() -> str:
     return "\n".join(parts)
 
 
+def decisions() -> str:
+    """Returns a list of the design decisions, by number."""
+    pages = sorted((ROOT / "docs" / "adr").glob("*.md"))
+    titles = [(page, page.read_text().partition("\n")[0].removeprefix("# ")) for page in pages]
+    return "\n".join(f"- [{title}](adr/{page.name})" for page, title in titles)
+
+
 def architecture() -> str:
-    """Returns the page with a new region."""
-    return with_region(PAGE.read_text(), "rooms", diagrams())
+    """Returns the page with new regions."""
+    page = with_region(PAGE.read_text(), "rooms", diagrams())
+    return with_region(page, "decisions", decisions())
