@@ -18,7 +18,18 @@ PAGES = [
     ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FOLDERS = ("protos", "scheduler_svc", "worker_svc", "gateway", "deploy", "tests", "docs", "examples", ".ci", ".github")
+FOLDERS = (
+    "protos",
+    "scheduler_svc",
+    "worker_svc",
+    "gateway",
+    "deploy",
+    "tests",
+    "docs",
+    "examples",
+    ".ci",
+    ".github",
+)
 
 # Extensions of the files that a page may name; a bare name with another one (`config.json`) is a user's file.
 SOURCES = ("py", "proto", "md", "svg", "cpp", "h", "yaml", "Dockerfile")
