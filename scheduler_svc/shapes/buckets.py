@@ -2,7 +2,7 @@
 
 Pure functions. The strategies and their settings follow vLLM-RBLN (``VLLM_RBLN_DECODE_BATCH_BUCKET_*``). They
 start at the largest batch and go down by division (exponential) or subtraction (linear), until a bucket would
-be below the minimum or the limit of buckets is reached. Manual buckets are used as given.
+be below the minimum or the limit of buckets is reached. Manual buckets are sorted; repeated sizes count once.
 """
 
 from bisect import bisect_left
@@ -60,13 +60,12 @@ def _manual(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
         raise ValueError("manual buckets need a list, for example 1,2,4,8")
     if any(size < 1 for size in buckets):
         raise ValueError(f"manual buckets must be at least 1: {list(buckets)}")
-    if len(set(buckets)) != len(buckets):
-        raise ValueError(f"manual buckets must be unique: {list(buckets)}")
-    if buckets[-1] != max_batch:
+    chosen = tuple(sorted(set(buckets)))
+    if chosen[-1] != max_batch:
         raise ValueError(
-            f"the last manual bucket must equal the largest batch {max_batch}, not {buckets[-1]}"
+            f"the largest manual bucket must equal the largest batch {max_batch}, not {chosen[-1]}"
         )
-    return tuple(sorted(buckets))
+    return chosen
 
 
 def stage_batch(max_num_seqs: int, stages: int) -> int:

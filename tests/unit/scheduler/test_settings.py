@@ -24,7 +24,6 @@ DESCRIPTION = description_from_proto(
             "--decode-bucket-strategy manual --decode-buckets 1,3 --max-num-seqs 8",
             "must equal the largest batch 8, not 3",
         ),
-        ("--decode-bucket-strategy manual --decode-buckets 4,1,4", "must be unique"),
         ("--max-num-seqs 4 --decode-bucket-min 8", "between 1 and the largest batch 4, not 8"),
         ("--max-num-seqs 4 --decode-bucket-step 1", "must be at least 2 for exponential buckets"),
         (
