@@ -354,6 +354,11 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             )
         if self.backend == "compiled" and level == 0:
             raise ValueError("--backend compiled and -O 0 (eager) contradict each other; drop one")
+        if self.require_precompiled and not self.compile_cache:
+            raise ValueError(
+                "--require-precompiled needs the compile cache, but --no-compile-cache"
+                " or VLLM_DISABLE_COMPILE_CACHE turns it off; omit one of them"
+            )
         return self
 
     def _check_ranks(self) -> None:

@@ -65,6 +65,10 @@ def progress(line: str) -> tuple[str, str] | None:
         case {"event": "progress", "phase": phase, "done": done, "total": total, "message": message}:
             count = f" {done}/{total}" if total else ""
             return target, f"{str(phase).replace('_', ' ')}{count} {message}"
+        case {"event": "nothing_to_precompile", "level": level, "device": device}:
+            return target, (
+                f"--require-precompiled has no effect: -O {level} on device {device} keeps no compiled code"
+            )
         case {"event": "ready", "phase_seconds": {**seconds}}:
             return target, f"ready ({', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())})"
         case _:

@@ -113,7 +113,7 @@ class Compilation:
         options, settings = self._options, self._settings
         if options.level < INDUCTOR_LEVEL and not (self._device.has_own_compiler and options.level):
             if settings.require_precompiled:
-                self._log.info("nothing_to_precompile", level=options.level)
+                self._log.warning("nothing_to_precompile", level=options.level, device=self._device.name)
             return
         folder = settings.cache_folder(self._device.name)
         cache = CompileCache(folder) if folder else None

@@ -51,11 +51,6 @@ class CompiledCode:
         self._temporary: Path | None = None
         self._variables: Mapping[str, str | None] = {}
         self.is_warm = False
-        if cache is None and required:
-            raise ConfigurationRefused(
-                "--require-precompiled needs the compile cache, but --no-compile-cache"
-                " or VLLM_DISABLE_COMPILE_CACHE turns it off; omit one of them"
-            )
         folder = None if cache is None else self._open(cache, required=required)
         if folder is None:
             folder = self._temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY))

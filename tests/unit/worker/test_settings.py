@@ -46,6 +46,8 @@ def test_levels(flags: tuple[str, ...], level: int) -> None:
         (("-O", "fast"), "--optimization-level"),
         (("-O", "1", "--compilation-config", '{"level": 2}'), "set one of them"),
         (("--backend", "compiled", "-O", "0"), "contradict"),
+        (("--require-precompiled", "--no-compile-cache", "-O", "1"), "omit one of them"),
+        (("--require-precompiled", "--no-compile-cache", "-O", "2"), "omit one of them"),
         (("--compilation-config", '{"cudagraph_mode": "FULL"}'), "--compilation-config"),
         (("--compilation-config", "not json"), "should be a level or JSON, for example"),
         (

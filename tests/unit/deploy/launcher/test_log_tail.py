@@ -63,6 +63,7 @@ def test_progress_becomes_readable_text() -> None:
     assert parsed(**load) == (here, "load weights")
     assert parsed(event="ready", phase_seconds={"load": 1.26}) == (here, "ready (load 1.3 s)")
     assert parsed(event="registered") is None
+    assert "-O 1" in (parsed(event="nothing_to_precompile", level=1, device="cpu") or ("", ""))[1]
     assert progress("noise") is None
 
 

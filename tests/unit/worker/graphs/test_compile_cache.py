@@ -223,8 +223,6 @@ def test_missing_required_code_is_explained_field_by_field(tmp_path: Path) -> No
     assert "triptych compile" in caught.value.message
     with pytest.raises(ConfigurationRefused, match="nothing is precompiled"):
         CompiledCode(CompileCache(tmp_path / "empty"), FIELDS, required=True)
-    with pytest.raises(ConfigurationRefused, match="VLLM_DISABLE_COMPILE_CACHE"):
-        CompiledCode(None, FIELDS, required=True)
 
 
 def test_without_a_cache_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
