@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.paths import ROOT
+
 START_TIMEOUT_S = 100.0
 
 
@@ -82,3 +84,19 @@ def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environ
         launcher.send_signal(signal.SIGINT)
         launcher.communicate(timeout=30)
     assert launcher.returncode == 0, "Ctrl-C ends the stack cleanly"
+
+
+def run_example(script: str, stack: Stack, *arguments: str, key: str = "unused") -> list[str]:
+    """Runs a script of examples/ for a stack; returns the lines that it printed."""
+    environment = {
+        "OPENAI_BASE_URL": f"{stack.base_url}/v1",
+        "OPENAI_API_KEY": key,
+        "TRIPTYCH_SCHEDULER_ADDRESS": stack.scheduler_address,
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, str(ROOT / "examples" / script), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()

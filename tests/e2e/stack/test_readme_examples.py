@@ -1,4 +1,4 @@
-"""The README's three examples run as written, except for the ports."""
+"""The README's examples run as written, except for the port."""
 
 import json
 import re
@@ -20,9 +20,8 @@ def example(name: str, stack: Stack) -> str:
     match = re.search(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", README, re.DOTALL)
     assert match is not None, f"the README has no example called {name}"
     code = match[1]
-    http, grpc = stack.base_url.removeprefix("http://"), stack.scheduler_address
-    assert ("127.0.0.1:8000" in code) != ("127.0.0.1:50051" in code)
-    return code.replace("127.0.0.1:8000", http).replace("127.0.0.1:50051", grpc)
+    assert "127.0.0.1:8000" in code
+    return code.replace("127.0.0.1:8000", stack.base_url.removeprefix("http://"))
 
 
 def run(command: list[str]) -> str:
@@ -41,11 +40,3 @@ def test_the_curl_line_answers_with_a_chat_completion(stack: Stack) -> None:
 def test_the_openai_client_streams_an_answer(stack: Stack) -> None:
     """The stream has the same answer in pieces."""
     assert "Paris" in run([sys.executable, "-c", example("openai", stack)])
-
-
-def test_the_grpc_client_gets_token_ids(stack: Stack) -> None:
-    """There is one event per step, and the first token is " Paris"."""
-    lines = run([sys.executable, "-c", example("grpc", stack)]).splitlines()
-    tokens = [token for line in lines for token in json.loads(line)]
-    assert len(tokens) == 5
-    assert tokens[0] == 7042
