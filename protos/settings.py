@@ -27,8 +27,8 @@ from pydantic_settings import (
 )
 
 from protos.command_line.config_file import ConfigFile
-from protos.command_line.dialect import Dialect
 from protos.command_line.examples import example
+from protos.command_line.foreign_flags import ForeignFlags
 from protos.command_line.help_search import SearchableHelp
 from protos.command_line.hiding import without_users, words_shown
 from protos.command_line.suggestions import unknown_arguments
@@ -317,13 +317,13 @@ class _Parser(SearchableHelp):
 S = TypeVar("S", bound=ServiceSettings)
 
 
-def load(cls: type[S], argv: Sequence[str] | None = None, dialect: Dialect | None = None) -> S:
+def load(cls: type[S], argv: Sequence[str] | None = None, foreign: ForeignFlags | None = None) -> S:
     """Reads the settings from flags (``sys.argv`` if ``None``), the environment and a configuration file.
 
     Args:
         cls: the settings class.
         argv: the command line without the program's name.
-        dialect: flags of another program that the command accepts, too, and that a file may set.
+        foreign: flags of another program that the command accepts, too, and that a file may set.
 
     Raises:
         ConfigurationRefused: A setting is bad or unknown. The message is one line that names it.
@@ -332,10 +332,10 @@ def load(cls: type[S], argv: Sequence[str] | None = None, dialect: Dialect | Non
     given = list(sys.argv[1:] if argv is None else argv)
     file: ConfigFile | None = None
     try:
-        parser, source = _flags(cls, dialect.translate(given) if dialect else given, dialect)
+        parser, source = _flags(cls, foreign.translate(given) if foreign else given, foreign)
         if path := parser.config or os.environ.get(CONFIG_VARIABLE):
             file = ConfigFile.read(Path(path))
-        token = _file_values.set(_values_of(file, cls, dialect) if file else {})
+        token = _file_values.set(_values_of(file, cls, foreign) if file else {})
         try:
             return cls(_cli_settings_source=source)
         except ValidationError as error:
@@ -347,10 +347,10 @@ def load(cls: type[S], argv: Sequence[str] | None = None, dialect: Dialect | Non
 
 
 def _flags(
-    cls: type[S], argv: Sequence[str], dialect: Dialect | None
+    cls: type[S], argv: Sequence[str], foreign: ForeignFlags | None
 ) -> tuple[_Parser, CliSettingsSource[Any]]:
     """Parses flags."""
-    parser = _Parser(cls, dialect.flags if dialect else {})
+    parser = _Parser(cls, foreign.flags if foreign else {})
     source: CliSettingsSource[Any] = CliSettingsSource(
         cls,
         root_parser=parser,
@@ -385,17 +385,17 @@ def sections_of(cls: type[ServiceSettings]) -> dict[str, dict[str, str]]:
     return sections
 
 
-def _values_of(file: ConfigFile, cls: type[ServiceSettings], dialect: Dialect | None) -> dict[str, Any]:
+def _values_of(file: ConfigFile, cls: type[ServiceSettings], foreign: ForeignFlags | None) -> dict[str, Any]:
     """Returns what a file sets, by field."""
     fixed = fixed_fields(cls)
-    theirs = {flag[2:].replace("-", "_"): flag for flag in dialect.flags} if dialect else {}
+    theirs = {flag[2:].replace("-", "_"): flag for flag in foreign.flags} if foreign else {}
     own = {name for name in cls.model_fields if name not in fixed} | theirs.keys()
     values = file.values(sections_of(cls), own)
-    if dialect is None:
+    if foreign is None:
         return values
-    foreign = [name for name in values if name in theirs and {name, f"no_{name}"} & file.shared.keys()]
-    argv = [argument for name in foreign for argument in dialect.written(theirs[name], values.pop(name))]
-    return values | _flags(cls, dialect.translate(argv), dialect)[1]()
+    given = [name for name in values if name in theirs and {name, f"no_{name}"} & file.shared.keys()]
+    argv = [argument for name in given for argument in foreign.written(theirs[name], values.pop(name))]
+    return values | _flags(cls, foreign.translate(argv), foreign)[1]()
 
 
 def _hides(cls: type[ServiceSettings], error: ValidationError) -> bool:

@@ -18,7 +18,7 @@ from pydantic_settings import SettingsConfigDict
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.service_flags import scheduler_flags, worker_flags
 from deploy.launcher.settings import LaunchSettings
-from deploy.vllm_flags.dialect import VllmDialect
+from deploy.vllm_flags.translate import VllmFlags
 from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import configure
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0; 2 for a bad setting or a graph that does not compile.
     """
     try:
-        settings = load(CompileSettings, argv, VllmDialect())
+        settings = load(CompileSettings, argv, VllmFlags())
         if settings.layout.world_size > 1 and "rank" not in settings.model_fields_set:
             return _compile_all(settings.layout.world_size, sys.argv[1:] if argv is None else argv)
         configure("compile", level=settings.log_level, log_format="console")

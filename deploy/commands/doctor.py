@@ -22,7 +22,7 @@ from deploy.inspection import environment, host, model, security, services
 from deploy.inspection.given import given
 from deploy.inspection.report import Report
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
-from deploy.vllm_flags.dialect import VllmDialect
+from deploy.vllm_flags.translate import VllmFlags
 from gateway.settings import Settings as GatewaySettings
 from protos.command_line.suggestions import similar
 from protos.environment import table
@@ -115,17 +115,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     report = Report(f"triptych {command or 'worker'}", as_json=as_json)
     readings = table.read(os.environ)
-    dialect = VllmDialect() if command in {"serve", "up"} else None
+    foreign = VllmFlags() if command in {"serve", "up"} else None
     try:
-        settings = load(_settings_class(command), arguments, dialect)
+        settings = load(_settings_class(command), arguments, foreign)
     except ConfigurationRefused as error:
         report.environment(readings)
         report.refuse(str(error))
         print(f"triptych doctor: {error}", file=sys.stderr)
         return 2
     report.environment(readings)
-    report.flags(dialect.notes if dialect else [])
-    report.settings(given(settings, VllmDialect().translate(arguments) if dialect else arguments))
+    report.flags(foreign.notes if foreign else [])
+    report.settings(given(settings, VllmFlags().translate(arguments) if foreign else arguments))
     configure("doctor", level="error", log_format="console")
     silence_libraries()
     report.findings.check("environment", lambda: environment.other_stacks(readings))

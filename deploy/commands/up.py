@@ -26,7 +26,7 @@ from deploy.launcher.settings import LaunchSettings, secured
 from deploy.launcher.standbys import Standbys, memory_note, standby_spec
 from deploy.launcher.supervisor import LaunchError, Supervisor, first_launch_error
 from deploy.secure_files import SecureFiles
-from deploy.vllm_flags.dialect import VllmDialect
+from deploy.vllm_flags.translate import VllmFlags
 from gateway.settings import Settings as GatewaySettings
 from protos.environment import table as environment
 from protos.errors import ConfigurationRefused
@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings]
         0 after a clean stop, 2 for a bad setting, 130 after a second Ctrl-C, 1 for any other failure.
     """
     program = settings_class.model_config.get("cli_prog_name")
-    dialect = VllmDialect()
+    foreign = VllmFlags()
     try:
-        settings = load(settings_class, argv, dialect)
-        for note in dialect.notes:
+        settings = load(settings_class, argv, foreign)
+        for note in foreign.notes:
             say(note)
         # The services get all settings as flags.
         os.environ.pop(CONFIG_VARIABLE, None)

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 import deploy
 from protos.command_line.hiding import without_users
-from protos.environment.table import shown
-from protos.environment.variable import HIDDEN
+from protos.environment.table import HIDDEN, shown
 
 _GIB: Final = 2**30
 _TOOL_TIMEOUT_S: Final = 10.0

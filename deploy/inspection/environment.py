@@ -7,8 +7,7 @@ from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.command_line.suggestions import similar
-from protos.environment.table import Reading, is_service_link
-from protos.environment.variable import Kind
+from protos.environment.table import Kind, Reading, is_service_link
 from protos.settings import CONFIG_VARIABLE
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
@@ -32,10 +31,10 @@ def other_stacks(readings: Sequence[Reading]) -> str:
         Missing: a variable is refused.
         Remark: some have no effect.
     """
-    refused = _named(readings, {Kind.REFUSED})
+    refused = _named(readings, {Kind.REJECTED})
     if refused:
         raise Missing(f"{', '.join(refused)}: no service starts; change what is said above")
-    ignored = _named(readings, {Kind.MOOT, Kind.UNKNOWN})
+    ignored = _named(readings, {Kind.IGNORED, Kind.UNKNOWN})
     if ignored:
         raise Remark(
             f"{len(ignored)} of {len(readings)} variables of other stacks have no effect, as said above"

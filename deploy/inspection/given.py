@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from protos.environment.variable import HIDDEN
+from protos.environment.table import HIDDEN
 from protos.settings import ServiceSettings, declared, is_secret, reference_variables
 
 

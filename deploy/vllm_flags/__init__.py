@@ -1,7 +1,7 @@
-"""The flags of `vllm serve` 0.32, and what each of them is here.
+"""The flags of `vllm serve` and vLLM-RBLN, and their meaning here.
 
-`table.FLAGS` has one row per flag: the name, the kind (alias, mapped, moot or refused), our flag and the
-reason. `translate` turns a command line of vLLM's into one of ours. The commands `up`, `serve` and `compile`
-use it, and the migration guide prints the table. The room imports neither vLLM nor torch; a test compares it
-with vLLM's own parser, so that no flag is missing.
+`flags.toml` has the flags that are translated or rejected, and `names/` every name that the other programs
+know; `python -m tests.support.peer_names` writes those lists. `table` joins them, `values` converts values,
+and `translate` turns a command line of vLLM's into ours. The commands `up`, `serve` and `compile` use the
+room. It imports neither vLLM nor torch.
 """

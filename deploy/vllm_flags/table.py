@@ -1,30 +1,87 @@
-"""The table of all flags of `vllm serve`."""
+"""The table of all flags of vLLM's."""
 
-from typing import Final
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from typing import Any, Final, Literal
 
-from deploy.vllm_flags.engine import CACHE, COMPILATION, ENGINE, OBSERVABILITY, PARALLEL, SCHEDULER
-from deploy.vllm_flags.flag import VllmFlag
-from deploy.vllm_flags.frontend import FRONTEND
-from deploy.vllm_flags.model import LORA, MODEL, MULTI_MODAL
-from deploy.vllm_flags.older import OLDER
-from deploy.vllm_flags.rbln import RBLN
+from deploy.launcher.settings import LaunchSettings
 
-VLLM_VERSION: Final = "0.32"
-"""The version whose flags these are."""
+Kind = Literal["native", "mapped", "rejected", "ignored"]
+"""native: ours has the same name and meaning. mapped: another name or meaning of ours. rejected: ignoring the
+flag would change answers. ignored: it has no effect."""
 
-FLAGS: Final[tuple[VllmFlag, ...]] = (
-    *FRONTEND,
-    *MODEL,
-    *LORA,
-    *MULTI_MODAL,
-    *PARALLEL,
-    *CACHE,
-    *SCHEDULER,
-    *COMPILATION,
-    *OBSERVABILITY,
-    *ENGINE,
-)
-"""Every flag of `vllm serve`, once."""
 
-BY_NAME: Final = {name: flag for flag in (*FLAGS, *RBLN, *OLDER) for name in (flag.name, *flag.short)}
-"""Each flag under all of its names, those of vLLM-RBLN and of earlier releases included."""
+@dataclass(frozen=True)
+class Flag:
+    """One flag of vLLM's."""
+
+    name: str
+    """With its dashes, as in `vllm serve --help=all`."""
+    form: Literal["value", "values", "switch"]
+    """One value, one or more values, or none, as for a flag with a `--no-` form."""
+    short: tuple[str, ...] = ()
+    """Other names of the flag."""
+    kind: Kind = "ignored"
+    ours: str = ""
+    """Our flag, which for a switch may include its value."""
+    note: str = ""
+    """The rest of a sentence that begins with the flag."""
+    always: bool = False
+    """Whether the note is said even if the value stays as it is."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Words that are written differently here."""
+    read: str = ""
+    """How other values are converted."""
+    accepts: tuple[str, ...] = ()
+    """Values of a rejected flag that ask for the only behaviour."""
+
+    @property
+    def meaning(self) -> str:
+        """The rest of a sentence that begins with the flag."""
+        if self.kind == "ignored":
+            return "has no effect here"
+        if self.kind == "rejected":
+            return self.note
+        return f"is {self.ours} here" + (f": it {self.note}" if self.note else "")
+
+
+def names(peer: str) -> list[str]:
+    """Returns the lines of one list: `vllm`, for example."""
+    text = (files("deploy.vllm_flags") / "names" / f"{peer}.txt").read_text()
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def _listed(line: str) -> Flag:
+    """Reads a line such as `--api-key VALUE...`."""
+    words = line.split()
+    if words[-1] == "VALUE":
+        return Flag(words[0], "value", tuple(words[1:-1]))
+    if words[-1] == "VALUE...":
+        return Flag(words[0], "values", tuple(words[1:-1]))
+    return Flag(words[0], "switch", tuple(words[1:]))
+
+
+def _table() -> dict[str, Flag]:
+    flags = {flag.name: flag for peer in ("vllm", "vllm-rbln", "older") for flag in map(_listed, names(peer))}
+    for setting in (*LaunchSettings.model_fields, "config"):
+        if (name := f"--{setting.replace('_', '-')}") in flags:
+            flags[name] = replace(flags[name], kind="native", ours=name)
+    data: dict[str, Any] = tomllib.loads((files("deploy.vllm_flags") / "flags.toml").read_text())
+    for row in data["mapped"]:
+        name, ours = row.pop("name"), row.pop("flag")
+        flags[name] = replace(flags[name], kind="mapped", ours=ours, **row)
+    for row in data["rejected"]:
+        for name in row["names"]:
+            accepts = tuple(row.get("accepts", ()))
+            flags[name] = replace(flags[name], kind="rejected", ours="", note=row["note"], accepts=accepts)
+    return flags
+
+
+FLAGS: Final[Mapping[str, Flag]] = _table()
+"""Every flag, under its long name."""
+BY_NAME: Final[Mapping[str, Flag]] = {
+    name: flag for flag in FLAGS.values() for name in (flag.name, *flag.short)
+}
+"""Every flag, under all of its names."""

@@ -1,99 +1,118 @@
-"""Turns a command line for `vllm serve` into one for our launcher."""
+"""Turns a command line for `vllm serve` into our flags."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from deploy.vllm_flags.flag import VllmFlag
-from deploy.vllm_flags.model import TOKENIZER
-from deploy.vllm_flags.table import BY_NAME
+from deploy.vllm_flags.table import BY_NAME, FLAGS, Flag
+from deploy.vllm_flags.values import convert
 from protos.errors import ConfigurationRefused
 
-_LEVEL = "-O"
+_LEVEL: Final = "-O"
 
 
-@dataclass
-class Translation:
-    """A command line in our flags."""
+class VllmFlags:
+    """Translates flags of vLLM's, and keeps a line for each flag without its usual effect."""
 
-    argv: list[str] = field(default_factory=list)
-    """Our flags. Arguments that vLLM does not know stay as they are."""
-    notes: list[str] = field(default_factory=list)
-    """A line for each flag that has no effect or another meaning."""
-    model: str | None = None
-    """The model that the command line names."""
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        """A line for each flag that has no effect or another meaning."""
 
-    def add(self, flag: VllmFlag, written: str, values: Sequence[str], *, on: bool = True) -> None:
-        """Adds one flag of vLLM's.
+    @property
+    def flags(self) -> Mapping[str, str]:
+        """Every flag, without the short forms, and its meaning here."""
+        return {name: flag.meaning for name, flag in FLAGS.items()}
+
+    def translate(self, argv: Sequence[str]) -> list[str]:
+        """Returns our flags for a command line; arguments that vLLM does not know stay.
+
+        Raises:
+            ConfigurationRefused: A flag is rejected, has a value that cannot be used, or lacks its value.
+        """
+        translated: list[str] = []
+        model = _model(argv)
+        dotted: dict[str, Any] = {}
+        rest = list(argv)
+        while rest:
+            name, equals, value = _name(rest.pop(0))
+            base, dot, path = name.partition(".")
+            if dot and base in BY_NAME:
+                _put(dotted.setdefault(BY_NAME[base].name, {}), path, value if equals else _next(base, rest))
+                continue
+            flag, on = _row(name)
+            if flag is None:
+                translated.append(f"{name}{equals}{value}")
+            elif flag.form == "switch":
+                translated += self._one(flag, name if on else f"--{name[5:]}", [], model, on=on)
+            elif equals or flag.form == "value":
+                translated += self._one(flag, name, [value if equals else _next(name, rest)], model)
+            else:
+                translated += self._one(flag, name, list(_values(name, rest)), model)
+        for base, keys in dotted.items():
+            translated += self._one(BY_NAME[base], base, [json.dumps(keys)], model)
+        return translated
+
+    def written(self, flag: str, value: Any) -> list[str]:
+        """Returns the arguments that give a flag a value of a configuration file."""
+        match value:
+            case bool():
+                return [flag if value else f"--no-{flag[2:]}"]
+            case list() if FLAGS[flag].form == "values":
+                words = [json.dumps(each) if isinstance(each, dict) else str(each) for each in value]
+                return [flag, *words] if words else []
+            case list() | dict():
+                return [f"{flag}={json.dumps(value)}"]
+            case _:
+                return [f"{flag}={value}"]
+
+    def _one(
+        self, flag: Flag, written: str, values: Sequence[str], model: str | None, *, on: bool = True
+    ) -> list[str]:
+        """Returns our arguments for one flag.
 
         Args:
             flag: its row.
-            written: its name as the user wrote it, without `no-`.
-            values: what follows it.
+            written: its name on the command line, without `no-`.
+            values: the words after it.
+            model: the model of the command line.
             on: false for the `--no-` form of a switch.
-
-        Raises:
-            ConfigurationRefused: The flag is refused, or its value.
         """
         match flag.kind:
-            case "moot":
-                self.notes.append(f"{written} has no effect: {flag.reason}")
-            case "refused":
-                harmless = (*flag.harmless, self.model) if flag.name == TOKENIZER else flag.harmless
-                if on and not (values and all(value in harmless for value in values)):
-                    raise ConfigurationRefused(f"{written} {flag.reason}")
-            case "alias" if flag.form == "switch":
-                self.argv.append(flag.ours if on else f"--no-{flag.ours[2:]}")
-            case "alias" if flag.form == "value":
-                self.argv.append(f"{flag.ours}={values[0]}")
-            case "alias":
-                self.argv += [flag.ours, *values]
-            case "mapped":
-                self._convert(flag, written, (values[0] if values else "1") if on else "")
+            case "ignored":
+                self.notes.append(f"{written} has no effect here")
+                return []
+            case "rejected":
+                accepted = [model if value == "MODEL" else value for value in flag.accepts]
+                if on and not (values and all(value in accepted for value in values)):
+                    raise ConfigurationRefused(f"{written} {flag.note}")
+                return []
+            case "native" if flag.form == "values":
+                return [flag.ours, *values]
+            case _ if flag.form == "switch":
+                return self._switch(flag, written, on=on)
+            case "native":
+                return [f"{flag.ours}={values[0]}"]
+            case _:
+                return self._convert(flag, written, values[0])
 
-    def _convert(self, flag: VllmFlag, written: str, value: str) -> None:
-        assert flag.convert is not None
+    def _switch(self, flag: Flag, written: str, *, on: bool) -> list[str]:
+        if on and flag.note:
+            self.notes.append(f"{written} is {flag.ours} here: it {flag.note}")
+        if on:
+            return [flag.ours]
+        return [] if "=" in flag.ours else [f"--no-{flag.ours[2:]}"]
+
+    def _convert(self, flag: Flag, written: str, value: str) -> list[str]:
         try:
-            ours = flag.convert(value)
+            ours = convert(flag, value)
         except ValueError as error:
             raise ConfigurationRefused(f"{written} {error}, got {value!r}") from error
-        self.argv += ours
-        given = f"{written} {value}" if flag.form == "value" else written
         if ours == [f"{flag.name}={value}"]:
-            self.notes += [f"{given}: here it {flag.reason}"] if flag.noted else []
-        elif value:
-            result = f"is {' '.join(ours)} here" if ours else "has no effect"
-            self.notes.append(f"{given} {result}: it {flag.reason}")
-
-
-def translate(argv: Sequence[str]) -> Translation:
-    """Translates a command line; flags of ours may be among vLLM's.
-
-    Raises:
-        ConfigurationRefused: A flag is refused, has a value that cannot be used, or lacks its value.
-    """
-    translation = Translation(model=_model(argv))
-    dotted: dict[str, Any] = {}
-    rest = list(argv)
-    while rest:
-        name, equals, value = _name(rest.pop(0))
-        base, dot, path = name.partition(".")
-        if dot and base in BY_NAME:
-            _put(dotted.setdefault(BY_NAME[base].name, {}), path, value if equals else _next(base, rest))
-            continue
-        flag, on = _row(name)
-        if flag is None:
-            translation.argv.append(f"{name}{equals}{value}")
-        elif flag.form == "switch":
-            translation.add(flag, f"--{name.removeprefix('--no-')}" if not on else name, [], on=on)
-        elif equals or flag.form == "value":
-            translation.add(flag, name, [value if equals else _next(name, rest)])
-        else:
-            translation.add(flag, name, list(_values(name, rest)))
-    for base, keys in dotted.items():
-        translation.add(BY_NAME[base], base, [json.dumps(keys)])
-    return translation
+            self.notes += [f"{written} {value}: here it {flag.note}"] if flag.always else []
+        elif flag.note:
+            result = f"is {' '.join(ours)} here" if ours else "has no effect here"
+            self.notes.append(f"{written} {value} {result}: it {flag.note}")
+        return ours
 
 
 def _model(argv: Sequence[str]) -> str | None:
@@ -123,7 +142,7 @@ def _name(argument: str) -> tuple[str, str, str]:
     return base.replace("_", "-") + dot + path, equals, value
 
 
-def _row(name: str) -> tuple[VllmFlag | None, bool]:
+def _row(name: str) -> tuple[Flag | None, bool]:
     """Returns a flag's row, and whether the flag is not the `--no-` form of a switch."""
     if name in BY_NAME:
         return BY_NAME[name], True

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from protos.environment.variable import HIDDEN
+from protos.environment.table import HIDDEN
 
 # Also misspelled flags, such as --apiky. That this takes --tokenizer for a secret does no harm.
 _SECRET_FLAG: Final = re.compile(

@@ -1,7 +1,7 @@
-"""Variables of vLLM, vLLM-RBLN and vLLM-Spyre: what each of them does here, and why.
+"""Variables of vLLM and its NPU plugins, and their meaning here.
 
-`variable.py` has the types. `vllm_serving.py` and `vllm_kernels.py` list vLLM's variables, `npu.py` those of
-the NPU plugins. `table.py` joins the lists, reads an environment by them, and stops the start of a service
-over what is refused. Services and `deploy` import it; it imports `protos.errors` and `protos.logs` alone.
-The settings classes read the mapped variables; a test compares them with the table.
+`variables.toml` has the variables that mean something, and `names/` every name that the other programs know;
+`python -m tests.support.peer_names` writes those lists. `table` reads an environment by both, and stops the
+start of a service if a variable would change answers. Services and `deploy` import it; it imports
+`protos.errors` and `protos.logs` alone.
 """

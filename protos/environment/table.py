@@ -1,67 +1,121 @@
-"""The table of all variables, and what an environment means by it."""
+"""The meaning of an environment's variables of vLLM and its NPU plugins."""
 
 import difflib
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from enum import StrEnum
+from importlib.resources import files
+from typing import Any, Final
 
-from protos.environment import npu, vllm_kernels, vllm_serving
-from protos.environment.variable import HIDDEN, Kind, Variable
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 
-FAMILIES: Final = ("VLLM_", "RBLN_", "SENDNN_INFERENCE_", "TORCH_SENDNN_")
-"""Beginnings of the names that belong to the other stacks."""
+HIDDEN: Final = "********"
+"""Stands for a secret value."""
+FAMILIES: Final = ("VLLM_", "RBLN_", "TORCH_RBLN_", "SENDNN_INFERENCE_", "TORCH_SENDNN_")
+"""Beginnings of the names that belong to the other programs."""
 
-STACKS: Final[Mapping[str, tuple[Variable, ...]]] = {
-    "vLLM": tuple(vllm_serving.ROWS + vllm_kernels.ROWS + vllm_serving.OLDER),
-    "vLLM-RBLN": tuple(npu.RBLN),
-    "vLLM-Spyre": tuple(npu.SPYRE),
-}
-"""The rows of each stack."""
-
-VARIABLES: Final[Mapping[str, Variable]] = {row.name: row for rows in STACKS.values() for row in rows}
-"""All rows, by name."""
-
+_FALSE: Final = frozenset({"", "0", "false", "f", "no", "n", "off"})
 # What Kubernetes sets in every pod for a service that is called vllm, for example.
-_SERVICE_LINK = re.compile(
+_SERVICE_LINK: Final = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$"
 )
-_SECRET = re.compile(r"(API|ACCESS|PRIVATE)_KEY|SECRET|PASSWORD|CREDENTIAL|TOKEN$")
+_SECRET: Final = re.compile(r"(API|ACCESS|PRIVATE)_KEY|SECRET|PASSWORD|CREDENTIAL|TOKEN$")
+
+
+class Kind(StrEnum):
+    """The effect of a variable."""
+
+    MAPPED = "mapped"
+    """It sets one of our settings."""
+    NATIVE = "native"
+    """It keeps its meaning, without a setting of ours."""
+    REJECTED = "rejected"
+    """It would change answers: no service starts."""
+    IGNORED = "ignored"
+    """Nothing here reads it; a service says so once."""
+    UNKNOWN = "unknown"
+    """No list has it."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A known variable."""
+
+    kind: Kind
+    note: str = "it has no effect here"
+    """Advice, or a difference."""
+    flag: str = ""
+    """The flag of the setting that a mapped variable sets."""
+    when: str = ""
+    """"on" or "off" if only such values of a switch are rejected: the others ask for the only behaviour."""
+
+    def kind_of(self, value: str) -> Kind:
+        """Returns the effect of a value."""
+        if self.when and (value.strip().lower() in _FALSE) != (self.when == "off"):
+            return Kind.NATIVE
+        return self.kind
+
+
+def names(peer: str) -> list[str]:
+    """Returns the names of one list: `vllm`, for example."""
+    text = (files("protos.environment") / "names" / f"{peer}.txt").read_text()
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def _variables() -> dict[str, Variable]:
+    data: dict[str, Any] = tomllib.loads((files("protos.environment") / "variables.toml").read_text())
+    device = Variable(Kind.NATIVE, "the NPU's software reads it in the worker")
+    known = {
+        name: Variable(Kind.IGNORED)
+        for peer in ("older", "vllm", "vllm-rbln", "vllm-spyre")
+        for name in names(peer)
+    }
+    known |= dict.fromkeys(names("torch-rbln"), device)
+    known |= dict.fromkeys(data["ignored"], Variable(Kind.IGNORED))
+    for kind in (Kind.NATIVE, Kind.MAPPED, Kind.REJECTED):
+        for row in data[kind]:
+            variable = Variable(kind, row.get("note", ""), row.get("flag", ""), row.get("when", ""))
+            known |= dict.fromkeys(row["names"], variable)
+    return known
+
+
+VARIABLES: Final[Mapping[str, Variable]] = _variables()
+"""All known variables, by name."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What one variable of an environment means."""
+    """The meaning of one variable of an environment."""
 
     name: str
     value: str
     """As it is set; a secret is hidden."""
     kind: Kind
     ours: str
-    """The flag that a mapped variable sets, or the name that an unknown one resembles."""
+    """The flag that a mapped variable sets, or the known name that an unknown variable resembles."""
     reason: str
 
     def __str__(self) -> str:
         """One line for people."""
         match self.kind:
             case Kind.MAPPED:
-                return f"{self.name}={self.value} sets {self.ours}" + (
-                    f" ({self.reason})" if self.reason else ""
-                )
-            case Kind.HONOURED:
-                return f"{self.name}={self.value} has its meaning: {self.reason}"
-            case Kind.MOOT:
-                return f"{self.name}={self.value} has no effect: {self.reason}"
-            case Kind.REFUSED:
+                note = f" ({self.reason})" if self.reason else ""
+                return f"{self.name}={self.value} sets {self.ours}{note}"
+            case Kind.NATIVE:
+                return f"{self.name}={self.value} keeps its meaning: {self.reason}"
+            case Kind.REJECTED:
                 return f"{self.name}={self.value} is not supported: {self.reason}"
+            case Kind.IGNORED:
+                return f"{self.name}={self.value} has no effect here"
             case _:
                 return f"{self.name} is unknown and has no effect here; {self.reason}"
 
 
 def read(environment: Mapping[str, str]) -> list[Reading]:
-    """Returns what each variable of the other stacks means that is set and not empty, by name."""
+    """Returns the meaning of each variable of the other programs that is set and not empty, by name."""
     return [
         _read(name, value)
         for name, value in sorted(environment.items())
@@ -73,14 +127,14 @@ def check(environment: Mapping[str, str], report: Callable[[Reading], None]) -> 
     """Reports each set variable that is ignored or unknown.
 
     Raises:
-        ConfigurationRefused: a variable is refused; nothing is reported then.
+        ConfigurationRefused: A variable is rejected; nothing is reported then.
     """
     readings = read(environment)
     for reading in readings:
-        if reading.kind is Kind.REFUSED:
+        if reading.kind is Kind.REJECTED:
             raise ConfigurationRefused(str(reading))
     for reading in readings:
-        if reading.kind in (Kind.MOOT, Kind.UNKNOWN):
+        if reading.kind in (Kind.IGNORED, Kind.UNKNOWN):
             report(reading)
 
 
@@ -88,7 +142,7 @@ def check_for_service(environment: Mapping[str, str]) -> None:
     """Logs a warning for each set variable that is ignored or unknown.
 
     Raises:
-        ConfigurationRefused: a variable is refused.
+        ConfigurationRefused: A variable is rejected.
     """
     log = get_logger()
     check(
@@ -108,13 +162,13 @@ def shown(name: str, value: str) -> str:
 
 
 def _read(name: str, value: str) -> Reading:
-    row = VARIABLES.get(name)
-    if row is not None:
-        return Reading(name, shown(name, value), row.kind_of(value), row.ours, row.reason)
+    variable = VARIABLES.get(name)
+    if variable is not None:
+        kind = variable.kind_of(value)
+        note = variable.note if kind is variable.kind else "there is no other behaviour"
+        return Reading(name, shown(name, value), kind, variable.flag, note)
     close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
-    if close:
-        return Reading(name, shown(name, value), Kind.UNKNOWN, close[0], f"did you mean {close[0]}?")
-    advice = (
-        "an NPU's runtime may know it" if name.startswith("RBLN_") else "unset it if nothing else reads it"
-    )
-    return Reading(name, shown(name, value), Kind.UNKNOWN, "", advice)
+    advice = f"did you mean {close[0]}?" if close else "unset it if nothing else reads it"
+    if not close and name.startswith(("RBLN_", "TORCH_RBLN_")):
+        advice = "an NPU's runtime may know it"
+    return Reading(name, shown(name, value), Kind.UNKNOWN, close[0] if close else "", advice)

@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -282,40 +281,3 @@ def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:
     assert passed - {"guard_filter_fn"} <= {*taken}
     if is_newest(wheel):
         assert passed - {"guard_filter_fn"} == {*taken}
-
-
-def test_every_variable_of_the_plugin_has_a_row(wheel: Wheel) -> None:
-    """`triptych doctor` and the services know what each of its variables does here."""
-    from protos.environment.table import VARIABLES
-
-    envs = [module for name, module in wheel.modules.items() if name.endswith("envs.py")]
-    named = {
-        node.value
-        for module in envs
-        for node in ast.walk(module)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    assert envs
-    assert {name for name in named if re.fullmatch(r"(VLLM_)?RBLN_[A-Z0-9_]+", name)} <= VARIABLES.keys()
-
-
-def test_every_flag_of_the_plugin_has_a_row(wheel: Wheel) -> None:
-    """`triptych serve` takes each flag that vLLM-RBLN adds, or says what to use instead."""
-    from deploy.vllm_flags.rbln import RBLN
-
-    module = wheel.modules.get("vllm_rbln/config.py")
-    if module is None:
-        pytest.skip("this release adds no flags")
-    fields = {
-        node.target.id
-        for each in ast.walk(module)
-        if isinstance(each, ast.ClassDef) and each.name.endswith(("RBLNConfigBase", "RBLNConfig"))
-        for node in each.body
-        if isinstance(node, ast.AnnAssign)
-        and isinstance(node.target, ast.Name)
-        and not (
-            node.value and ("_NO_FLAG" in ast.unparse(node.value) or "_DERIVED" in ast.unparse(node.value))
-        )
-    }
-    assert fields
-    assert {f"--rbln-{name.replace('_', '-')}" for name in fields} == {flag.name for flag in RBLN}

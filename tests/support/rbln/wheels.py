@@ -32,28 +32,39 @@ class IndexUnreachable(Exception):  # noqa: N818 - a state, not an error
     """The package index does not answer."""
 
 
-def fetch(version: str) -> Path:
-    """Returns the wheel, from the cache or from the package index.
+def download(name: str, version: str) -> Path:
+    """Returns a wheel, from the cache or from the package index.
 
     Raises:
         IndexUnreachable: if it is not in the cache and the index does not answer.
-        AssertionError: if its checksum is wrong.
+        AssertionError: if the index has no such wheel.
     """
-    wheel = CACHE / f"vllm_rbln-{version}-py3-none-any.whl"
-    if not wheel.exists():
+    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
+    if not (found := [*CACHE.glob(pattern)]):
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             done = subprocess.run(
                 [
                     sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--retries", "1",
-                    "--timeout", "20", "--disable-pip-version-check", "--dest", folder, f"vllm-rbln=={version}",
+                    "--timeout", "20", "--disable-pip-version-check", "--dest", folder, f"{name}=={version}",
                 ],
                 check=False, capture_output=True, text=True, timeout=100,
             )  # fmt: skip
             if done.returncode and any(word in done.stderr for word in _UNREACHABLE):
                 raise IndexUnreachable(done.stderr.strip().splitlines()[-1])
             assert done.returncode == 0, done.stderr
-            (Path(folder) / wheel.name).replace(wheel)
+            found = [wheel.replace(CACHE / wheel.name) for wheel in Path(folder).glob(pattern)]
+    return found[0]
+
+
+def fetch(version: str) -> Path:
+    """Returns the wheel of vllm-rbln, from the cache or from the package index.
+
+    Raises:
+        IndexUnreachable: if it is not in the cache and the index does not answer.
+        AssertionError: if its checksum is wrong.
+    """
+    wheel = download("vllm-rbln", version)
     assert hashlib.sha256(wheel.read_bytes()).hexdigest() == WHEELS[version], f"{wheel} is damaged"
     return wheel
 

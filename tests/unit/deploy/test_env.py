@@ -10,7 +10,7 @@ import pytest
 from deploy import cli
 from deploy.inspection.bug_report import packages, variables
 from deploy.lockfile import LOCK_FILES, read
-from protos.environment.variable import HIDDEN
+from protos.environment.table import HIDDEN
 
 SECRETS = {
     "OPENAI_API_KEY": "sk-word",

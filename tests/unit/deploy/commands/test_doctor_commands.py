@@ -83,7 +83,7 @@ def test_what_was_understood_is_printed(
     assert {each["name"]: each["kind"] for each in content["environment"]} == {
         "VLLM_API_KEY": "mapped",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "mapped",
-        "VLLM_PLUGINS": "moot",
+        "VLLM_PLUGINS": "ignored",
     }
     assert {each["flag"]: (each["value"], each["source"]) for each in content["settings"]} == {
         "--port": ("0", "command line"),
@@ -100,7 +100,7 @@ def test_what_was_understood_is_printed(
     )
     doctor.main(list(arguments))
     printed = capsys.readouterr().out
-    assert "VLLM_PLUGINS=rbln has no effect: " in printed
+    assert "VLLM_PLUGINS=rbln has no effect here" in printed
     assert "sk-of" not in printed + json.dumps(content)
 
 
@@ -111,7 +111,7 @@ def test_a_refused_variable_is_a_failure(
     monkeypatch.setenv("VLLM_RBLN_USE_VLLM_MODEL", "0")
     code, content = report(capsys, "scheduler", "--port=0")
     assert code == 1
-    assert content["environment"][0]["kind"] == "refused"
+    assert content["environment"][0]["kind"] == "rejected"
     assert checks(content)["environment"][0] == "FAILED"
 
 

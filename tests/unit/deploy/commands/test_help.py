@@ -40,7 +40,7 @@ def test_one_heading(word: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("max", "--max-log-mb int", "--port"),
         ("ModelConfig", "Model:", "--max-log-mb"),
         ("gpu-memory", "--gpu-memory-utilization is --kv-share here: it has another base", "--port"),
-        ("chunked", "--enable-chunked-prefill has no effect: prompts are always", "--port"),
+        ("chunked", "--enable-chunked-prefill has no effect here", "--port"),
         ("kv-cache-dtype", "--kv-cache-dtype is not supported: KV caches have", "--port"),
         ("nothing", "no heading and no flag matches 'nothing'; --help=listgroup lists the headings", ":\n"),
         ("all", "usage: triptych serve [MODEL] [FLAGS]", "kv-cache-dtype"),

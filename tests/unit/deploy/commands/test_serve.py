@@ -7,7 +7,7 @@ import pytest
 from deploy import cli
 from deploy.commands.serve import ServeSettings
 from deploy.launcher.settings import LaunchSettings
-from deploy.vllm_flags.dialect import VllmDialect
+from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 
@@ -21,14 +21,14 @@ _UNIT_FILE = (
 @pytest.mark.parametrize("cls", [LaunchSettings, ServeSettings])
 def test_a_command_line_of_vllm_serve(cls: type[LaunchSettings]) -> None:
     """Each flag sets what it means, and what has no effect is said."""
-    dialect = VllmDialect()
-    settings = load(cls, _UNIT_FILE.split(), dialect)
+    foreign = VllmFlags()
+    settings = load(cls, _UNIT_FILE.split(), foreign)
     assert (settings.model, settings.host, settings.port) == ("Qwen/Qwen3-0.6B", "0.0.0.0", 9000)
     assert (settings.max_model_len, settings.max_num_seqs, settings.tensor_parallel_size) == (8192, 64, 2)
     assert (settings.kv_share, settings.tool_call_parser, settings.optimization_level) == (0.9, "hermes", 3)
     assert settings.allowed_origins == ("*",)
     assert [key.get_secret_value() for key in settings.api_key] == ["a", "b"]
-    assert [note.split()[0] for note in dialect.notes] == [
+    assert [note.split()[0] for note in foreign.notes] == [
         "--max-model-len", "--gpu-memory-utilization", "--enable-auto-tool-choice", "--disable-log-stats",
         "--enable-chunked-prefill",
     ]  # fmt: skip
@@ -37,8 +37,8 @@ def test_a_command_line_of_vllm_serve(cls: type[LaunchSettings]) -> None:
 def test_the_model_is_an_argument_or_a_flag() -> None:
     """It may stand before, behind and between the flags."""
     for line in ("m --port 1", "--port 1 m", "--workers 2 m --port 1", "--model m", "--port 1 -- m"):
-        assert load(LaunchSettings, line.split(), VllmDialect()).model == "m"
-    assert load(LaunchSettings, [], VllmDialect()).model == "smollm2"
+        assert load(LaunchSettings, line.split(), VllmFlags()).model == "m"
+    assert load(LaunchSettings, [], VllmFlags()).model == "smollm2"
 
 
 def test_a_file_of_vllm_serve(tmp_path: Path) -> None:
@@ -49,14 +49,14 @@ def test_a_file_of_vllm_serve(tmp_path: Path) -> None:
         "compilation-config: {mode: VLLM_COMPILE, cudagraph_mode: FULL}\nworker: {cpu_threads: 3}\n"
         "no-such-thing: 1\n"
     )
-    dialect = VllmDialect()
+    foreign = VllmFlags()
     with pytest.raises(Exception, match="there is no setting 'no_such_thing'"):
-        load(LaunchSettings, ["--config", str(path)], dialect)
+        load(LaunchSettings, ["--config", str(path)], foreign)
     path.write_text(path.read_text().replace("no-such-thing: 1\n", ""))
-    settings = load(LaunchSettings, ["--config", str(path), "--port", "2"], dialect)
+    settings = load(LaunchSettings, ["--config", str(path), "--port", "2"], foreign)
     assert (settings.model, settings.port, settings.max_model_len) == ("m", 2, 8192)
     assert (settings.level_for(0), settings.cpu_threads) == (3, 3)
-    assert len(dialect.notes) == 3
+    assert len(foreign.notes) == 3
 
 
 def test_serve_listens_where_vllm_serve_does() -> None:
@@ -122,9 +122,9 @@ def test_files_have_the_styles_of_vllm(text: str, expected: dict[str, object] | 
     path.write_text(f"model: m\n{text}\n")
     if isinstance(expected, str):
         with pytest.raises(ConfigurationRefused, match=expected):
-            load(LaunchSettings, ["--config", str(path)], VllmDialect())
+            load(LaunchSettings, ["--config", str(path)], VllmFlags())
         return
-    settings = load(LaunchSettings, ["--config", str(path)], VllmDialect())
+    settings = load(LaunchSettings, ["--config", str(path)], VllmFlags())
     assert {name: getattr(settings, name) for name in settings.model_fields_set} == {"model": "m", **expected}
 
 
@@ -133,4 +133,4 @@ def test_a_word_too_many_is_named_alone() -> None:
     with pytest.raises(
         ConfigurationRefused, match=r"^unrecognized arguments: true; m is the model, and a switch"
     ):
-        load(LaunchSettings, ["m", "--enable-prefix-caching", "true"], VllmDialect())
+        load(LaunchSettings, ["m", "--enable-prefix-caching", "true"], VllmFlags())

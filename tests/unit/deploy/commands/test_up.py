@@ -64,7 +64,7 @@ def test_what_has_no_effect_is_named(
     with claim(tmp_path):  # so that nothing starts
         assert up.main(["--model", str(tmp_path), "--run-dir", str(tmp_path)]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("VLLM_PLUGINS=rbln has no effect: ")
+    assert lines[0].startswith("VLLM_PLUGINS=rbln has no effect here")
     assert lines[1].startswith(
         "TRIPTYCH_MAX_NUM_SEQ is not a setting and has no effect; did you mean TRIPTYCH_MAX_NUM_SEQS"
     )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from deploy.vllm_flags.translate import translate
+from deploy.vllm_flags.table import FLAGS, Flag
+from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused
 
 
@@ -52,7 +53,13 @@ from protos.errors import ConfigurationRefused
 )
 def test_command_lines(theirs: str, ours: list[str]) -> None:
     """Flags keep their order; what vLLM does not know stays as it is."""
-    assert translate(theirs.split()).argv == ours
+    assert VllmFlags().translate(theirs.split()) == ours
+
+
+def notes(theirs: str) -> list[str]:
+    flags = VllmFlags()
+    flags.translate(theirs.split())
+    return flags.notes
 
 
 @pytest.mark.parametrize(
@@ -66,29 +73,31 @@ def test_command_lines(theirs: str, ours: list[str]) -> None:
             "--max-num-batched-tokens 512",
             "--max-num-batched-tokens 512: here it is the length of one prompt's chunk",
         ),
-        ("--enable-chunked-prefill", "--enable-chunked-prefill has no effect: prompts are always prefilled"),
-        ("--disable-log-stats", "--disable-log-stats has no effect: the gateway"),
-        ("--enforce-eager", "--enforce-eager is --backend=eager here: it is"),
+        ("--enable-chunked-prefill", "--enable-chunked-prefill has no effect here"),
+        ("--no_disable_log_stats", "--disable-log-stats has no effect here"),
+        ("--rbln-sub-block-size 4", "--rbln-sub-block-size has no effect here"),
+        ("-ac.backend FLASH", "--attention-config has no effect here"),
+        ("--enforce-eager", "--enforce-eager is --backend=eager here: it is for"),
         ("--load-format hf", "--load-format hf is --load-format=auto here: it reads weights once"),
         (
             "--max-model-len auto",
-            "--max-model-len auto has no effect: it is a number; auto and -1 are the model's whole context",
+            "--max-model-len auto has no effect here: it is a number; auto and -1 are the model's whole context",
         ),
         (
             "-cc.cudagraph_mode FULL",
-            '--compilation-config {"cudagraph_mode": "FULL"} has no effect: it takes',
+            '--compilation-config {"cudagraph_mode": "FULL"} has no effect here: it takes',
         ),
     ],
 )
 def test_a_flag_without_the_same_effect_is_noted(theirs: str, note: str) -> None:
     """One line says what the flag is here."""
-    (line,) = translate(theirs.split()).notes
+    (line,) = notes(theirs)
     assert line.startswith(note)
 
 
 def test_flags_with_the_same_meaning_are_not_noted() -> None:
     """Nothing is said of flags that do what they do in vLLM."""
-    assert translate(["--max-model-len", "4096", "--dtype", "bfloat16", "--port", "1"]).notes == []
+    assert notes("--max-model-len 4096 --dtype bfloat16 --port 1") == []
 
 
 @pytest.mark.parametrize(
@@ -104,7 +113,10 @@ def test_flags_with_the_same_meaning_are_not_noted() -> None:
         ("--enable-sleep-mode", "--enable-sleep-mode is not served; stop the worker to free its memory"),
         ("--max-model-len long", "--max-model-len should be a number, for example 8192, 8k .8000. or"),
         ("--rope-scaling {}x", "--rope-scaling is not supported; edit config.json in a copy"),
-        ("--task transcription", "--task should be auto, generate, embed, classify, score or reward"),
+        ("--task transcription", "--task should be auto, generate, reward, embed"),
+        ("--kv-events-config.enable_kv_cache_events true", "--kv-events-config is not supported; subscribe"),
+        ("--kv_events_config {}", "--kv-events-config is not supported; subscribe"),
+        ("--scheduling-policy", "--scheduling-policy expects a value"),
         ("--port", "--port expects a value"),
         ("--port --host x", "--port expects a value"),
         ("-cc.lvl 3", "--compilation-config has no key 'lvl'; level and candidate_compile_sizes"),
@@ -114,5 +126,17 @@ def test_flags_with_the_same_meaning_are_not_noted() -> None:
 def test_refusals_are_one_line(theirs: str, refusal: str) -> None:
     """The refusal names the flag and what to use instead."""
     with pytest.raises(ConfigurationRefused, match=rf"^{refusal}") as caught:
-        translate(theirs.split())
+        VllmFlags().translate(theirs.split())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flag", [flag for flag in FLAGS.values() if flag.kind == "ignored"], ids=lambda flag: flag.name
+)
+def test_every_other_flag_of_vllm_has_no_effect(flag: Flag) -> None:
+    """Alone and among ours, in each of its spellings."""
+    values = {"switch": [], "value": ["1"], "values": ["1", "2"]}[flag.form]
+    for name in (flag.name, flag.name.replace("-", "_").replace("__", "--", 1), *flag.short):
+        flags = VllmFlags()
+        assert flags.translate(["m", name, *values, "--port", "1"]) == ["m", "--port=1"]
+        assert flags.notes == [f"{flag.name if name.startswith('--') else name} has no effect here"]

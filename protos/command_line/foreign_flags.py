@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 
-class Dialect(Protocol):
+class ForeignFlags(Protocol):
     """The flags of another program."""
 
     @property
     def flags(self) -> Mapping[str, str]:
-        """Its flags, each with its dashes, and what each is here, as the rest of a sentence."""
+        """Its flags with their dashes, and the meaning of each as the rest of a sentence."""
 
     def translate(self, argv: Sequence[str]) -> list[str]:
         """Returns our flags for a command line; arguments that the other program does not know stay.
