@@ -1,11 +1,12 @@
 """Replicas of a generating model: their geometry, KV cache and scheduler."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import get_logger
+from protos.settings import Group
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.adapters.modules import name_and_path
@@ -39,6 +40,13 @@ def make_order(settings: Settings) -> OrderPolicy:
     if settings.order == "arrival":
         return ArrivalOrder()
     return PriorityFairOrder(settings.ageing_s, settings.tenant_weights)
+
+
+def warn_of_ignored(settings: Settings, names: Iterable[str], reason: str) -> None:
+    """Logs those of some settings that are set, and have no effect on the kind of model."""
+    fields = type(settings).model_fields
+    if ignored := [name for name in names if getattr(settings, name) != fields[name].default]:
+        get_logger().warning("settings_ignored", names=ignored, reason=reason)
 
 
 def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic) -> Engine:
@@ -115,6 +123,7 @@ class GeneratingReplicas:
         Raises:
             ConfigurationRefused: the settings contradict each other, the model or the device.
         """
+        warn_of_ignored(self._settings, Settings.groups[Group.POOLING], "generating models run in buckets")
         geometry = geometry_for(self._settings, description)
         geometry.check(description.limits, description.groups)
         if geometry.max_num_seqs % geometry.stages:

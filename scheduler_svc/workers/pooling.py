@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from protos.logs import get_logger
+from protos.settings import Group
 from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape
 from protos.validation import TOKEN_TASKS
@@ -15,12 +15,9 @@ from scheduler_svc.pooling.tasks import MOST_VALUES, PooledModel
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.pool_shapes import shapes_of
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
-from scheduler_svc.workers.generating import make_order
+from scheduler_svc.workers.generating import make_order, warn_of_ignored
 
-# Settings that have no effect on a pooling model. If one is set, the log names it.
-_IGNORED_SETTINGS = (
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_blocks", "enable_prefix_caching",
-)  # fmt: skip
+_IGNORED_SETTINGS = ("max_model_len", *Settings.groups[Group.BATCHING], *Settings.groups[Group.KV_MEMORY])
 
 
 class PoolingReplicas:
@@ -29,7 +26,6 @@ class PoolingReplicas:
     def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
         """Starts with an empty engine; `clock` gives monotonic seconds."""
         self._settings = settings
-        self._log = get_logger()
         self.engine = PoolEngine(
             max_waiting=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
@@ -47,8 +43,7 @@ class PoolingReplicas:
                 other replicas.
         """
         settings = self._settings
-        if ignored := [name for name in _IGNORED_SETTINGS if _is_set(settings, name)]:
-            self._log.warning("settings_ignored", names=ignored, reason="pooling models run in pool shapes")
+        warn_of_ignored(settings, _IGNORED_SETTINGS, "pooling models run in pool shapes")
         shapes = self.engine.shapes
         limits, model = description.limits, description.model
         room = MOST_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
@@ -82,7 +77,3 @@ class PoolingReplicas:
         scheduler = self.engine.make_scheduler(replica_id, pooled)
         self.engine.attach(replica_id, PoolReplica(scheduler, link.wake, link.failing))
         return scheduler
-
-
-def _is_set(settings: Settings, name: str) -> bool:
-    return bool(getattr(settings, name) != type(settings).model_fields[name].default)

@@ -101,6 +101,19 @@ async def test_a_worker_that_cannot_copy_blocks_gets_no_copies() -> None:
     assert [entry["replica"] for entry in logs if entry["event"] == "no_block_copies"] == ["w"]
 
 
+async def test_shapes_of_pooling_models_have_no_effect_on_a_generating_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler's log names the settings, whichever variable has set them."""
+    monkeypatch.setenv("VLLM_SPYRE_WARMUP_BATCH_SIZES", "1,4")
+    monkeypatch.setenv("SENDNN_INFERENCE_WARMUP_PROMPT_LENS", "64,32")
+    with capture_logs() as logs:
+        async with run_scheduler(Settings()) as scheduler, joined(scheduler, FakeWorker()):
+            pass
+    (entry,) = [entry for entry in logs if entry["event"] == "settings_ignored"]
+    assert entry["names"] == ["pool_batch_sizes", "pool_prompt_lens"]
+
+
 async def test_two_workers_share_the_queue() -> None:
     """While one worker's device is blocked, the other worker serves all other requests."""
     async with run_scheduler(Settings(max_num_seqs=1)) as scheduler:
