@@ -61,6 +61,8 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # codes of other sizes.
 _BITS = {gguf.GGMLQuantizationType.Q4_0: 4, gguf.GGMLQuantizationType.Q8_0: 8}
 _BLOCK = 32
+# Rows dequantized at a time: a step takes several times their size in float32.
+_ROWS = 4096
 # ggml's token types.
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -90,6 +92,7 @@ def convert(source: Path, folder: Path) -> None:
     }
     if bits:
         config["quantization_config"] = _quantization_config(bits, "lm_head.weight_packed" in weights)
+    del weights  # the tokenizer of a large vocabulary takes as much
     special = {
         f"{short}_token_id": int(fields[f"tokenizer.ggml.{name}_token_id"])
         for short, name in _SPECIAL.items()
@@ -165,10 +168,15 @@ def _weights(
             yield f"{module}.weight_scale", scales.contiguous()
             yield f"{module}.weight_shape", torch.tensor(codes.shape)
             continue
-        values = _unpermute(torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy()), heads)
-        if family == "gemma3" and name.endswith("norm.weight"):
-            values = values - 1  # GGUF stores the factor; Gemma's layers add 1 themselves
-        yield name, values.to(torch.bfloat16)
+        # Gemma's layers add 1 to a stored norm; GGUF stores the sum.
+        offset = 1 if family == "gemma3" and name.endswith("norm.weight") else 0
+        parts = [
+            torch.from_numpy(dequantize(tensor.data[first : first + _ROWS], tensor.tensor_type) - offset).to(
+                torch.bfloat16
+            )
+            for first in range(0, len(tensor.data), _ROWS)
+        ]
+        yield name, _unpermute(torch.cat(parts), heads)
 
 
 def _blocks(data: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
