@@ -21,7 +21,6 @@ from gateway.keys.key_ring import KeyRing
 from gateway.keys.openapi import document_keys
 from gateway.keys.usage import KeyUsage
 from gateway.messages import routes as messages
-from gateway.messages.prefix_pins import PrefixPins
 from gateway.metrics import Metrics
 from gateway.responses import routes as responses
 from gateway.routes import chat, chat_batch, completions, loras, models, tokenize
@@ -86,19 +85,17 @@ def create_app(
         ConfigurationRefused: if the chat template of the settings cannot be used.
     """
     context = _assemble(settings, client, new_id, clock, wall_clock, on_unusable)
-    pins = PrefixPins(client, settings.pins_per_tenant, clock)
     app = FastAPI(
         title="Triptych",
         description=_DESCRIPTION,
         version=version.VERSION,
-        lifespan=_lifespan(context, pins),
+        lifespan=_lifespan(context),
         openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         root_path=settings.root_path,
     )
-    app.state.prefix_pins = pins
     app.state.context = context
     for family in _FAMILIES:
         app.include_router(family.router)
@@ -152,9 +149,7 @@ def _assemble(
     )
 
 
-def _lifespan(
-    context: Context, pins: PrefixPins
-) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     """Returns what starts the parts, and ends them with the application."""
 
     @contextlib.asynccontextmanager
@@ -166,7 +161,6 @@ def _lifespan(
         try:
             yield
         finally:
-            await pins.close()
             await context.watcher.close()
             await context.client.close()
             if context.shared_metrics is not None:

@@ -15,7 +15,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 # Increase it whenever an older peer would misread a message or lack a call. Peers exchange it when they
 # connect (Register, Describe, the first message of Connect) and refuse other revisions with SCHEMA_MISMATCH.
 # A refused peer tries again, because an upgrade replaces one service after the other.
-SCHEMA_REVISION: Final = 8
+SCHEMA_REVISION: Final = 9
 
 # Longest message that a peer accepts. A prompt of a million token ids has about 3 MB.
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024

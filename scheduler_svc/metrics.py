@@ -275,7 +275,6 @@ def _memory(model: str, replicas: dict[str, ReplicaMemory], dtype: str) -> Itera
     prefixes = _gauge(
         "triptych:cached_prefixes", "Cached prefixes that a request can hit.", "engine", "group"
     )
-    pins = _gauge("triptych:pinned_prefixes", "Pinned prefixes.", "engine")
     info = GaugeMetricFamily(
         "vllm:cache_config_info",
         "The KV cache of each replica; the value is 1.",
@@ -283,7 +282,6 @@ def _memory(model: str, replicas: dict[str, ReplicaMemory], dtype: str) -> Itera
     )
     for name, memory in replicas.items():
         usage.add_metric((model, name), memory.usage)
-        pins.add_metric((model, name), memory.num_pinned)
         for group_id, group in enumerate(memory.groups):
             labels = (model, name, str(group_id))
             blocks.add_metric((*labels, "used"), group.num_used)
@@ -292,7 +290,7 @@ def _memory(model: str, replicas: dict[str, ReplicaMemory], dtype: str) -> Itera
         num_blocks = memory.groups[0].num_used + memory.groups[0].num_free
         facts = (memory.block_size, dtype, memory.prefix_caching, name, num_blocks)
         info.add_metric([str(fact) for fact in facts], 1)
-    yield from (usage, blocks, prefixes, pins, info)
+    yield from (usage, blocks, prefixes, info)
 
 
 def _rejections(model: str, rejections: Mapping[str, int]) -> Metric:

@@ -52,7 +52,6 @@ class Settings(LinkSecuritySettings):
             "cache_generated_tokens",
             "keep_windows",
             "windows_kept_per_slot",
-            "max_pinned_share",
         ),
         Group.LORA: ("lora_modules",),
         Group.POOLING: ("pool_batch_sizes", "pool_prompt_lens"),
@@ -134,8 +133,6 @@ class Settings(LinkSecuritySettings):
     (junctions), or only those at the ends of prompts and where prompts diverge (ends)."""
     windows_kept_per_slot: int = Field(4, ge=0, le=1024)
     """Cached sliding windows that a worker allocates per slot, besides those in use."""
-    max_pinned_share: float = Field(0.5, gt=0, le=0.9)
-    """Share of a replica's KV blocks that pinned prefixes may hold together."""
     decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
     """Decode steps between two prefill chunks when both are due; 0 runs all prefill first, which stalls
     decoding."""

@@ -2,7 +2,6 @@
 
 ``schemas`` and ``blocks`` are its request bodies, and ``conversion`` turns them into the chat request that
 the rest of the gateway answers. ``answer_body`` and ``message_stream_writer`` write the answer,
-``error_shape`` the errors. ``cache_hints`` finds the prefixes that ``cache_control`` marks, and
-``prefix_pins`` pins them. ``routes`` joins them. The application imports this room; it imports routes and
+``error_shape`` the errors. ``routes`` joins them. The application imports this room; it imports routes and
 what is below them.
 """

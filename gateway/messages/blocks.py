@@ -1,7 +1,7 @@
-"""Content blocks of Anthropic's messages, and the hints on them."""
+"""Content blocks of Anthropic's messages."""
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -19,25 +19,6 @@ _NEEDED: Final[Mapping[BlockType, tuple[str, ...]]] = {
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id",),
 }
-
-
-class CacheControl(RequestModel):
-    """A hint: later requests will begin with the same prompt up to this block."""
-
-    type: Literal["ephemeral"]
-    ttl: Annotated[
-        Literal["5m", "1h"] | None, Field(description="How long to keep the prefix; 5m by default.")
-    ] = None
-
-    @property
-    def ttl_s(self) -> int:
-        """How long to keep the prefix, seconds."""
-        return 3600 if self.ttl == "1h" else 300
-
-
-Hint = Annotated[
-    CacheControl | None, Field(description="Where a prefix ends that later requests share; a hint.")
-]
 
 
 def _blocks(*types: str) -> Callable[[Any], Any]:
@@ -68,12 +49,8 @@ def _listed(types: tuple[str, ...]) -> str:
 class TextBlock(RequestModel):
     """Text."""
 
-    # Clients that send an answer back send its null fields, too.
-    tolerated: ClassVar[Mapping[str, str]] = {"citations": "answers cite nothing; omit it"}
-
     type: Literal["text"]
     text: str
-    cache_control: Hint = None
 
 
 TextBlocks = Annotated[
@@ -85,12 +62,6 @@ TextBlocks = Annotated[
 
 class Block(RequestModel):
     """One block of a turn's content. Its type says which fields it has."""
-
-    tolerated: ClassVar[Mapping[str, str]] = {
-        **TextBlock.tolerated,
-        "caller": "tools are called by the model alone; omit it",
-        "toolset_name": "tools belong to no set; omit it",
-    }
 
     type: BlockType
     text: Annotated[str | None, Field(description="With the type text.")] = None
@@ -118,7 +89,6 @@ class Block(RequestModel):
     is_error: Annotated[
         bool, or_default(False), Field(description="With the type tool_result: whether the call failed.")
     ] = False
-    cache_control: Hint = None
 
     @model_validator(mode="after")
     def _complete(self) -> "Block":

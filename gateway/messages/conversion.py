@@ -34,13 +34,12 @@ class ConvertedRequest(ChatCompletionRequest):
         return "output_config.format"
 
 
-def to_chat(body: PromptRequest, template: ChatTemplate | None, *, answer: bool = True) -> ConvertedRequest:
+def to_chat(body: PromptRequest, template: ChatTemplate | None) -> ConvertedRequest:
     """Returns the chat request that stands for ``body``.
 
     Args:
         body: the request.
         template: the model's chat template, which says what it can show; ``None``: the model has none.
-        answer: whether the model's turn follows.
 
     Raises:
         InvalidArgument: if the last turn cannot be continued.
@@ -54,9 +53,7 @@ def to_chat(body: PromptRequest, template: ChatTemplate | None, *, answer: bool 
         "reasoning_effort": body.output_config and body.output_config.effort,
         "include_reasoning": body.thinking is None or body.thinking.type != "disabled",
     }
-    if not answer:
-        fields["add_generation_prompt"] = False
-    elif messages and messages[-1].role == "assistant":
+    if messages and messages[-1].role == "assistant":
         if messages[-1].tool_calls:
             raise InvalidArgument(
                 "'messages' ends with a call: send its result as a 'tool_result' of the user's next turn",

@@ -1,25 +1,20 @@
 """The routes of the Messages API."""
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import orjson
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.sequence_text import Delta
 from gateway.http.errors import UnknownRoute, shape_errors
-from gateway.keys.caller import account_of
 from gateway.messages.answer_body import ID_PREFIX, message_body
 from gateway.messages.answers import AnthropicErrorAnswer, MessageAnswer, TokenCount
-from gateway.messages.cache_hints import common_prefix, has_hints, hints_of
 from gateway.messages.conversion import ConvertedRequest, to_chat
 from gateway.messages.error_shape import shape
 from gateway.messages.message_stream_writer import MessageStreamWriter, error_event
-from gateway.messages.prefix_pins import Prefix, PrefixPins
 from gateway.messages.schemas import CountTokensRequest, MessagesRequest, PromptRequest
 from gateway.routes.answer import (
     AnswerFormat,
@@ -34,7 +29,7 @@ from gateway.routes.openapi import body_schema, documented
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.text.chat_template import ChatTemplate
 from gateway.tools.skipped_tools import skipped_tools_header
-from protos.logs import get_logger, request_id
+from protos.logs import request_id
 
 PATH: Final = "/v1/messages"
 
@@ -92,9 +87,7 @@ async def _respond(request: Request, body: MessagesRequest, headers: dict[str, s
 
     chat = await _chat(request, body, served)
     prompt = await chat_prompt(request, served, chat)
-    response = await respond_to_chat(request, chat, write, prompt)
-    follow = _hint_follower(request, body, served, chat, prompt)
-    return ThenCall(response, follow) if follow else response
+    return await respond_to_chat(request, chat, write, prompt)
 
 
 @router.post(
@@ -121,52 +114,11 @@ async def batches() -> Response:
     )
 
 
-async def _chat(
-    request: Request, body: PromptRequest, served: ServedModel, *, answer: bool = True
-) -> ConvertedRequest:
+async def _chat(request: Request, body: PromptRequest, served: ServedModel) -> ConvertedRequest:
     size, template = len(await request.body()), _template(body, served)
-    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template, answer=answer))
+    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
 
 
 def _template(body: PromptRequest, served: ServedModel) -> ChatTemplate | None:
     has_tools = any(tool.custom for tool in body.tools)
     return served.text.tool_template if has_tools else served.text.chat_template
-
-
-def _hint_follower(
-    request: Request, body: PromptRequest, served: ServedModel, chat: ConvertedRequest, prompt: list[int]
-) -> Callable[[], None] | None:
-    """Returns what pins the prefixes that ``body`` marks; ``None`` if it marks none or hints are ignored."""
-    if not has_hints(body):
-        return None
-    pins: PrefixPins = request.app.state.prefix_pins
-    if not pins.enabled:
-        get_logger().debug("cache_control hints are ignored: pins are off; see --pins-per-tenant")
-        return None
-
-    async def find() -> list[Prefix]:
-        found = []
-        for hint in hints_of(body):
-            beginning = await _chat(request, hint.body, served, answer=False)
-            shared = common_prefix(prompt, await chat_prompt(request, served, beginning))
-            if shared:
-                found.append(Prefix(shared, hint.ttl_s))
-        return found
-
-    account, lora_name = account_of(request, chat.priority, chat.cache_salt), served.adapter_of(body.model)
-    return lambda: pins.follow(account, lora_name, find)
-
-
-class ThenCall(Response):
-    """Sends another response, then calls a function."""
-
-    def __init__(self, response: Response, then: Callable[[], None]) -> None:
-        """Wraps ``response``."""
-        super().__init__()
-        self._response = response
-        self._then = then
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the response."""
-        await self._response(scope, receive, send)
-        self._then()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gateway.messages.blocks import Blocks, BlockType, Hint, TextBlocks
+from gateway.messages.blocks import Blocks, BlockType, TextBlocks
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import MAX_MESSAGES
@@ -78,13 +78,6 @@ def _limit_system(system: Any) -> Any:
 class AnthropicTool(RequestModel):
     """A tool. Only custom ones are served; the others are skipped, and a header of the answer names them."""
 
-    tolerated: ClassVar[Mapping[str, str]] = {
-        "allowed_callers": "tools are called by the model alone; omit it",
-        "defer_loading": "all tools are shown to the model; omit it",
-        "eager_input_streaming": "a tool's input is always streamed; omit it",
-        "input_examples": "chat templates show no examples; write them into the description",
-    }
-
     type: Annotated[
         str | None, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", description="custom, or omitted.")
     ] = None
@@ -98,7 +91,6 @@ class AnthropicTool(RequestModel):
     strict: Annotated[bool | None, Field(description="Enforce the schema even if the call is optional.")] = (
         None
     )
-    cache_control: Hint = None
 
     @property
     def custom(self) -> bool:
@@ -123,7 +115,7 @@ def _without_settings_of_server_tools(tools: Any) -> Any:
     if not isinstance(tools, list):
         return tools
     return [
-        {name: tool[name] for name in ("type", "name", "cache_control") if name in tool}
+        {name: tool[name] for name in ("type", "name") if name in tool}
         if isinstance(tool, dict) and tool.get("type", _CUSTOM) not in (None, _CUSTOM)
         else tool
         for tool in tools
@@ -208,14 +200,6 @@ class PromptRequest(RequestModel):
         "mcp_servers": Unserved(([],), "the client must call its MCP servers itself"),
         "thread": Unserved((), "nothing is stored; send all turns in 'messages'"),
     }
-    tolerated: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        (
-            "billing_policy", "compaction", "context_management", "diagnostics", "fallback_credit_token",
-            "fallbacks", "inference_geo", "speed", "service_tier", "user_profile_id",
-        ),
-        _ONLY_THIS_MODEL,
-    )  # fmt: skip
-
     model: Annotated[
         ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
     ] = None
@@ -248,7 +232,6 @@ class PromptRequest(RequestModel):
     output_format: Annotated[
         JsonOutput | None, Field(description="The older form of output_config.format.")
     ] = None
-    cache_control: Annotated[Hint, Field(description="The same hint on the end of the conversation.")] = None
     chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
         default_factory=dict, description="Further variables for the model's chat template, as with vLLM."
     )

@@ -228,23 +228,8 @@ class InferenceClient:
         request = inference.UnloadLoraRequest(name=name)
         await _typed(self._stub.UnloadLora(request, timeout=self._call_timeout_s))
 
-    async def pin_prefix(self, request: inference.PinPrefixRequest) -> inference.PinPrefixResponse:
-        """Keeps a prefix in the prefix cache for a time.
-
-        Raises:
-            InvalidArgument: if the prefix is too short, or prefix caching is off.
-            Overloaded: if the pins of the deployment hold too much memory.
-            TriptychError: as :meth:`get_model`.
-        """
-        return await _typed(self._stub.PinPrefix(request, timeout=self._call_timeout_s))
-
-    async def unpin_prefix(self, pin_id: str) -> None:
-        """Ends a pin, if it has not ended yet; raises as :meth:`get_model` does."""
-        request = inference.UnpinPrefixRequest(pin_id=pin_id)
-        await _typed(self._stub.UnpinPrefix(request, timeout=self._call_timeout_s))
-
     async def reset_prefix_cache(self) -> int:
-        """Drops all cached prefixes and pins; returns the number of replicas. Raises as :meth:`get_model`."""
+        """Drops all cached prefixes; returns the number of replicas. Raises as :meth:`get_model`."""
         call = self._stub.ResetPrefixCache(inference.ResetPrefixCacheRequest(), timeout=self._call_timeout_s)
         return (await _typed(call)).num_replicas
 

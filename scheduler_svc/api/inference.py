@@ -22,7 +22,6 @@ from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.api.lora_service import LoraService
-from scheduler_svc.api.pin_service import PinService
 from scheduler_svc.convert.connect_stream import ConnectEncoder
 from scheduler_svc.convert.inference import (
     check_results_fit,
@@ -65,7 +64,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Serves `deployment`; `tracer` writes the spans of sampled requests."""
         self._tracer = tracer
         self._deployment = deployment
-        self._pins = PinService(deployment)
         self.loras = LoraService(deployment, settings.lora_modules)
         """Loads LoRA adapters."""
         self._unread = UnreadLimits(
@@ -332,33 +330,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except TriptychError as error:
             await abort(context, error)
 
-    async def PinPrefix(
-        self, request: inference_pb2.PinPrefixRequest, context: Context
-    ) -> inference_pb2.PinPrefixResponse:
-        """Pins a prefix for a time."""
-        try:
-            self._check_model("")
-            check_fields(request)
-            prompt = tuple(request.prompt_token_ids)
-            pinned = await self._pins.pin(
-                prompt, cache_salt=request.cache_salt, lora_name=request.lora_name, ttl_s=request.ttl_s
-            )
-        except TriptychError as error:
-            await abort(context, error)
-        return inference_pb2.PinPrefixResponse(
-            pin_id=pinned.pin_id, num_tokens=pinned.num_tokens, replica_id=pinned.replica_id
-        )
-
-    async def UnpinPrefix(
-        self, request: inference_pb2.UnpinPrefixRequest, context: Context
-    ) -> inference_pb2.UnpinPrefixResponse:
-        """Ends a pin."""
-        return inference_pb2.UnpinPrefixResponse(found=self._pins.unpin(request.pin_id))
-
     async def ResetPrefixCache(
         self, request: inference_pb2.ResetPrefixCacheRequest, context: Context
     ) -> inference_pb2.ResetPrefixCacheResponse:
-        """Forgets every cached prefix and pin."""
+        """Forgets every cached prefix."""
         return inference_pb2.ResetPrefixCacheResponse(num_replicas=self._engine.prefixes.reset())
 
     async def GetMetrics(

@@ -6,21 +6,19 @@ prefix. The requests of a lost replica wait again.
 """
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Final
 
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.logs import get_logger
 from scheduler_svc.dispatch.adapter_control import AdapterControl
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, memory_of
-from scheduler_svc.dispatch.pinned_prefixes import PinnedPrefixes
 from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
 from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, Queues
 from scheduler_svc.dispatch.totals import Totals, totals_of
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
-from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
@@ -35,7 +33,7 @@ class Engine:
 
     def __init__(
         self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: OrderPolicy,
-        placement: PlacementPolicy | None = None, max_pinned_share: float = 0.5,
+        placement: PlacementPolicy | None = None,
         max_worker_losses: int = 2, max_step_failures: int = 4,
         expected_adapters: Collection[str] = (),
     ) -> None:  # fmt: skip
@@ -47,8 +45,6 @@ class Engine:
             clock: monotonic seconds.
             order: decides which waiting request is next.
             placement: ranks the replicas that have room for a request.
-            max_pinned_share: share of each KV group's blocks that the pinned prefixes of a replica may hold
-                together.
             max_worker_losses: workers that may be lost in a row while they run the same request.
             max_step_failures: steps that may fail in a row with the same request in them.
             expected_adapters: names of LoRA adapters that are going to be loaded.
@@ -74,11 +70,10 @@ class Engine:
             self._queues, expected_adapters, fail=self._fail, released=self.released, dispatch=self.dispatch
         )
         """The LoRA adapters of the deployment."""
-        self.pinned = PinnedPrefixes(max_pinned_share)
-        self._placer = Placer(placement or PrefixAndLoad(), self.grammars, self._queues.adapters, self.pinned)
+        self._placer = Placer(placement or PrefixAndLoad(), self.grammars, self._queues.adapters)
         self.replicas = self._placer.replicas
         """Ready replicas by id."""
-        self.prefixes = PrefixControl(self.replicas, self.pinned, check=self._check, dispatch=self.dispatch)
+        self.prefixes = PrefixControl(self.replicas, self.dispatch)
         self.model: ModelLimits | None = None
         """Set once a replica has been ready."""
         self._suspended = False
@@ -112,10 +107,7 @@ class Engine:
 
     def memory(self) -> dict[str, ReplicaMemory]:
         """Returns the KV memory of the ready replicas by id."""
-        return {
-            name: memory_of(replica.scheduler.kv, self.pinned.count(name))
-            for name, replica in self.replicas.items()
-        }
+        return {name: memory_of(replica.scheduler.kv) for name, replica in self.replicas.items()}
 
     # ---- requests ----
 
@@ -322,13 +314,6 @@ class Engine:
         self._blocked = None
         self._retry_skipped = True
 
-    def drop_pins(self, scheduler: ReplicaScheduler) -> bool:
-        """Drops the pins of a replica on which a running request needs the memory.
-
-        Returns whether it had any.
-        """
-        return self.pinned.drop(scheduler)
-
     # ---- replicas ----
 
     def attach(self, replica_id: str, replica: AttachedReplica) -> None:
@@ -351,7 +336,6 @@ class Engine:
         replica = self.replicas.pop(replica_id, None)
         if replica is None:
             return Detached()
-        self.pinned.replica_lost(replica_id)
         self._wait_for_recompilation(self.grammars.detach(replica_id))
         self.adapters.detached(replica_id)
         abandoned = replica.scheduler.abandon(loss)
@@ -410,15 +394,9 @@ class Engine:
 
     # ---- grammars ----
 
-    def grammar_compiled(self, replica_id: str, grammar: Grammar, unenforced: Sequence[str] = ()) -> None:
-        """Records that a replica has a grammar; requests that waited for it may run there.
-
-        Args:
-            replica_id: the replica.
-            grammar: the grammar.
-            unenforced: the parts of its schemas that it does not enforce.
-        """
-        self._queues.wait(*self.grammars.compiled(replica_id, grammar, unenforced))
+    def grammar_compiled(self, replica_id: str, grammar: Grammar) -> None:
+        """Records that a replica has a grammar; requests that waited for it may run there."""
+        self._queues.wait(*self.grammars.compiled(replica_id, grammar))
         self._fail_stranded(grammar)
         self.released()
         self.dispatch()

@@ -7,7 +7,7 @@ queue does no I/O: it asks replicas through callbacks, and the engine reports th
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from protos.errors import InvalidArgument, TriptychError
@@ -36,8 +36,6 @@ class _Entry:
     """Replicas that compile the grammar or have it in their line."""
     ready: set[str] = field(default_factory=set)
     """Replicas that have compiled the grammar."""
-    unenforced: Sequence[str] = ()
-    """Parts of its schemas that the compiled grammar does not enforce."""
 
 
 class _Line:
@@ -161,7 +159,6 @@ class GrammarQueue:
         entry = self._entries[grammar]
         self._ask_all(grammar, entry)
         if entry.ready:
-            request.unenforced = entry.unenforced
             return False
         request.state = RequestState.WAITING_FOR_FSM
         entry.waiting[request.request_id] = request
@@ -179,17 +176,13 @@ class GrammarQueue:
         self._num_tokens -= len(request.token_ids)
         return True
 
-    def compiled(self, replica_id: str, grammar: Grammar, unenforced: Sequence[str]) -> list[Request]:
+    def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:
         """Records that a replica has a grammar; removes and returns the requests that waited for it."""
         entry = self._answered(replica_id, grammar)
         if entry is None or replica_id not in self._lines:
             return []
         entry.ready.add(replica_id)
-        entry.unenforced = unenforced
-        released = self._release(entry)
-        for request in released:
-            request.unenforced = unenforced
-        return released
+        return self._release(entry)
 
     def refused(self, replica_id: str, grammar: Grammar, error: TriptychError) -> list[Request]:
         """Records that a replica cannot compile a grammar.

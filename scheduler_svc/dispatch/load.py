@@ -58,8 +58,6 @@ class ReplicaMemory:
 
     usage: float
     """Share of blocks in use in the fullest group, 0 to 1."""
-    num_pinned: int
-    """Pinned prefixes."""
     groups: tuple[GroupMemory, ...]
     """Figures by group id."""
     block_size: int
@@ -68,10 +66,10 @@ class ReplicaMemory:
     """Whether prefixes are reused."""
 
 
-def memory_of(kv: KvCache, num_pinned: int) -> ReplicaMemory:
-    """Returns the figures of a replica's KV memory, given the number of its pinned prefixes."""
+def memory_of(kv: KvCache) -> ReplicaMemory:
+    """Returns the figures of a replica's KV memory."""
     pools = [group.pool for group in kv.groups]
     groups = tuple(
         GroupMemory(pool.num_blocks - pool.num_free, pool.num_free, pool.num_cached) for pool in pools
     )
-    return ReplicaMemory(kv.usage, num_pinned, groups, kv.block_size, kv.caches_prefixes)
+    return ReplicaMemory(kv.usage, groups, kv.block_size, kv.caches_prefixes)

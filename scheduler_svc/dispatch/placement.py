@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from scheduler_svc.dispatch.adapter_queue import AdapterHost, AdapterQueue
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
-from scheduler_svc.dispatch.pinned_prefixes import PinnedPrefixes
 from scheduler_svc.policy.placement import PlacementPolicy
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
@@ -41,23 +40,19 @@ class Placer:
     for, or it would never find room there.
     """
 
-    def __init__(
-        self, policy: PlacementPolicy, grammars: GrammarQueue, adapters: AdapterQueue, pinned: PinnedPrefixes
-    ) -> None:
+    def __init__(self, policy: PlacementPolicy, grammars: GrammarQueue, adapters: AdapterQueue) -> None:
         """Starts without replicas.
 
         Args:
             policy: ranks the replicas that have room.
             grammars: which replicas have which grammars.
             adapters: which replicas have which LoRA adapters.
-            pinned: pins that may be dropped when a request fits nowhere otherwise.
         """
         self.replicas: dict[str, AttachedReplica] = {}
         """Ready replicas by id."""
         self._policy = policy
         self._grammars = grammars
         self._adapters = adapters
-        self._pinned = pinned
         # Replicas that skipped requests wait for, each with the rank of the first such request.
         self._claimed: dict[str, tuple[float, int]] = {}
 
@@ -69,7 +64,7 @@ class Placer:
         # Stay with this request until it is placed. A preempted request may be the queue's head by age and
         # would otherwise take its slot back again and again.
         while not self._place(request):
-            if not self._preempt_for(request) and not self._drop_idle_pins(request):
+            if not self._preempt_for(request):
                 return False
         return True
 
@@ -203,10 +198,3 @@ class Placer:
                 replica.wake()
                 return True
         return False
-
-    def _drop_idle_pins(self, request: Request) -> bool:
-        """Drops the pins of an idle replica that suits the request: nothing else frees blocks there."""
-        return any(
-            replica.scheduler.idle and self._pinned.drop(replica.scheduler)
-            for _, replica in self._candidates(request)
-        )

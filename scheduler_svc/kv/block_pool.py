@@ -24,7 +24,7 @@ class Block:
     block_id: int
     """Index into the worker's KV tensors."""
     ref_count: int = 0
-    """Number of tables, pending copies and pins that use the block."""
+    """Number of tables and pending copies that use the block."""
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the written prefixes that end in this block, shortest first; empty for unknown content."""
     cheap: bool = False

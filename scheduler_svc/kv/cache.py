@@ -39,21 +39,6 @@ class CacheOptions:
     would have to be copied: no part of a block, no window in place, and no fork into either."""
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedPrefix:
-    """References that keep a prefix from being evicted."""
-
-    num_tokens: int
-    """Length of the prefix."""
-    held: tuple[tuple[Table, Block | None], ...]
-    """Per group, the referenced table and copy source; see `KvGroupManager.take_hit`."""
-
-    def blocks(self, group_id: int) -> list[Block]:
-        """Returns the referenced blocks of one group."""
-        table, source = self.held[group_id]
-        return table.live if source is None else [*table.live, source]
-
-
 def _make_group(group: KvGroup, layout: BlockLayout, pool: BlockPool) -> KvGroupManager:
     """Returns the manager for a group's kind."""
     match group.kind:
@@ -302,34 +287,6 @@ class KvCache:
             if done:
                 self.prefixes.index_window(copy)
             self._pools[copy.group_id].free((copy.held,))
-        self.on_release()
-
-    # ---- pins ----
-
-    def pin(
-        self, sequence: SequenceKv, others: Sequence[PinnedPrefix], max_share: float
-    ) -> PinnedPrefix | None:
-        """Keeps the cached part of a sequence's prefix until :meth:`unpin`.
-
-        Returns:
-            The pin, or None if it and ``others`` together would hold more than ``max_share`` of some group's
-            blocks.
-        """
-        keys, limit = self.prefixes.lookup_keys(sequence)
-        hit = self.prefixes.longest_hit(keys, limit)
-        held = tuple(group.take_hit(keys, hit) for group in self.groups)
-        pinned = PinnedPrefix(hit * self._layout.hash_block_size, held)
-        together = [pinned, *others]
-        for group_id, pool in enumerate(self._pools):
-            blocks = {id(block) for pin in together for block in pin.blocks(group_id)}
-            if len(blocks) > max_share * pool.num_blocks:
-                self.unpin(pinned)
-                return None
-        return pinned
-
-    def unpin(self, pinned: PinnedPrefix) -> None:
-        """Drops the references of a pin."""
-        self._release_hit(pinned.held)
         self.on_release()
 
     def check_integrity(self) -> None:

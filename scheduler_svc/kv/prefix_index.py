@@ -86,10 +86,6 @@ class PrefixIndex:
             hit = found
         raise AssertionError("a replica has at least one KV group")
 
-    def hit_limit(self, sequence: SequenceKv) -> int:
-        """Returns the longest hit that the sequence could have in any cache, in tokens."""
-        return self.lookup_keys(sequence)[1] * self._layout.hash_block_size
-
     def peek(self, sequence: SequenceKv) -> int:
         """Returns the longest cached prefix of the sequence, in tokens. Does not modify the cache."""
         keys, limit = self.lookup_keys(sequence)

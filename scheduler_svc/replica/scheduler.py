@@ -32,9 +32,6 @@ class ReplicaOwner(RequestOwner, Protocol):
     def released(self) -> None:
         """Notes that blocks became free or a plan has room again: a request that did not fit may fit now."""
 
-    def drop_pins(self, scheduler: "ReplicaScheduler") -> bool:
-        """Unpins all prefixes of a replica that is out of blocks; returns whether there were any."""
-
 
 class ReplicaScheduler:
     """Continuous batching over static graphs.
@@ -411,9 +408,8 @@ class ReplicaScheduler:
         while not self._grow(request, num_tokens):
             running = self._slots.requests
             if len(running) == 1:
-                # An admitted request fits an empty replica, so kept windows or pinned prefixes are in the
-                # way.
-                if self._copies.drop_windows() or self._owner.drop_pins(self):
+                # An admitted request fits an empty replica, so kept windows are in the way.
+                if self._copies.drop_windows():
                     continue
                 if self._in_flight:
                     return False
@@ -457,8 +453,7 @@ class ReplicaScheduler:
         if self._draining or result.void:
             self._draining = bool(self._in_flight)
         self._outputs.apply(step, result)
-        if self.adapters.answered(step.plan) or self.idle:
-            # No other release will follow, and pins may have to go. Or an adapter may leave its host now.
+        if self.adapters.answered(step.plan):  # an adapter may leave its host now
             self._owner.released()
         if self._kv_events.active:
             self._kv_events.flush()

@@ -59,21 +59,6 @@ class StepScheduler(Protocol):
 class Prefixes(Protocol):
     """Operations on cached prefixes; see :class:`scheduler_svc.dispatch.prefix_control.PrefixControl`."""
 
-    def check(self, submission: Submission) -> None:
-        """Raises if the deployment cannot pin the prompt of a submission."""
-
-    def find(self, probe: Request) -> tuple[str, int] | None:
-        """Returns the replica with the longest cached prefix of `probe` and its tokens."""
-
-    def pinnable_tokens(self, probe: Request) -> int:
-        """Returns the longest prefix of `probe` that any replica can hold, in tokens."""
-
-    def pin(self, pin_id: str, replica_id: str, probe: Request, on_end: Callable[[], None] = ...) -> int:
-        """Pins the cached prefix of `probe` on a replica; returns its tokens."""
-
-    def unpin(self, pin_id: str) -> bool:
-        """Ends a pin; returns False if there is none."""
-
     def reset(self) -> int:
         """Forgets every cached prefix; returns the number of replicas that were reset."""
 

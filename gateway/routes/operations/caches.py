@@ -21,7 +21,7 @@ router = APIRouter(tags=["Operations"])
     responses=documented(CacheReset),
 )
 async def reset_prefix_cache(request: Request, reset_running_requests: str = "false") -> dict[str, bool]:
-    """Drops every cached prefix and every pin on all replicas. Running requests go on.
+    """Drops every cached prefix on all replicas. Running requests go on.
 
     Needs a key with admin rights, or `--dev-mode`. `reset_running_requests=true` is refused.
     """

@@ -433,9 +433,8 @@ class StructuredOutput(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
-    LENIENT_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON Schema, as text."""
+    """A JSON Schema, as text; refused if it cannot be enforced as a whole."""
     json_object: _builtins.bool
     """Any JSON object. False is refused, like an empty message."""
     regex: _builtins.str
@@ -444,10 +443,6 @@ class StructuredOutput(_message.Message):
     """GBNF / EBNF text."""
     structural_tag: _builtins.str
     """A structural tag description, as JSON text."""
-    lenient: _builtins.bool
-    """Enforce JSON schemas, also those in a structural tag, as far as possible; PromptStats.unenforced names the
-    rest. False: a schema with a keyword that cannot be enforced is refused.
-    """
     @_builtins.property
     def choice(self) -> Global___Choices:
         """One of these texts."""
@@ -461,11 +456,10 @@ class StructuredOutput(_message.Message):
         grammar: _builtins.str = ...,
         choice: Global___Choices | None = ...,
         structural_tag: _builtins.str = ...,
-        lenient: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "spec", b"spec", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "lenient", b"lenient", "regex", b"regex", "spec", b"spec", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "spec", b"spec", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_spec: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_spec: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015

@@ -375,7 +375,6 @@ class PromptStats(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUE_MS_FIELD_NUMBER: _builtins.int
-    UNENFORCED_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LORA_DIGEST_FIELD_NUMBER: _builtins.int
     REPLICA_ID_FIELD_NUMBER: _builtins.int
@@ -394,24 +393,19 @@ class PromptStats(_message.Message):
     """
     replica_id: _builtins.str
     """The replica that runs the request: the `engine` of metrics."""
-    @_builtins.property
-    def unenforced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Parts of lenient JSON schemas that the request's grammar does not enforce, each as "path: keyword"; the first 32."""
-
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         queue_ms: _builtins.float = ...,
-        unenforced: _abc.Iterable[_builtins.str] | None = ...,
         seed: _builtins.int | None = ...,
         lora_digest: _builtins.str = ...,
         replica_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "lora_digest", b"lora_digest", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "replica_id", b"replica_id", "seed", b"seed", "unenforced", b"unenforced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "lora_digest", b"lora_digest", "num_cached_tokens", b"num_cached_tokens", "num_tokens", b"num_tokens", "queue_ms", b"queue_ms", "replica_id", b"replica_id", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -989,104 +983,6 @@ class KvCleared(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvCleared: _TypeAlias = KvCleared  # noqa: Y015
-
-@_typing.final
-class PinPrefixRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    CACHE_SALT_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
-    TTL_S_FIELD_NUMBER: _builtins.int
-    cache_salt: _builtins.str
-    lora_name: _builtins.str
-    """As in GenerateRequest."""
-    ttl_s: _builtins.float
-    """How long to keep the prefix, seconds. At most 30 days."""
-    @_builtins.property
-    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        cache_salt: _builtins.str = ...,
-        lora_name: _builtins.str = ...,
-        ttl_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "lora_name", b"lora_name", "prompt_token_ids", b"prompt_token_ids", "ttl_s", b"ttl_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
-
-@_typing.final
-class PinPrefixResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PIN_ID_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    REPLICA_ID_FIELD_NUMBER: _builtins.int
-    pin_id: _builtins.str
-    """For UnpinPrefix."""
-    num_tokens: _builtins.int
-    """Leading tokens that are pinned; whole chunks only."""
-    replica_id: _builtins.str
-    """The replica that keeps the prefix."""
-    def __init__(
-        self,
-        *,
-        pin_id: _builtins.str = ...,
-        num_tokens: _builtins.int = ...,
-        replica_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "pin_id", b"pin_id", "replica_id", b"replica_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PinPrefixResponse: _TypeAlias = PinPrefixResponse  # noqa: Y015
-
-@_typing.final
-class UnpinPrefixRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    PIN_ID_FIELD_NUMBER: _builtins.int
-    pin_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        pin_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pin_id", b"pin_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
-
-@_typing.final
-class UnpinPrefixResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    FOUND_FIELD_NUMBER: _builtins.int
-    found: _builtins.bool
-    """Whether the pin existed."""
-    def __init__(
-        self,
-        *,
-        found: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___UnpinPrefixResponse: _TypeAlias = UnpinPrefixResponse  # noqa: Y015
 
 @_typing.final
 class ResetPrefixCacheRequest(_message.Message):

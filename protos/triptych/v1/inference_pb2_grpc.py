@@ -90,16 +90,6 @@ class InferenceStub:
                 request_serializer=triptych_dot_v1_dot_inference__pb2.WatchKvEventsRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_inference__pb2.KvEventBatch.FromString,
                 _registered_method=True)
-        self.PinPrefix = channel.unary_unary(
-                '/triptych.v1.Inference/PinPrefix',
-                request_serializer=triptych_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
-                _registered_method=True)
-        self.UnpinPrefix = channel.unary_unary(
-                '/triptych.v1.Inference/UnpinPrefix',
-                request_serializer=triptych_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
-                _registered_method=True)
         self.ResetPrefixCache = channel.unary_unary(
                 '/triptych.v1.Inference/ResetPrefixCache',
                 request_serializer=triptych_dot_v1_dot_inference__pb2.ResetPrefixCacheRequest.SerializeToString,
@@ -213,22 +203,8 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PinPrefix(self, request, context):
-        """Protects a prefix from eviction for a time. Computes the prefix first if no replica has it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UnpinPrefix(self, request, context):
-        """Removes a pin early. Idempotent.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def ResetPrefixCache(self, request, context):
-        """Drops every cached prefix and pin on all replicas. Running requests continue.
+        """Drops every cached prefix on all replicas. Running requests continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -322,16 +298,6 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.WatchKvEvents,
                     request_deserializer=triptych_dot_v1_dot_inference__pb2.WatchKvEventsRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_inference__pb2.KvEventBatch.SerializeToString,
-            ),
-            'PinPrefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.PinPrefix,
-                    request_deserializer=triptych_dot_v1_dot_inference__pb2.PinPrefixRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_inference__pb2.PinPrefixResponse.SerializeToString,
-            ),
-            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
-                    servicer.UnpinPrefix,
-                    request_deserializer=triptych_dot_v1_dot_inference__pb2.UnpinPrefixRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_inference__pb2.UnpinPrefixResponse.SerializeToString,
             ),
             'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
                     servicer.ResetPrefixCache,
@@ -656,60 +622,6 @@ class Inference:
             '/triptych.v1.Inference/WatchKvEvents',
             triptych_dot_v1_dot_inference__pb2.WatchKvEventsRequest.SerializeToString,
             triptych_dot_v1_dot_inference__pb2.KvEventBatch.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PinPrefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/triptych.v1.Inference/PinPrefix',
-            triptych_dot_v1_dot_inference__pb2.PinPrefixRequest.SerializeToString,
-            triptych_dot_v1_dot_inference__pb2.PinPrefixResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UnpinPrefix(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/triptych.v1.Inference/UnpinPrefix',
-            triptych_dot_v1_dot_inference__pb2.UnpinPrefixRequest.SerializeToString,
-            triptych_dot_v1_dot_inference__pb2.UnpinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,12 +65,8 @@ class InferenceStub:
     """Streams the load whenever it changes, at most once per `min_interval_ms`."""
     WatchKvEvents: _grpc.UnaryStreamMultiCallable[_inference_pb2.WatchKvEventsRequest, _inference_pb2.KvEventBatch]
     """Streams the contents of the prefix caches: a snapshot, then every change."""
-    PinPrefix: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PinPrefixRequest, _inference_pb2.PinPrefixResponse]
-    """Protects a prefix from eviction for a time. Computes the prefix first if no replica has it."""
-    UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UnpinPrefixRequest, _inference_pb2.UnpinPrefixResponse]
-    """Removes a pin early. Idempotent."""
     ResetPrefixCache: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ResetPrefixCacheRequest, _inference_pb2.ResetPrefixCacheResponse]
-    """Drops every cached prefix and pin on all replicas. Running requests continue."""
+    """Drops every cached prefix on all replicas. Running requests continue."""
     GetMetrics: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetMetricsRequest, _inference_pb2.GetMetricsResponse]
     """Returns the scheduler's metrics in Prometheus' text format."""
     LoadLora: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LoadLoraRequest, _inference_pb2.LoraInfo]
@@ -119,12 +115,8 @@ class InferenceAsyncStub(InferenceStub):
     """Streams the load whenever it changes, at most once per `min_interval_ms`."""
     WatchKvEvents: _aio.UnaryStreamMultiCallable[_inference_pb2.WatchKvEventsRequest, _inference_pb2.KvEventBatch]  # type: ignore[assignment]
     """Streams the contents of the prefix caches: a snapshot, then every change."""
-    PinPrefix: _aio.UnaryUnaryMultiCallable[_inference_pb2.PinPrefixRequest, _inference_pb2.PinPrefixResponse]  # type: ignore[assignment]
-    """Protects a prefix from eviction for a time. Computes the prefix first if no replica has it."""
-    UnpinPrefix: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnpinPrefixRequest, _inference_pb2.UnpinPrefixResponse]  # type: ignore[assignment]
-    """Removes a pin early. Idempotent."""
     ResetPrefixCache: _aio.UnaryUnaryMultiCallable[_inference_pb2.ResetPrefixCacheRequest, _inference_pb2.ResetPrefixCacheResponse]  # type: ignore[assignment]
-    """Drops every cached prefix and pin on all replicas. Running requests continue."""
+    """Drops every cached prefix on all replicas. Running requests continue."""
     GetMetrics: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetMetricsRequest, _inference_pb2.GetMetricsResponse]  # type: ignore[assignment]
     """Returns the scheduler's metrics in Prometheus' text format."""
     LoadLora: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadLoraRequest, _inference_pb2.LoraInfo]  # type: ignore[assignment]
@@ -238,28 +230,12 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Streams the contents of the prefix caches: a snapshot, then every change."""
 
     @_abc_1.abstractmethod
-    def PinPrefix(
-        self,
-        request: _inference_pb2.PinPrefixRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_inference_pb2.PinPrefixResponse, _abc.Awaitable[_inference_pb2.PinPrefixResponse]]:
-        """Protects a prefix from eviction for a time. Computes the prefix first if no replica has it."""
-
-    @_abc_1.abstractmethod
-    def UnpinPrefix(
-        self,
-        request: _inference_pb2.UnpinPrefixRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_inference_pb2.UnpinPrefixResponse, _abc.Awaitable[_inference_pb2.UnpinPrefixResponse]]:
-        """Removes a pin early. Idempotent."""
-
-    @_abc_1.abstractmethod
     def ResetPrefixCache(
         self,
         request: _inference_pb2.ResetPrefixCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ResetPrefixCacheResponse, _abc.Awaitable[_inference_pb2.ResetPrefixCacheResponse]]:
-        """Drops every cached prefix and pin on all replicas. Running requests continue."""
+        """Drops every cached prefix on all replicas. Running requests continue."""
 
     @_abc_1.abstractmethod
     def GetMetrics(

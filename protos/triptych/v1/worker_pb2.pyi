@@ -592,25 +592,19 @@ class CompileGrammarResponse(_message.Message):
 
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
     COMPILE_US_FIELD_NUMBER: _builtins.int
-    UNENFORCED_FIELD_NUMBER: _builtins.int
     memory_bytes: _builtins.int
     """Size in the worker's cache, bytes."""
     compile_us: _builtins.int
     """Time from call to answer, microseconds."""
-    @_builtins.property
-    def unenforced(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Parts of lenient schemas that the grammar does not enforce, each as "path: keyword"; the first 32."""
-
     def __init__(
         self,
         *,
         memory_bytes: _builtins.int = ...,
         compile_us: _builtins.int = ...,
-        unenforced: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_us", b"compile_us", "memory_bytes", b"memory_bytes", "unenforced", b"unenforced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compile_us", b"compile_us", "memory_bytes", b"memory_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

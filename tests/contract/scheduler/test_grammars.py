@@ -38,8 +38,6 @@ class CompilingWorker(FakeWorker):
     """Set when a call is cancelled."""
     refusal: TriptychError | None = None
     """The answer to every call, instead of success."""
-    unenforced: tuple[str, ...] = ()
-    """Parts of each schema that are not enforced."""
 
     async def Describe(
         self, request: worker_pb2.DescribeRequest, context: Context
@@ -59,7 +57,7 @@ class CompilingWorker(FakeWorker):
             raise
         if self.refusal is not None:
             await abort(context, self.refusal)
-        return worker_pb2.CompileGrammarResponse(memory_bytes=1, compile_us=1, unenforced=self.unenforced)
+        return worker_pb2.CompileGrammarResponse(memory_bytes=1, compile_us=1)
 
 
 @pytest.fixture
@@ -91,20 +89,6 @@ async def test_a_refused_grammar_is_the_clients_error() -> None:
         assert isinstance(error, InvalidArgument)
         assert (error.message, error.param) == ("no such rule", "structured_output")
         assert await tokens_of(scheduler, generate_request()) == expected_tokens((5, 6, 7), 8)
-
-
-async def test_what_a_grammar_does_not_enforce_is_in_the_first_event() -> None:
-    """The client of a request that waited for the grammar is told, and that of one that found it compiled."""
-    worker = CompilingWorker(unenforced=("$: not",))
-    worker.may_compile.set()
-    schema = common_pb2.StructuredOutput(json_schema="{}", lenient=True)
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        for _ in range(2):
-            request = generate_request(structured_output=schema)
-            events = [event async for event in scheduler.inference.Generate(request)]
-            assert list(events[0].prompt.unenforced) == ["$: not"]
-            assert not any(event.prompt.unenforced for event in events[1:])
-        assert worker.asked[0].lenient
 
 
 async def test_a_worker_lost_while_compiling_is_replaced() -> None:

@@ -1,4 +1,4 @@
-"""KV events as docs/kv-events.md describes them: its example, snapshots, resuming, pins and resets."""
+"""KV events as docs/kv-events.md describes them: its example, snapshots, resuming and resets."""
 
 import asyncio
 import contextlib
@@ -8,15 +8,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from protos.errors import InvalidArgument, Overloaded
 from protos.triptych.v1 import inference_pb2
 from scheduler_svc.kv.sequence import HashChain, seed_key
-from scheduler_svc.settings import Settings
 from tests.support.paths import ROOT
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    failure,
     generate_request,
     joined,
     run_scheduler,
@@ -131,38 +128,3 @@ async def test_a_watcher_follows_replicas_that_join_and_leave() -> None:
     assert [event.WhichOneof("event") for event in gone.events] == ["cleared"]
     assert back.snapshot
     assert came.sequence < gone.sequence < back.sequence
-
-
-async def test_a_pin_computes_what_is_missing_and_ends_by_id(scheduler: RunningScheduler) -> None:
-    """A pin computes and holds whole chunks; unpinning twice finds it once."""
-    request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=60)
-    pin = await scheduler.inference.PinPrefix(request)
-    assert (pin.num_tokens, pin.replica_id) == (8, "r0")
-    assert scheduler.engine.pinned.count("r0") == 1
-    for found in (True, False):
-        answer = await scheduler.inference.UnpinPrefix(inference_pb2.UnpinPrefixRequest(pin_id=pin.pin_id))
-        assert answer.found is found
-    assert scheduler.engine.pinned.count("r0") == 0
-
-
-async def test_pins_end_with_their_time_and_with_a_reset(scheduler: RunningScheduler) -> None:
-    """Both the end of its time and a reset of the cache end a pin."""
-    request = inference_pb2.PinPrefixRequest(prompt_token_ids=PROMPT, ttl_s=0.1)
-    await scheduler.inference.PinPrefix(request)
-    async with asyncio.timeout(10):
-        while scheduler.engine.pinned.count("r0"):
-            await asyncio.sleep(0.01)
-    request.ttl_s = 60
-    await scheduler.inference.PinPrefix(request)
-    answer = await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
-    assert answer.num_replicas == 1
-    assert scheduler.engine.pinned.count("r0") == 0
-
-
-async def test_invalid_pins_are_refused() -> None:
-    """A short prefix, a missing time and too large a share are refused."""
-    settings = Settings(max_pinned_share=0.02)
-    async with run_scheduler(settings) as scheduler, joined(scheduler, FakeWorker(), "r0"):
-        for prompt, ttl_s, error in ((PROMPT[:3], 60, InvalidArgument), (PROMPT, 0, InvalidArgument), (PROMPT, 60, Overloaded)):  # fmt: skip
-            request = inference_pb2.PinPrefixRequest(prompt_token_ids=prompt, ttl_s=ttl_s)
-            assert isinstance(await failure(scheduler.inference.PinPrefix(request)), error)

@@ -400,19 +400,3 @@ async def test_the_name_of_a_refused_adapter_is_free() -> None:
             await asyncio.sleep(0.01)
         await load(scheduler, "a", "good")
         assert await running(scheduler, "a") == wanted("good")
-
-
-async def test_a_pin_belongs_to_its_adapter(scheduler: RunningScheduler) -> None:
-    """A prefix that is pinned for an adapter is found by its requests alone."""
-    await load(scheduler, "a")
-    prompt = list(range(5, 17))
-    await scheduler.inference.PinPrefix(
-        inference_pb2.PinPrefixRequest(prompt_token_ids=prompt, lora_name="a", ttl_s=60)
-    )
-    cached = []
-    for name in ("", "a"):
-        request = generate_request([*prompt, 20], max_tokens=1)
-        request.lora_name = name
-        events = [event async for event in scheduler.inference.Generate(request)]
-        cached.append(events[0].prompt.num_cached_tokens)
-    assert cached == [0, 12]

@@ -1,4 +1,4 @@
-"""Prefixes over real gRPC: pins, resets, KV events and KV groups; also priorities and tenants."""
+"""Prefixes over real gRPC: resets, KV events and KV groups; also priorities and tenants."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 
-from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
+from protos.errors import Unavailable
 from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.settings import Settings
@@ -16,7 +16,6 @@ from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
     collect,
-    failure,
     generate_request,
     joined,
     run_scheduler,
@@ -28,14 +27,6 @@ pytestmark = pytest.mark.contract
 PROMPT = list(range(20, 33))
 
 
-def pin_request(
-    prompt: list[int] | None = None, *, ttl_s: float = 60.0, salt: str = "", lora: str = ""
-) -> inference_pb2.PinPrefixRequest:
-    return inference_pb2.PinPrefixRequest(
-        prompt_token_ids=PROMPT if prompt is None else prompt, ttl_s=ttl_s, cache_salt=salt, lora_name=lora
-    )
-
-
 async def cached(scheduler: RunningScheduler, prompt: list[int], salt: str = "") -> int:
     """Returns the tokens of a prompt that a request finds in the cache."""
     request = generate_request(prompt, max_tokens=1)
@@ -44,7 +35,7 @@ async def cached(scheduler: RunningScheduler, prompt: list[int], salt: str = "")
 
 
 async def fill(scheduler: RunningScheduler, times: int = 4) -> None:
-    """Fills a small cache, which evicts everything that is not pinned."""
+    """Fills a small cache, which evicts everything else."""
     for index in range(times):
         await tokens_of(scheduler, generate_request([40 + index] * 24, max_tokens=1))
 
@@ -76,141 +67,13 @@ async def next_batch(batches: "asyncio.Queue[inference_pb2.KvEventBatch]") -> in
     return await asyncio.wait_for(batches.get(), 10)
 
 
-async def test_a_pin_computes_a_missing_prefix(scheduler: RunningScheduler, worker: FakeWorker) -> None:
-    """The pin computes whole chunks on the replica that it returns, and a request hits them."""
-    pinned = await scheduler.inference.PinPrefix(pin_request())
-    assert (pinned.num_tokens, pinned.replica_id) == (12, next(iter(scheduler.engine.replicas)))
-    assert worker.device is not None
-    assert worker.device.prefilled == 13
+async def test_a_reset_forgets_prefixes(scheduler: RunningScheduler) -> None:
+    """A reset forgets all prefixes and returns the number of replicas."""
+    await tokens_of(scheduler, generate_request(PROMPT, max_tokens=1))
     assert await cached(scheduler, PROMPT) == 12
     assert await cached(scheduler, PROMPT, salt="other") == 0
-
-
-async def test_a_pin_of_a_cached_prefix_computes_nothing(
-    scheduler: RunningScheduler, worker: FakeWorker
-) -> None:
-    """A cached prefix is pinned without a step."""
-    await tokens_of(scheduler, generate_request(PROMPT, max_tokens=1))
-    steps = worker.steps
-    assert (await scheduler.inference.PinPrefix(pin_request())).num_tokens == 12
-    assert worker.steps == steps
-
-
-async def test_a_pinned_prefix_stays_until_it_is_unpinned() -> None:
-    """A pinned prefix survives eviction of everything else; unpinning twice is no error."""
-    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(num_blocks=13)):
-        pinned = await scheduler.inference.PinPrefix(pin_request())
-        await fill(scheduler)
-        assert await cached(scheduler, PROMPT) == 12
-        unpin = inference_pb2.UnpinPrefixRequest(pin_id=pinned.pin_id)
-        assert (await scheduler.inference.UnpinPrefix(unpin)).found
-        assert not (await scheduler.inference.UnpinPrefix(unpin)).found
-        await fill(scheduler)
-        assert await cached(scheduler, PROMPT) == 0
-
-
-async def test_a_pin_ends_with_its_time_to_live() -> None:
-    """The pin releases its blocks without an unpin."""
-    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(num_blocks=13)):
-        released = asyncio.Event()
-        pinned = await scheduler.inference.PinPrefix(pin_request(ttl_s=0.05))
-        (replica,) = scheduler.engine.replicas.values()
-        before = replica.scheduler.kv.on_release
-
-        def on_release() -> None:
-            before()
-            released.set()
-
-        replica.scheduler.kv.on_release = on_release
-        assert replica.scheduler.kv.usage > 0
-        await asyncio.wait_for(released.wait(), 5)
-        assert replica.scheduler.kv.usage == 0
-        unpin = inference_pb2.UnpinPrefixRequest(pin_id=pinned.pin_id)
-        assert not (await scheduler.inference.UnpinPrefix(unpin)).found
-
-
-async def test_pins_beyond_their_share_of_memory_are_refused() -> None:
-    """The error names the share, and earlier pins stay."""
-    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(num_blocks=13)):
-        first = await scheduler.inference.PinPrefix(pin_request())
-        error = await failure(scheduler.inference.PinPrefix(pin_request(list(range(50, 70)))))
-        assert isinstance(error, Overloaded)
-        assert "50%" in error.message
-        unpin = inference_pb2.UnpinPrefixRequest(pin_id=first.pin_id)
-        assert (await scheduler.inference.UnpinPrefix(unpin)).found
-        assert (await scheduler.inference.PinPrefix(pin_request(list(range(50, 70))))).num_tokens == 20
-
-
-@pytest.mark.parametrize(
-    ("request_", "error", "text"),
-    [
-        (pin_request([5, 6, 7]), InvalidArgument, "shorter than one prefill chunk"),
-        (pin_request([]), InvalidArgument, "prompt_token_ids is empty"),
-        (pin_request(ttl_s=0), InvalidArgument, "ttl_s must be above 0"),
-        (pin_request(ttl_s=float("nan")), InvalidArgument, "ttl_s must be above 0"),
-        (pin_request(ttl_s=1e9), InvalidArgument, "at most"),
-        (pin_request([500] * 8), InvalidArgument, "token id 500"),
-        (pin_request(lora="x"), NotFound, "the model 'x' is not served here; use 'simulated'"),
-    ],
-)
-async def test_an_invalid_pin_is_refused(
-    scheduler: RunningScheduler,
-    request_: inference_pb2.PinPrefixRequest,
-    error: type[TriptychError],
-    text: str,
-) -> None:
-    """An invalid pin gets a typed error and holds nothing."""
-    caught = await failure(scheduler.inference.PinPrefix(request_))
-    assert isinstance(caught, error)
-    assert text in caught.message
-    assert (await scheduler.inference.GetLoad(inference_pb2.GetLoadRequest())).kv_usage == 0
-
-
-async def test_a_deadline_ends_the_computation_of_a_pin(
-    scheduler: RunningScheduler, worker: FakeWorker
-) -> None:
-    """The request that computes the prefix is aborted and holds nothing."""
-    worker.gate.clear()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await scheduler.inference.PinPrefix(pin_request(), timeout=0.2)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert await scheduler.engine.drained(5)
-    worker.gate.set()
-    await tokens_of(scheduler, generate_request())
-    (replica,) = scheduler.engine.replicas.values()
-    assert replica.scheduler.kv.usage == 0
-
-
-async def test_a_pin_ends_with_its_replica() -> None:
-    """Unpinning finds nothing after the replica is lost, and the next worker starts empty."""
-    async with run_scheduler() as scheduler:
-        async with joined(scheduler, FakeWorker()):
-            await scheduler.serving.get()
-            pinned = await scheduler.inference.PinPrefix(pin_request())
-        assert not await asyncio.wait_for(scheduler.serving.get(), 5)
-        unpin = inference_pb2.UnpinPrefixRequest(pin_id=pinned.pin_id)
-        assert not (await scheduler.inference.UnpinPrefix(unpin)).found
-        async with joined(scheduler, FakeWorker()):
-            assert await cached(scheduler, PROMPT) == 0
-
-
-@pytest.mark.parametrize("keep", ["junctions", "ends"])
-async def test_a_pin_keeps_the_window_at_its_end_under_every_policy(keep: str) -> None:
-    """The window at the end of the last whole chunk is kept, so the pinned prefix can be hit."""
-    worker = FakeWorker(kind=common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW, window=4)
-    settings = Settings.model_validate({"keep_windows": keep})
-    async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
-        assert (await scheduler.inference.PinPrefix(pin_request(list(range(20, 35))))).num_tokens == 12
-        assert await cached(scheduler, list(range(20, 35))) == 12
-
-
-async def test_a_reset_forgets_prefixes_and_pins(scheduler: RunningScheduler) -> None:
-    """A reset forgets prefixes and pins and returns the number of replicas."""
-    pinned = await scheduler.inference.PinPrefix(pin_request())
     answer = await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
     assert answer.num_replicas == 1
-    unpin = inference_pb2.UnpinPrefixRequest(pin_id=pinned.pin_id)
-    assert not (await scheduler.inference.UnpinPrefix(unpin)).found
     assert await cached(scheduler, PROMPT) == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.kv_groups import GroupKind
-from scheduler_svc.kv.cache import CacheOptions, KvCache, PinnedPrefix
+from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
@@ -25,7 +25,6 @@ from tests.support.scheduler.kv_cache_model import KvModel, contexts_of
 pytestmark = pytest.mark.property
 
 MAX_LEN = 40
-PINNED_SHARE = 0.5
 
 # Windows below, at and above a block of 4 or 8, both multiples of it and not.
 GROUPS = (
@@ -55,7 +54,7 @@ class Flight:
 
 
 class KvCacheMachine(RuleBasedStateMachine):
-    """Waiting and running requests, forks, pins, crashes and failed steps on one cache."""
+    """Waiting and running requests, forks, crashes and failed steps on one cache."""
 
     @initialize(
         chunk=st.sampled_from([2, 4, 8]), block=st.sampled_from([4, 8]), groups=MIXES, room=st.integers(0, 14),
@@ -92,7 +91,6 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.decoding: set[SequenceKv] = set()
         self.fresh: list[SequenceKv] = []
         self.grown: list[tuple[int, tuple[int, ...]]] = []
-        self.pins: list[tuple[SequenceKv, PinnedPrefix, int]] = []
         self.unsent: dict[int, tuple[bytes, int]] = {}
         self.flight: Flight | None = None
         self.resets = 0
@@ -130,7 +128,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         free = [group.pool.num_free for group in self.kv.groups]
         if not self.kv.admit(sequence):
             assert not sequence.tables
-            busy = self.running or self.pins or self.flight or self.kv.copies
+            busy = self.running or self.flight or self.kv.copies
             assert busy, "an idle cache must take any sequence that fits it"
             return
         if sequence.num_cached != hit * hash_block_size:
@@ -220,25 +218,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.waiting = [*self.waiting, *self.running][:6]
         self.boot()
 
-    # ---- pins and resets ----
-
-    @precondition(lambda self: len(self.pins) < 3)
-    @rule(prompt=TOKENS)
-    def pin(self, prompt: list[int]) -> None:
-        probe = make_sequence(prompt)
-        pinned = self.kv.pin(probe, [pin for _, pin, _ in self.pins], PINNED_SHARE)
-        if pinned is None:
-            return
-        assert pinned.num_tokens == self.model.longest_hit(probe) * self.geometry.hash_block_size
-        self.pins.append((probe, pinned, self.resets))
-        for group_id, group in enumerate(self.kv.groups):
-            held = {id(block) for _, pin, _ in self.pins for block in pin.blocks(group_id)}
-            assert len(held) <= PINNED_SHARE * group.pool.num_blocks
-
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        self.kv.unpin(self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))[1])
+    # ---- resets ----
 
     @rule(really=st.sampled_from([False] * 3 + [True]))
     def reset(self, really: bool) -> None:
@@ -320,9 +300,8 @@ class KvCacheMachine(RuleBasedStateMachine):
             if len(self.running) > 1:
                 victim = next(other for other in reversed(self.running) if other is not sequence)
                 self.release(victim, comes_back=len(self.waiting) < 6)
-            elif not self.kv.copies.drop_windows():
-                assert self.pins, "an admitted sequence fits up to its full length"
-                self.kv.unpin(self.pins.pop()[1])
+            else:
+                assert self.kv.copies.drop_windows(), "an admitted sequence fits up to its full length"
         for group_id, block_ids in grown:
             self.model.allocated(group_id, block_ids)
         self.grown += grown
@@ -373,7 +352,7 @@ class KvCacheMachine(RuleBasedStateMachine):
                 self.release(owner, comes_back=True)
 
     def check_alone(self, sequence: SequenceKv, start: int, end: int) -> None:
-        """Checks that blocks about to be written are in one table and in no pin."""
+        """Checks that blocks about to be written are in one table."""
         for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             size = self.geometry.block_size
             paged = group.kind is not GroupKind.IN_PLACE_WINDOW
@@ -400,8 +379,6 @@ class KvCacheMachine(RuleBasedStateMachine):
             for sequence in self.running:
                 users.update(block.block_id for block in sequence.tables[group_id].live)
             users.update(entry.held.block_id for entry in copies if entry.group_id == group_id)
-            for _, pin, _ in self.pins:
-                users.update(block.block_id for block in pin.blocks(group_id))
             for block in group.pool._blocks[1:]:
                 assert block.ref_count == users[block.block_id], f"references of block {block.block_id}"
             found = {
@@ -411,10 +388,6 @@ class KvCacheMachine(RuleBasedStateMachine):
                 for context in all_
             }
             assert group.pool.num_cached == len(found), f"what can be found in group {group_id}"
-        for probe, pinned, resets in self.pins:
-            assert resets != self.resets or self.kv.prefixes.peek(probe) >= pinned.num_tokens, (
-                "pinned prefixes stay"
-            )
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):
@@ -422,8 +395,6 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.update()
         for sequence in [*self.running]:
             self.release(sequence, comes_back=False)
-        for _, pinned, _ in self.pins:
-            self.kv.unpin(pinned)
         self.kv.settle_copies(self.kv.copies.take(), done=False)
         self.kv.check_integrity()
         for group in self.kv.groups:

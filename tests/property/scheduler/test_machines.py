@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protos.errors import InvalidArgument, Overloaded
+from protos.errors import InvalidArgument
 from protos.kv_groups import GroupKind
 from protos.steps import Decode
 from scheduler_svc.kv.block_pool import Block, BlockPool
@@ -21,7 +21,6 @@ from tests.support.scheduler.factories import (
     Rig,
     expected_tokens,
     make_geometry,
-    make_request,
     make_rig,
     make_submission,
 )
@@ -205,7 +204,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.stops: dict[str, int | None] = {}
         self.wanted: dict[str, list[list[int]]] = {}
         self.aborted: set[tuple[str, int]] = set()
-        self.pins: list[str] = []
         self.count = 0
 
     # Few distinct tokens and lengths: prefixes repeat.
@@ -358,21 +356,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.replace_replica()
         self.rig.device.jump = self.jump
 
-    @rule(prompt=st.lists(st.integers(3, 4), min_size=2, max_size=20))
-    def pin(self, prompt: list[int]) -> None:
-        self.count += 1
-        name = f"pin{self.count}"
-        try:
-            self.rig.engine.prefixes.pin(name, "replica-0", make_request(prompt))
-        except Overloaded:
-            return
-        self.pins.append(name)
-
-    @precondition(lambda self: self.pins)
-    @rule()
-    def unpin(self) -> None:
-        self.rig.engine.prefixes.unpin(self.pins.pop())
-
     @rule()
     def reset(self) -> None:
         self.rig.engine.prefixes.reset()
@@ -394,8 +377,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         self.rig.run()
-        for name in self.pins:
-            self.rig.engine.prefixes.unpin(name)
         for name, sequences in self.wanted.items():
             events = self.rig.sinks[name].events
             assert {event.request_id for event in events} == {name}

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -22,9 +23,14 @@ from protos.errors import InvalidArgument, NotFound, SchemaMismatch, TriptychErr
 from protos.server import Server
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from protos.triptych.v1.inference_pb2_grpc import add_InferenceServicer_to_server
-from tests.support.gateway.fake_pins import FakePins
+from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 from tests.support.gateway.pool_responses import pool_response, pooling_info
+
+# The base class answers UNIMPLEMENTED for methods that are missing; its type insists on every method.
+if TYPE_CHECKING:
+    _Servicer = Any
+else:
+    _Servicer = InferenceServicer
 
 SCHEDULER_METRICS = (
     b"# HELP vllm:num_requests_running Requests that have a slot.\n"
@@ -114,7 +120,7 @@ def in_columns(
 
 
 @dataclass
-class FakeScheduler(FakePins):
+class FakeScheduler(_Servicer):  # type: ignore[misc]
     """Answers every request with ``reply``; sequence i skips the first i tokens."""
 
     folder: Path
@@ -142,8 +148,6 @@ class FakeScheduler(FakePins):
     """The answer to loads."""
     refuse: Callable[[GENERATE], TriptychError | None] = lambda _: None
     """The error for a new request; ``None`` as the result: run it."""
-    unenforced: Sequence[str] = ()
-    """Parts of schemas that are not enforced."""
     ready: bool = True
     """Whether a replica is ready."""
     acknowledge: bool = True
@@ -184,14 +188,16 @@ class FakeScheduler(FakePins):
     pooling: int = 0
     """Pooling requests under way."""
 
+    num_resets: int = 0
+    """Resets of the prefix cache so far."""
+
     def __post_init__(self) -> None:
         self.pool_gate.set()
-        self.reset_pins()
 
     def reset(self) -> None:
         """Forgets all requests, and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
-        self.acknowledge, self.unenforced = True, ()
+        self.acknowledge = True
         self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
         self.refuse = lambda _: None
         self.loras.clear()
@@ -199,7 +205,7 @@ class FakeScheduler(FakePins):
         self.refuse_pool = lambda _: None
         self.pool_gate.set()
         self.requests.clear()
-        self.reset_pins()
+        self.num_resets = 0
         self.pooled.clear()
         self.pool_calls.clear()
         self.pool_deadlines.clear()
@@ -339,6 +345,17 @@ class FakeScheduler(FakePins):
         loras = [inference.LoraInfo(name=name, source=source) for name, source in self.loras.items()]
         return inference.ListLorasResponse(loras=loras)
 
+    async def ResetPrefixCache(
+        self, request: inference.ResetPrefixCacheRequest, context: wire.Context
+    ) -> inference.ResetPrefixCacheResponse:
+        self.num_resets += 1
+        await self._notify()
+        return inference.ResetPrefixCacheResponse(num_replicas=1)
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
     def _answer_at_once(self, request: GENERATE) -> list[inference.GenerateEvent]:
         """Returns the event that refuses a request or takes it."""
         if request.lora_name and request.lora_name not in self.loras:
@@ -386,7 +403,6 @@ class FakeScheduler(FakePins):
             one.first = False
             event.prompt.num_tokens, event.prompt.num_cached_tokens = len(one.request.prompt_token_ids), 3
             event.prompt.replica_id = "r0"
-            event.prompt.unenforced.extend(self.unenforced)
         if one.prompt_sequence is None and one.awaits_prompt:
             self._add_prompt_logprobs(one, event)
         if one.awaits_prompt and not (self.others_first and one.prompt_sequence is not None):

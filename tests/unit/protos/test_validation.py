@@ -113,13 +113,6 @@ def test_the_entries_of_a_call_are_counted() -> None:
     check_fields(inference_pb2.PoolAllRequest(requests=[entry] * 256), entries=False)
 
 
-@pytest.mark.parametrize("ttl_s", [0.0, -1.0, 31 * 86400.0, math.nan])
-def test_fields_without_presence_are_checked_when_unset(ttl_s: float) -> None:
-    """A pin without a time to live is refused."""
-    with pytest.raises(InvalidArgument, match="ttl_s must be above 0"):
-        check_fields(inference_pb2.PinPrefixRequest(prompt_token_ids=[1], ttl_s=ttl_s))
-
-
 @pytest.mark.parametrize(
     "fields",
     [

@@ -34,7 +34,6 @@ DESCRIPTION = description_from_proto(
         ("--ageing-s 0.00001", "--ageing-s .TRIPTYCH_AGEING_S. must be 0 or at least 0.001"),
         ("--tenant-weights paid=0", "the weight of paid must be above 0"),
         ("--tenant-weights paid", "expected name=weight pairs, for example paid=4,trial=0.5"),
-        ("--max-pinned-share 1", "--max-pinned-share .* less than or equal to 0.9"),
         ("--order random", "'priority-fair' or 'arrival'"),
         ("--decode-steps-per-chunk -1", "greater than or equal to 0"),
     ],

@@ -281,11 +281,8 @@ async def test_each_kind_of_model_refuses_the_calls_of_the_other() -> None:
         error = await failure(scheduler.inference.Generate(generate_request()))
         assert isinstance(error, Unsupported)
         assert "call Pool" in error.message
-        pin = scheduler.inference.PinPrefix(inference_pb2.PinPrefixRequest(prompt_token_ids=[1], ttl_s=1))
-        assert isinstance(await failure(pin), Unsupported)
         reset = await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
         assert reset.num_replicas == 0
-        assert not (await scheduler.inference.UnpinPrefix(inference_pb2.UnpinPrefixRequest(pin_id="x"))).found
     async with run_scheduler() as scheduler, joined(scheduler, FakeWorker()):
         error = await failure(scheduler.inference.Pool(pool_request()))
         assert isinstance(error, Unsupported)

@@ -15,7 +15,6 @@ from tests.support.scheduler.factories import (
     Rig,
     expected_tokens,
     make_geometry,
-    make_request,
     make_rig,
     make_submission,
 )
@@ -212,37 +211,6 @@ def test_a_blocked_queue_continues_after_a_release() -> None:
     assert rig.engine.num_running == 1
     rig.run()
     assert rig.sinks["b"].tokens == expected_tokens(range(50, 70), 4)
-
-
-def test_pins_never_keep_a_request_out_of_an_idle_replica() -> None:
-    """On an idle replica, pins are dropped for a request that does not fit beside them."""
-    rig = make_rig(num_blocks=9)
-    rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
-    rig.run()
-    rig.engine.prefixes.pin("pin", "replica-0", make_request(range(20, 33)))
-    sink = rig.submit(make_submission(range(50, 80), request_id="b", max_tokens=1))
-    rig.run()
-    assert sink.tokens == expected_tokens(range(50, 80), 1)
-    assert not rig.engine.prefixes.unpin("pin")
-
-
-def test_pins_are_dropped_after_the_last_request_is_aborted_mid_step() -> None:
-    """Once the step of the aborted request is answered, only dropping the pins can make room."""
-    rig = make_rig(num_blocks=17)
-    rig.submit(make_submission(range(5, 38), request_id="warm", max_tokens=1))
-    rig.run()
-    assert rig.engine.prefixes.pin("pin", "replica-0", make_request([*range(5, 37), 5])) == 32
-    rig.submit(make_submission([50, 51, 52], request_id="running", max_tokens=20))
-    plan = rig.scheduler.step()
-    assert plan is not None
-    sink = rig.submit(make_submission(range(40, 90), request_id="big", max_tokens=4))
-    assert len(rig.engine.waiting) == 1
-    rig.engine.abort("running")
-    assert len(rig.engine.waiting) == 1
-    rig.scheduler.update(rig.device.run(plan))
-    rig.run()
-    assert sink.tokens == expected_tokens(range(40, 90), 4)
-    assert not rig.engine.pinned.count("replica-0")
 
 
 def test_a_request_as_large_as_the_memory_runs_though_its_prefix_is_cached() -> None:

@@ -1,4 +1,4 @@
-"""All KV groups of a replica together: hits, copies, kept windows and pins, case by case."""
+"""All KV groups of a replica together: hits, copies and kept windows, case by case."""
 
 import pytest
 
@@ -71,7 +71,6 @@ def test_log_probabilities_of_a_prompt_disable_prefix_hits() -> None:
     kv = make_cache(FULL)
     prefill(kv, range(20, 36))
     wanting = make_request(range(20, 40), sampling=make_sampling(prompt_logprobs=0)).kv
-    assert kv.prefixes.hit_limit(wanting) == 0
     assert kv.prefixes.peek(wanting) == 0
     assert kv.admit(wanting)
     assert (wanting.num_cached, wanting.num_computed) == (0, 0)
@@ -210,38 +209,6 @@ def test_a_paged_window_frees_blocks_behind_it() -> None:
     assert len(request.tables[0].blocks) == 10
     assert sum(table.num_live for table in request.tables) <= 4
     assert kv.max_tokens(10_000) == 10_000
-
-
-def test_pins_hold_at_most_their_share() -> None:
-    """Half of 16 blocks: two prefixes of 16 tokens fit, a third does not, a repeated one costs nothing."""
-    kv = make_cache(FULL)
-    prompts = [range(start, start + 17) for start in (20, 40, 60)]
-    for prompt in prompts:
-        kv.release(prefill(kv, prompt))
-    probes = [make_sequence(prompt) for prompt in prompts]
-    first = kv.pin(probes[0], [], 0.5)
-    assert first is not None
-    second = kv.pin(probes[1], [first], 0.5)
-    assert second is not None
-    assert kv.pin(probes[2], [first, second], 0.5) is None
-    again = kv.pin(probes[0], [first, second], 0.5)
-    assert again is not None
-    assert kv.usage == pytest.approx(0.5)
-    for pin in (first, second, again):
-        kv.unpin(pin)
-    assert kv.usage == 0
-
-
-def test_a_pinned_prefix_is_not_evicted() -> None:
-    """Memory is filled twice over: the pinned prefix remains, the other is evicted."""
-    kv = make_cache(FULL)
-    for first in (20, 40):
-        kv.release(prefill(kv, range(first, first + 17)))
-    assert kv.pin(make_sequence(range(20, 37)), [], 0.5) is not None
-    for first in range(100, 180, 20):
-        kv.release(prefill(kv, range(first, first + 20)))
-    assert kv.prefixes.peek(make_sequence(range(20, 37))) == 16
-    assert kv.prefixes.peek(make_sequence(range(40, 57))) == 0
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, PAGED), (FULL, IN_PLACE)])

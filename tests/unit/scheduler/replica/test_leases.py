@@ -53,23 +53,6 @@ def test_a_lease_ends_where_no_block_is_free_for_a_request() -> None:
     assert rig.scheduler.stats.preemptions["memory"] == 1
 
 
-def test_a_lease_does_not_unpin_a_prefix() -> None:
-    """A pinned prefix keeps its blocks while a lease could use them."""
-    rig = make_rig(
-        make_geometry(max_model_len=64, block_size=BLOCK, max_num_seqs=4, chunk=BLOCK),
-        num_blocks=1 + 4,
-        max_lease=32,
-    )
-    prefix = tuple(range(5, 5 + 2 * BLOCK + 1))
-    rig.submit(make_submission(prefix, request_id="prefix", max_tokens=1))
-    rig.run()
-    rig.engine.prefixes.pin("pin", "replica-0", make_request(prefix))
-    assert rig.engine.pinned.count("replica-0") == 1
-    rig.submit(make_submission([5], max_tokens=16))
-    assert leases(rig.run())[0] == 15
-    assert rig.engine.pinned.count("replica-0") == 1
-
-
 @pytest.mark.parametrize("num_rows", [8, 32, 64, 128])
 def test_rows_that_need_blocks_at_different_steps_share_long_leases(num_rows: int) -> None:
     """The mean lease is nearly as long as the setting allows, however many rows there are."""
