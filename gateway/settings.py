@@ -34,11 +34,9 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "default_chat_template_kwargs",
             "tool_call_parser",
             "reasoning_parser",
-            "strict_requests",
             "dev_mode",
             "enable_tokenizer_info_endpoint",
             "disable_fastapi_docs",
-            "pins_per_tenant",
             "trust_request_chat_template",
             "enable_force_include_usage",
             "max_body_bytes",
@@ -316,14 +314,6 @@ class Settings(CallSecuritySettings, SecuritySettings):
             " files, with limits of time and memory."
         ),
     ] = False
-    strict_requests: Annotated[
-        bool,
-        Field(
-            description="Refuse request fields that are unknown or have no effect, for example metadata, and JSON"
-            " schemas that cannot be enforced as a whole. Without it, the log names such fields, and the answer's"
-            " header X-Triptych-Unenforced the parts of schemas."
-        ),
-    ] = False
     dev_mode: Annotated[
         bool,
         Field(
@@ -337,15 +327,6 @@ class Settings(CallSecuritySettings, SecuritySettings):
     disable_fastapi_docs: Annotated[
         bool, Field(description="Do not serve /docs, /redoc and /openapi.json.")
     ] = False
-    pins_per_tenant: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=100,
-            description="Prefixes that the cache_control marks of one tenant's requests to /v1/messages may pin at a"
-            " time. 0: the marks have no effect. Pinned prefixes take memory from other tenants' requests.",
-        ),
-    ] = 0
 
     @field_validator("default_chat_template_kwargs", mode="before")
     @classmethod

@@ -83,8 +83,6 @@ class Generation:
     finish_reasons: list[str] = field(default_factory=list)
     """Why its sequences ended, in that order."""
     _has_failed: bool = False
-    unenforced: list[str] = field(default_factory=list)
-    """Parts of the request's JSON schemas that the answer may violate; known with the first deltas."""
     _backlog: deque[tuple[int, SequenceEvent]] = field(default_factory=deque)
     """Events of a replay that are still to be turned into deltas."""
 
@@ -241,8 +239,6 @@ class Generation:
             if prompt.num_cached_tokens is None:
                 prompt.num_cached_tokens = event.num_cached_tokens
             prompt.replica_id = prompt.replica_id or event.replica_id
-            if event.unenforced:
-                self.unenforced += (part for part in event.unenforced if part not in self.unenforced)
         return [(index, event) for index, event in events if event.token_ids or event.finish_reason]
 
     async def _report_prompts(self, numbers: set[int]) -> None:

@@ -5,10 +5,9 @@ Streams are server-sent events. Each protocol has a writer of its own for them.
 
 import asyncio
 import contextlib
-import json
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,10 +20,8 @@ from gateway.http.errors import ClientGone, note_error
 from gateway.http.event_streams import (
     KEEP_ALIVE,
     STREAM_HEADERS,
-    UNENFORCED,
     as_stream_error,
     encoded,
-    unenforced_comment,
 )
 from gateway.http.middleware import note
 from gateway.http.protocol import BodyWriter
@@ -56,9 +53,6 @@ class StreamWriter(ABC):
 
 
 T = TypeVar("T")
-
-# Most proxies refuse heads of more than 4 to 16 KiB.
-_MAX_UNENFORCED: Final = 1024
 
 
 @contextlib.asynccontextmanager
@@ -101,15 +95,6 @@ async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> 
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def unenforced_header(generation: Generation) -> dict[str, str]:
-    """Returns the header that names the parts of JSON schemas that an answer may violate."""
-    if not generation.unenforced:
-        return {}
-    # As JSON text, because property names may have any characters.
-    text = "; ".join(json.dumps(part)[1:-1] for part in generation.unenforced)
-    return {UNENFORCED: text if len(text) <= _MAX_UNENFORCED else f"{text[:_MAX_UNENFORCED]}..."}
-
-
 @contextlib.contextmanager
 def noted(scope: Scope, generation: Generation) -> Iterator[None]:
     """Adds the outcome of ``generation`` to the request's line in the access log."""
@@ -126,7 +111,6 @@ def noted(scope: Scope, generation: Generation) -> Iterator[None]:
             completion_tokens=usage.completion_tokens,
             ttft_ms=None if first_token_s is None else round(first_token_s * 1000, 1),
             finish_reason=",".join(dict.fromkeys(generation.finish_reasons)) or None,
-            unenforced=generation.unenforced or None,
         )
 
 
@@ -185,8 +169,6 @@ class EventStream(Response):
         self._more_headers = headers or {}
         self._keep_alive_s = keep_alive_s
         self._began = False
-        self._num_named = 0
-        """How many parts of JSON schemas the client knows to be unenforced."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the stream to its end."""
@@ -207,7 +189,7 @@ class EventStream(Response):
             await self._begin(send)
             self._write_at_once(scope, idle)
             while deltas:
-                if body := self._unenforced() + await self._encode(deltas):
+                if body := await self._encode(deltas):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     if idle is not None:
                         idle.wrote()
@@ -230,7 +212,8 @@ class EventStream(Response):
         """Sends the status line, and the events before the first delta, unless they have been sent."""
         if self._began:
             return
-        await send({"type": "http.response.start", "status": 200, "headers": self._all_headers()})
+        headers = [*STREAM_HEADERS, *encoded(self._more_headers)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._began = True
         if begin := self._writer.begin():
             await send({"type": "http.response.body", "body": begin, "more_body": True})
@@ -241,18 +224,6 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._writer.keep_alive(), "more_body": True})
 
         return IdleWatch(self._keep_alive_s, lambda: self._generation.interrupt(keep_alive))
-
-    def _all_headers(self) -> list[tuple[bytes, bytes]]:
-        more = {**self._more_headers, **unenforced_header(self._generation)}
-        self._num_named = len(self._generation.unenforced)
-        return [*STREAM_HEADERS, *encoded(more)]
-
-    def _unenforced(self) -> bytes:
-        """Returns a comment in place of the header, if that was sent too early to name these parts."""
-        if len(self._generation.unenforced) == self._num_named:
-            return b""
-        self._num_named = len(self._generation.unenforced)
-        return unenforced_comment(unenforced_header(self._generation)[UNENFORCED].encode())
 
     def _write_at_once(self, scope: Scope, idle: IdleWatch | None) -> None:
         """Lets plain tokens go straight to the connection from now on."""

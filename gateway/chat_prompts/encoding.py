@@ -25,7 +25,6 @@ class ChatEncoder:
             worker: runs long work.
         """
         self._trusts_templates = settings.trust_request_chat_template
-        self._is_strict = settings.strict_requests
         self._variables = settings.default_chat_template_kwargs
         self._worker = worker
         self._sandbox = TemplateSandbox()
@@ -82,9 +81,4 @@ class ChatEncoder:
         if not prompt.ignored:
             return
         names = [clip(name) for name in prompt.ignored[:32]]
-        if self._is_strict:
-            raise Unsupported(
-                f"{names[0]} is not supported: the chat template does not read it; omit it",
-                param=names[0].partition(".")[0],
-            )
         get_logger().debug("the chat template does not read some parameters", fields=names)

@@ -13,7 +13,6 @@ from protos.errors import TriptychError
 from protos.logs import get_logger
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
-UNENFORCED: Final = "x-triptych-unenforced"
 KEEP_ALIVE: Final = b": keep-alive\n\n"
 
 STREAM_HEADERS: Final[tuple[tuple[bytes, bytes], ...]] = (
@@ -27,11 +26,6 @@ STREAM_HEADERS: Final[tuple[tuple[bytes, bytes], ...]] = (
 def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     """Returns headers as ASGI has them."""
     return [(name.encode(), value.encode()) for name, value in headers.items()]
-
-
-def unenforced_comment(value: bytes) -> bytes:
-    """Returns the header X-Triptych-Unenforced as a comment, for a stream whose headers have been sent."""
-    return b": X-Triptych-Unenforced: %b\n\n" % value
 
 
 def as_stream_error(error: Exception) -> TriptychError:
@@ -97,8 +91,6 @@ class EarlyStream(Response):
         async def without_head(message: Message) -> None:
             if message["type"] != "http.response.start":
                 await send(message)
-            elif unenforced := dict(message["headers"]).get(UNENFORCED.encode()):
-                await _send_part(send, unenforced_comment(unenforced))
 
         try:
             await answer.result()(scope, receive, without_head)

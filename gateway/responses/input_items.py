@@ -1,7 +1,7 @@
 """The items of a request's input: messages, calls of functions, their results, and thinking."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
@@ -46,7 +46,7 @@ def _text(content: Any, info: ValidationInfo) -> str:
         if not isinstance(part.get(field), str):
             raise ValueError(f"part {index} needs '{field}', a string")  # noqa: TRY004 - pydantic's signal
         for name in part.keys() - {"type", field} - _ECHOED:
-            ignore(info, name, "parts have only a type and a text; omit it")
+            ignore(info, name)
         texts.append(part[field])
     return "\n".join(texts)
 
@@ -107,10 +107,6 @@ Pieces = Annotated[list[ReasoningText], Field(fail_fast=True)]
 
 class ReasoningItem(RequestModel):
     """Thinking of an earlier turn."""
-
-    tolerated: ClassVar[Mapping[str, str]] = {
-        "encrypted_content": "thinking is not encrypted here; send its 'content'"
-    }
 
     type: Literal["reasoning"]
     content: Annotated[Pieces | None, Field(description="The thinking.")] = None

@@ -95,11 +95,6 @@ class ResponseStreamOptions(StreamOptions):
     unserved: ClassVar[Mapping[str, Unserved]] = {
         "resumable": Unserved((False,), "streams of responses cannot be continued; omit it")
     }
-    tolerated: ClassVar[Mapping[str, str]] = {
-        "include_obfuscation": "events are never padded; omit it",
-        "include_usage": "the last event always has the usage; omit it",
-        "continuous_usage_stats": "only the last event has the usage; omit it",
-    }
 
 
 class ResponsesRequest(SamplingRequest):
@@ -130,11 +125,6 @@ class ResponsesRequest(SamplingRequest):
         "previous_input_messages": Unserved((), "send them in 'input'"),
         "enable_response_messages": Unserved((False,)),
     }
-    tolerated: ClassVar[Mapping[str, str]] = {
-        "prompt_cache_retention": "prefixes are kept as long as there is room; omit it",
-        "prompt_cache_options": "prefixes are shared automatically; omit it",
-    }
-
     input: Annotated[InputItems, Field(description="A text, or items of a conversation.")]
     instructions: Annotated[str | None, Field(description="A system message before the input.")] = None
     max_output_tokens: Annotated[

@@ -13,7 +13,7 @@ from gateway.answers.generation import Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
 from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import EventStream, StreamWriter, collect, unenforced_header
+from gateway.answers.streaming import EventStream, StreamWriter, collect
 from gateway.chat_prompts.chat_input import ChatInput
 from gateway.http.event_streams import EVENT_STREAM, EarlyStream
 from gateway.http.middleware import note
@@ -34,7 +34,6 @@ from gateway.scheduler_link.pending_request import MAX_REQUEST_ID
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.sampling import SamplingRequest
-from gateway.settings import Settings
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -240,8 +239,7 @@ async def respond(
         return form.body(answer_id, created, model, ends, extras)
 
     content = await context.text_worker.finish(_effort(body, generation, ends), encode)
-    headers = {**(form.headers or {}), **unenforced_header(generation)}
-    return Response(content, headers=headers, media_type="application/json")
+    return Response(content, headers=form.headers, media_type="application/json")
 
 
 async def _begin(
@@ -268,7 +266,7 @@ async def _begin(
         unique_wire_id(request),
         account=account,
         bad_words=bad_words,
-        constraint=_strictness(form.constraint, body, context.settings),
+        constraint=form.constraint,
     )
     if context.settings.enable_log_requests:
         log_requests(requests)
@@ -285,19 +283,6 @@ async def _begin(
         constraint_param=form.constraint_param,
         thinking=form.thinking,
     )
-
-
-def _strictness(
-    constraint: pb.StructuredOutput | None, body: SamplingRequest, settings: Settings
-) -> pb.StructuredOutput | None:
-    """Makes a constraint lenient unless the client or the operator wants all of a JSON schema enforced."""
-    if constraint is None or body.strict_schema or settings.strict_requests:
-        return constraint
-    if constraint.WhichOneof("spec") not in ("json_schema", "structural_tag"):
-        return constraint
-    lenient = pb.StructuredOutput(lenient=True)
-    lenient.MergeFrom(constraint)
-    return lenient
 
 
 def _prompt_logprobs(

@@ -56,9 +56,9 @@ async def read_body(request: Request, model: type[M]) -> M:
     Raises:
         InvalidArgument: as :func:`gateway.schemas.base.parse`.
     """
-    ignored = None if context_of(request).settings.strict_requests else IgnoredFields()
+    ignored = IgnoredFields()
     body = parse(model, await request.body(), ignored)
-    if ignored is not None and ignored.names:
+    if ignored.names:
         get_logger().debug("the request has fields without effect", fields=ignored.names)
     note(request.scope, model=getattr(body, "model", None), user=getattr(body, "user", None))
     return body

@@ -1,7 +1,7 @@
 """The routes of SageMaker's hosting contract, as vLLM has them."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final
+from typing import Annotated, Any, Final
 
 import orjson
 from fastapi import APIRouter
@@ -145,10 +145,6 @@ def _with_body(request: Request, body: bytes) -> Request:
 
 class AdapterRequest(RequestModel):
     """A LoRA adapter to load."""
-
-    tolerated: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("preload", "pin"), "adapters are loaded at once and stay; omit it"
-    )
 
     name: LoraName
     src: LoraPath

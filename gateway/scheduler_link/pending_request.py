@@ -38,8 +38,6 @@ class SequenceEvent(NamedTuple):
     """Prompt tokens that came from the prefix cache; set in the first event of a request."""
     replica_id: str = ""
     """The replica that runs the request; set in its first event."""
-    unenforced: Sequence[str] = ()
-    """Parts of JSON schemas that the grammar does not enforce; in the first event of a request."""
 
     @classmethod
     def of(cls, event: inference.GenerateEvent) -> Self:
@@ -51,7 +49,6 @@ class SequenceEvent(NamedTuple):
             event.logprobs,
             event.prompt.num_cached_tokens if event.HasField("prompt") else None,
             event.prompt.replica_id,
-            tuple(event.prompt.unenforced) if event.HasField("prompt") else (),
         )
 
 

@@ -1,6 +1,5 @@
 """Parses request bodies and words refusals."""
 
-import difflib
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
@@ -23,10 +22,6 @@ from protos.errors import InvalidArgument, Unsupported
 
 M = TypeVar("M", bound="RequestModel")
 
-# Longest unknown name that is compared with the known ones: the effort grows with the name, and the longest
-# known name has 27 letters.
-_MAX_COMPARED_NAME: Final = 40
-
 # No request object has as many fields. Beyond this, checking each of them would take seconds.
 _MAX_FIELDS: Final = 256
 
@@ -47,55 +42,44 @@ class Unserved(NamedTuple):
 
 
 class IgnoredFields:
-    """Collects the fields of one body that have no effect.
-
-    It is pydantic's context of a tolerant validation, which drops fields that are unknown or cannot change
-    the output. A validation without it refuses them.
-    """
+    """Collects the fields of one body that have no effect: pydantic's context of its validation."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
 
     @property
     def names(self) -> list[str]:
-        """Each name once, behind the field that has the object: ``messages.name``."""
+        """Each name once, with the field around it: ``messages.name``."""
         return list(self._names)
 
     def add(self, name: str, field: str | None = None) -> None:
-        """Adds ``name``, which an object in ``field`` has."""
+        """Adds ``name`` of an object in ``field``."""
         if len(self._names) < _MAX_IGNORED:
             self._names[clip(f"{field}.{name}" if field else name)] = None
 
 
-def ignore(info: ValidationInfo, name: str, hint: str) -> None:
-    """Accepts and collects a field without effect, for validators of objects that are not models.
-
-    Raises:
-        ValueError: with ``hint``, unless the validation is tolerant.
-    """
-    if not isinstance(info.context, IgnoredFields):
-        raise ValueError(f"{clip(name)} is not supported: {hint}")  # noqa: TRY004 - pydantic's signal
-    info.context.add(name, info.field_name)
+def ignore(info: ValidationInfo, name: str) -> None:
+    """Collects a field without effect."""
+    if isinstance(info.context, IgnoredFields):
+        info.context.add(name, info.field_name)
 
 
 class RequestModel(BaseModel):
     """A request body, or an object in one, with strict types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(strict=True, frozen=True, hide_input_in_errors=True)
 
     unserved: ClassVar[Mapping[str, Unserved]] = {}
     """Known parameters that would change the output and are not served, by name."""
-    tolerated: ClassVar[Mapping[str, str]] = {}
-    """Known parameters that cannot change the output, by name; the advice if they are refused."""
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Describes what is served: a subclass may list an inherited field as unserved or tolerated."""
+        """Omits inherited fields that the class does not serve."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
-        for name in properties.keys() & (cls.unserved.keys() | cls.tolerated.keys()):
+        for name in properties.keys() & cls.unserved.keys():
             del properties[name]
         return schema
 
@@ -116,31 +100,21 @@ class RequestModel(BaseModel):
 
     @classmethod
     def _takes(cls, name: str, value: Any, info: ValidationInfo) -> bool:
-        """Whether to validate a field; if not, it is dropped.
-
-        Raises:
-            ValueError: if the field would change the output and is not served.
-        """
+        """Returns whether the class reads a field; raises if dropping it would change the output."""
         if (row := cls.unserved.get(name)) is not None:
             if value is not None and not any(_same(value, neutral) for neutral in row.neutral):
                 raise ValueError(f"{name}={quote(value)} is not supported: {row.hint}")
             return False
-        if (hint := cls.tolerated.get(name)) is not None:
-            if value is not None:
-                ignore(info, name, hint)
-            return False
-        if name in _served_names(cls) or not isinstance(info.context, IgnoredFields):
-            return True  # pydantic refuses an unknown field, and knows its path
-        info.context.add(name, info.field_name)
+        if name in _served_names(cls):
+            return True
+        if value is not None:
+            ignore(info, name)
         return False
 
 
 @functools.cache
 def _served_names(cls: type[RequestModel]) -> frozenset[str]:
-    """Returns the names that the fields of ``cls`` have in JSON.
-
-    A subclass may list an inherited field as unserved or tolerated.
-    """
+    """Returns the names of the fields of ``cls`` in JSON."""
     names: set[str] = set()
     for name, field in cls.model_fields.items():
         alias = field.validation_alias
@@ -148,7 +122,7 @@ def _served_names(cls: type[RequestModel]) -> frozenset[str]:
             names |= {choice for choice in alias.choices if isinstance(choice, str)}
         else:
             names.add(alias if isinstance(alias, str) else name)
-    return frozenset(names - cls.unserved.keys() - cls.tolerated.keys())
+    return frozenset(names - cls.unserved.keys())
 
 
 def _as_number(value: Any) -> Any:
@@ -174,7 +148,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     Args:
         model: the body's.
         body: JSON text.
-        ignored: collects fields that have no effect; ``None``: such fields are refused.
+        ignored: collects fields without effect.
 
     Raises:
         InvalidArgument: one line that names the first invalid parameter and what to change.
@@ -190,10 +164,10 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     try:
         return model.model_validate(data, context=ignored)
     except ValidationError as error:
-        raise refusal(model, error.errors(include_url=False)[0]) from error
+        raise refusal(error.errors(include_url=False)[0]) from error
 
 
-def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
+def refusal(detail: ErrorDetails) -> InvalidArgument:
     """Returns the error for one of pydantic's findings."""
     location, value = detail["loc"], detail["input"]
     param = path_of(location)
@@ -201,8 +175,6 @@ def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
     match detail["type"]:
         case "missing":
             return InvalidArgument(f"'{param}' is required", param=param)
-        case "extra_forbidden":
-            return InvalidArgument(_unknown(model, location), param=param)
         case "value_error":
             # A finding about a whole object starts with the parameter's name.
             name = message.partition("=")[0].partition(" ")[0]
@@ -222,13 +194,3 @@ def refusal(model: type[RequestModel], detail: ErrorDetails) -> InvalidArgument:
             return InvalidArgument(f"'{param}' must be a JSON object, got {quote(value)}", param=param)
         case _:
             return InvalidArgument(f"'{param}' {message}, got {quote(value)}", param=param)
-
-
-def _unknown(model: type[RequestModel], location: tuple[int | str, ...]) -> str:
-    name = str(location[-1])
-    # Suggestions need the known names, which are only at hand for the top level. That is where people
-    # mistype.
-    comparable = len(location) == 1 and len(name) <= _MAX_COMPARED_NAME
-    near = difflib.get_close_matches(name, model.model_fields, n=1) if comparable else []
-    hint = f"did you mean '{near[0]}'?" if near else "omit it"
-    return f"unknown parameter '{path_of(location)}'; {hint}"

@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from gateway.quoting import clip, quote
-from gateway.schemas.base import IgnoredFields, RequestModel, Unserved, ignore
+from gateway.schemas.base import RequestModel, Unserved, ignore
 from gateway.schemas.sampling import (
-    COMMON_TOLERATED,
     COMMON_UNSERVED,
     UINT32_MAX,
     SamplingRequest,
@@ -68,9 +67,7 @@ def _part(part: Any, index: int, info: ValidationInfo) -> dict[str, Any]:
         raise ValueError(f"part {index} needs '{field}', a string")  # noqa: TRY004 - pydantic's signal
     found = {"type": "text", "text": part[field]}
     for name in part.keys() - {"type", field}:
-        if not isinstance(info.context, IgnoredFields):
-            raise ValueError(f"part {index} has an unknown field '{clip(name)}'; omit it")  # noqa: TRY004 - pydantic's signal
-        info.context.add(name, info.field_name)
+        ignore(info, name)
         if name not in _NOT_SHOWN:
             found[name] = part[name]
     return found
@@ -92,8 +89,6 @@ class Message(RequestModel):
         "function_call": Unserved((), "it is OpenAI's older form; send 'tool_calls'"),
         "audio": Unserved(),
     }
-    tolerated: ClassVar[Mapping[str, str]] = {"annotations": "no template shows it; omit it"}
-
     role: Annotated[
         str,
         Field(
@@ -159,11 +154,7 @@ class Message(RequestModel):
         elif self.tool_call_id is not None:
             raise ValueError("tool_call_id belongs to messages with the role 'tool'; omit it")
         elif self.name is not None:
-            ignore(
-                info,
-                "name",
-                "most chat templates show it only with the role 'tool'; write it into the content",
-            )
+            ignore(info, "name")  # most chat templates show it only with the role 'tool'
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -261,9 +252,6 @@ class Conversation(TemplateInput):
 CONVERSATION_UNSERVED: Final[Mapping[str, Unserved]] = {
     "return_prompt_text": Unserved((False,)),
 }
-CONVERSATION_TOLERATED: Final[Mapping[str, str]] = dict.fromkeys(
-    ("mm_processor_kwargs", "media_io_kwargs"), "models read text alone; omit it"
-)
 
 
 class ChatCompletionRequest(SamplingRequest, Conversation):
@@ -281,13 +269,6 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         "audio": Unserved((), "only text is served"),
         "web_search_options": Unserved(),
     }
-    tolerated: ClassVar[Mapping[str, str]] = {
-        **COMMON_TOLERATED,
-        **CONVERSATION_TOLERATED,
-        "prediction": "it would only save time, and does not here; omit it",
-        "verbosity": "no chat template reads it; ask for it in the messages",
-    }
-
     tool_choice: Annotated[ToolChoice, Field(description='Omitted: "auto" if there are tools.')] = None
     parallel_tool_calls: Annotated[
         bool, or_default(True), Field(description="Whether an answer may have more than one call.")
@@ -342,12 +323,6 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         if isinstance(choice, NamedChoice) and all(tool.function.name != choice.name for tool in self.tools):
             raise ValueError(f"tool_choice names '{clip(choice.name)}', which is not among the tools")
         return self
-
-    @property
-    def strict_schema(self) -> bool:
-        """Whether a JSON schema that cannot be enforced as a whole is refused."""
-        tools = () if self.tool_choice == "none" else self.tools
-        return super().strict_schema or any(tool.function.strict for tool in tools)
 
     @property
     def output_limit(self) -> int | None:

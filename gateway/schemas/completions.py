@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from gateway.quoting import quote
 from gateway.schemas.base import Unserved
 from gateway.schemas.sampling import (
-    COMMON_TOLERATED,
     COMMON_UNSERVED,
     UINT32_MAX,
     SamplingRequest,
@@ -56,8 +55,6 @@ class CompletionRequest(SamplingRequest):
         "suffix": Unserved(("",), "text after the insertion point is not served"),
         "max_completion_tokens": Unserved((), "it belongs to chats; send 'max_tokens'"),
     }
-
-    tolerated: ClassVar[Mapping[str, str]] = COMMON_TOLERATED
 
     prompt: Annotated[
         list[str | list[int]],

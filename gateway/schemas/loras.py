@@ -47,6 +47,4 @@ class LoadLoraRequest(RequestModel):
 class UnloadLoraRequest(RequestModel):
     """A LoRA adapter to unload."""
 
-    tolerated: ClassVar[Mapping[str, str]] = {"lora_int_id": "adapters have names alone; omit it"}
-
     lora_name: Annotated[str, Field(description="Its name.")]

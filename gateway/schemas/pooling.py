@@ -14,13 +14,6 @@ from gateway.schemas.chat import Messages, TemplateInput
 from gateway.schemas.completions import as_prompts
 from gateway.schemas.sampling import UINT32_MAX, ModelName, or_default
 
-COMMON_TOLERATED: Mapping[str, str] = {
-    "padding": "padding has no effect on results; omit it",
-    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), "models read text alone; omit it"),
-    "request_id": "send it as the header X-Request-Id",
-    "cache_salt": "pooling models have no prefix cache; omit it",
-}
-
 
 def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:
     """Returns a list of inputs, empty if the request has a conversation instead."""
@@ -61,7 +54,7 @@ def _text_of(item: Any, info: ValidationInfo) -> Any:
         return item
     for name in item:
         if name != "text":
-            ignore(info, str(name), "models read 'text' alone; omit it")
+            ignore(info, str(name))
     return item["text"]
 
 
@@ -91,8 +84,6 @@ Texts = Annotated[
 
 class PoolingBody(RequestModel):
     """What every request to a pooling model may have."""
-
-    tolerated: ClassVar[Mapping[str, str]] = COMMON_TOLERATED
 
     model: Annotated[
         ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
@@ -251,11 +242,6 @@ class RerankRequest(_PairBody):
     unserved: ClassVar[Mapping[str, Unserved]] = {
         "rank_fields": Unserved((["text"],), "send the text of each document"),
     }
-    tolerated: ClassVar[Mapping[str, str]] = {
-        **COMMON_TOLERATED,
-        "max_chunks_per_doc": "documents are read whole; omit it",
-    }
-
     query: Annotated[str, Field(description="The query.")]
     documents: Annotated[Texts, Field(description="Texts, or objects with `text`.")]
     top_n: Annotated[

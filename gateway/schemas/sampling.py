@@ -97,8 +97,6 @@ def in_bounds(parameter: str, **overrides: Any) -> Any:
 class StreamOptions(RequestModel):
     """Options of a stream."""
 
-    tolerated: ClassVar[Mapping[str, str]] = {"include_obfuscation": "chunks have no padding; omit it"}
-
     include_usage: Annotated[
         bool, or_default(False), Field(description="End the stream with a chunk of token counts.")
     ] = False
@@ -136,17 +134,6 @@ COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
     "thinking_token_budget": Unserved((-1,)),
     "kv_transfer_params": Unserved(),
     "vllm_xargs": Unserved(({},)),
-}
-
-COMMON_TOLERATED: Final[Mapping[str, str]] = {
-    "length_penalty": "it belongs to beam search, which is not served; omit it",
-    "request_id": "send it as the header X-Request-Id",
-    "service_tier": "there is one tier; omit it",
-    "store": "nothing is stored; omit it",
-    "metadata": "nothing is stored; omit it",
-    "prompt_cache_key": "prefixes are shared automatically, and 'cache_salt' keeps them apart; omit it",
-    "prompt_cache_retention": "the cache keeps what it has room for; omit it",
-    "safety_identifier": "send it as 'user'",
 }
 
 
@@ -338,12 +325,6 @@ class SamplingRequest(RequestModel):
     def constrained(self) -> bool:
         """Whether the request may constrain the answer."""
         return self.structured_outputs is not None or self.response_format is not None
-
-    @property
-    def strict_schema(self) -> bool:
-        """Whether a JSON schema that cannot be enforced as a whole is refused."""
-        form = self.response_format
-        return form is not None and form.json_schema is not None and bool(form.json_schema.strict)
 
     @property
     def constraint_param(self) -> str:

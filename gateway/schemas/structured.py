@@ -40,10 +40,7 @@ class JsonSchema(RequestModel):
     schema_: Annotated[Schema, Field(alias="schema", description="A JSON schema.")]
     strict: Annotated[
         bool | None,
-        Field(
-            description="Refuse a schema that cannot be enforced as a whole. Otherwise it is enforced as far as"
-            " possible, and the header X-Triptych-Unenforced names the rest."
-        ),
+        Field(description="Ignored: a schema that cannot be enforced as a whole is always refused."),
     ] = None
 
 

@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import (
-    CONVERSATION_TOLERATED,
     CONVERSATION_UNSERVED,
     Messages,
     TemplateInput,
@@ -22,8 +21,6 @@ class TokenizeRequest(TemplateInput):
         **CONVERSATION_UNSERVED,
         "tool_choice": Unserved(("none", "auto"), "it does not change the prompt; omit it"),
     }
-    tolerated: ClassVar[Mapping[str, str]] = CONVERSATION_TOLERATED
-
     model: ModelName | None = None
     prompt: Annotated[str | None, Field(description="A text.")] = None
     messages: Annotated[

@@ -161,7 +161,6 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
         message.prompt.queue_ms = event.queue_s * 1000
         message.prompt.lora_digest = event.lora_digest
         message.prompt.replica_id = event.replica_id
-        message.prompt.unenforced.extend(event.unenforced)
     return message
 
 

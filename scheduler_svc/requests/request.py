@@ -72,8 +72,6 @@ class Event:
     """Index of the sequence within the client's request."""
     accepted: bool = False
     """Whether the request has just been taken into the queue."""
-    unenforced: Sequence[str] = ()
-    """Parts of its JSON schemas that its grammar does not enforce; in the first event."""
     worker_losses: int | None = None
     """Workers lost in a row while they ran the sequence; set when the number changes."""
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
@@ -88,7 +86,6 @@ class Event:
             queue_s=0.0 if started is None else started - request.delivery.accepted_s,
             lora_digest="" if request.adapter is None else request.adapter.digest,
             replica_id=request.replica_id or "",
-            unenforced=request.unenforced,
         )  # fmt: skip
 
 
@@ -217,8 +214,6 @@ class Request:
     """The adapter's slot on the device, while the request has a slot."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for pooling models, which generate nothing."""
-    unenforced: Sequence[str] = ()
-    """Parts of its JSON schemas that its grammar does not enforce, once it is compiled."""
     sequence: int = 0
     """Index of the sequence within the client's request."""
     group: SequenceGroup | None = None

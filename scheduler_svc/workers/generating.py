@@ -56,7 +56,6 @@ def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic)
         max_waiting_tokens=settings.max_waiting_tokens,
         clock=clock,
         order=make_order(settings),
-        max_pinned_share=settings.max_pinned_share,
         max_worker_losses=settings.max_worker_losses,
         max_step_failures=settings.max_step_failures,
         expected_adapters=[name_and_path(module)[0] for module in settings.lora_modules],
@@ -227,7 +226,7 @@ class GeneratingReplicas:
             return
         if (replica := self.engine.replicas.get(replica_id)) is not None:
             replica.scheduler.stats.grammar_compile_s.observe(outcome.compile_s)
-        self.engine.grammar_compiled(replica_id, grammar, outcome.unenforced)
+        self.engine.grammar_compiled(replica_id, grammar)
 
     def _check_same_grid(self, geometry: Geometry, replica_id: str) -> None:
         """Refuses other chunks or blocks than the other replicas have.

@@ -27,8 +27,6 @@ class CompiledGrammar(NamedTuple):
 
     compile_s: float
     """Seconds that compiling took on the worker."""
-    unenforced: tuple[str, ...] = ()
-    """Parts of the grammar's JSON schemas that it does not enforce."""
 
 
 Answered: TypeAlias = Callable[[CompiledGrammar | TriptychError], None]
@@ -69,7 +67,7 @@ class GrammarCompiler:
         try:
             request = worker_pb2.CompileGrammarRequest(structured_output=grammar_to_proto(grammar))
             answer = await self._call(request)
-            outcome = CompiledGrammar(answer.compile_us * 1e-6, tuple(answer.unenforced))
+            outcome = CompiledGrammar(answer.compile_us * 1e-6)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 outcome = Overloaded(

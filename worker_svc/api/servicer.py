@@ -227,15 +227,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 raise Unsupported(
                     "structured_output is not supported for this model", param="structured_output"
                 )
-            spec = spec_of(request.structured_output)
-            memory = await grammars.prepare(spec)
+            memory = await grammars.prepare(spec_of(request.structured_output))
         except Exception as error:  # noqa: BLE001 - any error fails this grammar only
             if not isinstance(error, TriptychError):
                 self._log.exception("grammar_failed")
             await abort(context, as_triptych_error(error, "compiling the grammar failed"))
-        return worker_pb2.CompileGrammarResponse(
-            memory_bytes=memory, compile_us=elapsed_us(started), unenforced=grammars.unenforced(spec)
-        )
+        return worker_pb2.CompileGrammarResponse(memory_bytes=memory, compile_us=elapsed_us(started))
 
     async def LoadAdapter(
         self, request: worker_pb2.LoadAdapterRequest, context: Context

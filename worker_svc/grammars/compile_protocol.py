@@ -28,9 +28,8 @@ CHILD_DIED: Final = b"x"
 
 _ANSWER: Final = struct.Struct("<cQ")
 """Header of an answer: its kind and the number of bytes that follow."""
-_JOB: Final = struct.Struct("<c?dQQQ")
-"""Header of a job: kind of spec, whether it is lenient, CPU seconds, memory limit, result limit, length of
-the text."""
+_JOB: Final = struct.Struct("<cdQQQ")
+"""Header of a job: kind of spec, CPU seconds, memory limit, result limit, length of the text."""
 _STATUS: Final = struct.Struct("<i")
 _KINDS: Final[dict[Kind, bytes]] = {
     "json_schema": b"j", "json_object": b"o", "regex": b"r", "grammar": b"g", "choice": b"c", "structural_tag": b"t",
@@ -55,8 +54,6 @@ class SerializedGrammar(NamedTuple):
 
     markers: tuple[int, ...]
     """Ids of its markers."""
-    unenforced: tuple[str, ...]
-    """Parts of lenient schemas that it does not enforce."""
     text: str
     """xgrammar's own serialization."""
 
@@ -66,7 +63,6 @@ def send_job(connection: socket.socket, spec: Spec, limits: CompilerLimits) -> N
     payload = spec.text.encode(errors="surrogatepass")
     header = _JOB.pack(
         _KINDS[spec.kind],
-        spec.lenient,
         limits.cpu_s,
         limits.compile_bytes,
         limits.grammar_bytes,
@@ -81,12 +77,10 @@ def receive_job(connection: socket.socket) -> Job:
     Raises:
         EOFError: the worker hung up.
     """
-    code, lenient, cpu_s, compile_bytes, grammar_bytes, size = _JOB.unpack(
-        _receive_exactly(connection, _JOB.size)
-    )
+    code, cpu_s, compile_bytes, grammar_bytes, size = _JOB.unpack(_receive_exactly(connection, _JOB.size))
     text = _receive_exactly(connection, size).decode(errors="surrogatepass")
     kind = next(kind for kind, each in _KINDS.items() if each == code)
-    return Job(Spec(kind, text, lenient), cpu_s, compile_bytes, grammar_bytes)
+    return Job(Spec(kind, text), cpu_s, compile_bytes, grammar_bytes)
 
 
 def send_answer(connection: socket.socket, kind: bytes, payload: bytes) -> None:
@@ -126,15 +120,14 @@ def load_vocabulary(payload: bytes) -> tuple[str, dict[str, int]]:
 
 
 def dump_grammar(grammar: SerializedGrammar) -> bytes:
-    """Encodes a compiled grammar: the rest as a JSON list, a line feed and its text."""
-    return json.dumps([grammar.markers, grammar.unenforced]).encode() + b"\n" + grammar.text.encode()
+    """Encodes a compiled grammar: its markers as a JSON list, a line feed and its text."""
+    return json.dumps(grammar.markers).encode() + b"\n" + grammar.text.encode()
 
 
 def load_grammar(payload: bytes) -> SerializedGrammar:
     """Decodes what `dump_grammar` encoded."""
-    rest, _, text = payload.partition(b"\n")
-    markers, unenforced = json.loads(rest)
-    return SerializedGrammar(tuple(markers), tuple(unenforced), text.decode())
+    markers, _, text = payload.partition(b"\n")
+    return SerializedGrammar(tuple(json.loads(markers)), text.decode())
 
 
 def _receive_exactly(connection: socket.socket, size: int) -> bytes:

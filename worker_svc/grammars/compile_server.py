@@ -144,8 +144,7 @@ def _compile(vocabulary: CompilerVocabulary, job: Job) -> bytes:
         Exception: xgrammar refuses it, or it is too large or too expensive to match.
     """
     core = vocabulary.core
-    unenforced: list[str] = []
-    source, text = lower(job.spec, unenforced)
+    source, text = lower(job.spec)
     tokenizer, markers = vocabulary.tokenizer, dict[str, int]()
     if source == "tag":
         tag = json.loads(text)
@@ -162,7 +161,7 @@ def _compile(vocabulary: CompilerVocabulary, job: Job) -> bytes:
             f"its compiled form has {size >> 20} MiB; the limit is {job.grammar_bytes >> 20} MiB"
         )
     _walk(core, grammar, tokenizer.vocab_size(), vocabulary)
-    return dump_grammar(SerializedGrammar(tuple(sorted(markers.values())), tuple(unenforced), serialized))
+    return dump_grammar(SerializedGrammar(tuple(sorted(markers.values())), serialized))
 
 
 def compile_lowered(core: Any, compiler: Any, source: Source, text: str) -> Any:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 # Refusals that are remembered, one message each.
 _MAX_REFUSALS: Final = 1024
 _MAX_WAITING: Final = 1024
-# Grammars whose unenforced parts are remembered: more than a cache holds.
-_MAX_UNENFORCED: Final = 4096
 _TOKENIZER_FILE: Final = "tokenizer.json"
 
 
@@ -63,7 +61,6 @@ class GrammarCompiler:
         self._bytes_lock = threading.RLock()
         self._bytes = 0
         self._refusals: OrderedDict[bytes, InvalidArgument] = OrderedDict()
-        self._unenforced: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         self._in_progress: dict[bytes, Compilation] = {}
         self._client: CompileClient | None = None
         self._client_lock = threading.Lock()
@@ -128,11 +125,6 @@ class GrammarCompiler:
         """Returns the compiled grammar, if it is cached or in use, and marks it as used."""
         with self._lock:
             return self._get(spec.key)
-
-    def unenforced(self, spec: Spec) -> tuple[str, ...]:
-        """Returns the parts of a compiled lenient schema that its grammar does not enforce."""
-        with self._lock:
-            return self._unenforced.get(spec.key, ())
 
     def refuse(self, spec: Spec, refusal: InvalidArgument) -> None:
         """Drops a grammar and answers later requests for it with `refusal`."""
@@ -216,11 +208,6 @@ class GrammarCompiler:
         )
         with self._lock:
             self.num_compiled += 1
-            if compiled.unenforced:
-                self._unenforced[spec.key] = compiled.unenforced
-                self._unenforced.move_to_end(spec.key)
-                if len(self._unenforced) > _MAX_UNENFORCED:
-                    self._unenforced.popitem(last=False)
             self._cached[spec.key] = self._live[spec.key] = grammar
             self._count(size)
             weakref.finalize(grammar, self._release, size, vocabulary).atexit = False

@@ -44,13 +44,11 @@ class Spec:
     """How to read `text`."""
     text: str = ""
     """A schema, expression, grammar or tag; a JSON list of choices; empty for any JSON object."""
-    lenient: bool = False
-    """Whether JSON schemas are enforced as far as possible; else what cannot be enforced is refused."""
 
     @cached_property
     def key(self) -> bytes:
         """Digest that identifies the spec."""
-        text = f"{self.kind}\0{self.lenient}\0{self.text}"
+        text = f"{self.kind}\0{self.text}"
         return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
@@ -66,7 +64,7 @@ def spec_of(structured: common_pb2.StructuredOutput) -> Spec:
         case "choice":
             return Spec("choice", json.dumps(list(structured.choice.values)))
         case "json_schema" | "regex" | "grammar" | "structural_tag" as kind:
-            return Spec(kind, getattr(structured, kind), structured.lenient)
+            return Spec(kind, getattr(structured, kind))
         case _:
             raise refusal(EMPTY_CONSTRAINT)
 
@@ -84,24 +82,19 @@ def check_size(spec: Spec) -> None:
         )
 
 
-def lower(spec: Spec, unenforced: list[str] | None = None) -> tuple[Source, str]:
+def lower(spec: Spec) -> tuple[Source, str]:
     """Returns the text that xgrammar compiles, and its kind.
-
-    Args:
-        spec: the constraint.
-        unenforced: collects the parts of lenient schemas that are not enforced.
 
     Raises:
         InvalidArgument: the spec is malformed, exceeds a limit, or asks for something that cannot be
             enforced.
     """
     check_size(spec)
-    dropped = (unenforced if unenforced is not None else []) if spec.lenient else None
     match spec.kind:
         case "json_object":
             return "json", _ANY_OBJECT
         case "json_schema":
-            return "json", json.dumps(lower_schema(_parse_json(spec), SchemaBudget(), dropped))
+            return "json", json.dumps(lower_schema(_parse_json(spec), SchemaBudget()))
         case "regex":
             return "regex", lower_regex(spec.text)
         case "grammar":
@@ -110,7 +103,7 @@ def lower(spec: Spec, unenforced: list[str] | None = None) -> tuple[Source, str]
         case "choice":
             return "ebnf", _choices(spec)
         case "structural_tag":
-            return "tag", json.dumps(_lower_tag(_parse_json(spec), dropped))
+            return "tag", json.dumps(_lower_tag(_parse_json(spec)))
 
 
 def _parse_json(spec: Spec) -> Any:
@@ -182,7 +175,7 @@ def _escaped(text: str) -> str:
     )
 
 
-def _lower_tag(tag: Any, unenforced: list[str] | None) -> Any:
+def _lower_tag(tag: Any) -> Any:
     """Lowers the schemas and expressions inside a structural tag; see `lower_schema`.
 
     Raises:
@@ -205,7 +198,7 @@ def _lower_tag(tag: Any, unenforced: list[str] | None) -> Any:
         if count > MAX_TAGS:
             raise refusal(f"structural_tag has more than {MAX_TAGS} parts")
         changed = {
-            name: lower_schema(value, budget, unenforced) if name == "json_schema" else lowered(value)
+            name: lower_schema(value, budget) if name == "json_schema" else lowered(value)
             for name, value in node.items()
         }
         if "json_schema" in node:

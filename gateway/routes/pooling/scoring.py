@@ -7,7 +7,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.quoting import clip
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
 from gateway.routes.pooling.answers import RerankAnswer, ScoreList
@@ -131,7 +130,7 @@ def _template_variables(call: PoolCall, body: ScoreRequest | RerankRequest) -> d
     """Returns what the request has for the template that writes pairs.
 
     Raises:
-        Unsupported: if the template does not read the instruction; under --strict-requests, any variable.
+        Unsupported: if the template does not read the instruction.
     """
     template = call.served.text.pair_template
     known = frozenset() if template is None else template.variables
@@ -142,13 +141,6 @@ def _template_variables(call: PoolCall, body: ScoreRequest | RerankRequest) -> d
         )
     given = {} if body.instruction is None else {"instruction": body.instruction}
     given |= body.chat_template_kwargs
-    unread = [name for name in given if name not in known]
-    if unread and call.context.settings.strict_requests:
-        raise Unsupported(
-            f"chat_template_kwargs.{clip(unread[0])} is not supported: the model has no chat template that writes"
-            " pairs and reads it; omit it",
-            param="chat_template_kwargs",
-        )
     return {name: value for name, value in given.items() if name in known}
 
 

@@ -118,18 +118,6 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request(stac
     await stack.scheduler.until(lambda: len(stack.scheduler.aborted) == 1)
 
 
-async def test_a_comment_has_what_came_too_late_for_the_header(stack: Stack) -> None:
-    """A keep-alive comment has sent the headers before the grammar was compiled."""
-    stack.scheduler.unenforced, stack.scheduler.pause_after = ["$.a: not"], 0
-    body = {**CHAT, "response_format": {"type": "json_object"}, "stream": True}
-    async with stack.http.stream("POST", PROTOCOLS[0][0], json=body) as response:
-        assert "x-triptych-unenforced" not in response.headers
-        lines = response.aiter_lines()
-        await until_alive(lines, COMMENT)
-        await stack.scheduler.resume()
-        assert ": X-Triptych-Unenforced: $.a: not" in [line async for line in lines]
-
-
 @contextlib.asynccontextmanager
 async def waiting_gateway(
     **changes: Any,
@@ -150,7 +138,6 @@ async def waiting_gateway(
 async def test_streams_that_wait_for_the_first_model_get_comments() -> None:
     """Their answers follow in the same response, whatever the protocol; the others wait for their status."""
     async with waiting_gateway() as (gateway, scheduler, port, http), contextlib.AsyncExitStack() as calls:
-        scheduler.unenforced = ["$.a: not"]
         plain = asyncio.create_task(http.post(PROTOCOLS[0][0], json=CHAT))
         waiting = []
         for path, body, _, last in (*PROTOCOLS, ("/invocations", CHAT, COMMENT, "[DONE]")):
@@ -165,7 +152,6 @@ async def test_streams_that_wait_for_the_first_model_get_comments() -> None:
             assert (await plain).status_code == 200
             for lines, last in waiting:
                 rest = [line async for line in lines if line]
-                assert ": X-Triptych-Unenforced: $.a: not" in rest
                 assert last in rest[-1]
         assert len(gateway.client.parking) == 0
 

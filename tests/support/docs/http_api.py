@@ -25,7 +25,7 @@ default. `GET /openapi.json` has the same as an OpenAPI document.
 
 A field that would change the output and is not served is refused by name. A field that cannot change it (`metadata`, `service_tier`,
 `cache_control`, an unknown one) is accepted, and one debug line of the gateway's log names all such fields of a request: look there if a
-mistyped parameter seems to do nothing. `--strict-requests` refuses these fields, too.
+mistyped parameter seems to do nothing.
 
 The chat template reads `reasoning_effort` (as `reasoning_effort`, and as `enable_thinking`, off with "none"), `documents` and
 `chat_template_kwargs`; what it does not read changes nothing. With `--trust-request-chat-template`, a request may bring a `chat_template`
@@ -39,14 +39,6 @@ HEADERS = (
     (
         "`X-Tenant`",
         "The tenant to charge under fair scheduling: one printable value of at most 256 bytes. Without it: the common tenant.",
-    ),
-    (
-        "`X-Triptych-Unenforced`",
-        (
-            "In answers: the parts of a JSON schema that the answer may violate, because no grammar can enforce"
-            " them, for example `$.tags: uniqueItems; $.age: not`. [Structured output](structured-output.md)"
-            " says when. In a stream that a keep-alive comment began, it is a comment."
-        ),
     ),
 )
 
@@ -105,15 +97,6 @@ def _section(path: str, verb: str, route: dict[str, Any], comments: dict[tuple[s
                 "",
             ]
             lines += table(("parameter", "accepted", "instead"), unserved)
-        if tolerated := _models()[schema["title"]].tolerated:
-            names = ", ".join(f"`{name}`" for name in tolerated)
-            lines += [
-                (
-                    f"These parameters cannot change the output: {names}. They are accepted and named in a debug"
-                    " line of the log, like unknown ones; `--strict-requests` refuses them."
-                ),
-                "",
-            ]
     return lines + _answer(route["responses"]["200"])
 
 

@@ -5,12 +5,8 @@ xgrammar ignores keywords that it does not know, many combinations of known ones
 length becomes an expression, a format one of `formats`) or refused by name. The result never allows more than
 the schema. It may allow less: an object with `properties` has no others unless `additionalProperties` is
 given, as in OpenAI's strict schemas.
-
-A lenient lowering drops what it would refuse, if the rest of the schema can be enforced without it. The
-result then allows more than the schema.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +14,7 @@ from worker_svc.grammars.lowering.json_containers import OBJECT_KEYWORDS, lower_
 from worker_svc.grammars.lowering.json_scalars import lower_number, lower_string
 from worker_svc.grammars.lowering.one_of import DisjointnessChecker
 from worker_svc.grammars.lowering.references import References
-from worker_svc.grammars.lowering.refusals import SchemaRefusal, refuse_schema, short_path, shown
+from worker_svc.grammars.lowering.refusals import refuse_schema, shown
 
 _ANNOTATIONS: Final = frozenset({
     "title", "description", "default", "example", "examples", "$comment", "$schema", "deprecated", "readOnly", "writeOnly",
@@ -41,8 +37,12 @@ _COMPOSITIONS: Final = frozenset(_STANDALONE) - {"$ref"}
 # These say more about a value than a composition beside them.
 _DESCRIPTIONS: Final = frozenset({"properties", "items", "prefixItems", "const", "enum"})
 _KNOWN: Final = _ANNOTATIONS.union({"type", "const", "enum"}, _STANDALONE, *_BY_TYPE.values())
-# Parts that are not enforced and reported; more make a message nobody reads.
-_MAX_REPORTED: Final = 32
+# Keywords of JSON Schema that cannot be enforced. A schema's other words are annotations.
+_UNSERVED: Final = frozenset({
+    "$anchor", "$dynamicAnchor", "$dynamicRef", "$id", "$recursiveAnchor", "$recursiveRef", "contains", "dependencies",
+    "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not", "then",
+    "unevaluatedProperties",
+})  # fmt: skip
 
 
 @dataclass
@@ -57,25 +57,23 @@ class SchemaBudget:
     """Values that may still be compared to decide whether the schemas of a `oneOf` are disjoint."""
 
 
-def lower_schema(schema: Any, budget: SchemaBudget, unenforced: list[str] | None = None) -> Any:
+def lower_schema(schema: Any, budget: SchemaBudget) -> Any:
     """Returns a schema that xgrammar enforces and that allows nothing `schema` forbids.
 
     Args:
         schema: the client's.
         budget: bounds the effort.
-        unenforced: makes the lowering lenient and collects what it drops, each as "path: keyword".
 
     Raises:
         InvalidArgument: names the first keyword that cannot be enforced, and its path.
     """
-    return _Lowering(schema, budget, unenforced).run()
+    return _Lowering(schema, budget).run()
 
 
 class _Lowering:
-    def __init__(self, schema: Any, budget: SchemaBudget, unenforced: list[str] | None) -> None:
+    def __init__(self, schema: Any, budget: SchemaBudget) -> None:
         self._root = schema
         self._budget = budget
-        self._unenforced = unenforced
         self._references = References(schema)
         self._disjointness = DisjointnessChecker(self._references)
         self._definition_names: dict[str, str] = {}
@@ -97,31 +95,6 @@ class _Lowering:
         return {**lowered, "$defs": definitions} if definitions else lowered
 
     def _lower(self, node: Any, where: str) -> Any:
-        """Lowers a subschema; if the lowering is lenient, without the keywords that cannot be enforced.
-
-        Keywords are refused before the subschemas in them are lowered, so none is lowered twice.
-        """
-        if self._unenforced is None:
-            return self._lower_whole(node, where)
-        if isinstance(node, dict) and (unknown := sorted(key for key in node if not _is_known(key, where))):
-            # JSON Schema takes them for annotations.
-            node = self._without(node, where, unknown)
-        while True:
-            try:
-                return self._lower_whole(node, where)
-            except SchemaRefusal as refused:
-                node = {**self._without(node, where, refused.keywords), **refused.replacement}
-
-    def _without(self, node: dict[str, Any], where: str, keywords: Collection[str]) -> dict[str, Any]:
-        """Returns a subschema without some keywords, and reports those that it has."""
-        assert self._unenforced is not None
-        for keyword in keywords:
-            part = f"{short_path(where)}: {keyword[:40]}"
-            if keyword in node and part not in self._unenforced and len(self._unenforced) < _MAX_REPORTED:
-                self._unenforced.append(part)
-        return {key: value for key, value in node.items() if key not in keywords}
-
-    def _lower_whole(self, node: Any, where: str) -> Any:
         self._budget.subschemas -= 1
         if self._budget.subschemas < 0:
             refuse_schema(where, "exceeds the limit on subschemas; describe less of the output")
@@ -221,8 +194,7 @@ class _Lowering:
         if "type" in keys:
             types = self._types(node["type"], where)
             fitting = [value for value in values if any(_has_type(value, name) for name in types)]
-            # The schema means the others, but its author may not; a lenient lowering takes it at its word.
-            if len(fitting) < len(values) and (self._unenforced is None or not fitting):
+            if len(fitting) < len(values):
                 refuse_schema(where, "has a const or an enum with a value that is not of its type")
             values = fitting
         self._budget.values -= len(values)
@@ -287,11 +259,7 @@ def _says_more(name: str, node: dict[str, Any]) -> bool:
 
 
 def _is_annotation(key: str, where: str) -> bool:
-    return key in _ANNOTATIONS or key.startswith("x-") or (key == "$id" and where == "$")
-
-
-def _is_known(key: str, where: str) -> bool:
-    return key in _KNOWN or _is_annotation(key, where)
+    return key in _ANNOTATIONS or key not in _KNOWN | _UNSERVED or (key == "$id" and where == "$")
 
 
 def _has_type(value: Any, name: str) -> bool:

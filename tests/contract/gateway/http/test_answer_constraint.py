@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from structlog.testing import capture_logs
 
-from gateway.routes.context import Context
 from gateway.text.tokenization import TextCodec
 from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument
@@ -93,53 +90,6 @@ async def test_completions_are_constrained_too(stack: Stack) -> None:
     stack.scheduler.refuse = lambda _: InvalidArgument("no", param="structured_output")
     refused = (await stack.http.post("/v1/completions", json=body)).json()["error"]
     assert refused["param"] == "structured_outputs"
-
-
-@pytest.mark.parametrize(
-    ("body", "lenient"),
-    [
-        ({"response_format": INTEGER}, True),
-        ({"response_format": {**INTEGER, "json_schema": {**INTEGER["json_schema"], "strict": True}}}, False),
-        ({"structured_outputs": {"json": {"type": "integer"}}}, True),
-        ({"tools": [WEATHER], "tool_choice": "required"}, True),
-        ({"tools": [{**TIME, "function": {**TIME["function"], "strict": True}}]}, False),
-        ({"tools": [{**TIME, "function": {**TIME["function"], "strict": True}}], "tool_choice": "none", "response_format": INTEGER}, True),
-    ],
-)  # fmt: skip
-async def test_only_strict_schemas_must_be_enforced_as_a_whole(
-    stack: Stack, body: dict[str, Any], lenient: bool
-) -> None:
-    """The client decides with strict, of the format or of a tool that may be called."""
-    assert (await stack.http.post(PATH, json={**ASK, **body})).status_code == 200
-    assert stack.scheduler.requests[-1].sampling.structured_output.lenient is lenient
-
-
-async def test_a_strict_gateway_demands_all_of_a_schema(stack: Stack) -> None:
-    """With --strict-requests, no constraint is lenient."""
-    state = stack.gateway.app.state
-    before: Context = state.context
-    settings = before.settings.model_copy(update={"strict_requests": True})
-    state.context = replace(before, settings=settings)
-    try:
-        answer = await stack.http.post(PATH, json={**ASK, "response_format": INTEGER})
-    finally:
-        state.context = before
-    assert answer.status_code == 200
-    assert not stack.scheduler.requests[-1].sampling.structured_output.lenient
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_header_names_what_is_not_enforced(stack: Stack, stream: bool) -> None:
-    """Names with any characters fit into it, and the log has them; a header is there only if it is needed."""
-    body = {**ASK, "response_format": INTEGER, "stream": stream}
-    assert "x-triptych-unenforced" not in (await stack.http.post(PATH, json=body)).headers
-    stack.scheduler.unenforced = ["$.größe\n: not", "$: if"]
-    with capture_logs() as logs:
-        headers = (await stack.http.post(PATH, json=body)).headers
-    assert [line["unenforced"] for line in logs if line["event"] == "request"] == [stack.scheduler.unenforced]
-    assert headers["x-triptych-unenforced"] == r"$.gr\u00f6\u00dfe\n: not; $: if"
-    stack.scheduler.unenforced = [f"$.{'a' * 70}: not"] * 2 + [f"$.{'b' * 70}{n}: not" for n in range(31)]
-    assert len((await stack.http.post(PATH, json=body)).headers["x-triptych-unenforced"]) == 1027
 
 
 @pytest.mark.parametrize(

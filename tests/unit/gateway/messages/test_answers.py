@@ -10,13 +10,9 @@ from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.generation import Usage
 from gateway.answers.sequence_text import Delta
 from gateway.messages.answer_body import StopReason, message_body, usage_body
-from gateway.messages.blocks import Block, CacheControl
-from gateway.messages.cache_hints import common_prefix, hints_of
 from gateway.messages.error_shape import shape
 from gateway.messages.message_stream_writer import MessageStreamWriter
-from gateway.messages.schemas import CountTokensRequest, MessagesRequest, Turn
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
-from gateway.schemas.base import parse
 from protos import errors
 
 USAGE = Usage(10, 5, 3, 2)
@@ -117,46 +113,3 @@ def test_every_error_has_a_type() -> None:
     for cls in errors._BY_CODE.values():
         shaped = shape(cls("m"))
         assert (shaped.status == 529) == (shaped.body["error"]["type"] == "overloaded_error")
-
-
-def test_hints() -> None:
-    """The last mark of each lifetime counts; marks of tools and of the system prompt keep both."""
-    mark, hour = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
-    text = {"type": "text", "text": "a"}
-    fields: dict[str, Any] = {
-        "tools": [{"name": "f", "input_schema": {}, "cache_control": hour}],
-        "messages": [
-            {"role": "user", "content": [text | {"cache_control": mark}, text]},
-            {"role": "assistant", "content": [text, text | {"cache_control": mark}, text]},
-        ],
-    }
-
-    def lengths(**more: Any) -> list[tuple[int, list[int]]]:
-        request = parse(CountTokensRequest, json.dumps(fields | more).encode())
-        return [
-            (hint.ttl_s, [len(turn.content) for turn in hint.body.messages]) for hint in hints_of(request)
-        ]
-
-    assert lengths() == [(3600, [1]), (300, [2, 2])]
-    assert lengths(cache_control=mark) == [(3600, [1]), (300, [2, 3])]
-    assert lengths(cache_control=hour) == [(3600, [2, 3]), (300, [2, 2])]
-    assert [common_prefix([1, 2, 3], other) for other in ([1, 2, 4], [1, 2], [1, 2, 3, 4], [2])] == [
-        [1, 2], [1, 2], [1, 2, 3], [],
-    ]  # fmt: skip
-
-
-def test_many_marks_are_one_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefix for each of 16,000 marks would hold up other requests' streams for seconds."""
-    copies: list[object] = []
-    copy = MessagesRequest.model_copy
-
-    def counted(self: MessagesRequest, **fields: Any) -> MessagesRequest:
-        copies.append(self)
-        return copy(self, **fields)
-
-    monkeypatch.setattr(MessagesRequest, "model_copy", counted)
-    block = Block.model_construct(type="text", text="a", cache_control=CacheControl(type="ephemeral"))
-    turns = [Turn.model_construct(role="user", content=[block] * 4) for _ in range(50)]
-    (hint,) = hints_of(MessagesRequest.model_construct(messages=turns, max_tokens=1))
-    assert len(hint.body.messages) == 50
-    assert len(copies) == 1

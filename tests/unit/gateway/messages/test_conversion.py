@@ -225,7 +225,6 @@ def test_inputs_of_any_depth() -> None:
         ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, Unsupported, "send all turns in 'messages'"),
         ({"compaction": {"type": "summary"}}, Unsupported, "ask for a summary"),
         ({"stop_sequences": [""]}, InvalidArgument, "'stop_sequences[0]'"),
-        ({"cache_control": {"type": "forever"}}, InvalidArgument, "'cache_control.type'"),
         ({"output_format": {"type": "json_schema", "schema": {}}, "output_config": {"format": {"type": "json_schema", "schema": {}}}}, InvalidArgument, "mean the same"),
     ],
 )  # fmt: skip
@@ -237,15 +236,13 @@ def test_refusals(fields: dict[str, Any], error: type[TriptychError], message: s
 
 
 def test_fields_without_effect_are_ignored_by_name() -> None:
-    """Agents send them always; a strict gateway refuses them."""
+    """Agents send them always."""
     habits: dict[str, Any] = {
-        "context_management": {"edits": []}, "service_tier": "auto", "speed": "fast",
+        "context_management": {"edits": []}, "service_tier": "auto", "cache_control": {"type": "forever"},
         "messages": [user(text("hi", citations=[]))], "tools": [{**TOOL, "defer_loading": True}],
     }  # fmt: skip
     ignored = IgnoredFields()
     assert request(ignored=ignored, **habits).max_tokens == 9
     assert {name.rpartition(".")[2] for name in ignored.names} == {
-        "context_management", "service_tier", "speed", "citations", "defer_loading",
+        "context_management", "service_tier", "cache_control", "citations", "defer_loading",
     }  # fmt: skip
-    with pytest.raises(InvalidArgument, match=r"service_tier|context_management"):
-        request(**habits)

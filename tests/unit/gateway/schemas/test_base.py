@@ -7,12 +7,12 @@ import pytest
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 
 from gateway.schemas.base import IgnoredFields, RequestModel, Unserved, ignore, parse
-from protos.errors import InvalidArgument, Unsupported
+from protos.errors import Unsupported
 
 
 def _part(value: Any, info: ValidationInfo) -> Any:
     if value.pop("hint", None):
-        ignore(info, "hint", "omit it")
+        ignore(info, "hint")
     return value
 
 
@@ -26,7 +26,6 @@ class Outer(RequestModel):
     """A body."""
 
     unserved: ClassVar = {"best": Unserved((1,))}
-    tolerated: ClassVar = {"metadata": "nothing is stored; omit it"}
 
     name: Annotated[str, Field(alias="called")] = ""
     other: Annotated[str, Field(validation_alias=AliasChoices("other", "another"))] = ""
@@ -40,7 +39,7 @@ def body(**fields: Any) -> bytes:
 
 
 def test_fields_without_effect_are_dropped_and_named() -> None:
-    """A tolerant validation collects unknown and tolerated fields, nested ones with the field around them."""
+    """Nested fields are named with the field around them."""
     ignored = IgnoredFields()
     parsed = parse(
         Outer,
@@ -74,23 +73,7 @@ def test_names_are_bounded() -> None:
     assert max(map(len, ignored.names)) < 70
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "text"),
-    [
-        ({"metadata": {}}, "metadata", "metadata is not supported: nothing is stored; omit it"),
-        ({"oter": 1}, "oter", "unknown parameter 'oter'; did you mean 'other'?"),
-        ({"inner": [{"colour": 1}]}, "inner[0].colour", "unknown parameter 'inner[0].colour'; omit it"),
-        ({"part": {"hint": 1}}, "part", "'part' hint is not supported: omit it"),
-    ],
-)
-def test_strict_validation_refuses_them(fields: dict[str, Any], param: str, text: str) -> None:
-    """A validation that collects nothing refuses fields without effect."""
-    with pytest.raises(InvalidArgument) as refused:
-        parse(Outer, body(**fields))
-    assert (refused.value.param, refused.value.message) == (param, text)
-
-
-def test_fields_that_would_change_the_output_are_always_refused() -> None:
+def test_fields_that_would_change_the_output_are_refused() -> None:
     """Tolerance ends where silence would change the output."""
     with pytest.raises(Unsupported, match=r"^best=2 is not supported"):
-        parse(Outer, body(best=2), IgnoredFields())
+        parse(Outer, body(best=2))

@@ -61,16 +61,6 @@ def test_the_same_grammar_compiles_once(small: GrammarCompiler) -> None:
     assert len(sizes) == 1
 
 
-def test_a_lenient_schema_says_what_it_does_not_enforce(small: GrammarCompiler) -> None:
-    """The parts are known as long as the grammar; a strict schema with the same text is refused."""
-    text = '{"type": "array", "uniqueItems": true}'
-    lenient = Spec("json_schema", text, lenient=True)
-    assert small.submit(lenient).result() > 0
-    assert small.unenforced(lenient) == ("$: uniqueItems",)
-    with pytest.raises(InvalidArgument, match="uniqueItems"):
-        small.submit(Spec("json_schema", text)).result()
-
-
 def test_the_cache_is_bounded_by_bytes(small: GrammarCompiler) -> None:
     """The least recently used grammar is evicted first; the newest always stays."""
     specs = [
