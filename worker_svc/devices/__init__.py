@@ -1,10 +1,10 @@
-"""Devices: the kernels that models run on, behind the interface in `base`.
+"""Devices: the kernels of models, with their interface in `base`.
 
-`attention` has the types that kernels take. `cpu`, `cuda` and `rbln` each have a folder with a `device`
-module. `gathered` and `in_place` are attention in plain PyTorch: the fallback of devices without such
-kernels, and the reference of tests. `expert_routing` chooses a token's experts. `upload` copies the
-host's values to a device without waiting for it. The rooms above import this one; it imports `shapes`,
-`settings` and `protos` only.
+`attention` defines the kernels' arguments. `cpu`, `cuda` and `rbln` are folders with a `device` module each.
+`gathered` and `in_place` are attention in plain PyTorch: the fallback of devices without such kernels, and
+the reference of tests. `expert_routing` chooses a token's experts. `upload` copies the host's values to a
+device without waiting for it. The rooms above import this one; it imports `shapes`, `settings` and `protos`
+only.
 """
 
 import os
@@ -20,7 +20,7 @@ DeviceName = Literal["cpu", "cuda", "rbln"]
 
 
 def choose_device(setting: Literal["auto"] | DeviceName) -> DeviceName:
-    """Returns the device that a setting means; `auto` is a GPU if there is one, else the CPU."""
+    """Returns the device of a setting; `auto` is a GPU if present, else the CPU."""
     if setting != "auto":
         return setting
     # Asks the driver's management library, which leaves CUDA uninitialized in this process.
@@ -36,7 +36,7 @@ def open_device(name: DeviceName, options: DeviceOptions | None = None) -> Devic
         options: settings that only some devices use; the defaults if `None`.
 
     Raises:
-        ConfigurationRefused: says in one line what is missing.
+        ConfigurationRefused: names the missing part.
     """
     device = _OPENERS[name](options or DeviceOptions())
     device.check_available()
@@ -44,10 +44,10 @@ def open_device(name: DeviceName, options: DeviceOptions | None = None) -> Devic
 
 
 def device_for(settings: Settings) -> Device:
-    """Opens the device that a worker's settings name.
+    """Opens the device of a worker's settings.
 
     Raises:
-        ConfigurationRefused: says in one line what is missing.
+        ConfigurationRefused: names the missing part.
     """
     if settings.cpu_threads is not None:
         torch.set_num_threads(settings.cpu_threads)

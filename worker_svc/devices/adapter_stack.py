@@ -1,8 +1,8 @@
-"""LoRA adapters of one linear layer, side by side in fixed memory.
+"""LoRA adapters of a linear layer, side by side in fixed memory.
 
 A layer adds `B (A x)` of each row's adapter to its product. The A matrices of all adapter slots lie side by
 side, and so do the B matrices. A step's graph computes with all of them at once, so it serves any mix of
-adapters. In plain operators, a mask with a row for each token keeps the columns of the token's own adapter.
+adapters. In plain operators, a mask with a row per token keeps the columns of its own adapter.
 """
 
 import math
@@ -20,7 +20,7 @@ NO_ADAPTER = -1
 
 @dataclass(frozen=True)
 class StackShape:
-    """The sizes of one layer's adapters on this rank."""
+    """The sizes of a layer's adapters on this rank."""
 
     in_size: int
     """Inputs of the layer."""
@@ -37,7 +37,7 @@ class StackShape:
 
     @property
     def columns(self) -> int:
-        """Columns of the mask: those of one part's adapters."""
+        """Columns of the mask: the adapters of a part."""
         return self.max_loras * self.rank
 
 
@@ -47,7 +47,7 @@ stands for a part that it leaves alone. The rank is at most the stack's."""
 
 
 class AdapterStack:
-    """The adapters of one layer in plain operators, which any device runs and any compiler takes."""
+    """A layer's adapters in plain operators, for any device and compiler."""
 
     def __init__(self, shape: StackShape, a: torch.Tensor, b: torch.Tensor) -> None:
         """Takes over zeroed memory; see `sizes`."""
@@ -64,7 +64,7 @@ class AdapterStack:
     def sizes(shape: StackShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the shapes of the two tensors: [parts * slots * rank, in] and [out, parts * slots * rank].
 
-        B is zero outside of the columns of each output's own part, so that one product serves all parts.
+        B is zero outside the columns of each output's own part, so a single product serves all parts.
         """
         columns = len(shape.out_sizes) * shape.columns
         return (columns, shape.in_size), (sum(shape.out_sizes), columns)
@@ -94,7 +94,7 @@ class AdapterStack:
     def join(self, weight: torch.nn.Parameter) -> None:
         """Takes the layer's own weights [out, in] along, if that makes steps with adapters faster.
 
-        Called at most once, for a layer whose product is a plain one with these weights.
+        Called at most once, for a layer with a plain product of these weights.
         """
 
     def apply(

@@ -1,4 +1,4 @@
-"""What attention kernels take: a layer's parameters, a call's tensors, and a step's places in the cache."""
+"""Arguments of attention kernels: a layer's parameters, a call's tensors, a step's places in the cache."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -9,14 +9,14 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """The constants of one layer's attention."""
+    """The constants of a layer's attention."""
 
     num_heads: int
     """Query heads on this rank."""
     num_kv_heads: int
     """Key and value heads on this rank."""
     head_size: int
-    """Elements of one head's query, key or value."""
+    """Elements of a head's query, key or value."""
     scale: float
     """Factor on the scores before the softmax."""
     window: int
@@ -32,14 +32,14 @@ class AttentionParams:
     the scores."""
     latent: int = 0
     """Elements of a latent vector (MLA): the leading part of each key, which is also its value. There is one
-    key head. 0 if values are stored beside keys."""
+    key head. 0 if values are stored separately."""
     slopes: tuple[float, ...] = ()
-    """For each query head, what its scores lose with each token of distance (ALiBi). Empty: nothing."""
+    """For each query head, the loss of score per token of distance (ALiBi). Empty: none."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of a layer's attention. What changes from step to step beside it is the device's plan."""
+    """A call of a layer's attention. The device's plan holds everything that changes between steps."""
 
     params: AttentionParams
     """The layer's constants."""
@@ -54,7 +54,7 @@ class AttentionCall:
     output: torch.Tensor
     """[tokens, heads, head_size], or [tokens, heads, latent]; the call writes it in place."""
     sinks: torch.Tensor | None = None
-    """float32 [heads]: the score of an extra position that has no value; `None` for a layer without
+    """float32 [heads]: the score of an extra position without a value; `None` for a layer without
     sinks."""
 
     @property
@@ -67,7 +67,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class PagedInput:
-    """Where one step's tokens go in the paged cache of a KV group, and what they may see."""
+    """A step's places in the paged cache of a KV group, and the visible tokens."""
 
     seq_lens: torch.Tensor
     """int32 [rows]: tokens of each row's sequence, including this step's tokens. Padded rows: 1."""
@@ -109,10 +109,10 @@ StepInput = PagedInput | InPlaceInput
 
 @dataclass(frozen=True)
 class RowsPlan:
-    """What the tokens of whole prompts see, one prompt a row. Pooling models use it; nothing is cached."""
+    """Visible tokens of whole prompts, a prompt per row, for pooling models; nothing is cached."""
 
     mask: torch.Tensor
-    """[rows, 1, queries, row_len], bool or, on NPUs, float32 to add to the scores. There is one query if all
+    """[rows, 1, queries, row_len], bool or, on NPUs, float32 to add to the scores. A single query if all
     tokens of a row see the same."""
 
     @classmethod
@@ -154,18 +154,17 @@ class PackedGroup:
     targets: torch.Tensor
     """int64 [tokens]: the step's tokens in these places."""
     rows: RowsPlan
-    """What the places see."""
+    """Visible places."""
 
 
 @dataclass(frozen=True)
 class PackedPlan:
-    """What the tokens of texts that follow one another see: each its own text. Nothing is cached."""
+    """Visible tokens of consecutive texts: each sees its own text. Nothing is cached."""
 
     num_tokens: int
     """Real tokens; padding follows them."""
     groups: tuple[PackedGroup, ...]
-    """All texts. A text's group has a length that follows from the text's own, so that it does not depend on
-    the others."""
+    """All texts. The length of a text's group follows from its own, independent of the others."""
 
     @classmethod
     def of(cls, lengths: torch.Tensor, params: AttentionParams) -> "PackedPlan":

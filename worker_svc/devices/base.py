@@ -1,8 +1,8 @@
 """The interface between the worker and a device.
 
-A device brings kernels: how keys and values lie in memory and how attention reads them. It knows no requests,
-slots or plans. On every device the shapes are static: prefill is one row of `chunk` tokens, decode is
-`bucket` rows of one token.
+A device brings kernels: the layout of keys and values, and attention over it. It knows no requests, slots or
+plans. Shapes are static on every device: prefill is a row of `chunk` tokens, decode is `bucket` rows of a
+token each.
 """
 
 import abc
@@ -33,9 +33,9 @@ class DeviceOptions:
     rbln_use_device_tensor: bool = True
     """Whether weights, inputs and caches of an NPU's graphs are tensors on it."""
     rbln_num_devices: int = 1
-    """NPUs that work as one device."""
+    """NPUs combined into a device."""
     compile_only: bool = False
-    """Compile for a device that this machine does not have."""
+    """Compile for a device absent from this machine."""
     compile_strict: bool = False
     """Make the device's own compiler refuse graphs that it would otherwise split."""
     rbln_moe_use_opt_kernel: bool = True
@@ -85,7 +85,7 @@ def gated(projected: torch.Tensor, activation: ExpertActivation) -> torch.Tensor
 
 
 class Device(abc.ABC):
-    """One kind of accelerator. An instance holds no model and no cache."""
+    """A kind of accelerator. An instance holds no model and no cache."""
 
     name: ClassVar[str]
     """As in the setting and on the wire."""
@@ -112,8 +112,8 @@ class Device(abc.ABC):
     compiler_packages: ClassVar[tuple[str, ...]] = ()
     """Packages that compiled code depends on, besides PyTorch, Triton and vLLM. Their versions count."""
     packs_texts: ClassVar[bool] = False
-    """Whether texts of a pooling model may follow one another in a step, see `PackedPlan`. Graphs of recorded
-    kernels cost so little time and memory there that they may be many."""
+    """Whether a step of a pooling model may hold consecutive texts, see `PackedPlan`. Many graphs are
+    affordable there, as recorded kernels cost little time and memory."""
     has_own_compiler: ClassVar[bool] = False
     """Whether `compile` runs a compiler that keeps its own cache in the folder of `use_code_folder`."""
     block_dim: int = 0
@@ -126,14 +126,14 @@ class Device(abc.ABC):
     captures: ClassVar[bool] = False
     """Whether `capture` does more than return its argument."""
     runs_ahead: ClassVar[bool] = False
-    """Whether the device works through its kernels in order while the host goes on, so that the host may
-    launch a step before it reads the results of the one before. Such a device overrides `start_reading`."""
+    """Whether kernels run in order while the host continues, so the host may launch a step before reading
+    the previous results. Such a device overrides `start_reading`."""
 
     quantized: ClassVar[QuantizedProducts] = QuantizedProducts()
     """Products with quantized weights."""
 
     def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - optional
-        """Sets the folder of compiled code, and drops what `compile` has compiled so far.
+        """Sets the folder of compiled code, and drops earlier results of `compile`.
 
         Args:
             folder: `None` to store nothing from now on.
@@ -143,15 +143,15 @@ class Device(abc.ABC):
         """Returns freed memory that the device's allocator still caches."""
 
     def code_target(self) -> str:
-        """Returns the hardware that compiled code is for, equal on machines that can share code."""
+        """Returns the target hardware of compiled code, equal on machines that can share it."""
         return self.product_name()
 
     @abc.abstractmethod
     def check_available(self) -> None:
-        """Checks that this machine has the device and its software.
+        """Checks for the device and its software on this machine.
 
         Raises:
-            ConfigurationRefused: says in one line what is missing.
+            ConfigurationRefused: names the missing part.
         """
 
     @property
@@ -160,7 +160,7 @@ class Device(abc.ABC):
         return "gloo"
 
     def identity(self) -> str:
-        """Returns what tells this device from all others; empty if ranks of a stage may share it."""
+        """Returns the device's unique identity; empty if ranks of a stage may share it."""
         return ""
 
     def use_ranks(self, groups: Mapping[str, Sequence[int]]) -> None:  # noqa: B027 - optional
@@ -180,7 +180,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Returns the shape of one layer's cache. Dimension `block_dim` counts the blocks.
+        """Returns the shape of a layer's cache. Dimension `block_dim` counts the blocks.
 
         Args:
             group: the layer's KV group.
@@ -195,7 +195,7 @@ class Device(abc.ABC):
         """Checks that the device's kernels serve such a layer; called once for each layer with a cache.
 
         Raises:
-            ConfigurationRefused: says in one line what they do not serve.
+            ConfigurationRefused: names the unsupported part.
         """
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -207,7 +207,7 @@ class Device(abc.ABC):
         return function
 
     def compile_argmax(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """Returns a function that finds the largest logit of each row where the device has computed them.
+        """Returns a function that finds the largest logit of each row on the device.
 
         It takes logits [rows, vocab] and returns token ids [rows]. `None` if the device computes where the
         batch's state is: sampling then reads the logits in place.
@@ -221,8 +221,8 @@ class Device(abc.ABC):
         """Starts to copy a tensor to the host.
 
         Returns:
-            A function that waits for the copy and returns it. If the device runs ahead, the copy has the
-            tensor's present values even if later kernels overwrite them.
+            A function that waits for the copy and returns it. On a device that runs ahead, the copy holds
+            the tensor's present values even if later kernels overwrite them.
         """
         return tensor.cpu
 
@@ -244,24 +244,24 @@ class Device(abc.ABC):
         return function
 
     def clear_block(self, caches: torch.Tensor, block: int) -> None:
-        """Zeroes one block in the caches [layers, …] of some layers, each of `cache_shape`."""
+        """Zeroes a block in the caches [layers, …] of some layers, each of `cache_shape`."""
         caches.select(1 + self.block_dim, block).zero_()
 
     def block_copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
         """Returns how the device copies blocks of these groups.
 
-        Before graphs are made, the answer is what the device expects of them.
+        Before graphs exist, returns the device's expectation.
         """
         return "tensors" if groups else "none"
 
     def copy_block(self, caches: Sequence[torch.Tensor], source: int, target: int, num_tokens: int) -> None:  # noqa: ARG002 - for other devices
-        """Copies the leading tokens of one block over those of another, in all layers of a KV group.
+        """Copies a block's leading tokens over another block, in all layers of a KV group.
 
         Args:
             caches: the group's caches, each [layers, …] of some layers.
             source: the block to copy.
             target: the block to write.
-            num_tokens: how many tokens must be copied. The rest of the target is then zeros or the source's.
+            num_tokens: tokens to copy. The rest of the target is then zeros or the source's.
         """
         for each in caches:
             each.select(1 + self.block_dim, target).copy_(each.select(1 + self.block_dim, source))
@@ -276,7 +276,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
-        """Prepares one step's attention for a group.
+        """Prepares a step's attention for a group.
 
         All of the group's layers pass the result to `attend`.
 
@@ -320,7 +320,7 @@ class Device(abc.ABC):
             num_plans: how many attention plans each kernel takes.
 
         Returns:
-            Kernels that do the same work in the same order, each with the number of plans that it takes.
+            Kernels of the same work in the same order, each with its number of plans.
         """
         return list(zip(kernels, num_plans, strict=True))
 
@@ -341,8 +341,8 @@ class Device(abc.ABC):
 
         Args:
             hidden: [tokens, hidden].
-            gate_up: [experts, 2 * inner, hidden]: each expert's gate and up projection, in the order that
-                `gated` expects.
+            gate_up: [experts, 2 * inner, hidden]: each expert's gate and up projection, in the order of
+            `gated`.
             down: [experts, hidden, inner].
             weights: [tokens, experts]; 0 for experts that the token does not use.
             activation: of the gates.
@@ -362,7 +362,7 @@ class Device(abc.ABC):
         return (each * shares).masked_fill(shares == 0, 0).sum(dim=0)
 
     def adapter_stack(self, shape: StackShape) -> AdapterStack:
-        """Returns memory for the LoRA adapters of one layer, empty.
+        """Returns empty memory for a layer's LoRA adapters.
 
         Raises:
             RuntimeError: if there is not enough.
@@ -374,20 +374,20 @@ class Device(abc.ABC):
         return AdapterStack(shape, a, b)
 
     def adapter_bytes(self, shape: StackShape) -> int:
-        """Returns the memory of what `adapter_stack` returns."""
+        """Returns the memory of `adapter_stack`'s result, bytes."""
         return AdapterStack.num_bytes(shape)
 
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
-        """Returns what the stacks take to tell the rows' adapters apart, an input of the step's graph.
+        """Returns the stacks' selection of adapters by row, an input of the step's graph.
 
         Args:
             slots: the rows' adapter slots, int32 [tokens]; `NO_ADAPTER` for the base model.
-            shape: of any layer; all stacks of a model are of one kind.
+            shape: of any layer; all stacks of a model are of the same kind.
         """
         return mask_of(slots, shape)
 
     def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> Any:
-        """Prepares one step of a pooling model for its layers with these parameters; see `RowsPlan.of`."""
+        """Prepares a step of a pooling model for layers with these parameters; see `RowsPlan.of`."""
         return RowsPlan.of(lengths, row_len, params)
 
     def attend_rows(self, call: AttentionCall, plan: RowsPlan) -> None:
@@ -409,7 +409,7 @@ class Device(abc.ABC):
         by_row(call.output, plan, params).copy_(attended)
 
     def plan_packed(self, lengths: torch.Tensor, params: AttentionParams) -> Any:
-        """Prepares one step of texts in a row for layers with these parameters; see `PackedPlan.of`."""
+        """Prepares a step of consecutive texts for layers with these parameters; see `PackedPlan.of`."""
         return PackedPlan.of(lengths, params)
 
     def attend_packed(self, call: AttentionCall, plan: PackedPlan) -> None:

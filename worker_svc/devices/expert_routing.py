@@ -8,16 +8,16 @@ import torch
 Scoring = Literal["softmax", "sigmoid"]
 
 _ROUTERS = ("FusedTopKRouter", "FusedTopKBiasRouter", "GroupedTopKRouter", "CPURouter")
-"""Names of vLLM's routers with one of the rules below."""
+"""Names of vLLM's routers with a rule below."""
 _OTHER_RULES = ("custom_routing_function", "_hash_indices_table", "bias_vl", "num_fused_shared_experts")
-"""Attributes of those routers that, if set, select a rule that is not served here."""
+"""Attributes of those routers that select an unserved rule if set."""
 # Keeps the sum of chosen weights away from zero if all sigmoids underflow.
 _LEAST_SUM = 1e-20
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """A rule that chooses each token's experts and their weights. Every expert belongs to one group."""
+    """A rule for each token's experts and their weights. Every expert belongs to a group."""
 
     top_k: int
     """Experts that a token uses."""
@@ -30,13 +30,13 @@ class Routing:
     bias: torch.Tensor | None = None
     """[experts], added to the scores to choose experts, but not to their weights."""
     groups: int = 1
-    """Groups of consecutive experts, all of one size."""
+    """Groups of consecutive experts, all of the same size."""
     chosen_groups: int = 1
     """Groups that a token's experts may come from."""
 
     @classmethod
     def of(cls, router: Any) -> "Routing | None":
-        """Returns the rule of one of vLLM's routers, or `None` if it has another one."""
+        """Returns the rule of a router of vLLM's; `None` for any other rule."""
         scoring = getattr(router, "scoring_func", "")
         if type(router).__name__ not in _ROUTERS or scoring not in ("softmax", "sigmoid"):
             return None

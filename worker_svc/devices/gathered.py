@@ -32,7 +32,7 @@ class GatheredPlan:
 
 
 def attend(call: AttentionCall, plan: GatheredPlan) -> None:
-    """Does what `Device.attend` does, with a cache [blocks, 2, block_size, kv_heads, head_size]."""
+    """Runs `Device.attend` on a cache [blocks, 2, block_size, kv_heads, head_size]."""
     params, query, cache, output = call.params, call.query, call.cache, call.output
     step, block_size = plan.step, cache.shape[2]
     if call.new_states is not None:

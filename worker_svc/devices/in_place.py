@@ -1,9 +1,9 @@
 """Attention over a window that slides in place, in plain PyTorch with static shapes.
 
-NPU kernels keep one block a request (`sliding_window_attention_naive` of vllm-rbln): they append the step's
-keys and values to those in the block, attend, and keep the last `window` tokens. This module does the same
-for devices without such kernels, and is the reference for those kernels. Shapes depend on the rows, the
-step's tokens and the window, never on lengths. A row's result depends on that row only.
+NPU kernels keep a block per request (`sliding_window_attention_naive` of vllm-rbln): they append the step's
+keys and values, attend, and keep the last `window` tokens. This module does the same for devices without
+such kernels, and is their reference. Shapes depend on the rows, the step's tokens and the window, never on
+lengths. A row's result depends on the row only.
 """
 
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from worker_svc.shapes.geometry import KvGroup
 
 @dataclass(frozen=True)
 class InPlacePlan:
-    """What the layers of a group share in one step.
+    """The data that a group's layers share in a step.
 
-    Keys and values lie in one buffer: first the `window` places of the block, then the step's tokens,
-    padding included.
+    Keys and values lie in a buffer: first the `window` places of the block, then the step's tokens, padding
+    included.
     """
 
     blocks: torch.Tensor
@@ -57,13 +57,13 @@ class InPlacePlan:
 
 
 def cache_shape(group: KvGroup, num_blocks: int) -> tuple[int, ...]:
-    """Returns the shape of one layer's cache: [blocks, 2, kv_heads, window, head_size]."""
+    """Returns the shape of a layer's cache: [blocks, 2, kv_heads, window, head_size]."""
     layer = group.layers[0]
     return (num_blocks, 2, layer.num_kv_heads, group.window, layer.head_size)
 
 
 def attend(call: AttentionCall, plan: InPlacePlan) -> None:
-    """Does what `Device.attend` does, with a cache of `cache_shape`.
+    """Runs `Device.attend` on a cache of `cache_shape`.
 
     Raises:
         NotImplementedError: for a layer that reads another layer's cache; `group_layers` refuses such

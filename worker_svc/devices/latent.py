@@ -1,7 +1,7 @@
 """Attention over a paged cache of latent vectors (MLA), in plain PyTorch with static shapes.
 
-The cache is [blocks, block_size, head_size]: one key a token, whose leading elements are the value of all
-heads. A row's result depends on that row only.
+The cache is [blocks, block_size, head_size]: a key per token, whose leading elements are the value of all
+heads. A row's result depends on the row only.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from worker_svc.shapes.geometry import KvGroup
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """What the layers of a group share in one step."""
+    """The data that a group's layers share in a step."""
 
     step: PagedInput
     """The step's input."""
     rows: Sequence["LatentRows"]
-    """The step's rows, in order: all together, or one at a time with no more blocks than each needs."""
+    """The step's rows, in order: all together, or singly with no more blocks than each needs."""
 
     @classmethod
     def of(cls, step: PagedInput, *, block_size: int = 0) -> "LatentPlan":
-        """Derives what rows see from a step's lengths.
+        """Derives the visible places of rows from a step's lengths.
 
         Args:
             step: the step.
@@ -59,12 +59,12 @@ class LatentRows:
 
 
 def cache_shape(group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-    """Returns the shape of one layer's cache."""
+    """Returns the shape of a layer's cache."""
     return (num_blocks, block_size, group.layers[0].head_size)
 
 
 def attend(call: AttentionCall, plan: LatentPlan) -> None:
-    """Does what `Device.attend` does. Padding gets finite values."""
+    """Runs `Device.attend`. Padding gets finite values."""
     params, cache, key = call.params, call.cache, call.key
     assert key is not None
     cache.view(-1, params.head_size).index_copy_(0, plan.step.slot_mapping, key[:, 0])

@@ -18,16 +18,16 @@ class QuantizedWeights:
     codes: torch.Tensor
     """uint8 [outputs, inputs]."""
     scales: torch.Tensor
-    """[outputs, groups]; groups of consecutive inputs, all of one size."""
+    """[outputs, groups]; groups of consecutive inputs, all of the same size."""
     bits: int
     """Bits of a code, 4 or 8."""
 
 
 def activation_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns activations [..., inputs] as [rows, inputs], for kernels that read each row as one piece.
+    """Returns activations [..., inputs] as [rows, inputs], for kernels that read contiguous rows.
 
     Raises:
-        TypeError: if they have another type than the layer's, which such kernels would read as garbage.
+        TypeError: if their type differs from the layer's, which such kernels would misread.
     """
     if x.dtype != dtype:
         raise TypeError(f"a layer for activations in {dtype} got activations in {x.dtype}")
@@ -39,14 +39,14 @@ class QuantizedProducts:
     """A device's products with quantized weights; by itself those in plain PyTorch, correct on any device."""
 
     def check(self, bits: Collection[int], groups: Collection[int | None]) -> None:
-        """Checks that the device serves weights that are quantized so, before any are loaded.
+        """Checks that the device serves weights of this quantization, before any are loaded.
 
         Args:
-            bits: those of a code, of all layers.
-            groups: inputs that share a scale, of all layers; `None` if all of an output channel do.
+            bits: bits of a code, of all layers.
+            groups: inputs that share a scale, of all layers; `None` for a scale per output channel.
 
         Raises:
-            ConfigurationRefused: says in one line what it does not serve.
+            ConfigurationRefused: names the unsupported part.
         """
 
     def num_bytes(self, outputs: int, inputs: int, groups: int, bits: int, dtype: torch.dtype) -> int:
@@ -74,7 +74,7 @@ class PlainQuantizedLinear(torch.nn.Module):
     """Dequantizes all weights for each product, in the form that the compiler of NPUs recognizes."""
 
     def __init__(self, weights: QuantizedWeights, dtype: torch.dtype) -> None:
-        """Keeps one byte a weight.
+        """Keeps a byte per weight.
 
         Args:
             weights: quantized.

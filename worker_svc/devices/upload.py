@@ -10,8 +10,8 @@ def upload(
 ) -> torch.Tensor:
     """Returns numbers as a tensor on the device.
 
-    From ordinary memory, a copy to a GPU waits until the GPU has done all that was launched before. From
-    page-locked memory it only takes its place in the stream.
+    From ordinary memory, a copy to a GPU waits for all earlier launches. From page-locked memory it only
+    takes its place in the stream.
 
     Args:
         values: the numbers, or rows of equal length.

@@ -1,4 +1,4 @@
-"""LoRA adapters of one layer for our own kernels, which compute only what a row's adapter needs."""
+"""LoRA adapters of a layer for our own kernels, which read only the adapters in use."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def serves(shape: StackShape) -> bool:
 
 
 class PackedStack(AdapterStack):
-    """The adapters of one layer, packed. A selection is the rows' adapter slots, int32 [tokens]."""
+    """A layer's adapters, packed. A selection is the rows' adapter slots, int32 [tokens]."""
 
     def __init__(self, shape: StackShape) -> None:
         """Starts with zeros in every slot."""

@@ -38,7 +38,7 @@ _PAGED_DIMS = 4
 
 @dataclass(frozen=True)
 class _Plan:
-    """What vLLM's kernels need of a step."""
+    """A step in the form of vLLM's kernels."""
 
     step: PagedInput
     """The step's input."""
@@ -112,8 +112,8 @@ class CpuDevice(Device):
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See the base class.
 
-        The system provides a page when it is first written, so a cache costs only what is used of it. Whole
-        pages keep vectors from straddling cache lines; huge pages are used where the system has them.
+        The system provides a page at its first write, so a cache costs only its used part. Whole pages keep
+        vectors from straddling cache lines; huge pages are used where available.
         """
         size = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
         try:
@@ -215,7 +215,7 @@ class CpuDevice(Device):
     def fuse(
         self, kernels: Sequence[Callable[..., Any]], num_plans: Sequence[int]
     ) -> Sequence[tuple[Callable[..., Any], int]]:
-        """See the base class. Our own consecutive kernels become one program."""
+        """See the base class. Our own consecutive kernels become a single program."""
         fused: list[tuple[Callable[..., Any], int]] = []
         for ours, run in itertools.groupby(
             zip(kernels, num_plans, strict=True), lambda each: isinstance(each[0], Program)
@@ -243,7 +243,7 @@ def _kernels_for_texts(call: AttentionCall) -> Kernels | None:
 
 
 def _attend_paged(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor, plan: _Plan) -> None:
-    """Does what `Device.attend` does in vLLM's kernels, which take the two halves of the cache."""
+    """Runs `Device.attend` in vLLM's kernels, which take the two halves of the cache."""
     params, step = call.params, plan.step
     query, output = call.query, call.output
     if params.writes:

@@ -1,4 +1,4 @@
-"""LoRA adapters of one layer on a GPU: the A matrices join the layer's weights, a kernel does the rest."""
+"""LoRA adapters of a layer on a GPU: the A matrices join the layer's weights, a kernel does the rest."""
 
 import itertools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MOST_COLUMNS = 128
 
 
 class TritonStack(AdapterStack):
-    """The adapters of one layer. A selection is the rows' adapter slots, int32 [tokens]."""
+    """A layer's adapters. A selection is the rows' adapter slots, int32 [tokens]."""
 
     def __init__(self, shape: StackShape, device: torch.device) -> None:
         """Starts with zeros in every slot."""
@@ -30,7 +30,7 @@ class TritonStack(AdapterStack):
         return (parts * shape.columns, shape.in_size), (sum(shape.out_sizes), shape.columns)
 
     def join(self, weight: torch.nn.Parameter) -> None:
-        """Moves the layer's weights [out, in] in front of the A matrices, so that one product does both."""
+        """Moves the layer's weights [out, in] in front of the A matrices, for a single product."""
         if weight.dtype != self._shape.dtype or weight.shape[1] != self._shape.in_size:
             return
         self._joined = torch.cat([weight.data, self._a])

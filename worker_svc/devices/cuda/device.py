@@ -21,7 +21,7 @@ _RUNS_BEFORE_CAPTURE = 2
 
 
 class CudaDevice(Device):
-    """One of the visible GPUs."""
+    """A visible GPU."""
 
     name: ClassVar[str] = "cuda"
     torch_device: ClassVar[torch.device] = torch.device("cuda")
@@ -36,7 +36,7 @@ class CudaDevice(Device):
     quantized: ClassVar[TritonProducts] = TritonProducts()
 
     def __init__(self, local_rank: int = 0) -> None:
-        """Allocates nothing yet; the GPU is the one at `local_rank`, modulo their number."""
+        """Allocates nothing yet; selects the GPU at `local_rank`, modulo their number."""
         self._local_rank = local_rank
         self._pool: Any = None  # of a type that torch keeps private
 
@@ -83,8 +83,8 @@ class CudaDevice(Device):
     def start_reading(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """See the base class.
 
-        The copy is queued behind the kernels launched so far. The memory is page-locked, so that the call
-        returns at once.
+        The copy is queued after the kernels launched so far. Page-locked memory lets the call return at
+        once.
         """
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
@@ -102,7 +102,7 @@ class CudaDevice(Device):
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
         """See the base class.
 
-        Captures one CUDA graph; all graphs share one pool for their intermediate results.
+        Captures a CUDA graph; all graphs share a pool for their intermediate results.
         """
         arguments = [tensor.clone() for tensor in examples]
         side_stream = torch.cuda.Stream()
@@ -137,7 +137,7 @@ class CudaDevice(Device):
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class.
 
-        A block holds each head's keys, then each head's values, so a tile of one head is contiguous.
+        A block holds each head's keys, then each head's values, so a head's tile is contiguous.
         """
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return in_place.cache_shape(group, num_blocks)

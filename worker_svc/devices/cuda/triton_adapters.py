@@ -1,9 +1,8 @@
-"""The products of LoRA adapters on GPUs, in one Triton kernel behind a larger product.
+"""The products of LoRA adapters on GPUs, in a Triton kernel after a larger product.
 
-The A matrices of all adapters lie behind the layer's own weights, so one product computes the layer's
-outputs and what the A matrices make of its inputs. The kernel then adds the product with the B matrices of
-each row's adapter. A step with adapters launches one small kernel more for each layer: launches are what it
-waits for.
+The A matrices of all adapters follow the layer's own weights, so a single product computes the layer's
+outputs and the A matrices' products. The kernel then adds the product with the B matrices of each row's
+adapter. A step with adapters launches a small kernel more for each layer, and launches are its cost.
 """
 
 import triton
@@ -21,7 +20,7 @@ def expand_kernel(
 
     `base` has the layer's outputs and `inner` the products with the A matrices, COLUMNS for each part of the
     layer. `b` is [outputs, COLUMNS]. The parts end at END0 to END3, and a block never spans two of them. No
-    load waits for the result of another one.
+    load waits for the result of another.
     """
     BLOCKS0: tl.constexpr = (END0 + N - 1) // N  # noqa: N806 - constants
     BLOCKS1: tl.constexpr = BLOCKS0 + (END1 - END0 + N - 1) // N  # noqa: N806

@@ -47,7 +47,7 @@ class TritonPlan:
 
 
 def attend(call: AttentionCall, plan: TritonPlan) -> None:
-    """Does what `Device.attend` does, with a cache [blocks, 2, kv_heads, block_size, head_size].
+    """Runs `Device.attend` on a cache [blocks, 2, kv_heads, block_size, head_size].
 
     Padded rows get zeros.
 

@@ -1,13 +1,13 @@
 """Paged attention on GPUs: the Triton kernels, which `triton_attention` launches.
 
-One kernel attends for chunks and for decode steps. A program handles a tile of consecutive queries of one
-row, with all query heads that share a key head. So matrix products have enough rows in decode steps too, and
-keys and values are read once for all these heads. If a step has fewer tiles than the GPU has processors, the
-context is split (flash-decoding, https://pytorch.org/blog/flash-decoding/). Splits divide each row's actual
-length, so the grid is static and every program has work.
+A single kernel attends for chunks and decode steps. A program handles a tile of consecutive queries of a
+row, with all query heads of a key head. So matrix products get enough rows in decode steps too, and keys and
+values are read once for all these heads. If a step's tiles are fewer than the GPU's processors, the context
+is split (flash-decoding, https://pytorch.org/blog/flash-decoding/). Splits divide each row's actual length,
+so the grid is static and every program has work.
 
-The kernels read everything that varies between steps on the device, so a launch can be captured in a CUDA
-graph and replayed on other lengths.
+The kernels read all varying values on the device, so a launch can be captured in a CUDA graph and replayed
+on other lengths.
 """
 
 import triton
@@ -21,7 +21,7 @@ def write_kernel(
     key, value, cache, slots, key_token, key_head, value_token, value_head, cache_block, cache_half, cache_token, cache_head,
     HEAD_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes one token's keys and values, for all heads, to its slot.
+    """Writes a token's keys and values, for all heads, to its slot.
 
     Grid: tokens. Decode steps do not need it.
     """
@@ -58,13 +58,13 @@ def attend_kernel(
     QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, WRITES: tl.constexpr,
     QUERIES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Attends a tile of queries over one split of their context. Grid: rows * tiles, kv_heads, SPLITS.
+    """Attends a tile of queries over a split of their context. Grid: rows * tiles, kv_heads, SPLITS.
 
     Row r of a tile's matrices is head `r % GROUP` of query `r // GROUP`, for QUERIES queries; the rest of
-    the M rows is empty. Keys are read N at a time; D is HEAD_SIZE rounded up. With one split the result goes
-    to `output`. Otherwise sums go to `partial` [tokens, HEADS, SPLITS, D], `maxima` and `sums`
-    [tokens, HEADS, SPLITS], all float32. WRITES requires one token a row: the kernel reads the token's key
-    and value from `key` and `value` and writes them to the cache.
+    the M rows is empty. Keys are read N at a time; D is HEAD_SIZE rounded up. With a single split the result
+    goes to `output`. Otherwise sums go to `partial` [tokens, HEADS, SPLITS, D], `maxima` and `sums` [tokens,
+    HEADS, SPLITS], all float32. WRITES requires a token per row: the kernel reads the token's key and value
+    from `key` and `value` and writes them to the cache.
     """
     TILES: tl.constexpr = (QUERY_LEN + QUERIES - 1) // QUERIES  # noqa: N806 - a constant
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -182,7 +182,7 @@ def combine_kernel(
     partial, maxima, sums, output, output_token, output_head,
     HEAD_SIZE: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Combines one head's splits.
+    """Combines a head's splits.
 
     Grid: tokens, heads. PARTS is SPLITS rounded up; see `attend_kernel`.
     """

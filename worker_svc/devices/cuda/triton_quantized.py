@@ -1,8 +1,8 @@
 """Products with quantized weights on GPUs: packs weights and launches the kernels.
 
-One row reads each weight once and multiplies without tensor cores. More rows use these on the exact integers,
-which half precision holds. A chunk of a prompt computes, rather than reads, so its weights are dequantized
-once for PyTorch's own product.
+A single row reads each weight once and multiplies without tensor cores. More rows use tensor cores on the
+exact integers, which half precision holds. A chunk of a prompt is bound by arithmetic, so its weights are
+dequantized once for PyTorch's own product.
 """
 
 import functools
@@ -96,10 +96,10 @@ def _interpreted() -> bool:
 
 @functools.cache
 def _start(device: torch.device) -> dict[str, Any]:
-    """Lets a kernel start before the one ahead of it in its stream has ended, if the GPU can.
+    """Lets a kernel start before its predecessor in the stream has ended, if the GPU can.
 
-    It then reads its first weights while the other one ends (CUDA's programmatic dependent launch), so the
-    launch just before a product must not write the product's weights. Only loading a model writes them.
+    It reads its first weights while its predecessor ends (CUDA's programmatic dependent launch), so the
+    preceding launch must not write the product's weights. Only loading a model writes them.
     """
     early = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _HOPPER
     return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}

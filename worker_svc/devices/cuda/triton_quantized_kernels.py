@@ -1,11 +1,11 @@
 """Products with quantized weights on GPUs: the Triton kernels, which `triton_quantized` launches.
 
 A weight matrix is [outputs, lanes] of 16 bits. A tile is LANES lanes: place p of lane j holds input
-`LANES * p + j` of the tile. So one place of a tile's lanes is consecutive inputs, which share a scale.
+`LANES * p + j` of the tile. So a place of a tile's lanes is consecutive inputs, which share a scale.
 
 Converting integers to floats is slow on GPUs. So a code becomes the lowest bits of a float whose exponent
-makes their value 1: the float is the code and a power of two, which is subtracted. One instruction, `lop3`,
-cuts out a code and sets the exponent. The compiler makes two of it, so it is written in assembly; Triton's
+makes their value 1: the float is the code and a power of two, which is subtracted. The instruction `lop3`
+cuts out a code and sets the exponent. The compiler emits two, so it is written in assembly; Triton's
 interpreter runs the plain form.
 """
 
@@ -57,7 +57,7 @@ _BYTES_F16 = _pairs(
 
 @triton.jit
 def _converted(packed, dtype: tl.constexpr, PLACE: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Returns the signed codes of one place of lanes, as floats."""
+    """Returns the signed codes of a place of lanes, as floats."""
     if not ASSEMBLY:
         codes = ((packed.to(tl.int32) >> (PLACE * BITS)) & ((1 << BITS) - 1)) - (1 << (BITS - 1))
         result = codes.to(dtype)
@@ -104,7 +104,7 @@ def _with_exponent(
 
 @triton.jit
 def _raised(words, BYTE: tl.constexpr, HIGH: tl.constexpr, BITS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Returns the codes in a byte of words, or in one half of it, as float32 above a power of two."""
+    """Returns the codes in a byte of words, or in half of it, as float32 above a power of two."""
     if BYTE == 0:
         moved = words << 15
     elif BYTE == 1:
@@ -157,11 +157,11 @@ def one_row_kernel(
     INPUTS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BIAS: tl.constexpr,
     N: tl.constexpr, W: tl.constexpr, EARLY: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies one row by N outputs' weights, without tensor cores. Grid: outputs / N.
+    """Multiplies a row by N outputs' weights, without tensor cores. Grid: outputs / N.
 
-    `words` are two lanes each, WORDS an output, of which a program reads W at a time. GROUP is 0 for one
-    scale per output. EARLY says that the kernel may start before the one that makes `x` has ended: it then
-    reads its first weights before it waits.
+    `words` are two lanes each, WORDS an output, of which a program reads W at a time. GROUP is 0 for a scale
+    per output. EARLY lets the kernel start before the producer of `x` has ended: it reads its first weights
+    before it waits.
     """
     PLACES: tl.constexpr = 16 // BITS  # noqa: N806 - constants
     RUN: tl.constexpr = min(PLACES, GROUP // LANES) if GROUP else PLACES  # noqa: N806

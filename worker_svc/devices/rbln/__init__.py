@@ -1,6 +1,5 @@
 """Device rbln.
 
-`device` hands whole graphs to the vendor's compiler, or to `check_backend`, which checks them and runs
-them on a CPU. `ops` has the attention operators that the compiler lowers, with references that run on a
-CPU.
+`device` hands whole graphs to the vendor's compiler, or to `check_backend`, which checks and runs them on a
+CPU. `ops` contains the attention operators of the compiler, with references for a CPU.
 """

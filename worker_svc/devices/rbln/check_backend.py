@@ -1,6 +1,6 @@
-"""Backend `rbln-check`: a CPU that takes the place of an NPU and holds graphs to the rules of its compiler.
+"""Backend `rbln-check`: a CPU in place of an NPU, which holds graphs to the rules of its compiler.
 
-Like the NPU's runtime, it owns the KV cache; the host only has handles on the meta device.
+Like the NPU's runtime, it owns the KV cache; the host gets handles on the meta device.
 """
 
 import weakref
@@ -34,7 +34,7 @@ class MetaMemory:
         return handle
 
     def resolve(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the memory behind a tensor of `allocate` or a view of it; other tensors unchanged.
+        """Returns the memory of a tensor of `allocate` or of a view of it; other tensors unchanged.
 
         Raises:
             KeyError: for a meta tensor without memory.
@@ -67,7 +67,7 @@ class CheckBackend:
         """Checks a graph and returns a function that runs it.
 
         Raises:
-            ConfigurationRefused: names what is dynamic or not lowered.
+            ConfigurationRefused: names the dynamic or unlowered part.
         """
         try:
             graph = trace(module, inputs)

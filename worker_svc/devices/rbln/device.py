@@ -50,7 +50,7 @@ _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)
 
 @dataclass(frozen=True)
 class RblnPlan:
-    """What the layers of a group share in one step: an operator and its arguments besides states.
+    """The data that a group's layers share in a step: an operator and its arguments except states.
 
     All shapes are static.
     """
@@ -77,9 +77,9 @@ class RblnDevice(Device):
     namespace: Namespace
     """The attention operators' namespace."""
     backend: CheckBackend
-    """The backend `rbln-check`, with the graphs that it has accepted."""
+    """The backend `rbln-check`, with the accepted graphs."""
     memory: MetaMemory
-    """The memory of `rbln-check` behind the handles that the host has of caches."""
+    """The memory of `rbln-check` for the host's handles of caches."""
 
     name: ClassVar[str] = "rbln"
     torch_device: ClassVar[torch.device] = torch.device("cpu")
@@ -171,7 +171,7 @@ class RblnDevice(Device):
         return "RBLN graphs on this host's CPU" if self._is_check else "RBLN NPU"
 
     def free_memory(self) -> int:
-        """See the base class. Assumes that this process has the NPU to itself.
+        """See the base class. Assumes exclusive use of the NPU.
 
         Raises:
             ConfigurationRefused: if the NPU's memory size is unknown.
@@ -204,11 +204,11 @@ class RblnDevice(Device):
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class.
 
-        A block of an in-place group is one window; the kernels see `block_size / window` in a paged block.
+        A block of an in-place group is a window; the kernels see `block_size / window` in a paged block.
 
         Raises:
-            ConfigurationRefused: for windows in paged blocks with the Triton kernels, which have no operator
-                for them.
+            ConfigurationRefused: for windows in paged blocks with the Triton kernels, which lack an operator
+            for them.
         """
         if group.kind is GroupKind.PAGED_WINDOW and self.namespace == TRITON:
             raise ConfigurationRefused(
@@ -251,7 +251,7 @@ class RblnDevice(Device):
         self.kv_memory.copy(caches, 1 + self.block_dim, source, target, num_tokens)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """See the base class. Compiles one static graph for each shape."""
+        """See the base class. Compiles a static graph for each shape."""
         return self._compiled_later(function, self._compiler)
 
     def compile_argmax(self) -> Callable[[torch.Tensor], torch.Tensor] | None:

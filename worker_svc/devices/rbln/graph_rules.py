@@ -1,7 +1,6 @@
-"""What an NPU's compiler takes: graphs with static shapes, of operators on a list.
+"""The rules of an NPU's compiler: graphs with static shapes, of operators on a list.
 
-Backend `rbln-check` holds graphs to these rules, and so does the fake of the vendor's packages that tests
-use.
+Backend `rbln-check` holds graphs to these rules, and so does the tests' fake of the vendor's packages.
 """
 
 import operator
@@ -140,7 +139,7 @@ _ALLOWED: Final = {
 
 
 class NotLowered(ValueError):  # noqa: N818 - a property of the graph
-    """The graph has something that the NPU does not run. The text names it and its line in the model."""
+    """The graph contains an unsupported part. The text names it and its line in the model."""
 
 
 def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -167,7 +166,7 @@ def trace(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 
 def check_graph(graph: fx.GraphModule) -> None:
-    """Refuses dynamic shapes and operators that the NPU does not have.
+    """Refuses dynamic shapes and operators unknown to the NPU.
 
     Raises:
         NotLowered: names the first violation and its line in the model.
@@ -196,7 +195,7 @@ def _check_static(node: fx.Node) -> None:
 
 
 def is_dynamic(value: Any) -> bool:
-    """Whether a graph's value has a size that is not a plain number."""
+    """Whether a graph's value has a symbolic size."""
     if isinstance(value, torch.Tensor):
         return any(not isinstance(size, int) for size in value.shape)
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -36,7 +36,7 @@ class KvMemory(Protocol):
 
 
 class TensorMemory:
-    """Memory that tensor operators reach: on the NPU, on this host, or behind handles."""
+    """Memory for tensor operators: on the NPU, on this host, or of handles."""
 
     def __init__(
         self, allocate: Allocate, resolve: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
@@ -45,7 +45,7 @@ class TensorMemory:
 
         Args:
             allocate: returns zeroed memory.
-            resolve: returns the memory behind a result of `allocate` or a view of it.
+            resolve: returns the memory of a result of `allocate` or of a view of it.
         """
         self.allocate = allocate
         self._resolve = resolve
@@ -86,8 +86,8 @@ def on_host(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def move_to_npu(model: torch.nn.Module) -> None:
     """Moves parameters and buffers to the NPU, one after the other.
 
-    Each stays the same object: `Module.to` would copy a shared one for every module that has it, and would
-    leave references from outside of modules on the host.
+    Each stays the same object: `Module.to` would copy a shared parameter for every module, and would leave
+    references from outside on the host.
     """
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.device.type == "rbln":
@@ -101,8 +101,8 @@ def move_to_npu(model: torch.nn.Module) -> None:
 class RuntimeMemory:
     """Memory of the vendor's runtime. The host has handles on the meta device and cannot clear blocks.
 
-    The runtime's call copies a block in every cache that the graphs know. Block ids of two KV groups mean
-    different blocks, so only models with one group can use it.
+    The runtime's call copies a block in every cache of the graphs. Block ids of two KV groups mean different
+    blocks, so only models with a single group can use it.
     """
 
     def __init__(self, context: Any, runtimes: list[Any]) -> None:

@@ -1,7 +1,7 @@
 """Products with quantized weights on NPUs: plain PyTorch, which the vendor's compiler recognizes.
 
-The constraints are those of vllm-rbln 0.12.0: one number of bits in a process, groups of 64 (one of 128 is
-two of these with equal scales) or a scale per output channel.
+The constraints are vllm-rbln 0.12.0's: a single number of bits in a process, groups of 64 (128 is two of
+these with equal scales) or a scale per output channel.
 """
 
 import os

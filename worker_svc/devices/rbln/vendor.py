@@ -1,7 +1,7 @@
-"""The vendor's packages: whether they are here, what they say about the NPU, and their compiler's options.
+"""The vendor's packages: presence, facts about the NPU, compiler options.
 
-`rebel` is the compiler and runtime, `torch_rbln` makes torch's device "rbln", and `vllm_rbln` declares the
-Triton operators. The calls are those of vllm-rbln 0.12.0.
+`rebel` is the compiler and runtime, `torch_rbln` adds torch's device "rbln", and `vllm_rbln` declares the
+Triton operators. The calls are vllm-rbln 0.12.0's.
 """
 
 import importlib
@@ -47,7 +47,7 @@ class Vendor:
         """Imports the packages.
 
         Raises:
-            ConfigurationRefused: says in one line what is missing.
+            ConfigurationRefused: names the missing part.
         """
         options = self._options
         if profiler := os.environ.get("VLLM_RBLN_PROFILER"):  # vLLM-RBLN's name of the runtime's variable
@@ -99,7 +99,7 @@ class Vendor:
         return str(name)
 
     def memory_bytes(self) -> int:
-        """Returns the memory of the NPUs of this rank, less what the system needs.
+        """Returns the memory of this rank's NPUs, less the system's share.
 
         Raises:
             ConfigurationRefused: if the NPU's memory size is unknown.
@@ -126,18 +126,18 @@ class Vendor:
     def compile(
         self, function: Callable[..., torch.Tensor], folder: Path | None
     ) -> Callable[..., torch.Tensor]:
-        """Returns a function that compiles one static graph for each shape, on its first call with it.
+        """Returns a function that compiles a static graph for each new shape.
 
         Args:
             function: the function.
-            folder: where the compiler keeps its code; `None` to keep none.
+            folder: folder of compiled code; `None` to keep none.
         """
         return _compiled(function, self._compile_options(folder))
 
     def compile_sampler(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Returns a function on device tensors that compiles one static graph for each shape.
+        """Returns a function on device tensors that compiles a static graph for each shape.
 
-        Like the plugin's sampler, it runs on one NPU and keeps no code: the compiler cannot load it.
+        Like the plugin's sampler, it runs on a single NPU and keeps no code: the compiler cannot load it.
         """
         options = {"mode": self._modes(), "num_devices": 1, "model_trace_method": "export"}
         return _compiled(function, options)

@@ -1,7 +1,7 @@
 """Compiles the kernels: `python -m worker_svc.devices.cpu.kernels.build [FOLDER]`.
 
-A worker compiles them when it first starts, which takes seconds. For machines without a compiler, for example
-in an image, the command stores them in FOLDER, or beside their source.
+A worker compiles them at its first start, in seconds. For machines without a compiler, such as images, the
+command stores them in FOLDER, or next to their source.
 """
 
 import functools
@@ -25,7 +25,7 @@ _AMX: Final = "amx_bf16"
 
 
 class KernelsUnavailable(Exception):  # noqa: N818 - a state, not an error
-    """The kernels cannot run here. The text says in one line why and what to do."""
+    """The kernels cannot run here. The text gives reason and remedy."""
 
 
 def library() -> Path:
@@ -105,7 +105,7 @@ def _cache() -> Path:
 
 
 def main() -> int:
-    """Compiles into the given folder, or beside the sources.
+    """Compiles into the given folder, or next to the sources.
 
     The processor need not be able to run the result.
 

@@ -1,7 +1,7 @@
 """Our kernels as PyTorch operators, `triptych_cpu::*`, so that models call them and graphs record them.
 
-An operator runs a program of one kernel. `lower` gives a graph that program, on the addresses of the
-graph's tensors. Operators take the arguments of `program.Kernels` and allocate their results.
+An operator runs a program of a single kernel. `lower` gives a graph this program, on the addresses of its
+tensors. Operators take the arguments of `program.Kernels` and allocate their results.
 """
 
 import functools
@@ -34,8 +34,8 @@ def kernels() -> Kernels | None:
 def product_kernels(dtype: torch.dtype) -> Kernels | None:
     """Returns the kernels for products of unquantized weights and for paged attention in a type.
 
-    `None` if they are unavailable, or if the wheel's are faster because the processor has matrix units for
-    that type. A cache has the layout of the kernels that attend, so those kernels must also write it.
+    `None` if unavailable, or if the wheel's are faster thanks to matrix units for the type. The attending
+    kernels define the cache's layout, so they must also write it.
     """
     return None if dtype == torch.bfloat16 and has_matrix_units() else kernels()
 
@@ -184,10 +184,10 @@ _define(
 
 
 def lower(op: Any, args: Sequence[Any], result: Any) -> Program | None:
-    """Returns the program for one call of an operator; `None` if there is none.
+    """Returns the program for a call of an operator; `None` without a program.
 
-    Besides our operators these are two of PyTorch's, which would otherwise divide a program: copies, and sums
-    in float32 and bfloat16, whose bits are the same.
+    Includes two of PyTorch's operators that would divide a program: copies, and sums in float32 and
+    bfloat16, whose bits are the same.
     """
     if (program := _PROGRAMS.get(op)) is not None:
         return program(result, *args)

@@ -1,6 +1,6 @@
-"""What programs of attention take for a step: the addresses of its lengths and places.
+"""A step's arguments for attention programs: the addresses of its lengths and places.
 
-The structure mirrors that of `program.h`.
+The structure mirrors `program.h`.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ class _Plan(ctypes.Structure):
 
 
 class AttentionPlan:
-    """One step's attention for one KV group."""
+    """A step's attention for a KV group."""
 
     def __init__(self, library: ctypes.CDLL, block_size: int, step: PagedInput) -> None:
         """Stores the addresses of the step's tensors and keeps the tensors alive."""
@@ -37,14 +37,14 @@ class AttentionPlan:
 
 
 class TextsPlan:
-    """One step's attention for layers without a cache: where the step's texts are."""
+    """A step's attention for layers without a cache: the places of its texts."""
 
     def __init__(self, lengths: torch.Tensor, row_len: int | None, params: AttentionParams) -> None:
         """Stores the places of the texts.
 
         Args:
             lengths: int64 [texts], their tokens; 0 for none.
-            row_len: tokens of a row with one text, padding included; `None` if texts follow one another.
+            row_len: tokens of a row with a single text, padding included; `None` for consecutive texts.
             params: of the layers.
         """
         self._source = lengths, row_len, params

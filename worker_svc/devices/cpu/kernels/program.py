@@ -1,6 +1,6 @@
-"""Programs: lists of kernels on fixed addresses that all threads run together in one call.
+"""Programs: lists of kernels on fixed addresses, run by all threads together in a single call.
 
-The structure of an operation mirrors that of `program.h`.
+The structure of an operation mirrors `program.h`.
 """
 
 import ctypes
@@ -201,13 +201,13 @@ class Kernels:
     ) -> "Program":
         """Computes the layer norm of each row of `x`, [rows, size].
 
-        All are contiguous and of one type, float32 or bfloat16.
+        All are contiguous and of the same type, float32 or bfloat16.
         """
         numbers = (*x.shape, _is_narrow(x))
         return self._program(_LAYER_NORM, (x, weight, bias, out), numbers, (epsilon,))
 
     def add(self, x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> "Program":
-        """Adds contiguous tensors of one shape and type, float32 or bfloat16."""
+        """Adds contiguous tensors of equal shape and type, float32 or bfloat16."""
         return self._program(_ADD, (x, y, out), (out.numel(), _is_narrow(x)))
 
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> "Program":
@@ -300,10 +300,10 @@ class Kernels:
         ], num_plans=1)  # fmt: skip
 
     def attention_of_texts(self, call: AttentionCall) -> "Program":
-        """Attends within texts that follow one another; see `serves_texts`.
+        """Attends within consecutive texts; see `serves_texts`.
 
-        The program takes the step's `TextsPlan` when it runs. The outputs behind packed texts are zeros.
-        Padding of rows keeps what the output held, and no result reads it.
+        The program takes the step's `TextsPlan` at run time. Outputs after packed texts are zeros. Padding
+        of rows leaves the output unchanged, and no result reads it.
         """
         params, output = call.params, call.output
         assert call.key is not None
@@ -373,7 +373,7 @@ def _is_narrow(tensor: torch.Tensor) -> int:
 
 
 class Program:
-    """Kernels in order. A call runs them and takes one plan for each call of attention among them."""
+    """Kernels in order. A call runs them and takes a plan for each call of attention among them."""
 
     def __init__(
         self, library: ctypes.CDLL, ops: Sequence[Any], kept: Iterable[torch.Tensor], num_plans: int
@@ -402,7 +402,7 @@ class Program:
 
     @classmethod
     def join(cls, programs: "Sequence[Program]", num_plans: int | None = None) -> "Program":
-        """Joins programs into one that runs them in order.
+        """Joins programs into a single program that runs them in order.
 
         Args:
             programs: at least one.

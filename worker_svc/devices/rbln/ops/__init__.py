@@ -1,4 +1,4 @@
-"""The attention operators that rebel-compiler lowers to NPU kernels, with references that run on a CPU.
+"""The attention operators that rebel-compiler lowers to NPU kernels, with references for a CPU.
 
 `signatures` lists the operators' arguments, `checks` validates their shapes, `reference` computes their
 results, `registry` registers them with torch and calls them. `experts` is the vendor's operator for

@@ -1,9 +1,9 @@
-"""The operator with which the vendor's runtime runs a whole expert layer, and a reference of it.
+"""The vendor's operator for a whole expert layer, and a reference of it.
 
-Older plugins chose between two forms of it (`VLLM_RBLN_MOE_USE_OPT_KERNEL`,
-`VLLM_RBLN_MOE_CUSTOM_KERNEL`). vllm-rbln 0.11.2 and 0.12.0 call one operator for both settings, and so do
-we. Neither wheel documents the result. The reference computes what the arguments say and what the plugin
-does with the result: the sum of the experts' gated MLPs by routing weight.
+Older plugins chose between two forms (`VLLM_RBLN_MOE_USE_OPT_KERNEL`, `VLLM_RBLN_MOE_CUSTOM_KERNEL`).
+vllm-rbln 0.11.2 and 0.12.0 call the same operator for both settings, and so do we. Neither wheel documents
+the result. The reference follows the arguments and the plugin's use of the result: the sum of the experts'
+gated MLPs by routing weight.
 """
 
 from typing import Any, Final
@@ -37,9 +37,9 @@ _SCHEMA: Final = (
 def emit_experts(
     hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """Calls the operator. Arguments and result are those of `Device.run_experts`.
+    """Calls the operator, with arguments and result of `Device.run_experts`.
 
-    A rank with a part of the experts passes a layer that has only these, so it needs no `expert_map`.
+    A rank with a part of the experts passes a layer of these, so it needs no `expert_map`.
     """
     inner = down.shape[-1]
     operator: Any = torch.ops.rbln_custom_ops.custom_moe_glu
@@ -72,7 +72,7 @@ def reference(
     expert_map: torch.Tensor | None,
     *scales: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Sums the experts' gated MLPs by weight, in float32, one expert after another.
+    """Sums the experts' gated MLPs by weight, in float32, expert after expert.
 
     Args:
         hidden: [tokens, hidden].
@@ -80,16 +80,16 @@ def reference(
         up: like `gate`.
         down: [local experts, hidden, inner].
         weights: [experts, tokens]; an expert's MLP counts only for tokens with a weight other than 0.
-        activation: one of `base.EXPERT_ACTIVATIONS`.
-        expert_map: integers [experts], the index of each expert in `gate`, `up` and `down`, -1 for those that
-            other ranks have; `None` if `weights` has exactly these experts.
+        activation: a key of `base.EXPERT_ACTIVATIONS`.
+        expert_map: integers [experts], the index of each expert in `gate`, `up` and `down`, -1 for those of
+        other ranks; `None` if `weights` covers exactly these experts.
         *scales: of quantized experts; must be `None`.
 
     Returns:
         Like `hidden`.
 
     Raises:
-        ValueError: for shapes, activations or scales that the operator does not take.
+        ValueError: for unsupported shapes, activations or scales.
     """
     check(hidden, gate, up, down, weights, activation, expert_map, *scales)
     rows = range(len(weights)) if expert_map is None else expert_map.tolist()

@@ -34,11 +34,11 @@ def paged(
         cache: written in place.
         scale: scalar.
         start: integers [rows, 1], the position of each row's first token.
-        tables: integers [rows, partitions], or [partitions] for one row.
-        mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, the positions that each token sees; `None` for
-            causal attention.
-        window: without a mask, the number of tokens that each token sees, itself included; 0 for all.
-        sinks: [heads, sinks], scores of extra positions that have no value.
+        tables: integers [rows, partitions], or [partitions] for a single row.
+        mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, the visible positions of each token; `None` for
+        causal attention.
+        window: without a mask, the number of visible tokens of each token, itself included; 0 for all.
+        sinks: [heads, sinks], scores of extra positions without a value.
 
     Returns:
         Like `query`.
@@ -87,13 +87,13 @@ def sliding(
         query: [rows, kv_heads, groups, q_len, head_size].
         key: [rows, kv_heads, 1, q_len, head_size].
         value: like `key`.
-        cache: its blocks hold one window each; written in place. Unfilled places become zero.
+        cache: its blocks hold a window each; written in place. Unfilled places become zero.
         before: integers [rows, 1], tokens in the block before the step.
         after: integers [rows, 1], `before` plus the step's real tokens; a row without real tokens is
             padding and gets zeros.
         scale: scalar.
-        tables: integers [rows, 1], or [1] for one row.
-        mask: [rows, 1, 1, window] of 0 and 1, the places that a row's only token sees after it is appended.
+        tables: integers [rows, 1], or [1] for a single row.
+        mask: [rows, 1, 1, window] of 0 and 1, the visible places of a row's only token, itself appended.
         sinks: [heads, sinks].
 
     Returns:

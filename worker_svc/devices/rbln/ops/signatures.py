@@ -29,10 +29,10 @@ _DEFAULTS: Final = {"is_causal": "True"}
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of an operator."""
+    """An argument of an operator."""
 
     role: str
-    """What the argument means; the same in every operator."""
+    """The argument's meaning; the same in every operator."""
     name: str
     """Its name in the schema."""
 
