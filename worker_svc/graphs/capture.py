@@ -39,7 +39,7 @@ class NotStatic(Exception):  # noqa: N818 - a property of the step, not an error
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One operator call as it was made, a view or an allocation included."""
+    """A recorded operator call, possibly a view or an allocation."""
 
     op: Any
     """The operator's overload."""
@@ -48,12 +48,12 @@ class TracedCall:
     kwargs: Mapping[str, Any]
     """Its keyword arguments."""
     result: Any
-    """What it returned."""
+    """Its result."""
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel that a replay runs."""
+    """A kernel of a replay."""
 
     op: Any
     """The operator's overload."""
@@ -106,7 +106,7 @@ class LayerAttention:
 class Recorder(TorchDispatchMode):
     """Records the calls that run under it.
 
-    A matrix product of something that differs from step to step is recorded without being computed. Its
+    A matrix product of varying inputs is recorded without being computed. Its
     result is zeros: a replay computes it before anything reads it. Products of weights alone are computed,
     because a graph may keep them as constants.
     """
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
         """Starts with an empty recording.
 
         Args:
-            inputs: tensors that the step reads and that differ from step to step.
+            inputs: the step's varying inputs.
         """
         super().__init__()
         self._inputs = tuple(inputs)
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Recording:
-    """One recorded step, from which graphs are built."""
+    """A recorded step, the source of graphs."""
 
     calls: Sequence[KernelCall | LayerAttention]
     """Kernels and attention, in order."""
@@ -203,7 +203,7 @@ class Recording:
 def _is_gather(func: Any, args: Sequence[Any]) -> bool:
     """Whether an operator selects by integers, so that its result's shape follows from theirs.
 
-    PyTorch marks all indexing as data-dependent, because a mask selects as many elements as it has ones.
+    PyTorch marks all indexing as data-dependent, because of masks.
     """
     if func.overloadpacket is not _aten.index:
         return False
@@ -211,7 +211,7 @@ def _is_gather(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _zeros_of_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Returns zeros where an operator with one result would put it."""
+    """Returns zeros in place of an operator's single result."""
     shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs)))
     shape: torch.Tensor = func(*shapes[0], **shapes[1])
     device = next(leaf.device for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor))

@@ -19,14 +19,14 @@ _SOURCES = Path(__file__).parents[1]
 
 
 class CheckedGraphs:
-    """The graphs of one model with one geometry that were compared."""
+    """The compared graphs of a model and a geometry."""
 
     def __init__(self, cache: Path | None, fields: Mapping[str, str]) -> None:
         """Reads nothing yet.
 
         Args:
             cache: the folder of the device's compiled code; with `None` nothing is remembered.
-            fields: what the graphs depend on besides this package; see `fingerprint.code_fields`.
+            fields: dependencies of the graphs outside this package; see `fingerprint.code_fields`.
         """
         self._file: Path | None = None
         if cache is not None:

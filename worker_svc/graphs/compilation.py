@@ -21,10 +21,10 @@ from worker_svc.shapes.model_description import ModelDescription
 
 
 def graph_options(settings: Settings, device: Device) -> GraphOptions:
-    """Returns how this device makes graphs with these settings.
+    """Returns the graph options of this device and these settings.
 
     Raises:
-        ConfigurationRefused: if the device does not have the level that the settings ask for.
+        ConfigurationRefused: if the device lacks the requested level.
     """
     level = settings.level_for(device.default_level)
     if level > device.highest_level:
@@ -42,7 +42,7 @@ def graph_options(settings: Settings, device: Device) -> GraphOptions:
 
 
 class StepRunner(Protocol):
-    """What runs a model's steps as graphs."""
+    """The runner of a model's steps as graphs."""
 
     graphs: GraphRunner
     """The graphs."""
@@ -59,7 +59,7 @@ class StepRunner(Protocol):
 
 
 class Compilation:
-    """The compiled code of one model in this process."""
+    """The compiled code of a model in this process."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Compilation:
 
         Args:
             settings: the worker's.
-            device: what the code is for.
+            device: the target of the code.
             options: how graphs are made.
             folder: the model's files.
             description: the model's.
@@ -100,7 +100,7 @@ class Compilation:
     def num_compiled(self, graphs: GraphRunner) -> int:
         """Returns how often a compiler ran for these graphs: for subgraphs of steps, or for whole steps.
 
-        A device's own compiler does not say whether it ran. If its code was found, what it has added counts.
+        A device's own compiler does not report its runs. If its code was found, added files count.
         """
         return graphs.num_compiled if self._num_added is None else self._num_added
 
@@ -172,11 +172,11 @@ class Compilation:
             self._device.use_code_folder(self._code.folder)
 
     def keep(self, signatures: Sequence[str], seconds: float) -> None:
-        """Keeps what was compiled, if it is complete.
+        """Keeps compiled code if it is complete.
 
         Args:
-            signatures: the graphs that the code contains.
-            seconds: how long making them took.
+            signatures: the graphs in the code.
+            seconds: the time of their making.
         """
         code = self._code
         if code is None:

@@ -1,11 +1,11 @@
-"""Compiled code on disk: one folder for each configuration, complete or absent.
+"""Compiled code on disk: a folder for each configuration, complete or absent.
 
-An entry's key is a hash of everything that its code depends on. Compilers use the entry's folder as their own
+An entry's key is a hash of all dependencies of its code. Compilers use the entry's folder as their own
 cache, so a warm start finds every kernel there. An entry is filled under a temporary name. When it is
 complete, a manifest with the checksum of every file is written and the folder is renamed. So a killed process
 never leaves a partial entry, and the first of two processes that fill the same entry wins. A folder contains
 no absolute paths that matter, so it may be copied to another machine of the same kind. Compilers work on a
-copy of an entry, so an entry never changes, and a file that its manifest does not list is not ours.
+copy of an entry, so an entry never changes, and a file outside its manifest is foreign.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DamagedEntry(Exception):  # noqa: N818 - a state, not an error
-    """An entry's files have changed or cannot be read. The text names the first one."""
+    """An entry's files are changed or unreadable. The text names the first."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Manifest:
     """An entry's description of itself."""
 
     fields: Mapping[str, str]
-    """What the code depends on; see `fingerprint`."""
+    """Dependencies of the code; see `fingerprint`."""
     graphs: Sequence[str]
     """The signatures of the entry's graphs, in words."""
     seconds: float
@@ -69,7 +69,7 @@ def key_of(fields: Mapping[str, str]) -> str:
 
 
 def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """Returns one line for each field that differs, in the order of their names."""
+    """Returns a line for each differing field, by name."""
     return [
         f"{name}: {wanted.get(name, '(none)')} is needed, {found.get(name, '(none)')} is precompiled"
         for name in sorted({*wanted, *found})
@@ -155,11 +155,10 @@ class CompileCache:
             shutil.rmtree(gone, ignore_errors=True)
 
     def remove_abandoned(self, *, older_than: float = _ABANDONED_S) -> int:
-        """Removes folders that killed processes left; returns their number.
+        """Removes leftover folders of killed processes; returns their number.
 
         Args:
-            older_than: seconds since a folder was made. A younger folder may belong to a process that is
-                still compiling.
+            older_than: seconds since a folder was made. A younger folder may belong to a compiling process.
         """
         count = 0
         for path in self.root.glob(f"{_PENDING}*"):
@@ -275,14 +274,14 @@ def _check_free(folder: Path) -> None:
 
 
 def added_files(folder: Path, manifest: Manifest) -> list[str]:
-    """Returns the files in a copy of an entry that the entry does not have."""
+    """Returns the files of a copy that are missing in its entry."""
     return sorted({*_files(folder)} - {*manifest.files, MANIFEST})
 
 
 def _files(folder: Path) -> list[str]:
-    """Returns the paths of the files within a folder, without those that differ from run to run.
+    """Returns the paths of a folder's reproducible files.
 
-    A link counts as a file with its own name: an entry has none.
+    A link counts as a file of its own name: entries contain no links.
     """
     return sorted(
         path.relative_to(folder).as_posix()

@@ -18,7 +18,7 @@ TEMPORARY: Final = "triptych-code-"
 
 
 def set_compiler_cache_dirs(folder: Path) -> dict[str, str | None]:
-    """Makes compilers keep their files in `folder` from now on; returns what `restore_variables` takes."""
+    """Makes compilers keep their files in `folder`; returns the argument of `restore_variables`."""
     before = {name: os.environ.get(name) for name in _VARIABLES}
     os.environ.update({name: str(folder / part) for name, part in _VARIABLES.items()})
     return before
@@ -34,9 +34,9 @@ def restore_variables(before: Mapping[str, str | None]) -> None:
 
 
 def replace_unwritable_cache_dirs() -> None:
-    """Gives each compiler whose folder cannot be written a private one, until this process ends.
+    """Gives each compiler with an unwritable folder a private folder, until this process ends.
 
-    A kernel that is compiled while the worker serves would otherwise fail its step.
+    Otherwise a kernel compiled while serving would fail its step.
     """
     unwritable = {name: path for name, path in _compiler_cache_dirs().items() if not _is_writable(path)}
     if not unwritable:
@@ -57,7 +57,7 @@ def replace_unwritable_cache_dirs() -> None:
 def _compiler_cache_dirs() -> dict[str, Path]:
     """Returns the compilers' folders by variable.
 
-    PyTorch's own choice is left out: it lies in the folder for temporary files, as a private one would.
+    PyTorch's own choice is left out: it lies among temporary files already.
     """
     triton_home = Path(os.path.expanduser(os.environ.get("TRITON_HOME") or "~"))  # noqa: PTH111 - never raises
     folders = {"TRITON_CACHE_DIR": triton_home / ".triton" / "cache"}

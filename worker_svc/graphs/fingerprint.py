@@ -1,4 +1,4 @@
-"""What compiled code depends on, as named fields. Equal fields mean equal code."""
+"""Dependencies of compiled code, as named fields. Equal fields mean equal code."""
 
 import hashlib
 import importlib.metadata
@@ -40,17 +40,16 @@ def code_fields(
 
     Args:
         folder: the model's.
-        device: the device that the code is for.
+        device: the code's target.
         level: the optimization level.
         dtype: of weights and activations.
         quantization: the name of the weights' quantization.
         groups: the model's KV groups.
-        geometry: static shapes. Code depends on the number of blocks only if the device's graphs take whole
-            caches.
+        geometry: static shapes. The number of blocks counts only if the device's graphs take whole caches.
         sizes: decode buckets to compile kernels for; `None` for all.
         layout: the rank's part of the model.
         pooling: how the model pools, if it does.
-        lora: the sizes of the LoRA adapters that steps may have.
+        lora: the sizes of the steps' LoRA adapters.
         dummy_seed: the seed of dummy weights; `None` if the weights are read.
     """
     fields = {
@@ -119,7 +118,7 @@ def weights_fingerprint(folder: Path, *, contents: bool) -> str:
     """Hashes the headers of the weight files: every tensor's name, shape, type and offset.
 
     Args:
-        folder: has the safetensors files, and perhaps folders with those of layers that follow pooling.
+        folder: contains the safetensors files, and possibly folders of layers after pooling.
         contents: whether to hash values too. Start, middle and end of each tensor distinguish trained models
             without reading every byte.
     """

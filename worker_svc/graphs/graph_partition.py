@@ -1,4 +1,4 @@
-"""Partitions a recorded step into graphs for a compiler: one subgraph between two calls of attention.
+"""Partitions a recorded step into graphs for a compiler: a subgraph between two calls of attention.
 
 Decoder layers differ only in their weights. The subgraphs between their calls of attention therefore have the
 same structure and differ in their inputs, so the compiler runs once for all layers.
@@ -76,7 +76,7 @@ def _read(call: TracedCall | LayerAttention) -> list[torch.Tensor]:
 
 @dataclass
 class _Builder:
-    """Builds one subgraph from operator calls."""
+    """Builds a subgraph from operator calls."""
 
     external: set[int]
     """Ids of the storages that attention writes. They are allocated before the step, so no subgraph allocates

@@ -1,4 +1,4 @@
-"""The graphs that a worker runs: one for each signature, all of them built before it serves."""
+"""A worker's graphs, one for each signature, all built before it serves."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +44,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 @dataclass(frozen=True)
 class GraphSignature:
-    """Identifies one graph of a model."""
+    """Identifies a graph of a model."""
 
     kind: Literal["prefill", "decode", "pooling"]
     """The kind of step."""
@@ -55,7 +55,7 @@ class GraphSignature:
     adapters: bool = False
     """Whether rows may have LoRA adapters. The graph without them costs nothing for them."""
     packed: bool = False
-    """Whether texts follow one another: `batch` is the most texts, `query_len` the tokens of all."""
+    """Whether texts are packed: `batch` is their maximal number, `query_len` their tokens in all."""
 
     def __str__(self) -> str:
         """Describes the signature for people."""
@@ -73,14 +73,13 @@ class GraphSignature:
 
 
 class RecordableModel(Protocol):
-    """What graphs need of a model; `vllm_adapter.model.VllmModel` is one.
+    """A model as graphs see it; `vllm_adapter.model.VllmModel` implements it.
 
-    A step takes token ids [tokens] and their places: positions [tokens] of a model that generates. A pooling
-    model's places are [2, rows]: the number of each row's real tokens, and the index in the row of the second
-    text of a pair, or the row's length. If texts are packed, places are [3, texts]: a text stands for a row,
-    and the third number is the index of its first token in the step. Texts without tokens are behind the
-    others and start at the first token of padding. A step whose rows may have LoRA adapters takes their
-    selection, too.
+    A step takes token ids [tokens] and their places: positions [tokens] of a generating model. A pooling
+    model's places are [2, rows]: the number of each row's real tokens, and the index in the row of the
+    second text of a pair, or the row's length. If texts are packed, places are [3, texts]: a text stands for
+    a row, and the third number is the index of its first token in the step. Texts without tokens come last
+    and start at the first token of padding. A step with LoRA adapters takes their selection, too.
     """
 
     def forward(
@@ -93,8 +92,8 @@ class RecordableModel(Protocol):
     ) -> torch.Tensor:
         """Returns hidden states [tokens, hidden], or a pooling model's result.
 
-        That is float32 [rows, size], or [rows, row_len, size] if each token has a result. Packed texts give
-        [texts, size] or [tokens, size].
+        The latter is float32 [rows, size], or [rows, row_len, size] for a result per token. Packed texts
+        give [texts, size] or [tokens, size].
         """
         ...
 
@@ -115,15 +114,15 @@ class GraphOptions:
     required: bool = False
     """Whether a step that cannot be a graph is an error."""
     strict: bool = False
-    """Whether running a step without a graph is an error, and building one while serving, too, if the warm-up
-    was to build them all."""
+    """Whether a step without a graph is an error, and a graph built while serving, too, after a full
+    warm-up."""
     checked: frozenset[str] = frozenset()
     """Signatures, in words, whose replay an earlier process compared with the model."""
 
 
 @dataclass(frozen=True)
 class BuildTimes:
-    """Seconds that building one graph took."""
+    """Seconds of building a graph."""
 
     capture: float
     """Recording the model's step."""
@@ -139,7 +138,7 @@ class GraphRunner:
     num_late: int
     """Graphs that were built while serving; each made a request wait."""
     build_times: dict[GraphSignature, BuildTimes]
-    """By signature, what building its graph took."""
+    """By signature, the cost of building its graph."""
     observe: Callable[[str, float], None] | None
     """If set, called with each kernel's operator and seconds while a step is replayed. It slows the step
     down."""
@@ -243,7 +242,7 @@ class GraphRunner:
     ) -> None:
         """Builds the graph of a signature if it is missing, and compares it with the model's own forward.
 
-        Replays of recorded kernels that an earlier process compared are not compared again.
+        Replays compared by an earlier process are not compared again.
 
         Args:
             signature: the graph's.
@@ -252,12 +251,12 @@ class GraphRunner:
             plans: of a step of padding. The model runs more than once, and a window in place would slide each
                 time.
             *adapters: the selection of LoRA adapters, if the signature has them.
-            other: a step with other contents, for which graph and model are compared; `None` for one with
-                another token and the next positions.
+            other: a step with other contents for the comparison; `None` for another token and the next
+            positions.
 
         Raises:
-            ConfigurationRefused: if the step is not static although the options require a graph, or does not
-                compile.
+            ConfigurationRefused: if the options require a graph and the step is not static, or does not
+            compile.
         """
         if not self._options.level or signature in self._graphs:
             return
@@ -349,7 +348,7 @@ class GraphRunner:
             ) from error
 
     def _check(self, graph: Graph, recording: Recording, trial: Inputs, *adapters: torch.Tensor) -> None:
-        """Compares the graph with the model on a step with other contents than the recorded one.
+        """Compares the graph with the model on a step with contents other than recorded.
 
         Raises:
             NotStatic: if they differ.

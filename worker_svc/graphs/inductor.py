@@ -115,7 +115,7 @@ class InductorGraph:
     """A step made of compiled subgraphs. Attention stays a call of the device."""
 
     def __init__(self, recording: Recording, device: Device, compiler: SubgraphCompiler) -> None:
-        """Compiles the subgraphs of structures that the compiler has not seen.
+        """Compiles the subgraphs of new structures.
 
         Args:
             recording: the step.

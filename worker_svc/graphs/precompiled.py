@@ -23,7 +23,7 @@ _REMEDY = "run triptych compile with the same settings, or omit --require-precom
 
 
 class CompiledCode:
-    """The compiled code of one configuration, found in the cache or about to be compiled."""
+    """The compiled code of a configuration, found in the cache or about to be compiled."""
 
     is_warm: bool
     """Whether the cache has the code."""
@@ -31,16 +31,16 @@ class CompiledCode:
     """Where the compilers' files are: a private folder until the code is complete, then its entry."""
 
     def __init__(self, cache: CompileCache | None, fields: Mapping[str, str], *, required: bool) -> None:
-        """Looks for the code. A cache that cannot be read or written costs what it would have saved.
+        """Looks for the code. An unusable cache costs only its savings.
 
         Args:
-            cache: `None` to compile anew and keep nothing.
-            fields: what the code depends on.
+            cache: `None` to compile afresh and keep nothing.
+            fields: dependencies of the code.
             required: whether to refuse to compile.
 
         Raises:
-            ConfigurationRefused: if the code is required and missing; names every field that differs from the
-                nearest entry.
+            ConfigurationRefused: if the code is required and missing; names every field different from the
+            nearest entry.
         """
         self._log = get_logger()
         self._fields = dict(fields)
@@ -91,7 +91,7 @@ class CompiledCode:
         return None, differences(self._fields, nearest.fields) if nearest else ["nothing is precompiled"]
 
     def _copy(self, cache: CompileCache, manifest: Manifest) -> Path:
-        """Returns the folder of the copy that compilers use, or the entry's if there is no room for one."""
+        """Returns the folder of the compilers' copy, or the entry's without room for a copy."""
         try:
             self._temporary = cache.copy(manifest)
         except OSError as error:
@@ -106,7 +106,7 @@ class CompiledCode:
 
     @property
     def num_added(self) -> int | None:
-        """Files that compilers have added to the code that the cache had; `None` if it had none."""
+        """Files added by compilers to cached code; `None` without cached code."""
         return None if self._manifest is None else len(added_files(self.folder, self._manifest))
 
     def activate(self) -> None:

@@ -58,7 +58,7 @@ def build_kernel_graph(recording: Recording, device: Device) -> "KernelGraph":
 
 @dataclass(frozen=True)
 class _Kernel:
-    """One kernel of a graph."""
+    """A kernel of a graph."""
 
     name: str
     """Its operator, or `ATTENTION`."""
@@ -82,7 +82,7 @@ class KernelGraph:
     """
 
     _kernels: tuple[_Kernel, ...]
-    """One for each recorded kernel."""
+    """In the order of the recorded kernels."""
     _fused: tuple[_Kernel, ...]
     """The same kernels, merged where the device can."""
     _inputs: tuple[torch.Tensor, ...]
@@ -277,7 +277,7 @@ def _entry(op: Any) -> Any:
 
 @functools.cache
 def _out_variant(op: Any) -> Any:
-    """Returns the overload that writes this one's result to `out`; `None` if there is none."""
+    """Returns the overload that writes the result to `out`; `None` without such an overload."""
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not _is_about_memory(a)]  # noqa: SLF001
     for name in op.overloadpacket.overloads():
         candidate = getattr(op.overloadpacket, name)

@@ -77,17 +77,17 @@ class AdapterCheckpoint:
     digest: str
     """Hash of configuration and weights, hexadecimal."""
     targets: Targets | None = None
-    """The layers that must have matrices, as far as the model has them; `None` if the configuration does not
-    say it in names."""
+    """The layers that need matrices, as far as the model contains them; `None` if the configuration does not
+    name them."""
     base_model: str = ""
     """The folder or id of the model that it was trained on, as the trainer wrote it; may be empty."""
 
 
 def is_named_like(base_model: str, served: Iterable[str]) -> bool:
-    """Whether the base model in an adapter's configuration has the name of a served one; True if it has none.
+    """Whether the base model of an adapter's configuration is named like a served model; True without a name.
 
-    Compares the last components of folders and ids without case. Equal weights may still have two names, and
-    different ones the same.
+     Compares the last components of folders and ids without case. Equal weights may carry two names, and
+    different weights the same.
     """
     return not base_model or _last_component(base_model) in map(_last_component, served)
 
@@ -195,7 +195,7 @@ def _read_tensors(folder: Path, name: str, max_rank: int) -> tuple[dict[str, tor
 
     Raises:
         NotFound: if the file is missing.
-        InvalidArgument: if it is damaged, or has other tensors than an adapter of that rank.
+        InvalidArgument: if it is damaged, or its tensors do not fit an adapter of the rank.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -221,7 +221,7 @@ def _read_tensors(folder: Path, name: str, max_rank: int) -> tuple[dict[str, tor
 
 
 def _check_described(key: str, shape: Sequence[int], dtype: str, name: str, max_rank: int) -> None:
-    """Checks a tensor by what the file's header says about it."""
+    """Checks a tensor by the file's header."""
     _, which = _place_of(key, name)
     if dtype not in _DTYPES:
         raise InvalidArgument(f"adapter {name}: {key} has the type {dtype}, not a float's", param="source")
@@ -237,10 +237,10 @@ def _check_described(key: str, shape: Sequence[int], dtype: str, name: str, max_
 
 
 def _place_of(key: str, name: str) -> tuple[str, str]:
-    """Returns the path of the layer in the base model, and which of its two matrices a tensor is.
+    """Returns the path of the layer in the base model, and the kind of matrix.
 
     Raises:
-        InvalidArgument: if the tensor is not one of the two.
+        InvalidArgument: if the tensor is neither of the two kinds.
     """
     if match := _MATRIX.fullmatch(key):
         return match["path"].removeprefix(_PREFIX), match["which"]

@@ -36,10 +36,10 @@ def find_files(source: str, name: str, revision: str = "") -> AdapterFiles:
     Args:
         source: a folder, or an id with or without a branch, tag or commit: ``org/adapter@revision``.
         name: the adapter's, for errors.
-        revision: the commit to read instead, if the source is an id; empty: what the source says.
+        revision: the commit to read instead, if the source is an id; empty: the source's.
 
     Raises:
-        NotFound: if there is none.
+        NotFound: if nothing is there.
         InvalidArgument: if the source is neither a path nor an id.
         Unavailable: if the hub cannot be reached, or its cache on this machine cannot be written.
     """
@@ -100,5 +100,5 @@ def _download(repository: str, revision: str, source: str, name: str) -> Path:
 
 
 def _is_refusal(error: "HfHubHTTPError") -> bool:
-    """Whether the hub has answered that it does not have the adapter, or not for this worker."""
+    """Whether the hub denied the adapter, or this worker's access to it."""
     return error.response.status_code in (401, 403, 404)

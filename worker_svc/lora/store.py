@@ -1,4 +1,4 @@
-"""The adapters that a worker keeps on its host, and those that plans have placed on its device."""
+"""A worker's adapters, on its host and in the slots of its device."""
 
 import errno
 import threading
@@ -22,7 +22,7 @@ class AdaptedModel(Protocol):
         ...
 
     def place(self, slot: int, matrices: Mapping[str, LayerWeights]) -> None:
-        """Writes an adapter to a slot of the device, over the one there."""
+        """Writes an adapter to a slot of the device, over its predecessor."""
         ...
 
     def select(self, slots: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,7 @@ class HostAdapter:
 
 
 class AdapterStore:
-    """Adapters by the scheduler's ids. Any thread may load; one thread places."""
+    """Adapters by the scheduler's ids. Any thread may load; a single thread places."""
 
     def __init__(self, limits: LoraLimits, model: AdaptedModel) -> None:
         """Starts empty."""
@@ -73,12 +73,12 @@ class AdapterStore:
             adapter_id: the scheduler's id for these weights.
             name: for logs and errors.
             source: a folder or a Hugging Face id.
-            revision: the commit to read, if the source is an id; empty: what the source names.
+            revision: the commit to read, if the source is an id; empty: the source's.
 
         Raises:
-            NotFound: if there is no such adapter.
+            NotFound: if the adapter does not exist.
             InvalidArgument: if it does not fit the model or the settings.
-            Overloaded: if the host holds as many adapters as `--max-cpu-loras` allows, or has no memory left.
+            Overloaded: if the host is full by `--max-cpu-loras`, or out of memory.
             Unavailable: if it was unloaded meanwhile, the hub cannot be reached, or its cache not written.
         """
         known = self._on_host.get(adapter_id)
@@ -112,7 +112,7 @@ class AdapterStore:
     def _read(
         self, name: str, source: str, revision: str
     ) -> tuple[AdapterCheckpoint, Mapping[str, LayerWeights], str]:
-        """Returns an adapter, this rank's matrices, and the commit that has them."""
+        """Returns an adapter, this rank's matrices, and their commit."""
         try:
             files = find_files(source, name, revision)
             checkpoint = read_adapter(files.folder, name=name, max_rank=self.limits.max_rank)
@@ -148,7 +148,7 @@ class AdapterStore:
             self._on_host.clear()
 
     def forget_placements(self) -> None:
-        """Forgets what lies in the device's slots, at the end of a scheduler's plans."""
+        """Forgets the contents of the device's slots, at the end of a scheduler's plans."""
         self._placed.clear()
 
     def place(self, slot: int, adapter_id: int) -> None:
@@ -172,7 +172,7 @@ class AdapterStore:
         """Refuses a request for a slot without an adapter.
 
         Raises:
-            Internal: if no plan has placed one there.
+            Internal: if no plan placed an adapter there.
         """
         if slot not in self._placed:
             raise Internal(f"the plan admits a request with adapter slot {slot}, which is empty")
@@ -183,7 +183,7 @@ class AdapterStore:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory is short; torch has no type of its own for the host's."""
+    """Whether an error reports short memory; torch lacks a type for the host's."""
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)

@@ -13,7 +13,7 @@ _NUMBERED = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
 
 @dataclass(frozen=True)
 class Targets:
-    """The layers that an adapter was trained on. PEFT ignores a name that no layer of the model has."""
+    """The trained layers of an adapter. PEFT ignores names without a layer."""
 
     names: Collection[str]
     """`target_modules`: whole paths of layers, or their ends."""
@@ -22,7 +22,7 @@ class Targets:
     numbers: Collection[int] = ()
     """`layers_to_transform`; empty for all."""
     lists: Collection[str] = ()
-    """`layers_pattern`: the lists of layers that have these numbers; empty for any."""
+    """`layers_pattern`: the lists of layers with these numbers; empty for any."""
 
     def include(self, path: str) -> bool:
         """Whether they include the layer with this path."""
@@ -35,7 +35,7 @@ class Targets:
         """Returns targets that include and exclude layers by further names, too.
 
         Args:
-            others: returns the further names of what a name means.
+            others: returns further names for the layers of a name.
         """
         return replace(
             self,
@@ -60,7 +60,7 @@ def _matches(path: str, names: Collection[str]) -> bool:
 
 
 def read_targets(config: Mapping[str, Any]) -> Targets | None:
-    """Returns what an adapter's configuration names; `None` if that takes an expression to say."""
+    """Returns the layers named by an adapter's configuration; `None` for an expression."""
     names: Any = config.get("target_modules")
     excluded = config.get("exclude_modules") or []
     numbers, lists = config.get("layers_to_transform"), config.get("layers_pattern") or []

@@ -1,4 +1,4 @@
-"""Pooling models: prompts in, one result each out, in graphs, without a KV cache or sampling.
+"""Pooling models: prompts in, a result each out, in graphs, without a KV cache or sampling.
 
 `engine` configures a pooling model, `pool_runner` runs its plans, `pooler` pools hidden states.
 Imported by `execution.worker` and `vllm_adapter.model`; imports `graphs`, `devices` and `shapes`.

@@ -100,7 +100,7 @@ class PoolingEngine:
         return geometry
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
-        """Runs one step; see `PoolRunner.execute`. Pooling has no leases."""
+        """Runs a step; see `PoolRunner.execute`. Pooling knows no leases."""
         del leased
         if self._runner is None:
             raise Internal("the worker is not configured")

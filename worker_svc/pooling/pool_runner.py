@@ -23,12 +23,12 @@ from worker_svc.shapes.model_description import PoolingDescription
 
 
 class PoolingModel(RecordableModel, Protocol):
-    """What the runner needs from a model; `vllm_adapter.model.VllmModel` implements it."""
+    """A model as the runner sees it; `vllm_adapter.model.VllmModel` implements it."""
 
     def row_plans(self, lengths: torch.Tensor, row_len: int | None, /) -> dict[str, Any]:
-        """Returns the attention metadata that `forward` takes, for lengths [rows] of rows of `row_len`.
+        """Returns the attention metadata of `forward`, for lengths [rows] of rows of `row_len`.
 
-        Without `row_len`, texts of these lengths follow one another.
+        Without `row_len`, these are lengths of packed texts.
         """
         ...
 
@@ -39,7 +39,7 @@ Step = Callable[..., tuple[torch.Tensor, ...]]
 
 
 class PoolRunner:
-    """A pooling model and the prompts in its slots. Not thread-safe: one thread runs all plans."""
+    """A pooling model and the prompts in its slots. Not thread-safe: a single thread runs all plans."""
 
     graphs: GraphRunner
     """The graphs that steps run as."""
@@ -92,11 +92,10 @@ class PoolRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> list[SlotOutput]:
-        """Runs one step. A request fails alone if its admission is refused or its result is not finite.
+        """Runs a step. A request fails alone if its admission is refused or its result is not finite.
 
         Returns:
-            One output for each refused admission, then one for each other slot of the work, in the work's
-            order.
+            An output for each refused admission, then for each other slot of the work, in the work's order.
 
         Raises:
             Internal: if the plan contradicts earlier plans.

@@ -1,7 +1,7 @@
-"""Ranks: how a replica's processes split a model, and how they talk to one another.
+"""Ranks: the split of a model between a replica's processes, and their communication.
 
-`layout` says which part of the model a rank has. `group` joins the ranks of a replica, `channel` carries
-bytes between them, `links` hidden states, and `operators` has the collectives that models call. A process
-joins one group in its life: if another rank is lost, it ends, and its supervisor starts it again. The rooms
-above import this one; it imports `protos` only.
+`layout` is a rank's part of the model. `group` joins the ranks of a replica, `channel` carries bytes between
+them, `links` hidden states, and `operators` defines the models' collectives. A process joins a single group
+in its life: after the loss of another rank it ends, and its supervisor starts it again. The rooms above
+import this one; it imports `protos` only.
 """

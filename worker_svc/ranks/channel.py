@@ -1,4 +1,4 @@
-"""Messages of bytes from one rank to others, over a process group of the host's."""
+"""Messages of bytes from a rank to others, over a process group of the host."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ _LENGTH = 8
 
 
 class Channel:
-    """Carries messages from one rank to the other members of a process group, in order.
+    """Carries messages from a rank to the other members of a process group, in order.
 
-    Each end is used by one thread at a time. Gloo returns from a send once the message is on its way.
+    A single thread at a time uses each end. Gloo returns from a send once the message is under way.
     """
 
     def __init__(self, group: Any, source: int) -> None:
-        """Uses `group`, which must belong to this channel alone.
+        """Uses `group`, which must belong to this channel only.
 
         Args:
             group: a gloo process group that contains `source`.

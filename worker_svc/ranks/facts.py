@@ -1,4 +1,4 @@
-"""Compares what the ranks of a replica say of themselves."""
+"""Compares the facts of a replica's ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,13 +6,13 @@ from protos.errors import ConfigurationRefused
 
 
 def refuse_differences(facts: Sequence[Mapping[str, str]]) -> None:
-    """Checks that all ranks have the facts of rank 0; all ranks find the same difference.
+    """Compares all ranks' facts with rank 0's; all ranks find the same difference.
 
     Args:
-        facts: by rank, what must be alike.
+        facts: by rank, the facts that must agree.
 
     Raises:
-        ConfigurationRefused: names the first difference and the ranks that have it.
+        ConfigurationRefused: names the first difference and its ranks.
     """
     for key in sorted(set().union(*facts)):
         values = [each.get(key, "none") for each in facts]

@@ -28,9 +28,9 @@ _NO_FACTS: Mapping[str, str] = MappingProxyType({})
 
 
 class RankGroup:
-    """The ranks of one replica, joined. All ranks make it at the same time.
+    """The joined ranks of a replica.
 
-    Each channel and each process group is used by one thread at a time.
+    All ranks create it at the same time. A single thread at a time uses each channel and each process group.
     """
 
     def __init__(
@@ -45,24 +45,23 @@ class RankGroup:
         identity: str = "",
         facts: Mapping[str, str] = _NO_FACTS,
     ) -> None:
-        """Joins the group; waits until all ranks have.
+        """Joins the group; waits for all ranks.
 
         Args:
             layout: this rank's place.
-            device: where the batch lies. Hidden states travel between stages from there, through NCCL if it
-                is a GPU, else through gloo.
-            master: host:port where rank 0 listens for the others. Empty for a rank that is alone, to compile
-                its graphs: collectives then return at once, as if the others had sent what this rank sends.
-            epoch: names this forming of the group. Ranks of different epochs never meet.
+            device: the place of the batch, and of hidden states between stages.
+            master: host:port where rank 0 listens for the others. Empty for a lone rank that compiles its
+            graphs: collectives then return at once, as if the others sent this rank's data.
+            epoch: name of this forming of the group. Ranks of different epochs never meet.
             collectives: the backend that joins the tensors of a stage.
             compiled: whether the device's own compiler compiles the collectives.
-            identity: tells the device from all others; empty if the ranks of a stage may share it.
-            facts: what all ranks must have alike, by name.
+            identity: the device's unique identity; empty if the ranks of a stage may share it.
+            facts: by name, the facts that must agree on all ranks.
 
         Raises:
             Unavailable: if the ranks do not find one another.
-            ConfigurationRefused: on all ranks, if facts differ, or two ranks of a stage have the same device
-                and may not.
+            ConfigurationRefused: on all ranks, if facts differ, or two ranks of a stage share a device and
+            may not.
         """
         self.layout = layout
         self.epoch = epoch
@@ -78,7 +77,7 @@ class RankGroup:
             if stage == layout.stage:
                 operators.use_group(group, compiled=compiled)
                 self.stage = {} if group is None else {str(group.group_name): layout.peers}
-                """By the name of this stage's process group, its ranks; empty for a stage of one."""
+                """By the name of this stage's process group, its ranks; empty for a single rank."""
         last = layout.ranks_of(layout.pipeline - 1)
         self.choices = Channel(_group(last, host), layout.chooser)
         """From the chooser to its stage: tokens that ranks cannot choose alike."""
@@ -116,7 +115,7 @@ class RankGroup:
 
 
 def _refuse_shared_devices(layout: RankLayout, devices: Sequence[str]) -> None:
-    """Refuses ranks of a stage that have the same device; all ranks find the same."""
+    """Refuses ranks of a stage with the same device; all ranks find the same."""
     for stage in range(layout.pipeline):
         first: dict[str, int] = {}
         for rank in layout.ranks_of(stage):
@@ -128,7 +127,7 @@ def _refuse_shared_devices(layout: RankLayout, devices: Sequence[str]) -> None:
 
 
 def _meet(layout: RankLayout, backend: str, master: str, epoch: str) -> None:
-    """Starts torch.distributed with all ranks; raises Unavailable if they do not find one another."""
+    """Starts torch.distributed with all ranks; raises Unavailable if they do not meet."""
     if master:
         others = [rank for rank in range(layout.world_size) if rank != layout.rank]
         get_logger().info("joining", rank=layout.rank, master=master, waits_for_ranks=others, limit_s=_JOIN_S)
@@ -173,7 +172,7 @@ def _no_store() -> Any:
 
 
 def _group(ranks: Sequence[int], backend: str) -> Any:
-    """Makes a process group; all ranks of the replica must, in the same order. One rank alone needs none."""
+    """Creates a process group, on all ranks of the replica in the same order; `None` for a lone rank."""
     if len(ranks) == 1:
         return None
     return distributed.new_group(list(ranks), backend=backend, timeout=_FOREVER)

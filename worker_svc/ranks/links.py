@@ -1,4 +1,4 @@
-"""The ways of hidden states from one stage of a pipeline to the next."""
+"""Transport of hidden states from a pipeline stage to the next."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,12 +23,12 @@ class Links:
         backend: str,
         make_group: Callable[[Sequence[int], str], Any],
     ) -> None:
-        """Makes the process groups. All ranks of the replica must, in the same order.
+        """Creates the process groups, on all ranks of the replica in the same order.
 
         Args:
             layout: this rank's place.
-            devices: by rank, what identifies its device; empty if ranks may share it.
-            backend: carries tensors from one device to another.
+            devices: by rank, the identity of its device; empty if ranks may share it.
+            backend: the backend for tensors between devices.
             make_group: makes a process group of ranks with a backend.
         """
         self._layout = layout

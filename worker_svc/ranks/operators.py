@@ -1,8 +1,8 @@
 """Collectives within a stage, as operators of PyTorch.
 
-As operators, they are recorded, compiled and captured with the layers around them. They look up the process'
-group when they run: a process has one. A device with a compiler of its own knows PyTorch's collectives
-instead; Dynamo writes these with the name of their group.
+As operators, they are recorded, compiled and captured with the surrounding layers. They look up the process'
+only group when they run. A device's own compiler knows PyTorch's collectives instead, which Dynamo writes
+with the name of their group.
 """
 
 from typing import Any, Final, cast
@@ -49,7 +49,7 @@ def use_group(group: Any, *, compiled: bool) -> None:
 
 
 def _shared_memory(group: Any) -> torch.Tensor | None:
-    """Allocates memory that all ranks of a group can read; `None` on all ranks if one cannot."""
+    """Allocates memory readable by all ranks of a group; `None` on all ranks if any cannot."""
     from torch.distributed import _symmetric_memory as symmetric
 
     shared: torch.Tensor | None = None

@@ -1,10 +1,10 @@
 """Token sampling on the device: static functions of [rows, vocab] that handle all rows of a step at once.
 
-`state` holds the slots' parameters as tensors, one row a slot (`parameters` packs a row, so that one copy
-writes it); a step gathers its rows. `sampler.sample`
-applies them in vLLM's order: `adjust` (masks, bad words, `min_tokens`, `logit_bias`, penalties), then either
-the largest logit (greedy) or temperature, `filters` (`min_p`, `top_k`, `top_p`; `triton_search` on GPUs) and
-`draw`. `logprobs` reads the model's own logits, before any of this. `workspace` is the memory that steps
-compute in; `footprint` counts it. A step computes only what its rows need (`state.Needs`). Nothing here waits
-for the device, so steps can be captured. Imported by `execution`; imports only `devices` and `protos`.
+`state` holds the slots' parameters as tensors, a row per slot (`parameters` packs a row for a single copy);
+a step gathers its rows. `sampler.sample` applies them in vLLM's order: `adjust` (masks, bad words,
+`min_tokens`, `logit_bias`, penalties), then either the largest logit (greedy) or temperature, `filters`
+(`min_p`, `top_k`, `top_p`; `triton_search` on GPUs) and `draw`. `logprobs` reads the model's own logits,
+before any of this. `workspace` is the steps' memory; `footprint` counts it. A step computes only the needs
+of its rows (`state.Needs`). Nothing here waits for the device, so steps can be captured. Imported by
+`execution`; imports only `devices` and `protos`.
 """

@@ -1,7 +1,7 @@
-"""Adjusts logits as requests ask, in vLLM's order, before a token is chosen.
+"""Adjusts logits by requests' parameters, in vLLM's order, before a token is chosen.
 
 Except for masks, each adjustment concerns few tokens of a row: tokens listed in a table or present in the
-sequence. It gathers their logits and scatters the results back, which costs little beside a pass over the
+sequence. It gathers their logits and scatters the results back, at little cost compared with a pass over the
 vocabulary. A token listed twice is no problem: both entries compute the same value, so the order of writes
 does not matter.
 """
@@ -64,9 +64,9 @@ def _bits_of_bytes(device: torch.device) -> torch.Tensor:
 def _ban(
     state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Bans the last token of each bad word that the sequence has begun, then end tokens that come too early.
+    """Bans the last token of each begun bad word, then early end tokens.
 
-    Early end tokens stay allowed in a row that has no other token left.
+    Early end tokens stay allowed in a row without any other token.
     """
     tokens, until = state.ban_tokens[:, : needs.bans][rows], state.ban_until[:, : needs.bans][rows]
     active = positions[:, None] < until

@@ -1,14 +1,14 @@
 """Draws a token from each row by an exponential race, with numbers hashed from (seed, position, token).
 
-In a race, each token finishes after an exponential time whose rate is its mass, and the first one is drawn.
-So a token's chance is its share of the mass, whatever the other tokens are. When masses change a little, as
-they do when a step of another shape rounds differently, the outcome changes only if the two best times are
-that close. (An inverse CDF also moves with every mass before the drawn token.)
+In a race, each token finishes after an exponential time whose rate is its mass, and the first is drawn. So a
+token's chance is its share of the mass. When masses change a little, as they do when a step of another shape
+rounds differently, the outcome changes only if the two best times are that close. (An inverse CDF also moves
+with every mass before the drawn token.)
 
-A race over the whole vocabulary would hash every token. The same distribution takes two short races: one
-between blocks of tokens, with the blocks' masses, and one between the tokens of the block that wins. Masses
-are integers, so the sums of blocks do not depend on the order of additions, and hashes are of integers, so
-they are the same on every device.
+A race over the whole vocabulary would hash every token. The same distribution takes two short races: between
+blocks of tokens, with the blocks' masses, and between the tokens of the winning block. Masses are integers,
+so the sums of blocks do not depend on the order of additions, and hashes are of integers, so they are the
+same on every device.
 """
 
 import torch
@@ -55,7 +55,7 @@ def draw_keys(seeds: torch.Tensor, positions: torch.Tensor, attempt: int = 0) ->
 
 
 def draw(mass: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draws one token per row, with probability proportional to its mass.
+    """Draws a token per row, with probability proportional to its mass.
 
     Args:
         mass: int64 [rows, vocab], non-negative; each row's sum is below 2**63.
@@ -82,7 +82,7 @@ def _race(mass: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     Args:
         mass: int64 [rows, contenders], the rates.
-        keys: int64 [rows, contenders], what their random numbers are hashes of.
+        keys: int64 [rows, contenders], the inputs of their random numbers' hashes.
     """
     random = (_mix_64(keys) >> (64 - _RANDOM_BITS)) & ((1 << _RANDOM_BITS) - 1)
     uniform = random.double().add_(0.5).mul_(2.0**-_RANDOM_BITS)

@@ -2,13 +2,13 @@
 
 Each filter is a threshold on the tokens' weights, `exp(logit - largest logit)`. Tokens of equal weight,
 common in bfloat16, are therefore kept or dropped together, whatever their order. The threshold of `top_k` is
-the largest value that at least `k` tokens reach. The threshold of `top_p` is the largest value such
-that the tokens that reach it have the required mass.
+the largest value reached by at least `k` tokens, that of `top_p` the largest value whose reaching tokens
+have the required mass.
 
-Both are found exactly and without sorting. The bits of a float in [0, 1] order like its value. A histogram of
-the highest ten bits finds a bin, a second one refines the bin by the next ten bits, and a third by the last
-ten: three passes for any distribution. GPUs find the same threshold with sums (`triton_search`):
-histogram atomics would contend for the few bins that hold most tokens.
+Both are found exactly and without sorting. The bits of a float in [0, 1] order like its value. A histogram
+of the highest ten bits finds a bin, the second refines it by the next ten bits, the third by the last ten:
+three passes for any distribution. GPUs find the same threshold with sums (`triton_search`): histogram
+atomics would contend for the few bins that hold most tokens.
 
 If every `top_k` of a step is small, its threshold is searched among the few largest weights. The same holds
 for `top_p` if every row with a `top_p` has a small `top_k`, because every token above one that `top_k` keeps
@@ -40,12 +40,12 @@ def apply_filters(
     few: bool = False,
     nucleus_in_few: bool = False,
 ) -> torch.Tensor:
-    """Applies the filters and returns the masses of the kept tokens, 0 for dropped ones.
+    """Applies the filters and returns the masses of the kept tokens, 0 for dropped tokens.
 
     Args:
         tile: its `weights` [rows, vocab] are in [0, 1], and each row's largest is 1. Its other tensors are
             overwritten.
-        min_p: float32 [rows]: drops tokens with a smaller weight. `None` if no row has the filter.
+        min_p: float32 [rows]: drops tokens with a smaller weight. `None` without the filter in any row.
         top_k: int64 [rows], at least 1: number of tokens to keep; the vocabulary's size keeps all. `None`
             likewise.
         top_p: float64 [rows], at most 1: share of the mass to keep. `None` likewise.
@@ -110,7 +110,7 @@ class _TopWeights:
 def find_threshold(
     bits: torch.Tensor, measure: torch.Tensor | None, wanted: torch.Tensor, tile: Tile
 ) -> torch.Tensor:
-    """Returns the largest value for which the tokens that reach it sum up to `wanted`.
+    """Returns the largest value whose reaching tokens sum up to `wanted`.
 
     Args:
         bits: int32 [rows, vocab], the bits of floats in [0, 1].
@@ -143,7 +143,7 @@ def find_threshold(
 def _drop_below(floor: torch.Tensor, bits: torch.Tensor, tile: Tile) -> None:
     """Sets the mass of tokens below a row's threshold to 0. `floor` holds float bits, int32 [rows, 1].
 
-    It ands the mass with the inverted sign of the difference, which is all ones for kept tokens.
+    It ands the mass with the inverted sign of the difference: all bits set for kept tokens.
     """
     kept = torch.sub(bits, floor, out=tile.words).bitwise_right_shift_(31).bitwise_not_()
     tile.mass.bitwise_and_(tile.places.copy_(kept))

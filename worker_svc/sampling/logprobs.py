@@ -9,7 +9,7 @@ from protos.triptych.v1 import common_pb2
 
 
 def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Computes the log-probabilities of each row as one tensor, which a single copy brings to the host.
+    """Computes the log-probabilities of each row as a tensor, for a single copy to the host.
 
     Args:
         logits: float32 [rows, vocab].

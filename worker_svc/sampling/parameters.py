@@ -1,4 +1,4 @@
-"""A request's parameters with their defaults, and a slot's row of them as one piece of memory."""
+"""A request's parameters with their defaults, and a slot's row of them in contiguous memory."""
 
 import struct
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _WORDS = struct.Struct(f"={_ROW.size // 8}q")
 
 @dataclass(frozen=True)
 class Columns:
-    """The parameters of each slot: columns of one tensor, so that one copy writes whole slots."""
+    """The parameters of each slot: columns of a tensor, so a single copy writes whole slots."""
 
     rows: torch.Tensor
     """int64 [slots, words]: the memory of all columns."""

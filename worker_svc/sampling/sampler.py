@@ -1,4 +1,4 @@
-"""Chooses the tokens of one step."""
+"""Chooses the tokens of a step."""
 
 import torch
 
@@ -53,7 +53,7 @@ def sample(
     *,
     attempt: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses one token per row. The caller counts the tokens that it takes (`SamplingState.count`).
+    """Chooses a token per row. The caller counts taken tokens (`SamplingState.count`).
 
     A grammar's mask may be applied to `logits` first: -inf stays -inf. Alternatively, the caller masks a row
     after the grammar rejects its token and draws again with another `attempt`. That draw uses new random
@@ -62,8 +62,7 @@ def sample(
 
     Args:
         state: the slots' sampling parameters.
-        needs: what to compute, at least what the rows ask for. It and the tensors' shapes determine the
-            operations.
+        needs: the work, at least the rows' needs. It and the tensors' shapes determine the operations.
         logits: float32 [rows, vocab]; not modified.
         rows: int64 [rows], the slot of each row, padding included.
         positions: int64 [rows], the position of each sampled token in its sequence.

@@ -1,7 +1,7 @@
-"""The sampling parameters of every slot as tensors, so that a step gathers its rows without a loop.
+"""The sampling parameters of every slot as tensors; a step gathers its rows without a loop.
 
-The small tensors always exist. Tables and counts are allocated for the first request that needs them, or
-before graphs are captured; `footprint.state_bytes` counts them either way.
+The small tensors always exist. Tables and counts are allocated at first need, or before graphs are captured;
+`footprint.state_bytes` counts them either way.
 """
 
 import enum
@@ -97,7 +97,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """The requirements of the rows of one step."""
+    """The requirements of a step's rows."""
 
     needs: Needs
     """The operations to compute."""
@@ -111,16 +111,16 @@ class SamplingBatch:
 
 
 class SamplingState:
-    """The parameters of each slot, and the token counts that penalties use.
+    """The parameters of each slot, and the token counts for penalties.
 
-    Every tensor has a row per slot and one more, `num_slots`, for padding, which is greedy. The tables below
-    exist only after `allocate`.
+    Every tensor holds a row per slot, and the last row, `num_slots`, for padding, which is greedy. The
+    tables below exist only after `allocate`.
     """
 
     counts: torch.Tensor
     """int32 [slots + 1, vocab]: how often each token occurs in the output of a slot with penalties."""
     allowed: torch.Tensor
-    """int32 [slots + 1, words]: one bit per token that `allowed_token_ids` allows, lowest bit first."""
+    """int32 [slots + 1, words]: a bit per token, set if `allowed_token_ids` allows it, lowest bit first."""
     bias_ids: torch.Tensor
     """int64 [slots + 1, entries]: biased tokens. Unused entries add 0 to token 0."""
     bias_values: torch.Tensor
@@ -185,7 +185,7 @@ class SamplingState:
         return self._workspace
 
     def variants(self) -> list[Needs]:
-        """Returns the needs to capture, cheapest first. At least one of them covers any step."""
+        """Returns the needs to capture, cheapest first. Together they cover any step."""
         full = Needs(
             masks=True,
             bans=MAX_BANS,
@@ -243,7 +243,7 @@ class SamplingState:
         return row_of(request, self.vocabulary.size)
 
     def _set_entries(self, request: Admission) -> None:
-        """Stores what the host knows of a slot, and its rows of the tables."""
+        """Stores the host's record of a slot, and its rows of the tables."""
         slot, sampling = request.slot, request.sampling
         self._logprobs[slot] = sampling.logprobs if sampling.HasField("logprobs") else None
         bans = self._bans(request)
@@ -266,7 +266,7 @@ class SamplingState:
     def _set_tables(
         self, slot: int, sampling: common_pb2.SamplingParams, bans: Sequence[tuple[Sequence[int], int]]
     ) -> None:
-        """Fills a slot's rows in full: a step computes every row at the width of the neediest one."""
+        """Fills a slot's rows in full: a step computes every row at the largest width."""
         self._set_masks(slot, sampling.allowed_token_ids)
         self._set_biases(slot, sampling)
         self._set_bans(slot, bans)
@@ -301,7 +301,7 @@ class SamplingState:
         return SamplingBatch(needs, [self._logprobs[slot] for slot in slots])
 
     def _lift_bans(self, slots: Sequence[int], lengths: Sequence[int]) -> None:
-        """Drops the bans of slots that have reached `min_tokens`, so that they cost nothing from then on."""
+        """Drops the bans of slots past `min_tokens`, so they cost nothing more."""
         if not self._banned:
             return
         for slot in self._banned.intersection(slots):
@@ -315,17 +315,17 @@ class SamplingState:
         return self._needs[slot].masks or self._banned_until[slot] == FOREVER
 
     def filters(self, slot: int) -> bool:
-        """Whether a slot has a filter that compares tokens: `min_p`, `top_k` or `top_p`."""
+        """Whether a slot uses a filter: `min_p`, `top_k` or `top_p`."""
         needs = self._needs[slot]
         return needs.random and bool(needs.min_p or needs.top_k or needs.top_p)
 
     def extend(self, slot: int, tokens: torch.Tensor) -> None:
-        """Counts tokens that one slot got at once, int64 [tokens]."""
+        """Counts several tokens of a slot, int64 [tokens]."""
         rows = torch.full_like(tokens, slot)
         self.count(self._needs[slot], rows, tokens)
 
     def count(self, needs: Needs, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Counts one token per row if the step needs counts. Does not wait for the device.
+        """Counts a token per row if the step needs counts. Does not wait for the device.
 
         Args:
             needs: the step's needs.
@@ -406,7 +406,7 @@ class SamplingState:
 
 
 def _width(entries: int) -> int:
-    """Returns a table width for `entries` entries. There are few widths, so that steps have few shapes."""
+    """Returns a table width for `entries` entries. Few widths mean few shapes of steps."""
     width = _NARROWEST if entries else 0
     while width < entries:
         width *= 4

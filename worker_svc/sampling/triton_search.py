@@ -1,9 +1,9 @@
 """The threshold search of `filters.find_threshold` on GPUs.
 
 It uses sums instead of histograms: histogram atomics contend for the few bins that hold most tokens. A float
-in [0, 1] has 30 bits that vary; each kernel launch finds three of them. Its programs sum, for each of the
-seven non-zero values of those bits, the measure of the row's tokens that reach it. The next launch reads the
-bits found so far from these sums. Sums are of integers, so they do not depend on the order of additions.
+in [0, 1] varies in 30 bits; each kernel launch finds three. Its programs sum, for each of the seven non-zero
+values of those bits, the measure of the row's reaching tokens. The next launch reads the bits found so far
+from these sums. Sums are of integers, so they do not depend on the order of additions.
 """
 
 import torch
@@ -35,7 +35,7 @@ def _add_up(
     bits, measure, wanted, sums, vocab,
     PASS: tl.constexpr, BITS: tl.constexpr, PASSES: tl.constexpr, TOKENS: tl.constexpr, COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """Sums a block of a row's tokens for each value that the bits of this pass may have."""
+    """Sums a block of a row's tokens for each possible value of this pass' bits."""
     row = tl.program_id(0).to(tl.int64)
     sums += row * (PASSES << BITS)
     base = _found(sums, tl.load(wanted + row), PASS, BITS, PASSES)

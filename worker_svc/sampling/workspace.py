@@ -1,4 +1,4 @@
-"""Memory that every step reuses, so that no step allocates megabytes."""
+"""Memory reused by every step, so no step allocates megabytes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Tile:
 
 
 class Workspace:
-    """The logits of a step, and temporary tensors for one tile of its rows: a few rows on a CPU, else all."""
+    """The logits of a step, and temporary tensors for a tile of its rows: a few rows on a CPU, else all."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         """Allocates memory for steps of up to `rows` rows."""

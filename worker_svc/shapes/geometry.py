@@ -17,7 +17,7 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention layer of a model."""
+    """An attention layer of a model."""
 
     name: str
     """Unique in the model, for example "model.layers.0.self_attn.attn"."""
@@ -26,15 +26,15 @@ class AttentionLayer:
     num_kv_heads: int
     """Key and value heads on this rank."""
     head_size: int
-    """Elements of one head's key or value."""
+    """Elements of a head's key or value."""
     window: int
     """Tokens a query attends to, itself included; 0 for all."""
     dtype: torch.dtype
     """Element type of keys and values in the cache."""
     shares_with: str | None = None
-    """Another layer whose cache this one reads instead of having its own."""
+    """The layer whose cache this layer reads instead of its own."""
     here: bool = True
-    """Whether this rank has the layer; other stages of a pipeline have the rest."""
+    """Whether this rank holds the layer; other stages of a pipeline hold the rest."""
     latent: bool = False
     """Whether the cache holds keys alone, because values are parts of them (MLA)."""
     alibi: bool = False
@@ -42,7 +42,7 @@ class AttentionLayer:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token's key and value, or its latent vector, take in this layer's cache."""
+        """Bytes of a token's key and value, or latent vector, in this layer's cache."""
         states = 1 if self.latent else 2
         return states * self.num_kv_heads * self.head_size * self.dtype.itemsize
 
@@ -70,12 +70,12 @@ class KvGroup:
 
     @property
     def own_layers(self) -> tuple[AttentionLayer, ...]:
-        """The layers that this rank has."""
+        """The layers of this rank."""
         return tuple(layer for layer in self.layers if layer.here)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over the layers of this rank."""
+        """Bytes of a token's keys and values over the layers of this rank."""
         return sum(layer.bytes_per_token for layer in self.own_layers)
 
     def tokens_per_block(self, block_size: int) -> int:
@@ -87,10 +87,10 @@ class KvGroup:
         return 1 if self.kind is GroupKind.IN_PLACE_WINDOW else geometry.table_width
 
     def blocks_in_use(self, geometry: "Geometry") -> int:
-        """Returns the blocks that a sequence of the longest length needs at a time in order to run.
+        """Returns the blocks needed at a time by a sequence of the longest length.
 
-        A paged window needs the blocks that a chunk's first query attends to and the blocks that the chunk
-        fills. Neither end of that span needs to be a block boundary.
+        A paged window needs the blocks attended by a chunk's first query and the blocks filled by the chunk.
+        Neither end of this span needs to be a block boundary.
         """
         match self.kind:
             case GroupKind.FULL:
@@ -140,15 +140,15 @@ def group_layers(
     """Sorts layers into KV groups: full attention first, then by ascending window.
 
     A layer that shares another layer's cache is in no group. Layers with equal windows but different head
-    shapes are in different groups, so that a block has the same size in all layers of a group.
+    shapes are in different groups, so a block is equally large in all layers of a group.
 
     Args:
         layers: the model's attention layers.
-        window_kind: how groups with a window use KV memory.
+        window_kind: the layout of groups with a window.
 
     Raises:
-        ConfigurationRefused: if a layer reads another layer's in-place window. The tokens that the step's
-            first queries need have already slid out of it when the layer runs.
+        ConfigurationRefused: if a layer reads another layer's in-place window. The tokens of the step's
+        first queries have already slid out when the layer runs.
     """
     layers = list(layers)
     owners = [layer for layer in layers if layer.shares_with is None]
@@ -190,7 +190,7 @@ class Geometry:
     num_blocks: tuple[int, ...] = ()
     """Blocks per group, including the null block. Empty: as many as the memory allows."""
     windows_kept_per_slot: int = 0
-    """Windows per slot that counted pools can hold beside the slot's own, for prefix hits."""
+    """Windows per slot in counted pools, in addition to the slot's own, for prefix hits."""
 
     @property
     def table_width(self) -> int:
@@ -200,16 +200,16 @@ class Geometry:
     def check(
         self, groups: Sequence[KvGroup], *, block_size_multiple: int, longest_context: int, stages: int = 1
     ) -> None:
-        """Refuses sizes that the device or the model cannot run.
+        """Refuses sizes unfit for the device or the model.
 
         Args:
             groups: the model's KV groups.
             block_size_multiple: the device's block sizes are multiples of this.
-            longest_context: tokens of context that the model was trained for.
-            stages: of the pipeline. Each works on a decode batch of its own.
+            longest_context: tokens of the model's trained context.
+            stages: of the pipeline, each with a decode batch of its own.
 
         Raises:
-            ConfigurationRefused: naming the first value that does not fit and one that would.
+            ConfigurationRefused: naming the first unfit value and a fitting value.
         """
         sizes = (self.max_model_len, self.max_num_seqs, self.chunk, self.block_size, *self.decode_buckets)
         if min(sizes) < 1 or not self.decode_buckets:
@@ -257,13 +257,13 @@ class PoolGeometry:
     """The static sizes of a deployment of a pooling model."""
 
     shapes: tuple[PoolShape, ...]
-    """At least one shape."""
+    """Non-empty."""
 
     def check(self, *, longest_context: int) -> None:
-        """Refuses shapes that the model cannot run.
+        """Refuses shapes unfit for the model.
 
         Raises:
-            ConfigurationRefused: naming the first shape that does not fit and one that would.
+            ConfigurationRefused: naming the first unfit shape and a fitting shape.
         """
         if not self.shapes:
             raise ConfigurationRefused("a pooling model needs at least one shape; set pool_shapes")

@@ -9,11 +9,10 @@ import torch
 from worker_svc.shapes.geometry import AttentionLayer
 
 PoolingMethod = Literal["MEAN", "CLS", "LAST", "ALL"]
-"""How a row's hidden states become its result: the mean of its real tokens, the first one, the last one, or
-all of them, each with a result of its own."""
+"""The pooling of a row's hidden states: mean of its real tokens, first, last, or a result for each token."""
 
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
-"""What a pooling model's graphs compute."""
+"""The results of a pooling model's graphs."""
 
 Activation = Literal["normalize", "softmax", "sigmoid"]
 """The last function on a vector: scale it to length 1, or make probabilities of the values of classes."""
@@ -26,11 +25,11 @@ class PoolingDescription:
     method: PoolingMethod
     """How to pool."""
     size: int
-    """Elements of one vector."""
+    """Elements of a vector."""
     task: PoolingTask = "embed"
-    """What the vectors are."""
+    """The kind of vectors."""
     activation: Activation | None = "normalize"
-    """What may be done with the values."""
+    """The values' permitted uses."""
     activates: bool = True
     """Whether that is done unless a request says otherwise."""
     labels: tuple[str, ...] = ()
@@ -59,7 +58,7 @@ class ModelSize:
     vocab_size: int
     """Elements of a row of logits; 0 for a pooling model."""
     itemsize: int
-    """Bytes of one element of weights and activations."""
+    """Bytes of an element of weights and activations."""
     adapter_width: int = 0
     """Elements that a layer's LoRA adapters add to `width` in a step with adapters; 0 if it takes none."""
 
