@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import version
-from gateway.chat_prompts.encoding import ChatEncoder
+from gateway.chat_prompts import ChatEncoder
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response
 from gateway.http.middleware import RequestMiddleware
 from gateway.keys.guard import KeyGuard
@@ -23,12 +23,11 @@ from gateway.keys.usage import KeyUsage
 from gateway.messages import routes as messages
 from gateway.metrics import Metrics
 from gateway.responses import routes as responses
-from gateway.routes import chat, chat_batch, completions, loras, models, tokenize
+from gateway.routes import chat, completions, loras, models, tokenize
 from gateway.routes.context import Context
 from gateway.routes.operations import caches, info, metrics, pages, probes
 from gateway.routes.operations.unserved import UNSERVED
-from gateway.routes.pooling import classification, cohere, embeddings, scoring
-from gateway.sagemaker import routes as sagemaker
+from gateway.routes.pooling import classification, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher
 from gateway.settings import Settings
@@ -50,8 +49,8 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, chat_batch, completions, messages, responses, embeddings, scoring, classification, cohere, models, loras,
-    tokenize, sagemaker, probes, metrics, info, caches,
+    chat, completions, messages, responses, embeddings, scoring, classification, models, loras, tokenize, probes,
+    metrics, info, caches,
 )  # fmt: skip
 
 
@@ -165,7 +164,6 @@ def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncC
             await context.client.close()
             if context.shared_metrics is not None:
                 await context.shared_metrics.close()
-            await context.chat_encoder.close()
             context.text_worker.close()
 
     return lifespan

@@ -37,7 +37,6 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "dev_mode",
             "enable_tokenizer_info_endpoint",
             "disable_fastapi_docs",
-            "trust_request_chat_template",
             "enable_force_include_usage",
             "max_body_bytes",
             "max_prompts",
@@ -305,13 +304,6 @@ class Settings(CallSecuritySettings, SecuritySettings):
         Field(
             description="Put token counts into every chunk of streamed chats and completions, and into one at the end,"
             " whatever the request's stream_options say."
-        ),
-    ] = False
-    trust_request_chat_template: Annotated[
-        bool,
-        Field(
-            description="Let requests bring a chat template of their own. It runs in a process without access to"
-            " files, with limits of time and memory."
         ),
     ] = False
     dev_mode: Annotated[

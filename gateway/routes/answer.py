@@ -14,7 +14,7 @@ from gateway.answers.logprobs import Reporter
 from gateway.answers.resumable import ChunkNumbers
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import EventStream, StreamWriter, collect
-from gateway.chat_prompts.chat_input import ChatInput
+from gateway.chat_prompts import ChatInput
 from gateway.http.event_streams import EVENT_STREAM, EarlyStream
 from gateway.http.middleware import note
 from gateway.http.tracing import pass_on
@@ -181,7 +181,7 @@ async def chat_prompt(request: Request, served: ServedModel, body: ChatCompletio
     chat = ChatInput.of(body.messages, body, may_call=body.tool_choice != "none")
     size = len(await request.body())
     encoder = context_of(request).chat_encoder
-    return await encoder.encode(served, chat, body, special=bool(body.add_special_tokens), size=size)
+    return await encoder.encode(served, chat, special=bool(body.add_special_tokens), size=size)
 
 
 async def respond(

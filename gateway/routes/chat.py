@@ -1,6 +1,5 @@
 """``/v1/chat/completions``."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +43,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 def _format(body: ChatCompletionRequest, plan: AnswerPlan) -> AnswerFormat:
-    return AnswerFormat("chatcmpl-", partial(_stream, body, plan), partial(collected_body, [plan]))
+    return AnswerFormat("chatcmpl-", partial(_stream, body, plan), partial(_collected_body, plan))
 
 
 def _stream(body: ChatCompletionRequest, plan: AnswerPlan, start: StreamStart) -> StreamWriter:
@@ -71,40 +70,19 @@ def _choice(plan: AnswerPlan, end: Delta, extras: CollectedExtras) -> dict[str, 
     }
 
 
-def collected_body(
-    plans: Sequence[AnswerPlan],
-    answer_id: str,
-    created: int,
-    model: str,
-    ends: list[Delta],
-    extras: CollectedExtras,
-    *,
-    is_batch: bool = False,
+def _collected_body(
+    plan: AnswerPlan, answer_id: str, created: int, model: str, ends: list[Delta], extras: CollectedExtras
 ) -> bytes:
-    """Encodes a collected answer.
-
-    Args:
-        plans: one for each conversation.
-        answer_id: the answer's id.
-        created: seconds since the epoch.
-        model: the served name.
-        ends: the whole texts.
-        extras: the other parts.
-        is_batch: whether each choice has what belongs to its own prompt; if not, the answer has it.
-    """
-    choices = [_choice(plans[end.sequence // extras.n], end, extras) for end in ends]
-    if is_batch:
-        choices = [{**choice, **extras.of_prompt(choice["index"])} for choice in choices]
     return orjson.dumps(
         {
             "id": answer_id,
             "object": "chat.completion",
             "created": created,
             "model": model,
-            "choices": choices,
+            "choices": [_choice(plan, end, extras) for end in ends],
             "usage": extras.usage.body(),
             "service_tier": "default",
             "system_fingerprint": extras.fingerprint,
-            **({} if is_batch else extras.of_prompt(0)),
+            **extras.of_prompt(0),
         }
     )

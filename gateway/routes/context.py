@@ -7,7 +7,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from gateway.answers.streaming import while_client_waits
-from gateway.chat_prompts.encoding import ChatEncoder
+from gateway.chat_prompts import ChatEncoder
 from gateway.http.middleware import note
 from gateway.keys.key_ring import KeyRing
 from gateway.metrics import Metrics

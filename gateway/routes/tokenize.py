@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.chat_prompts.chat_input import ChatInput
+from gateway.chat_prompts import ChatInput
 from gateway.routes.context import context_of, known_model, read_body
 from gateway.routes.openapi import body_schema, documented
 from gateway.schemas.answers import Detokenized, Tokenized
@@ -33,7 +33,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
     if body.messages is not None:
         chat, size = ChatInput.of(body.messages, body), len(await request.body())
         special = bool(body.add_special_tokens)
-        ids = await context.chat_encoder.encode(served, chat, body, special=special, size=size)
+        ids = await context.chat_encoder.encode(served, chat, special=special, size=size)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         ids = await context.text_worker.run(

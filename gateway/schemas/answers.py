@@ -156,19 +156,6 @@ class ChatCompletion(AnswerModel):
     prompt_token_ids: TokenIdList = None
 
 
-class BatchChoice(ChatChoice):
-    """The answer to one of several conversations."""
-
-    prompt_logprobs: PromptLogprobs = None
-    prompt_token_ids: TokenIdList = None
-
-
-class BatchCompletion(ChatCompletion):
-    """Answered conversations."""
-
-    choices: list[BatchChoice]  # type: ignore[assignment]
-
-
 class CompletionLogprobs(AnswerModel):
     """Log-probabilities of a completion, one entry per token in each list."""
 

@@ -1,6 +1,6 @@
 """The body of ``/v1/chat/completions``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
@@ -19,9 +19,6 @@ from protos import limits
 # Turns of a conversation: more than real ones have, few enough to check without delaying other requests'
 # streams.
 MAX_MESSAGES: Final = 4096
-
-# Characters of a chat template; the longest of known models have 30,000.
-MAX_TEMPLATE: Final = 128 * 1024
 
 
 # Where each kind of part has its text; vLLM takes the ones of other APIs, too.
@@ -180,22 +177,26 @@ def _limit_messages(messages: Any) -> Any:
         raise ValueError(
             f"takes at most {MAX_MESSAGES} messages, got {len(messages)}; shorten the conversation"
         )
-    if (parts := num_parts(messages)) > MAX_PARTS:
+    contents = (message.get("content") for message in messages if isinstance(message, dict))
+    if (parts := sum(len(content) for content in contents if isinstance(content, list))) > MAX_PARTS:
         raise ValueError(f"takes at most {MAX_PARTS} parts of messages, got {parts}; send longer parts")
     return messages
-
-
-def num_parts(messages: Iterable[Any]) -> int:
-    """Returns the number of parts that the messages of a conversation have, before they are validated."""
-    contents = (message.get("content") for message in messages if isinstance(message, dict))
-    return sum(len(content) for content in contents if isinstance(content, list))
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(_limit_messages)]
 
 
+TEMPLATE_UNSERVED: Final[Mapping[str, Unserved]] = {
+    "chat_template": Unserved(
+        (), "the model's own is used; omit it, or start the gateway with --chat-template"
+    ),
+}
+
+
 class TemplateInput(RequestModel):
-    """What a chat template reads beside the messages; ``/tokenize`` has the same."""
+    """Further input of a chat template."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = TEMPLATE_UNSERVED
 
     tools: Tools = Field(default_factory=list, description="Functions that the model may call.")
     add_generation_prompt: Annotated[
@@ -221,14 +222,6 @@ class TemplateInput(RequestModel):
             " `enable_thinking` (off with none)."
         ),
     ] = None
-    chat_template: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            max_length=MAX_TEMPLATE,
-            description="A Jinja template in place of the model's; with --trust-request-chat-template.",
-        ),
-    ] = None
     chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
         default_factory=dict, description="Further variables for the chat template."
     )
@@ -249,11 +242,6 @@ class Conversation(TemplateInput):
     messages: Messages
 
 
-CONVERSATION_UNSERVED: Final[Mapping[str, Unserved]] = {
-    "return_prompt_text": Unserved((False,)),
-}
-
-
 class ChatCompletionRequest(SamplingRequest, Conversation):
     """A request for a chat completion."""
 
@@ -261,7 +249,8 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **COMMON_UNSERVED,
-        **CONVERSATION_UNSERVED,
+        **TEMPLATE_UNSERVED,
+        "return_prompt_text": Unserved((False,)),
         "echo": Unserved((False,), "an answer never repeats the prompt"),
         "functions": Unserved(([],), FUNCTIONS_HINT),
         "function_call": Unserved(("none", "auto"), FUNCTIONS_HINT),

@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, Validatio
 
 from gateway.quoting import quote
 from gateway.schemas.base import RequestModel, Unserved, ignore
-from gateway.schemas.chat import Messages, TemplateInput
+from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput
 from gateway.schemas.completions import as_prompts
 from gateway.schemas.sampling import UINT32_MAX, ModelName, or_default
 
@@ -108,8 +108,11 @@ class PoolingBody(RequestModel):
 
 # What conversations of chats have beside messages.
 _NOT_READ: Mapping[str, Unserved] = {
-    name: Unserved(neutral, "pooling models read messages alone; omit it")
-    for name, neutral in (("tools", ([],)), ("documents", ([],)), ("reasoning_effort", ()))
+    **TEMPLATE_UNSERVED,
+    **{
+        name: Unserved(neutral, "pooling models read messages alone; omit it")
+        for name, neutral in (("tools", ([],)), ("documents", ([],)), ("reasoning_effort", ()))
+    },
 }
 
 

@@ -6,11 +6,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field, model_validator
 
 from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.chat import (
-    CONVERSATION_UNSERVED,
-    Messages,
-    TemplateInput,
-)
+from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput
 from gateway.schemas.sampling import ModelName, TokenIds, or_default
 
 
@@ -18,7 +14,8 @@ class TokenizeRequest(TemplateInput):
     """A text or a conversation to tokenize."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
-        **CONVERSATION_UNSERVED,
+        **TEMPLATE_UNSERVED,
+        "return_prompt_text": Unserved((False,)),
         "tool_choice": Unserved(("none", "auto"), "it does not change the prompt; omit it"),
     }
     model: ModelName | None = None

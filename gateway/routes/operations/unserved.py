@@ -43,6 +43,9 @@ UNSERVED: Final[Mapping[str, str]] = {
         _RENDER,
     ),
     **dict.fromkeys(("/generative_scoring", "/v1/systemone"), _COMPARE),
+    "/invocations": "send requests to the routes under /v1/",
+    "/v1/chat/completions/batch": "send each conversation to /v1/chat/completions; they run together",
+    "/v2/embed": "send texts to /v1/embeddings",
     "/cohere/v2/chat": "send conversations to /v1/chat/completions",
 }  # fmt: skip
 """The reason for each path, with the advice."""

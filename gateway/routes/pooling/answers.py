@@ -85,8 +85,7 @@ class CohereApiVersion(AnswerModel):
 class CohereBilledUnits(AnswerModel):
     """What Cohere would bill."""
 
-    search_units: Annotated[int | None, Field(description="One for each 100 documents.")] = None
-    input_tokens: Annotated[int | None, Field(description="Of texts to embed.")] = None
+    search_units: Annotated[int, Field(description="One for each 100 documents.")]
 
 
 class CohereTokens(AnswerModel):
@@ -107,29 +106,6 @@ class CohereRerankAnswer(RerankAnswer):
     """Documents, the most relevant first, with what Cohere adds."""
 
     meta: CohereMeta
-
-
-class CohereEmbeddings(AnswerModel):
-    """Embeddings in each of the types that were asked for, in the order of the texts."""
-
-    float_: Annotated[list[list[float]] | None, Field(alias="float")] = None
-    binary: Annotated[
-        list[list[int]] | None, Field(description="Signs, eight in a number from -128 to 127.")
-    ] = None
-    ubinary: Annotated[
-        list[list[int]] | None, Field(description="Signs, eight in a number from 0 to 255.")
-    ] = None
-    base64: Annotated[list[str] | None, Field(description="float32 in little-endian order.")] = None
-
-
-class CohereEmbedAnswer(AnswerModel):
-    """Embeddings as Cohere writes them."""
-
-    id: str
-    embeddings: CohereEmbeddings
-    texts: list[str]
-    meta: CohereMeta
-    response_type: Literal["embeddings_by_type"]
 
 
 class Classification(AnswerModel):

@@ -48,19 +48,6 @@ def as_base64(values: Sequence[float], body: EncodedBody | None = None) -> str:
     return base64.b64encode(as_bytes(values, body)).decode()
 
 
-def as_bits(values: Sequence[float], *, signed: bool) -> list[int]:
-    """Returns the signs of ``values``, eight in a number, the first one highest; zero counts as positive.
-
-    Args:
-        values: a multiple of 8.
-        signed: numbers from -128, not from 0.
-    """
-    import numpy as np
-
-    packed = np.packbits(np.array(values, dtype=np.float32) >= 0)
-    return [int(number) - 128 * signed for number in packed]
-
-
 def as_bytes(values: Sequence[float], body: EncodedBody | None) -> bytes:
     """Returns ``values`` in the type and the order of bytes that a request asks for."""
     floats = array.array("f")

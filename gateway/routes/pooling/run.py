@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.streaming import while_client_waits
-from gateway.chat_prompts.chat_input import ChatInput
+from gateway.chat_prompts import ChatInput
 from gateway.http.middleware import note
 from gateway.http.tracing import pass_on
 from gateway.keys.caller import account_of
@@ -264,14 +264,14 @@ async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> li
     """
     cuts, served = call.cuts(), call.served
     if body.messages is not None:
-        if served.text.chat_template is None and body.chat_template is None:
+        if served.text.chat_template is None:
             raise InvalidArgument(
                 f"the model '{served.model.served_name}' has no chat template; send the text as 'input'",
                 param="messages",
             )
         chat, size = ChatInput.of(body.messages, body), len(await call.request.body())
         special = bool(body.add_special_tokens)
-        ids = await call.context.chat_encoder.encode(served, chat, body, special=special, size=size)
+        ids = await call.context.chat_encoder.encode(served, chat, special=special, size=size)
         return [PoolInput(cuts.cut_ids(ids))]
     call.check_count(len(body.input), "input")
     special = body.add_special_tokens is not False

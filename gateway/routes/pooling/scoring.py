@@ -1,5 +1,6 @@
 """``/score`` and ``/rerank``, also under the paths with ``/v1``."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ from starlette.responses import Response
 
 from gateway.routes.context import read_body, served_model
 from gateway.routes.openapi import body_schema, documented
-from gateway.routes.pooling.answers import RerankAnswer, ScoreList
+from gateway.routes.pooling.answers import CohereRerankAnswer, RerankAnswer, ScoreList
 from gateway.routes.pooling.run import PoolCall, answer_json, usage_of
 from gateway.routes.pooling.similarity import compare
 from gateway.schemas.pooling import RerankRequest, ScoreRequest
@@ -19,6 +20,9 @@ from protos.errors import Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 
 router = APIRouter(tags=["Pooling"])
+
+# Documents of one request that Cohere bills as one search.
+_DOCUMENTS_PER_SEARCH: Final = 100
 
 
 _SCORE: Final[dict[str, Any]] = {
@@ -63,6 +67,24 @@ async def rerank(request: Request) -> Response:
     """
     body = await read_body(request, RerankRequest)
     return answer_json(await ranked(request, body))
+
+
+@router.post(
+    "/v2/rerank",
+    summary="Sort documents by relevance, for Cohere's clients",
+    openapi_extra=body_schema(RerankRequest),
+    responses=documented(CohereRerankAnswer),
+)
+async def rerank_for_cohere(request: Request) -> Response:
+    """Returns the answer of /rerank with Cohere's `meta`."""
+    body = await read_body(request, RerankRequest)
+    answer = await ranked(request, body)
+    meta = {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": math.ceil(len(body.documents) / _DOCUMENTS_PER_SEARCH)},
+        "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},
+    }
+    return answer_json({**answer, "meta": meta})
 
 
 async def ranked(request: Request, body: RerankRequest) -> dict[str, Any]:

@@ -140,7 +140,7 @@ async def test_streams_that_wait_for_the_first_model_get_comments() -> None:
     async with waiting_gateway() as (gateway, scheduler, port, http), contextlib.AsyncExitStack() as calls:
         plain = asyncio.create_task(http.post(PROTOCOLS[0][0], json=CHAT))
         waiting = []
-        for path, body, _, last in (*PROTOCOLS, ("/invocations", CHAT, COMMENT, "[DONE]")):
+        for path, body, _, last in PROTOCOLS:
             call = http.stream("POST", path, json={**body, "stream": True})
             response = await calls.enter_async_context(call)
             lines = response.aiter_lines()

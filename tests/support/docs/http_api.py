@@ -28,8 +28,7 @@ A field that would change the output and is not served is refused by name. A fie
 mistyped parameter seems to do nothing.
 
 The chat template reads `reasoning_effort` (as `reasoning_effort`, and as `enable_thinking`, off with "none"), `documents` and
-`chat_template_kwargs`; what it does not read changes nothing. With `--trust-request-chat-template`, a request may bring a `chat_template`
-of at most 128 Ki characters. It runs in a process of its own that opens no file, and ends beyond 2 seconds of CPU time or 256 MiB.
+`chat_template_kwargs`; what it does not read changes nothing.
 
 Where a table has no text for a sampling parameter, [sampling.md](sampling.md) says what it does.
 """

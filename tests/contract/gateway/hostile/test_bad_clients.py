@@ -159,7 +159,7 @@ async def test_invalid_utf8(stack: Stack) -> None:
     paths = [path for path, one in document["paths"].items() if "requestBody" in one.get("post", {})]
     assert len(paths) > 12
     for path in paths:
-        if "lora" in path or path == "/adapters":
+        if "lora" in path:
             continue  # needs admin rights first
         for body in bodies:
             response = await stack.http.post(path, content=body)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from gateway.routes.chat_batch import BatchChatRequest
 from gateway.schemas.base import parse
 from gateway.schemas.chat import MAX_MESSAGES, MAX_PARTS, ChatCompletionRequest
 from gateway.schemas.completions import CompletionRequest
@@ -52,21 +51,6 @@ def test_the_number_of_parts_is_limited(model: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("gateway.schemas.chat._part", lambda *_: pytest.fail("read"))
     with pytest.raises(InvalidArgument, match=f"takes at most {MAX_PARTS} parts of messages, got") as caught:
         parse(model, json.dumps({"messages": [half, half, {"role": "user", "content": ["a"]}]}).encode())
-    assert caught.value.param == "messages"
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([[{}]] * 5000, "has 5000 conversations; send at most 4096"),
-        ([[{}] * 3000] * 2, "takes at most 4096 messages in all, got 6000"),
-        ([[{"content": [1] * 9000}]] * 2, "takes at most 16384 parts of messages in all, got 18000"),
-    ],
-)
-def test_the_size_of_a_batch_is_limited(messages: Any, message: str) -> None:
-    """The limits hold for all conversations together, and are checked before the messages themselves."""
-    with pytest.raises(InvalidArgument, match=message) as caught:
-        parse(BatchChatRequest, json.dumps({"messages": messages}).encode())
     assert caught.value.param == "messages"
 
 

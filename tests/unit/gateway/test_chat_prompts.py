@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.chat_prompts.chat_input import ChatInput
-from gateway.chat_prompts.encoding import ChatEncoder
+from gateway.chat_prompts import ChatEncoder, ChatInput
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.settings import Settings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenization import TextCodec, TextWorker
-from protos.errors import InvalidArgument, Unsupported
+from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.serving import smollm2_folder
 
@@ -39,19 +38,15 @@ async def worker() -> AsyncIterator[TextWorker]:
 async def encoded(
     worker: TextWorker,
     codec: TextCodec,
-    settings: dict[str, Any] | None = None,
     size: int = 50,
     **fields: Any,
 ) -> str:
     """Returns the prompt of a conversation."""
     content = {"messages": [{"role": "user", "content": "hi"}], **fields}
     body = parse(ChatCompletionRequest, json.dumps(content).encode())
-    encoder = ChatEncoder(Settings(**settings or {}), worker)
-    try:
-        served, chat = ServedModel(MODEL, codec), ChatInput.of(body.messages, body)
-        return codec.decode(await encoder.encode(served, chat, body, special=False, size=size))
-    finally:
-        await encoder.close()
+    served, chat = ServedModel(MODEL, codec), ChatInput.of(body.messages, body)
+    encoder = ChatEncoder(Settings(), worker)
+    return codec.decode(await encoder.encode(served, chat, special=False, size=size))
 
 
 def with_template(codec: TextCodec, source: str | None) -> TextCodec:
@@ -106,15 +101,6 @@ async def test_parameters_that_the_template_does_not_read(
     """They change nothing, so they are accepted."""
     plain = with_template(codec, "{{ messages[0].content }}")
     assert await encoded(worker, plain, **fields) == "hi"
-
-
-async def test_clients_bring_templates_only_if_they_are_trusted(worker: TextWorker, codec: TextCodec) -> None:
-    """The error names the setting."""
-    source = "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ mood }}"
-    fields: dict[str, Any] = {"chat_template": source, "chat_template_kwargs": {"mood": "bad"}}
-    with pytest.raises(Unsupported, match="--trust-request-chat-template"):
-        await encoded(worker, codec, **fields)
-    assert await encoded(worker, codec, {"trust_request_chat_template": True}, **fields) == "[hi]bad"
 
 
 async def test_thousands_of_short_messages_leave_the_event_loop(

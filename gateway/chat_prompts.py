@@ -1,12 +1,22 @@
-"""What a chat template writes a prompt of."""
+"""The prompts of conversations: their text by the model's chat template, and its token ids.
+
+The routes import this module; it imports `tools`, `text`, `schemas` and `scheduler_link`.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
+from gateway.quoting import clip
+from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import Message, TemplateInput
+from gateway.settings import Settings
 from gateway.text.chat_template import ChatTemplate
+from gateway.text.tokenization import TextWorker
 from gateway.tools.prompting import show_tools_in_words
+from protos.errors import InvalidArgument
+from protos.logs import get_logger
 
 
 class ChatPrompt(NamedTuple):
@@ -85,3 +95,48 @@ class ChatInput:
         if self.documents and "documents" not in known:
             yield "documents"
         yield from (f"chat_template_kwargs.{name}" for name in self.variables if name not in known)
+
+
+class ChatEncoder:
+    """Turns conversations into token ids."""
+
+    def __init__(self, settings: Settings, worker: TextWorker) -> None:
+        """Takes the templates' default variables from ``settings``; ``worker`` runs long work."""
+        self._variables = settings.default_chat_template_kwargs
+        self._worker = worker
+
+    async def encode(self, served: ServedModel, chat: ChatInput, *, special: bool, size: int) -> list[int]:
+        """Returns the token ids of a conversation.
+
+        Args:
+            served: the model.
+            chat: the conversation.
+            special: whether to add BOS and its like; usually not, because chat templates bring their own.
+            size: bytes of the request's body, which bound the effort: a template visits every message,
+                however short.
+
+        Raises:
+            InvalidArgument: if there is no chat template, or it refuses the messages.
+        """
+        if self._variables:
+            chat = replace(chat, defaults=self._variables)
+        prompt = await self._worker.run(size, partial(self._write, served, chat))
+        self._check(prompt)
+        encode = partial(served.text.encode, prompt.text, add_special_tokens=special)
+        return await self._worker.run(len(prompt.text), encode)
+
+    def _write(self, served: ServedModel, chat: ChatInput) -> ChatPrompt:
+        template = served.text.tool_template if chat.tools else served.text.chat_template
+        if template is None:
+            raise InvalidArgument(
+                f"the model '{served.model.served_name}' has no chat template; use /v1/completions",
+                param="messages",
+            )
+        return chat.write(template)
+
+    def _check(self, prompt: ChatPrompt) -> None:
+        """Refuses or logs parameters that the template does not read."""
+        if not prompt.ignored:
+            return
+        names = [clip(name) for name in prompt.ignored[:32]]
+        get_logger().debug("the chat template does not read some parameters", fields=names)
