@@ -342,7 +342,7 @@ class Device(abc.ABC):
         Args:
             hidden: [tokens, hidden].
             gate_up: [experts, 2 * inner, hidden]: each expert's gate and up projection, in the order of
-            `gated`.
+                `gated`.
             down: [experts, hidden, inner].
             weights: [tokens, experts]; 0 for experts that the token does not use.
             activation: of the gates.

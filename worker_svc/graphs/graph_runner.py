@@ -252,11 +252,11 @@ class GraphRunner:
                 time.
             *adapters: the selection of LoRA adapters, if the signature has them.
             other: a step with other contents for the comparison; `None` for another token and the next
-            positions.
+                positions.
 
         Raises:
             ConfigurationRefused: if the options require a graph and the step is not static, or does not
-            compile.
+                compile.
         """
         if not self._options.level or signature in self._graphs:
             return

@@ -40,7 +40,7 @@ class CompiledCode:
 
         Raises:
             ConfigurationRefused: if the code is required and missing; names every field different from the
-            nearest entry.
+                nearest entry.
         """
         self._log = get_logger()
         self._fields = dict(fields)

@@ -61,7 +61,7 @@ class RankGroup:
         Raises:
             Unavailable: if the ranks do not find one another.
             ConfigurationRefused: on all ranks, if facts differ, or two ranks of a stage share a device and
-            may not.
+                may not.
         """
         self.layout = layout
         self.epoch = epoch

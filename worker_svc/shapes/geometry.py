@@ -148,7 +148,7 @@ def group_layers(
 
     Raises:
         ConfigurationRefused: if a layer reads another layer's in-place window. The tokens of the step's
-        first queries have already slid out when the layer runs.
+            first queries have already slid out when the layer runs.
     """
     layers = list(layers)
     owners = [layer for layer in layers if layer.shares_with is None]

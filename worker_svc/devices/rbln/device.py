@@ -208,7 +208,7 @@ class RblnDevice(Device):
 
         Raises:
             ConfigurationRefused: for windows in paged blocks with the Triton kernels, which lack an operator
-            for them.
+                for them.
         """
         if group.kind is GroupKind.PAGED_WINDOW and self.namespace == TRITON:
             raise ConfigurationRefused(

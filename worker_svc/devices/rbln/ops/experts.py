@@ -82,7 +82,7 @@ def reference(
         weights: [experts, tokens]; an expert's MLP counts only for tokens with a weight other than 0.
         activation: a key of `base.EXPERT_ACTIVATIONS`.
         expert_map: integers [experts], the index of each expert in `gate`, `up` and `down`, -1 for those of
-        other ranks; `None` if `weights` covers exactly these experts.
+            other ranks; `None` if `weights` covers exactly these experts.
         *scales: of quantized experts; must be `None`.
 
     Returns:

@@ -36,7 +36,7 @@ def paged(
         start: integers [rows, 1], the position of each row's first token.
         tables: integers [rows, partitions], or [partitions] for a single row.
         mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, the visible positions of each token; `None` for
-        causal attention.
+            causal attention.
         window: without a mask, the number of visible tokens of each token, itself included; 0 for all.
         sinks: [heads, sinks], scores of extra positions without a value.
 
