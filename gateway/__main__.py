@@ -15,9 +15,8 @@ from typing import Any, Final, cast
 import uvicorn
 
 from gateway.app import create_app
+from gateway.http.listeners import ServerTls, listen, unix_listener
 from gateway.http.protocol import BoundedProtocol
-from gateway.http.tls import ServerTls
-from gateway.http.unix_socket import unix_listener
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import unread_limits
@@ -83,27 +82,6 @@ class HttpServer(uvicorn.Server):
         timer = asyncio.get_running_loop().call_later(self._drain_timeout_s, self._end_requests)
         await super().shutdown(sockets)
         timer.cancel()
-
-
-def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """Returns a listening socket; with ``reuse_port`` one of several on the same port.
-
-    Raises:
-        ConfigurationRefused: if the address is not available; one line with the reason.
-    """
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048, reuse_port=reuse_port)
-    except OSError as error:
-        raise ConfigurationRefused(
-            f"cannot listen on {host}:{port}: {_reason(error)}; choose another --host or --port"
-        ) from error
-
-
-def _reason(error: OSError) -> str:
-    # For error numbers, asyncio and socket append the address to the text. Errors of name resolution have
-    # their own numbers.
-    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
 
 
 def http_config(settings: Settings, app: Any) -> uvicorn.Config:

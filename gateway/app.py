@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from gateway import version
 from gateway.chat_prompts import ChatEncoder
-from gateway.http.errors import UnknownRoute, WrongMethod, error_response
+from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import RequestMiddleware
 from gateway.keys.guard import KeyGuard
 from gateway.keys.key_ring import KeyRing
@@ -217,7 +217,7 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answers Starlette's own refusals: unknown paths and methods."""
     if not isinstance(error, HTTPException):
         raise error
-    path, method = request.url.path, request.method
+    path, method = request.url.path, sent_method(request.scope)
     headers = dict(error.headers or {})
     reason = UNSERVED.get(path.removeprefix(request.scope.get("root_path", "")))
     if reason is not None:
@@ -228,7 +228,9 @@ def _on_http_exception(request: Request, error: Exception) -> Response:
                 UnknownRoute(f"there is no {path} here; the API is under /v1/"), headers, path=path
             )
         case 405:
-            allowed = f"; use {headers['Allow']}" if "Allow" in headers else ""
-            return error_response(WrongMethod(f"{path} does not take {method}{allowed}"), headers, path=path)
+            allowed = headers["Allow"] = headers.get("Allow", "").replace("GET", "GET, HEAD")
+            return error_response(
+                WrongMethod(f"{path} does not take {method}; use {allowed}"), headers, path=path
+            )
         case _:
             return error_response(InvalidArgument(str(error.detail)), headers, path=path)

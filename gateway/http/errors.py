@@ -6,6 +6,7 @@
     ├── InvalidArgument
     │   ├── PayloadTooLarge    the body is longer than this gateway accepts
     │   ├── RequestTooSlow     the body did not arrive in time
+    │   ├── UnsupportedEncoding  the body is compressed in a way that is not decoded here
     │   ├── Unauthorized       a key is missing or wrong
     │   └── Forbidden          a setting does not allow the request
     ├── NotFound
@@ -40,8 +41,14 @@ from protos.errors import (
 
 _ERROR: Final = "triptych.error"
 
+METHOD: Final = "triptych.method"
+"""The method that the client sent, in a request's scope; routes see HEAD as GET."""
+
 # The Retry-After value, in seconds, if the error has none of its own.
 DEFAULT_RETRY_AFTER_S: Final = 1
+
+ENCODINGS: Final = "gzip, deflate"
+"""The content encodings in which bodies are taken."""
 
 
 class PayloadTooLarge(InvalidArgument):
@@ -54,6 +61,12 @@ class RequestTooSlow(InvalidArgument):
     """The body did not arrive in time."""
 
     http_status = 408
+
+
+class UnsupportedEncoding(InvalidArgument):
+    """The body is compressed in a way that is not decoded here."""
+
+    http_status = 415
 
 
 class Unauthorized(InvalidArgument):
@@ -100,6 +113,7 @@ TABLE: Final[dict[type[TriptychError], Row]] = {
     ContextExceeded: Row("invalid_request_error", "context_length_exceeded"),
     PayloadTooLarge: Row("invalid_request_error", "payload_too_large"),
     RequestTooSlow: Row("invalid_request_error", "request_timeout"),
+    UnsupportedEncoding: Row("invalid_request_error", "unsupported_content_encoding"),
     Unauthorized: Row("invalid_request_error", "invalid_api_key"),
     Forbidden: Row("invalid_request_error", "forbidden"),
     NotFound: Row("invalid_request_error", "not_found"),
@@ -186,7 +200,9 @@ def error_response(
         headers["x-should-retry"] = "false"
     if isinstance(error, Unauthorized):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, PayloadTooLarge | RequestTooSlow):
+    if isinstance(error, UnsupportedEncoding):
+        headers["accept-encoding"] = ENCODINGS
+    if isinstance(error, PayloadTooLarge | RequestTooSlow | UnsupportedEncoding):
         # The rest of the body stays unread, so the connection cannot be reused.
         headers["connection"] = "close"
     shaped = shape_for(path)(error)
@@ -222,3 +238,9 @@ def error_code(scope: MutableMapping[str, Any]) -> str | None:
 def internal(error: BaseException) -> Internal:
     """Returns the error that a client sees for an unexpected exception; the log keeps the details."""
     return Internal(f"the gateway failed on this request ({type(error).__name__}); its log has the details")
+
+
+def sent_method(scope: MutableMapping[str, Any]) -> str:
+    """Returns the method that the client sent."""
+    method: str = scope.get(METHOD, scope["method"])
+    return method

@@ -1,23 +1,14 @@
 """Middleware around every HTTP request: request id, access log, metrics, and the body's limits."""
 
-import asyncio
-import contextlib
 import re
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import (
-    ClientGone,
-    PayloadTooLarge,
-    RequestTooSlow,
-    error_code,
-    error_response,
-    internal,
-)
-from gateway.http.security_headers import security_headers
+from gateway.http.bodies import BoundedBody
+from gateway.http.errors import METHOD, error_code, error_response, internal, sent_method
 from gateway.http.tracing import HttpTraces
 from gateway.metrics import Metrics
 from protos.logs import bind_request, get_logger
@@ -31,9 +22,27 @@ REQUEST_ID_HEADER: Final = "x-request-id"
 # Machines poll these every few seconds, so they are logged at debug level only.
 _QUIET: Final = frozenset({"/health", "/live", "/load", "/metrics", "/ping", "/ready"})
 
-# How much of an oversized body is read and discarded, as a multiple of the limit and in seconds.
-_DISCARD_FACTOR: Final = 8
-_DISCARD_S: Final = 10
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+_ALWAYS: Final = (
+    # A browser must not read JSON with a prompt in it as a page.
+    (b"x-content-type-options", b"nosniff"),
+)
+
+# Pages load what this gateway serves and nothing else, and no other site shows them in a frame. Pages of API
+# documentation have a script and styles of their own in them.
+_PAGES: Final = (
+    (
+        b"content-security-policy",
+        (
+            b"default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline';"
+            b" img-src 'self' data:; worker-src 'self' blob:; object-src 'none'; base-uri 'none';"
+            b" form-action 'none'; frame-ancestors 'none'"
+        ),
+    ),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+)
 
 _REQUEST_ID: Final = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -70,6 +79,28 @@ def outcome_of(scope: MutableMapping[str, Any]) -> Outcome:
     return Outcome(scope.get(_STATUS, 0), noted.get("prompt_tokens", 0), noted.get("completion_tokens", 0))
 
 
+def security_headers(given: RawHeaders) -> RawHeaders:
+    """Returns the headers to add to an answer. A page's own policy stays.
+
+    Args:
+        given: the answer's headers, names in lower case.
+    """
+    found = dict(given)
+    if not found.get(b"content-type", b"").startswith(b"text/html"):
+        return _ALWAYS
+    return (*_ALWAYS, *(header for header in _PAGES if header[0] not in found))
+
+
+def _for_routes(scope: Scope) -> Scope:
+    """Returns the request as routes see it: without trailing slashes, and HEAD as GET.
+
+    The server still has the original, and sends no body with an answer to HEAD.
+    """
+    path = scope["path"].rstrip("/") or "/"
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    return {**scope, "path": path, "method": method, METHOD: scope["method"]}
+
+
 class RequestMiddleware:
     """Wraps the application in plain ASGI, so that a streamed chunk costs one extra call."""
 
@@ -99,6 +130,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _for_routes(scope)
         began = self._clock()
         headers = Headers(scope=scope)
         request_id = request_id_of(headers, self._new_id)
@@ -116,9 +148,10 @@ class RequestMiddleware:
                 message["headers"] = [*given, *more, *security_headers(given)]
             await send(message)
 
+        body = BoundedBody(receive, headers, self._max_body_bytes, self._read_timeout_s)
         with bind_request(request_id), self._metrics.in_flight():
             try:
-                await self._app(scope, self._limited(receive, headers), send_with_id)
+                await self._app(scope, body, send_with_id)
             except Exception as error:
                 self._log.exception("unexpected exception")
                 if status:
@@ -127,67 +160,17 @@ class RequestMiddleware:
             finally:
                 self._record(scope, status, began)
 
-    def _too_large(self) -> PayloadTooLarge:
-        return PayloadTooLarge(f"the body is longer than {self._max_body_bytes} bytes; send less at once")
-
-    async def _discard(self, receive: Receive) -> None:
-        """Reads the rest of a body, within limits. A client cut off while sending never sees the error."""
-        rest = _DISCARD_FACTOR * self._max_body_bytes
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_DISCARD_S):
-                while rest > 0:
-                    message = await receive()
-                    rest -= len(message.get("body", b""))
-                    if not message.get("more_body"):
-                        return
-
-    def _limited(self, receive: Receive, headers: Headers) -> Receive:
-        """Wraps ``receive`` to bound a body's size and the time it takes.
-
-        Headers that announce too much are refused when the body is asked for: after the check of keys.
-        """
-        announced = int(headers.get("content-length") or 0)
-        received, complete = 0, False
-        deadline = asyncio.get_running_loop().time() + self._read_timeout_s
-
-        async def limited() -> Message:
-            nonlocal received, complete
-            if complete:
-                return await receive()
-            if announced > self._max_body_bytes:
-                if "expect" not in headers:
-                    await self._discard(receive)
-                raise self._too_large()
-            try:
-                async with asyncio.timeout_at(deadline):
-                    message = await receive()
-            except TimeoutError:
-                raise RequestTooSlow(
-                    f"the body did not arrive within {self._read_timeout_s:g} s; send it faster, or less"
-                ) from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone("the client closed the connection before its body was complete")
-            complete = not message.get("more_body")
-            received += len(message.get("body", b""))
-            if received > self._max_body_bytes:
-                if message.get("more_body"):
-                    await self._discard(receive)
-                raise self._too_large()
-            return message
-
-        return limited
-
     def _record(self, scope: MutableMapping[str, Any], status: int, began: float) -> None:
         route = getattr(scope.get("route"), "path", None) or "other"
         seconds, error = self._clock() - began, error_code(scope)
-        self._metrics.answered(route, scope["method"], status, seconds, error)
+        self._metrics.answered(route, sent_method(scope), status, seconds, error)
         noted = scope.get(_ACCESS_FIELDS, {})
         if self._traces is not None:
             self._traces.end(scope, route=route, status=status, error=error, noted=noted)
         write = self._log.debug if scope["path"] in _QUIET else self._log.info
         write(
             "request",
-            method=scope["method"],
+            method=sent_method(scope),
             path=scope["path"],
             # 0: the client disconnected before there was a status.
             status=status,

@@ -1,6 +1,7 @@
 """One HTTP connection: uvicorn's protocol, with bounds on what a client may hold and for how long."""
 
 import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import httptools
@@ -10,7 +11,6 @@ from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.http.errors import error_body, error_response
-from gateway.http.upgrades import DecliningParser, head_without_offer
 from protos.errors import InvalidArgument, Unavailable
 from protos.logs import get_logger
 
@@ -22,6 +22,9 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_PIPELINED: Final = 100
 
 _RETRY_AFTER_MS: Final = 1000
+
+# Headers and tokens with which a client offers another protocol.
+_OFFERS: Final = frozenset({b"upgrade", b"http2-settings"})
 
 
 async def too_many_connections(scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,6 +68,73 @@ class BodyWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
+class DecliningParser:
+    """httptools' parser, which reads a request that offers another protocol as if it did not.
+
+    Clients that would rather speak HTTP/2, such as Java's, make this offer with their first request, and get
+    HTTP/1.1. httptools would take the bytes after such a head for the other protocol: the request would lose
+    its body, and the body could pass for further requests.
+    """
+
+    def __init__(self, make: Callable[[], Any], head: Callable[[], bytes]) -> None:
+        """Creates a parser.
+
+        Args:
+            make: makes a parser of httptools.
+            head: returns the head of the newest request without its offer.
+        """
+        self._make = make
+        self._head = head
+        self._parser = make()
+
+    @property
+    def declines(self) -> bool:
+        """Whether the head at hand offers another protocol, and will be read again without its offer."""
+        return bool(self._parser.should_upgrade()) and self._parser.get_method() != b"CONNECT"
+
+    def feed_data(self, data: bytes) -> None:
+        """Parses ``data``.
+
+        Raises:
+            HttpParserError: if it is not HTTP, or asks for a tunnel.
+        """
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                if not self.declines:
+                    raise httptools.HttpParserError("CONNECT") from None
+                head, rest = self._head(), data[offer.args[0] :]
+                self._parser = self._make()
+                data = head + rest
+            else:
+                return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+
+def _head_without_offer(
+    method: bytes, target: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]
+) -> bytes:
+    """Returns a request's head without its offer of another protocol.
+
+    Args:
+        method: the method.
+        target: what the request line has between method and version.
+        version: the version, for example "1.1".
+        headers: names in lower case, and values.
+    """
+    lines = [b"%b %b HTTP/%b" % (method, target, version.encode())]
+    for name, value in headers:
+        if name == b"connection":
+            kept = [token for token in value.split(b",") if token.strip().lower() not in _OFFERS]
+            lines += [b"connection: " + b",".join(kept)] if kept else []
+        elif name not in _OFFERS:
+            lines.append(name + b": " + value)
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Closes connections whose client takes too long: to send a request's head, or to read what was written.
 
@@ -95,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread = 0
         # Of the request that is being answered. uvicorn has only that of the newest one.
         self._running: Any = None
-        self.parser: Any = DecliningParser(self._new_parser, self._head_without_offer)
+        self.parser: Any = DecliningParser(self._new_parser, self._plain_head)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         """Starts the time for the first head."""
@@ -194,9 +264,9 @@ class BoundedProtocol(HttpToolsProtocol):
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
-    def _head_without_offer(self) -> bytes:
+    def _plain_head(self) -> bytes:
         parser = self.parser
-        return head_without_offer(parser.get_method(), self.url, parser.get_http_version(), self.headers)
+        return _head_without_offer(parser.get_method(), self.url, parser.get_http_version(), self.headers)
 
     def _start_asgi_task(self, cycle: Any, app: ASGIApp) -> None:  # type: ignore[override] # as uvicorn's
         self._running = cycle

@@ -6,6 +6,7 @@ from typing import Any, Final, Protocol
 
 from starlette.datastructures import Headers
 
+from gateway.http.errors import sent_method
 from protos.tracing.tracer import Span, Tracer
 
 _SPAN: Final = "triptych.span"
@@ -39,7 +40,7 @@ class HttpTraces:
     def begin(self, scope: MutableMapping[str, Any], headers: Headers) -> None:
         """Begins the span of a request, a child of the one that its headers name."""
         span = self._tracer.begin(
-            scope["method"],
+            sent_method(scope),
             headers.get("traceparent", ""),
             headers.get("tracestate", ""),
             start_ns=time.time_ns(),
@@ -71,7 +72,7 @@ class HttpTraces:
             return
         span, start_ns = begun
         attributes: dict[str, Any] = {
-            "http.request.method": scope["method"],
+            "http.request.method": sent_method(scope),
             "http.route": route,
             "url.path": scope["path"],
             "gen_ai.request.id": scope["triptych.request_id"],

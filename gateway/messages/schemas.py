@@ -200,9 +200,9 @@ class PromptRequest(RequestModel):
         "mcp_servers": Unserved(([],), "the client must call its MCP servers itself"),
         "thread": Unserved((), "nothing is stored; send all turns in 'messages'"),
     }
-    model: Annotated[
-        ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
-    ] = None
+    model: Annotated[ModelName, Field(description="A name from /v1/models; omitted: the served model.")] = (
+        None
+    )
     messages: Annotated[
         list[Turn],
         Field(

@@ -1,5 +1,6 @@
 """Parses request bodies and words refusals."""
 
+import codecs
 import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
@@ -153,6 +154,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     Raises:
         InvalidArgument: one line that names the first invalid parameter and what to change.
     """
+    body = body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
         raise InvalidArgument("the request has no body; send a JSON object")
     try:

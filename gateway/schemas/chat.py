@@ -267,7 +267,7 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
     ] = True
     max_completion_tokens: Annotated[
         int | None,
-        Field(ge=1, le=UINT32_MAX, description="Maximum number of new tokens; the same as max_tokens."),
+        Field(ge=1, le=UINT32_MAX, description="Maximum number of new tokens; wins over max_tokens."),
     ] = None
     logprobs: Annotated[
         bool, or_default(False), Field(description="Report the log-probability of each new token.")
@@ -291,16 +291,6 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to report with each new token; ``None``: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    @model_validator(mode="after")
-    def _limits_agree(self) -> "ChatCompletionRequest":
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and both[0] != both[1]:
-            raise ValueError(
-                f"max_tokens ({both[0]}) and max_completion_tokens ({both[1]}) mean the same; send one of"
-                " them"
-            )
-        return self
 
     @model_validator(mode="after")
     def _choice_names_a_tool(self) -> "ChatCompletionRequest":

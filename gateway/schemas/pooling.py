@@ -85,9 +85,9 @@ Texts = Annotated[
 class PoolingBody(RequestModel):
     """What every request to a pooling model may have."""
 
-    model: Annotated[
-        ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
-    ] = None
+    model: Annotated[ModelName, Field(description="A name from /v1/models; omitted: the served model.")] = (
+        None
+    )
     truncate_prompt_tokens: Annotated[
         int | None,
         Field(

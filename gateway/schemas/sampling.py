@@ -28,8 +28,10 @@ _RECOMMENDED: Final = "the model's recommended value"
 # Validation stops at the first invalid id: a list of millions must not be searched for others.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 
-# Bounded, because names go into the access log.
-ModelName = Annotated[str, Field(max_length=256)]
+# Bounded, because names go into the access log. Clients without a model's name send an empty one.
+ModelName = Annotated[
+    str | None, Field(max_length=256), BeforeValidator(lambda name: None if name == "" else name)
+]
 
 
 def _stop_strings(value: Any) -> list[str]:
@@ -143,9 +145,9 @@ class SamplingRequest(RequestModel):
     prompt_param: ClassVar[str] = "prompt"
     """The client's name for the prompt, in errors."""
 
-    model: Annotated[
-        ModelName | None, Field(description="A name from /v1/models; omitted: the served model.")
-    ] = None
+    model: Annotated[ModelName, Field(description="A name from /v1/models; omitted: the served model.")] = (
+        None
+    )
     temperature: Annotated[
         float | None,
         in_bounds("temperature", description=f"0: greedy; omitted: {_RECOMMENDED}, else 1."),

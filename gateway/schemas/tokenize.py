@@ -18,7 +18,7 @@ class TokenizeRequest(TemplateInput):
         "return_prompt_text": Unserved((False,)),
         "tool_choice": Unserved(("none", "auto"), "it does not change the prompt; omit it"),
     }
-    model: ModelName | None = None
+    model: ModelName = None
     prompt: Annotated[str | None, Field(description="A text.")] = None
     messages: Annotated[
         Messages | None, Field(description="A conversation, for the model's chat template.")
@@ -41,5 +41,5 @@ class TokenizeRequest(TemplateInput):
 class DetokenizeRequest(RequestModel):
     """Token ids to decode."""
 
-    model: ModelName | None = None
+    model: ModelName = None
     tokens: TokenIds

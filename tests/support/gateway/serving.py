@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
-from gateway.__main__ import HttpServer, http_config, listen
+from gateway.__main__ import HttpServer, http_config
 from gateway.app import create_app
+from gateway.http.listeners import listen
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
 from gateway.scheduler_link.request_table import unread_limits

@@ -57,7 +57,7 @@ async def test_a_request_names_an_adapter_as_its_model(stack: Stack, path: str, 
     assert [request.lora_name for request in stack.scheduler.requests[-2:]] == ["", ""]
 
 
-@pytest.mark.parametrize("model", ["gpt-9", "", "ä" * 200])
+@pytest.mark.parametrize("model", ["gpt-9", "ä" * 200])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_unknown_model_is_not_found(stack: Stack, model: str, stream: bool) -> None:
     """Whether the gateway or the scheduler refuses it: OpenAI's error, in the same words."""

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 from starlette.responses import HTMLResponse
 
-from gateway.http.security_headers import security_headers
+from gateway.http.middleware import security_headers
 from tests.support.gateway.serving import running_gateway
 
 pytestmark = pytest.mark.contract

@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from deploy.secure_files import issue
-from gateway.http.tls import ServerTls
+from gateway.http.listeners import ServerTls
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused
 from protos.security.certificates import CertificatePaths

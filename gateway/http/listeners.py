@@ -1,6 +1,10 @@
-"""TLS of the HTTP ports, from files that may change while the gateway runs."""
+"""The sockets of the HTTP ports, and their TLS from files that may change while the gateway runs."""
 
+import contextlib
+import os
+import socket
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NoReturn, Self
 
@@ -8,7 +12,66 @@ from gateway.security_settings import SecuritySettings
 from protos.errors import ConfigurationRefused
 from protos.security.watched_files import WatchedFiles
 
+_BACKLOG: Final = 2048
 _ADVICE: Final = "check that they are PEM files, belong together and may be read"
+
+
+def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """Returns a listening socket; with ``reuse_port`` one of several on the same port.
+
+    Raises:
+        ConfigurationRefused: if the address is not available; one line with the reason.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
+    except OSError as error:
+        raise ConfigurationRefused(
+            f"cannot listen on {host}:{port}: {_socket_reason(error)}; choose another --host or --port"
+        ) from error
+
+
+def _socket_reason(error: OSError) -> str:
+    # For error numbers, asyncio and socket append the address to the text. Errors of name resolution have
+    # their own numbers.
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
+
+
+@contextlib.contextmanager
+def unix_listener(path: Path) -> Iterator[socket.socket]:
+    """Yields a socket that listens at ``path``, and removes the file at the end.
+
+    A file that a dead process left is replaced.
+
+    Raises:
+        ConfigurationRefused: if the path is in use or cannot be written; one line with the reason.
+    """
+    if _answers(path):
+        raise ConfigurationRefused(f"--uds {path}: another process listens there; choose another path")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with listener:
+        try:
+            if path.is_socket():
+                path.unlink()
+            listener.bind(str(path))
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigurationRefused(
+                f"--uds {path}: {error.strerror or error}; choose another path"
+            ) from error
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True
 
 
 class ServerTls:
