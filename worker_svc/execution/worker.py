@@ -21,8 +21,8 @@ from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
 from worker_svc.execution.ranks.lockstep import Follower, GiveUp, Leader
 from worker_svc.execution.ranks.rank_facts import rank_facts
+from worker_svc.grammars.compile_client import CompilerLimits
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
-from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.constraints import Constraints, StepConstraints
 from worker_svc.grammars.relayed import FollowingConstraints, LeadingConstraints
 from worker_svc.graphs.compilation import Compilation, graph_options

@@ -1,7 +1,6 @@
-"""The worker's side of the compile server: starts the process and sends it grammars."""
+"""The processes that compile a worker's grammars: started when needed, killed when nobody waits."""
 
-import contextlib
-import os
+import json
 import signal
 import socket
 import subprocess
@@ -10,24 +9,13 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from protos.errors import Internal, Overloaded, TriptychError
-from worker_svc.grammars.compile_protocol import (
-    CHILD_DIED,
-    COMPILER_ERROR,
-    DONE,
-    INVALID_SPEC,
-    WALL_FACTOR,
-    SerializedGrammar,
-    load_grammar,
-    load_status,
-    load_vocabulary,
-    receive_answer,
-    send_job,
-)
-from worker_svc.grammars.compiler_limits import CompilerLimits
+from worker_svc.grammars.compile_server import Job, SerializedGrammar
 from worker_svc.grammars.lowering.refusals import PARAM, refusal
 from worker_svc.grammars.markers import with_marker_texts
 from worker_svc.grammars.spec import Spec
@@ -36,8 +24,71 @@ if TYPE_CHECKING:
     import xgrammar
 
 _START_TIMEOUT_S: Final = 60.0
+# Wall-clock time of a compilation as a multiple of its CPU limit: it may have to wait for a core.
+_WALL_FACTOR: Final = 8.0
 # Bytes per token of an extra vocabulary beside the token's text; measured with 49,152 tokens.
 _TOKEN_BYTES: Final = 80
+
+
+@dataclass(frozen=True)
+class CompilerLimits:
+    """Limits on one grammar, and on all of them together."""
+
+    threads: int = 2
+    """Grammars compiled at the same time."""
+    cpu_s: float = 5.0
+    """CPU seconds of one compilation."""
+    compile_bytes: int = 1 << 30
+    """Bytes that one compilation may allocate."""
+    grammar_bytes: int = 64 << 20
+    """Bytes of one compiled grammar, serialized or not.
+
+    Reading one back takes about ten times as much for a moment; only one is read at a time.
+    """
+    cache_bytes: int = 256 << 20
+    """Bytes of all compiled grammars.
+
+    Grammars in use by running requests count, and stay when the limit is exceeded.
+    """
+
+
+class _Process:
+    """A process that compiles one grammar at a time (`compile_server`)."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "worker_svc.grammars.compile_server", str(theirs.fileno()), *arguments],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        self._connection = Connection(ours.detach())
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: bytes, timeout_s: float) -> tuple[dict[str, Any], bytes]:
+        """Returns the answer to a request.
+
+        Raises:
+            TimeoutError: there is none in time.
+            EOFError, OSError: the process has ended.
+        """
+        self._connection.send_bytes(request)
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return json.loads(self._connection.recv_bytes()), self._connection.recv_bytes()
+
+    def kill(self) -> None:
+        """Ends the wait of `ask`."""
+        self._process.kill()
+
+    def end(self) -> int:
+        """Kills the process, unless it has ended, and returns its status as `subprocess` does."""
+        self.kill()
+        self._connection.close()
+        return self._process.wait()
 
 
 class Compilation:
@@ -51,21 +102,25 @@ class Compilation:
         self.abandoned = False
         """Whether the last caller has left."""
         self._lock = threading.Lock()
-        self._connection: socket.socket | None = None
+        self._process: _Process | None = None
 
-    def attach(self, connection: socket.socket) -> None:
-        """Binds the compilation to its child; kills the child if the compilation is abandoned."""
+    def bind(self, process: _Process | None) -> None:
+        """Sets the process to kill when the compilation is abandoned.
+
+        Raises:
+            CancelledError: it is abandoned already.
+        """
         with self._lock:
-            self._connection = connection
+            self._process = process
             if self.abandoned:
-                _hang_up(connection)
+                raise CancelledError
 
     def abandon(self) -> None:
-        """Kills the child that runs it, now or as soon as there is one."""
+        """Kills the process that runs it, now or as soon as there is one."""
         with self._lock:
             self.abandoned = True
-            if self._connection is not None:
-                _hang_up(self._connection)
+            if self._process is not None:
+                self._process.kill()
 
 
 class GrammarVocabulary:
@@ -81,49 +136,41 @@ class GrammarVocabulary:
 
 
 class CompileClient:
-    """Owns the compile server, the process that forks a child for each grammar (`compile_server`)."""
+    """Owns the processes, at most as many as there are threads that compile at the same time."""
 
     def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
-        """Starts the server and waits until it has read the vocabulary.
+        """Starts the first process and reads the vocabulary from it.
 
         Raises:
             Internal: it did not start, or cannot read the vocabulary.
         """
         import xgrammar
 
-        self._control, theirs = socket.socketpair()
+        self._arguments = [str(folder), str(vocab_size), *map(str, end_ids)]
         self._lock = threading.Lock()
-        self._children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "worker_svc.grammars.compile_server", str(theirs.fileno()), str(folder),
-                 str(vocab_size), *map(str, end_ids)],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        try:
-            self._control.settimeout(_START_TIMEOUT_S)
-            answer, payload = receive_answer(self._control)
-            if answer != DONE:
-                raise Internal(
-                    f"grammars cannot be compiled for this model: {payload.decode(errors='replace')}"
-                )
-            tokenizer, specials = load_vocabulary(payload)
-            self._plain = GrammarVocabulary(xgrammar.TokenizerInfo.deserialize_json(tokenizer))
-            self._with_markers: weakref.WeakValueDictionary[tuple[int, ...], GrammarVocabulary] = (
-                weakref.WeakValueDictionary()
-            )
-            self._texts = {token_id: text for text, token_id in specials.items()}
-        except (EOFError, OSError) as error:
-            self.close()
-            raise Internal(f"the grammar compile server did not start: {error}") from error
-        except Internal:
-            self.close()
-            raise
+        self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
+        self._closed = False
+        process, specials, tokenizer = self._start()
+        self._idle.append(process)
+        self._plain = GrammarVocabulary(xgrammar.TokenizerInfo.deserialize_json(tokenizer))
+        self._with_markers: weakref.WeakValueDictionary[tuple[int, ...], GrammarVocabulary] = (
+            weakref.WeakValueDictionary()
+        )
+        self._texts = {token_id: text for text, token_id in specials.items()}
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the server is running."""
-        return self._process.poll() is None
+    def _start(self) -> tuple[_Process, dict[str, int], str]:
+        """Returns a process, and its special tokens and vocabulary."""
+        process = _Process(self._arguments)
+        try:
+            answer, tokenizer = process.ask(b"null", _START_TIMEOUT_S)
+        except (EOFError, OSError) as error:
+            process.end()
+            raise Internal(f"the grammar compiler did not start: {error}") from error
+        if reason := answer.get("failed"):
+            process.end()
+            raise Internal(f"grammars cannot be compiled for this model: {reason}")
+        return process, answer["specials"], tokenizer.decode()
 
     def vocabulary(self, markers: tuple[int, ...]) -> GrammarVocabulary:
         """Returns the vocabulary in which these special tokens have their text. Not thread-safe."""
@@ -144,68 +191,67 @@ class CompileClient:
         return made
 
     def compile(self, spec: Spec, limits: CompilerLimits, compilation: Compilation) -> SerializedGrammar:
-        """Compiles a grammar in a new child and waits for the answer.
+        """Compiles a grammar in a process of its own and waits for the answer.
 
         Raises:
             InvalidArgument: the spec is invalid or exceeds a limit on any machine; worth remembering.
             Overloaded: the cores were too busy.
-            Internal: the compiler crashed, or the server ended.
+            Internal: the compiler crashed.
             CancelledError: the last caller has left.
         """
-        with self._fork_child() as connection:
-            compilation.attach(connection)
-            try:
-                # The child enforces its own limits; this timeout covers a child that could not be forked.
-                connection.settimeout(limits.cpu_s * WALL_FACTOR + _START_TIMEOUT_S)
-                send_job(connection, spec, limits)
-                answer, result = receive_answer(connection)
-            except TimeoutError:
-                raise _cores_busy(spec) from None
-            except (EOFError, OSError):
-                if compilation.abandoned:
-                    raise CancelledError from None
-                raise Internal(
-                    "the grammar compile server ended; the next grammar starts a new one"
-                    if not self.is_alive
-                    else "the answer of the grammar compile server was cut off"
-                ) from None
-        if answer == DONE:
-            return load_grammar(result)
-        if compilation.abandoned:
-            raise CancelledError
-        if answer == CHILD_DIED:
-            raise _death_error(spec, load_status(result), limits)
-        text = result.decode(errors="replace")
-        if answer == INVALID_SPEC:
-            raise refusal(text)
-        assert answer == COMPILER_ERROR
-        raise refusal(f"the {spec.kind} cannot be compiled: {_reason(text, limits)}")
+        job = Job(spec.kind, spec.text, limits.cpu_s, limits.compile_bytes, limits.grammar_bytes)
+        process, is_usable = self._take(), False
+        try:
+            compilation.bind(process)
+            answer, grammar = process.ask(job.dump(), limits.cpu_s * _WALL_FACTOR)
+            compilation.bind(None)
+            is_usable = not answer["is_last"]
+        except TimeoutError:
+            raise _cores_busy(spec) from None
+        except (EOFError, OSError):
+            if compilation.abandoned:
+                raise CancelledError from None
+            raise _death_error(spec, process.end(), limits) from None
+        finally:
+            self._give_back(process, is_usable=is_usable)
+        if refused := answer.get("refused"):
+            raise refusal(refused)
+        if (failed := answer.get("failed")) is not None:
+            raise refusal(f"the {spec.kind} cannot be compiled: {_reason(failed, limits)}")
+        return SerializedGrammar(tuple(answer["markers"]), grammar.decode())
 
-    def _fork_child(self) -> socket.socket:
-        """Has the server fork a child; returns a connection to it."""
-        ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            try:
-                socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            except OSError:
-                ours.close()
-                raise Internal("the grammar compile server ended") from None
-            self._children.add(ours)
-        return ours
+    def _take(self) -> _Process:
+        """Returns an idle process, or a new one."""
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_alive:
+                    self._busy.add(process)
+                    return process
+                process.end()
+        process = self._start()[0]
+        with self._lock:
+            self._busy.add(process)
+            if self._closed:
+                process.kill()
+        return process
+
+    def _give_back(self, process: _Process, *, is_usable: bool) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            if is_usable and not self._closed:
+                self._idle.append(process)
+                return
+        process.end()
 
     def close(self) -> None:
-        """Ends the server and its children; waiting compilations fail."""
-        for child in list(self._children):
-            _hang_up(child)
-        self._control.close()
-        self._process.terminate()
-        self._process.wait()
-
-
-def _hang_up(connection: socket.socket) -> None:
-    """Kills the child at the other end and ends the wait for it; see `compile_server.killed_on_hangup`."""
-    with contextlib.suppress(OSError):  # the child has exited
-        connection.shutdown(socket.SHUT_RDWR)
+        """Ends all processes; waiting compilations fail."""
+        with self._lock:
+            self._closed = True
+            for process in self._busy:
+                process.kill()
+            while self._idle:
+                self._idle.pop().end()
 
 
 def _cores_busy(spec: Spec) -> Overloaded:
@@ -215,15 +261,12 @@ def _cores_busy(spec: Spec) -> Overloaded:
 
 
 def _death_error(spec: Spec, status: int, limits: CompilerLimits) -> TriptychError:
-    """Returns the error for a child that ended without an answer."""
-    cause = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if cause == signal.SIGXCPU:
+    """Returns the error for a process that ended without an answer."""
+    if status == -signal.SIGPROF:
         return refusal(
             f"the {spec.kind} cannot be compiled: it takes more than {limits.cpu_s:g} s of CPU time"
         )
-    if cause == signal.SIGALRM:
-        return _cores_busy(spec)
-    how = f"ended by signal {cause}" if cause else f"ended with status {os.waitstatus_to_exitcode(status)}"
+    how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
     return Internal(f"the {spec.kind} could not be compiled: the compiler {how}", param=PARAM)
 
 

@@ -1,55 +1,40 @@
-"""The process that compiles grammars. It forks one child for each grammar.
+"""A process that compiles grammars, one after another, under limits that the kernel enforces.
 
-xgrammar cannot be interrupted, and some grammars take it minutes or gigabytes. A child runs under limits that
-the kernel enforces, so a timeout, an exhausted memory limit or a crash fails one grammar and nothing else.
-The child checks and lowers the grammar, compiles it, walks through it as output would, and sends it back
-serialized. If the child dies first, the server reports how. Measured with SmolLM2's vocabulary: the server
-starts in 0.4 s and occupies 87 MB, a fork takes 8 ms, and serializing and reading back a grammar adds half of
-its compile time.
+xgrammar cannot be interrupted, and some grammars take it minutes or gigabytes. A timer of CPU time ends the
+process; allocations beyond the memory limit fail; a crash ends it. Each fails one grammar and nothing else,
+and `CompileClient` starts another process. A grammar is checked, lowered, compiled and walked through as
+output would. It returns in xgrammar's own serialization.
 
-`GrammarCompiler` starts it as `python -m worker_svc.grammars.compile_server FD FOLDER VOCAB EOS…`. It talks
-over the socket `FD`, as `compile_protocol` describes.
+`python -m worker_svc.grammars.compile_server FD FOLDER VOCAB EOS…` talks over the socket `FD`. A request is a
+JSON list, or `null` for the vocabulary. An answer is a JSON object and the bytes of a grammar.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import resource
-import select
 import signal
-import socket
 import sys
 import time
 import types
 from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.compile_protocol import (
-    CHILD_DIED,
-    COMPILER_ERROR,
-    DONE,
-    INVALID_SPEC,
-    WALL_FACTOR,
-    Job,
-    SerializedGrammar,
-    dump_grammar,
-    dump_status,
-    dump_vocabulary,
-    receive_job,
-    send_answer,
-)
 from worker_svc.grammars.lowering.limits import MAX_WHITESPACE
 from worker_svc.grammars.lowering.patterns import patterns_to_rules
 from worker_svc.grammars.lowering.refusals import refusal
 from worker_svc.grammars.markers import markers_in, resolve_token_names, with_marker_texts
-from worker_svc.grammars.spec import Source, lower
+from worker_svc.grammars.spec import Kind, Source, Spec, lower
 
 # Model steps on the same cores have priority.
 _NICENESS: Final = 10
+# A process whose memory has grown by this many bytes ends: allocators keep most of it.
+_GROWTH: Final = 64 << 20
 # CPU seconds that one mask, and all masks of a walk, may take. The worker builds masks between two steps of
 # the batch.
 _MASK_S: Final = 0.25
@@ -58,6 +43,35 @@ _WALK_TOKENS: Final = 32
 # The walk takes the longest of this many random allowed tokens: whole words and separators, as models write
 # them.
 _WALK_CHOICES: Final = 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """One grammar to compile, as a request has it."""
+
+    kind: Kind
+    """Of the constraint."""
+    text: str
+    """Of the constraint, not lowered."""
+    cpu_s: float
+    """CPU seconds that it may use."""
+    compile_bytes: int
+    """Bytes that it may allocate."""
+    grammar_bytes: int
+    """Bytes that the compiled grammar may occupy, serialized or not."""
+
+    def dump(self) -> bytes:
+        """Encodes the request."""
+        return json.dumps(astuple(self)).encode()
+
+
+class SerializedGrammar(NamedTuple):
+    """A compiled grammar on its way to the worker."""
+
+    markers: tuple[int, ...]
+    """Ids of its markers."""
+    text: str
+    """xgrammar's own serialization."""
 
 
 class CompilerVocabulary(NamedTuple):
@@ -136,15 +150,15 @@ def _load_vocabulary(core: Any, folder: Path, vocab_size: int, end_ids: list[int
     return CompilerVocabulary(core, info, end_ids, markers, lengths)
 
 
-def _compile(vocabulary: CompilerVocabulary, job: Job) -> bytes:
-    """Compiles a grammar, checks its cost and returns it encoded.
+def _compile(vocabulary: CompilerVocabulary, job: Job) -> SerializedGrammar:
+    """Compiles a grammar, checks its cost and returns it serialized.
 
     Raises:
         InvalidArgument: our checks refuse the spec.
         Exception: xgrammar refuses it, or it is too large or too expensive to match.
     """
     core = vocabulary.core
-    source, text = lower(job.spec)
+    source, text = lower(Spec(job.kind, job.text))
     tokenizer, markers = vocabulary.tokenizer, dict[str, int]()
     if source == "tag":
         tag = json.loads(text)
@@ -161,7 +175,7 @@ def _compile(vocabulary: CompilerVocabulary, job: Job) -> bytes:
             f"its compiled form has {size >> 20} MiB; the limit is {job.grammar_bytes >> 20} MiB"
         )
     _walk(core, grammar, tokenizer.vocab_size(), vocabulary)
-    return dump_grammar(SerializedGrammar(tuple(sorted(markers.values())), serialized))
+    return SerializedGrammar(tuple(sorted(markers.values())), serialized)
 
 
 def compile_lowered(core: Any, compiler: Any, source: Source, text: str) -> Any:
@@ -230,126 +244,72 @@ def _walk(core: Any, grammar: Any, vocab_size: int, vocabulary: CompilerVocabula
         matcher.accept_token(previous, False)
 
 
+def _memory() -> tuple[int, int]:
+    """Returns the bytes of this process's address space, and those in memory."""
+    total, resident = Path("/proc/self/statm").read_text().split()[:2]
+    return int(total) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
 @contextlib.contextmanager
-def killed_on_hangup(connection: socket.socket) -> Iterator[None]:
-    """Has the kernel kill this process if the other side hangs up within the context.
-
-    This works whatever the compiler is doing. Incoming data would kill the process, too, so the worker sends
-    nothing meanwhile.
-
-    Raises:
-        EOFError: the other side has hung up already.
-    """
-    descriptor = connection.fileno()
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(
-        descriptor, fcntl.F_SETFL, flags | os.O_ASYNC
-    )  # sends SIGIO, which ends the process by default
-    if select.select([connection], [], [], 0)[0]:
-        raise EOFError  # readable before any answer: only a hangup does that
-    yield
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
-
-
-def _answer(vocabulary: CompilerVocabulary, job: Job) -> tuple[bytes, bytes]:
-    """Compiles a job; returns the kind and the payload of the answer."""
+def _limited(job: Job) -> Iterator[None]:
+    """Limits CPU time and memory within the context. SIGPROF's default action ends the process."""
+    in_use, _ = _memory()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (in_use + job.compile_bytes, most))
+    signal.setitimer(signal.ITIMER_PROF, job.cpu_s)
     try:
-        return DONE, _compile(vocabulary, job)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _answer(vocabulary: CompilerVocabulary, job: Job) -> tuple[dict[str, Any], bytes]:
+    """Compiles a job."""
+    try:
+        with _limited(job):
+            made = _compile(vocabulary, job)
+        return {"markers": made.markers}, made.text.encode()
     except InvalidArgument as error:
-        return INVALID_SPEC, error.message.encode(errors="replace")
+        return {"refused": error.message}, b""
     except MemoryError:
-        return COMPILER_ERROR, b"std::bad_alloc"
+        return {"failed": "std::bad_alloc"}, b""
     except Exception as error:  # noqa: BLE001 - the compiler's reason is the answer, whatever its type
-        return COMPILER_ERROR, (str(error) or type(error).__name__).encode(errors="replace")
-
-
-def _run_child(vocabulary: CompilerVocabulary, connection: socket.socket) -> None:
-    """Receives a job, compiles it under its limits and sends the answer."""
-    os.setsid()  # the worker handles Ctrl-C in a terminal
-    job = receive_job(connection)
-    in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (in_use + job.compile_bytes,) * 2)
-    seconds = max(1, round(job.cpu_s))
-    # The soft limit's signal identifies the cause; the hard limit kills a child that ignores it.
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 2))
-    signal.setitimer(signal.ITIMER_REAL, job.cpu_s * WALL_FACTOR)  # SIGALRM's default action ends the child
-    with killed_on_hangup(connection):
-        answer = _answer(vocabulary, job)
-    send_answer(connection, *answer)
-
-
-def _reap(children: dict[int, socket.socket]) -> None:
-    """Reaps exited children. Reports the wait status of failed children, which cannot have answered."""
-    while children:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if not child:
-            return
-        with children.pop(child) as connection, contextlib.suppress(OSError):
-            connection.setblocking(False)
-            if status:
-                send_answer(connection, CHILD_DIED, dump_status(status))
-
-
-def _serve(control: socket.socket, vocabulary: CompilerVocabulary) -> None:
-    """Forks a child for each connection until the worker closes the control socket."""
-    children: dict[int, socket.socket] = {}
-    exited, wakeup = socket.socketpair()
-    exited.setblocking(False)
-    wakeup.setblocking(False)
-    signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(exited, select.POLLIN)
-    while True:
-        ready = {fd for fd, _ in poll.poll()}
-        if exited.fileno() in ready:
-            exited.recv(4096)
-            _reap(children)
-        if control.fileno() not in ready:
-            continue
-        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        connection = socket.socket(fileno=descriptors[0])
-        child = os.fork()
-        if child:
-            children[child] = connection
-            continue
-        try:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
-            for each in (control, exited, wakeup, *children.values()):
-                each.close()
-            _run_child(vocabulary, connection)
-        except BaseException:  # noqa: BLE001 - the exit status is the report
-            os._exit(1)
-        os._exit(0)
+        return {"failed": str(error) or type(error).__name__}, b""
 
 
 def main() -> None:
-    """Loads the vocabulary and serves until the worker closes the control socket."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    """Loads the vocabulary and answers requests until the worker closes the socket."""
+    connection = Connection(int(sys.argv[1]))
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         vocabulary = _load_vocabulary(
             _load_xgrammar(), Path(sys.argv[2]), int(sys.argv[3]), [int(each) for each in sys.argv[4:]]
         )
     except Exception as error:  # noqa: BLE001 - the worker reports why the tokenizer cannot be read
-        send_answer(control, COMPILER_ERROR, str(error).encode(errors="replace"))
+        _send(connection, {"failed": str(error)})
         return
-    # A library of xgrammar's has set a handler that prints a trace. It allocates memory, so a child that
+    # A library of xgrammar's has set a handler that prints a trace. It allocates memory, so a process that
     # crashes while it allocates some itself would hang instead of ending.
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-    send_answer(
-        control, DONE, dump_vocabulary(str(vocabulary.tokenizer.serialize_json()), vocabulary.specials)
-    )
     # xgrammar prints warnings about features that are refused before they reach it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    _serve(control, vocabulary)
+    most = _memory()[1] + _GROWTH
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            request = json.loads(connection.recv_bytes())
+            if request is None:
+                tokenizer = str(vocabulary.tokenizer.serialize_json())
+                _send(connection, {"specials": vocabulary.specials}, tokenizer.encode())
+                continue
+            answer, grammar = _answer(vocabulary, Job(*request))
+            _send(connection, answer | {"is_last": _memory()[1] > most}, grammar)
+
+
+def _send(connection: Connection, answer: dict[str, Any], grammar: bytes = b"") -> None:
+    connection.send_bytes(json.dumps(answer).encode())
+    connection.send_bytes(grammar)
 
 
 if __name__ == "__main__":

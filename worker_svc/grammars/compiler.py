@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from protos.errors import Internal, InvalidArgument, Overloaded
 from protos.logs import get_logger
-from worker_svc.grammars.compile_client import Compilation, CompileClient, GrammarVocabulary
-from worker_svc.grammars.compiler_limits import CompilerLimits
+from worker_svc.grammars.compile_client import Compilation, CompileClient, CompilerLimits, GrammarVocabulary
 from worker_svc.grammars.spec import Spec, check_size
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class GrammarCompiler:
                 self._refusals.popitem(last=False)
 
     def close(self) -> None:
-        """Ends the compile server; compilations in progress fail."""
+        """Ends the compiling processes; compilations in progress fail."""
         with self._client_lock:
             self._closed = True
             if self._client is not None:
@@ -166,7 +165,7 @@ class GrammarCompiler:
     def _leave(self, key: bytes, future: "Future[int]") -> None:
         """Removes one caller.
 
-        The last one cancels a queued compilation or kills the child of a running one.
+        The last one cancels a queued compilation or kills the process of a running one.
         """
         with self._lock:
             compilation = self._in_progress.get(key)
@@ -216,13 +215,10 @@ class GrammarCompiler:
         return size
 
     def _running_client(self) -> CompileClient:
-        """Returns the client of a running server; starts a server if there is none or it has died."""
+        """Returns the client; the first grammar starts its first process."""
         with self._client_lock:
             if self._closed:
                 raise Internal("the worker is shutting down")
-            if self._client is not None and not self._client.is_alive:
-                self._client.close()
-                self._client = None
             if self._client is None:
                 self._client = CompileClient(self._folder, self._vocab_size, self._end_ids)
             return self._client

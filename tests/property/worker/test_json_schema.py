@@ -137,7 +137,7 @@ def compiler() -> xgrammar.GrammarCompiler:
 
 
 def matcher_of(spec: Spec) -> xgrammar.GrammarMatcher:
-    """Compiles a spec as the compile server does and returns a matcher at its start."""
+    """Compiles a spec as the worker does and returns a matcher at its start."""
     from xgrammar.base import _core  # type: ignore[attr-defined]
 
     handle = compile_lowered(_core, compiler()._handle, *lower(spec))

@@ -87,7 +87,7 @@ def test_xgrammar_failures_fail_one_request(call: str, monkeypatch: pytest.Monke
 
 def test_a_grammar_over_its_budget_is_refused_from_then_on() -> None:
     """The request fails, and later requests with the grammar are refused before they compile."""
-    # The ambiguity lies further along than the compile server's walk, which would refuse it.
+    # The ambiguity lies further along than the compiler's walk, which would refuse it.
     spec = Spec("grammar", 'root ::= [ab]{200} x\nx ::= x x x | "a" | "b" | ""')
     compiler().submit(spec).result()
     one = constraints(num_slots=1)

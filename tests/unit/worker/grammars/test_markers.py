@@ -12,8 +12,8 @@ import torch
 
 from protos.errors import InvalidArgument
 from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB
+from worker_svc.grammars.compile_client import CompilerLimits
 from worker_svc.grammars.compiler import GrammarCompiler
-from worker_svc.grammars.compiler_limits import CompilerLimits
 from worker_svc.grammars.markers import markers_in
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
