@@ -49,7 +49,7 @@ _COMMANDS = {
     "run-batch": _Command(
         "deploy.client_commands.run_batch", "run a file of OpenAI batch requests", "gateway"
     ),
-    "env": _Command("deploy.client_commands.env", "describe this machine for a bug report"),
+    "env": _Command("deploy.commands.env", "describe this machine for a bug report"),
     "doctor": _Command(
         "deploy.commands.doctor", "say what flags and variables mean, and check whether a command would start"
     ),

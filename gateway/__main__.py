@@ -27,6 +27,7 @@ from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused, TriptychError, Unavailable
 from protos.settings import load
 from protos.tracing.opening import open_tracer
+from protos.tracing.tracer import Tracer
 
 # Files that are open beside the clients' connections: modules, logs, the scheduler's channel.
 _OTHER_FILES: Final = 256
@@ -120,12 +121,14 @@ def allow_files(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def serve(settings: Settings) -> None:
-    """Runs the gateway until a signal ends it.
+def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
+    """Builds the gateway's server, which listens nowhere yet.
 
     Raises:
-        ConfigurationRefused: if a setting or the served model's text files cannot be used.
+        ConfigurationRefused: if a setting cannot be used.
     """
+    vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
+    vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
     client = InferenceClient(
         settings.scheduler_address,
         resume_timeout_s=settings.resume_timeout_s,
@@ -134,14 +137,39 @@ def serve(settings: Settings) -> None:
         unread=unread_limits(settings.max_unread_tokens_per_answer, settings.max_unread_answer_tokens),
         security=settings.link_security(),
     )
-    tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
 
     def refuse(error: TriptychError) -> None:
         server.refuse(error)
 
     app = create_app(settings, client, tracer=tracer, on_unusable=refuse)
     server = HttpServer(http_config(settings, app), client, settings.drain_timeout_s)
+    return server
+
+
+def check(settings: Settings) -> None:
+    """Refuses what a start would refuse, and serves nothing.
+
+    Raises:
+        ConfigurationRefused: if a setting cannot be used, or an address is not available.
+    """
+    tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
+    build(settings, tracer)
+    with listening(settings) as listeners:
+        for each in listeners:
+            each.close()
+    if tracer is not None:
+        tracer.close()
+
+
+def serve(settings: Settings) -> None:
+    """Runs the gateway until a signal ends it.
+
+    Raises:
+        ConfigurationRefused: if a setting or the served model's text files cannot be used.
+    """
+    tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
     try:
+        server = build(settings, tracer)
         with listening(settings) as listeners:
             _run(settings, server, listeners)
     finally:
@@ -186,8 +214,6 @@ def main(argv: list[str] | None = None) -> int:
     """Runs ``triptych gateway``; returns the exit code: 2 for invalid settings."""
     try:
         settings = load(Settings, argv)
-        vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
-        vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
         logs.configure("gateway", level=settings.log_level, log_format=settings.log_format)
         check_for_service(os.environ)
         serve(settings)

@@ -4,6 +4,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -29,7 +30,7 @@ from gateway.routes.operations import caches, info, metrics, pages, probes
 from gateway.routes.operations.unserved import UNSERVED
 from gateway.routes.pooling import classification, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
-from gateway.scheduler_link.served_model import ServedModelWatcher
+from gateway.scheduler_link.served_model import ServedModelWatcher, load_text
 from gateway.settings import Settings
 from gateway.shared_metrics import SharedMetrics
 from gateway.text.template_setting import read_template
@@ -202,6 +203,15 @@ def _preparation(settings: Settings) -> Callable[[TextCodec], None]:
     if vllm_parsers.uses_vllm(settings.tool_call_parser, settings.reasoning_parser):
         return vllm_parsers.prepare
     return lambda _: None
+
+
+def check_text(settings: Settings, folder: Path) -> TextCodec:
+    """Loads a model's tokenizer and chat template as a gateway with these settings would.
+
+    Raises:
+        TriptychError: the gateway would end.
+    """
+    return load_text(folder, read_template(settings.chat_template), _preparation(settings))
 
 
 def _on_triptych_error(request: Request, error: Exception) -> Response:

@@ -1,5 +1,6 @@
 """The gRPC server of every service: with health, reflection, limits and keepalive."""
 
+import asyncio
 import errno
 import os
 import socket
@@ -128,3 +129,20 @@ class Server:
         """Reports NOT_SERVING, refuses new calls and waits up to ``grace_s`` seconds for running ones."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
+
+
+def check_addresses(host: str, port: int, path: Path | None = None, security: LinkSecurity = PLAIN) -> None:
+    """Binds a server's addresses for a moment.
+
+    Raises:
+        ConfigurationRefused: one of the addresses cannot be bound.
+    """
+
+    async def bind() -> None:
+        server = Server((), lambda _: None, security=security)
+        await server.start(host, port, path)
+        await server.stop(0)
+
+    asyncio.run(bind())
+    if path is not None:
+        path.unlink(missing_ok=True)

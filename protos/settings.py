@@ -70,6 +70,8 @@ class ServiceSettings(BaseSettings):
     """By field: the variable with the same meaning in vLLM, vLLM-RBLN or vLLM-Spyre, or its several names."""
     reference_opposites: ClassVar[Mapping[str, str]] = {}
     """By field: another stack's variable that turns the field off if it is true."""
+    also_set_by: ClassVar[Mapping[str, str]] = {}
+    """By field: another field whose flag, variable or file entry may set it."""
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {}
     """The fields under each heading of ``--help``; every field has one heading."""
     fixed: ClassVar[Mapping[str, str]] = {}
@@ -361,6 +363,13 @@ def _flags(
         cli_parse_args=list(argv),
     )
     return parser, source
+
+
+def given_flags(
+    cls: type[ServiceSettings], argv: Sequence[str], foreign: ForeignFlags | None = None
+) -> set[str]:
+    """Returns the fields that a command line sets; the other arguments are those of `load`."""
+    return set(_flags(cls, foreign.translate(argv) if foreign else argv, foreign)[1]())
 
 
 def sections_of(cls: type[ServiceSettings]) -> dict[str, dict[str, str]]:

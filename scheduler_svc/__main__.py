@@ -11,7 +11,7 @@ import uvloop
 from protos.environment.table import check_for_service
 from protos.errors import TriptychError
 from protos.logs import configure, get_logger
-from protos.server import Server
+from protos.server import Server, check_addresses
 from protos.settings import load
 from protos.tracing.opening import open_tracer
 from protos.triptych.v1 import inference_pb2_grpc, registry_pb2_grpc
@@ -83,6 +83,18 @@ async def serve(settings: Settings) -> None:
     if tracer is not None:
         tracer.close()
     log.info("stopped")
+
+
+def check(settings: Settings) -> None:
+    """Refuses what a start would refuse, and serves nothing.
+
+    Raises:
+        ConfigurationRefused: a setting cannot be used, or an address is not available.
+    """
+    if tracer := open_tracer(settings.otlp_traces_endpoint, "scheduler"):
+        tracer.close()
+    Deployment(settings)
+    check_addresses(settings.host, settings.port, settings.socket, settings.link_security())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 from protos.security.links import LinkSecurity
-from protos.server import Server
+from protos.server import Server, check_addresses
 from protos.tracing.opening import open_tracer
 from protos.triptych.v1 import worker_pb2_grpc
 from worker_svc.api.model_thread import ModelThread
@@ -83,6 +83,20 @@ async def serve(settings: Settings) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         await _close(server, thread, watchdog, servicer, worker)
         log.info("stopped")
+
+
+def check(settings: Settings) -> Worker:
+    """Returns a prepared worker. Refuses what a start would refuse; serves and registers nothing.
+
+    Raises:
+        ConfigurationRefused: if an address cannot be bound, or the model cannot be served.
+    """
+    if tracer := open_tracer(settings.otlp_traces_endpoint, "worker"):
+        tracer.close()
+    check_addresses(settings.host, settings.port, settings.socket, settings.link_security())
+    worker = Worker(settings)
+    worker.prepare()
+    return worker
 
 
 async def _close(

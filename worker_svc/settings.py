@@ -138,6 +138,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         "log_level": "VLLM_LOGGING_LEVEL",
     }
     reference_opposites: ClassVar[Mapping[str, str]] = {"compile_cache": "VLLM_DISABLE_COMPILE_CACHE"}
+    also_set_by: ClassVar[Mapping[str, str]] = {"compilation_config": "optimization_level"}
 
     model: str = Field(min_length=1)
     """A Hugging Face id, a folder with config.json and safetensors, or a .gguf file."""

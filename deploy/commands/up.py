@@ -13,31 +13,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from deploy.inspection.environment import unknown_variables
 from deploy.launcher import service_flags
 from deploy.launcher.deaths import BAD_SETTING
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
-from deploy.launcher.ports import Ports, free_ports
-from deploy.launcher.process import ChildSpec, worker_spec
 from deploy.launcher.readiness import Served, wait_for_model
 from deploy.launcher.run_dir import claim, socket_folder
-from deploy.launcher.settings import LaunchSettings, secured
+from deploy.launcher.settings import LaunchSettings, check_variables, secured
+from deploy.launcher.stack_plan import COMMAND, StackPlan
 from deploy.launcher.standbys import Standbys, memory_note, standby_spec
 from deploy.launcher.supervisor import LaunchError, Supervisor, first_launch_error
 from deploy.secure_files import SecureFiles
 from deploy.vllm_flags.translate import VllmFlags
-from gateway.settings import Settings as GatewaySettings
-from protos.environment import table as environment
 from protos.errors import ConfigurationRefused
 from protos.settings import CONFIG_VARIABLE, load
 from protos.wire import unix_address
-from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
-from worker_svc.settings import Settings as WorkerSettings
 
 _POLL_S = 0.25
-_COMMAND = (sys.executable, "-m", "deploy.cli")
 
 
 def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings] = LaunchSettings) -> int:
@@ -58,9 +51,7 @@ def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings]
             say(note)
         # The services get all settings as flags.
         os.environ.pop(CONFIG_VARIABLE, None)
-        environment.check(os.environ, lambda reading: say(str(reading)))
-        for unknown in unknown_variables(os.environ):
-            say(unknown)
+        check_variables(os.environ, say)
         with claim(settings.run_dir), socket_folder(settings.run_dir) as sockets:
             if settings.model in DEMO_MODELS:
                 settings = settings.model_copy(update={"model": fetch_demo_model(settings.model)})
@@ -88,7 +79,7 @@ def fetch_demo_model(name: str) -> str:
         LaunchError: The model cannot be fetched.
     """
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
-    command = (*_COMMAND, "models", "fetch", name)
+    command = (*COMMAND, "models", "fetch", name)
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise LaunchError(f"the model {name} could not be fetched")
@@ -113,68 +104,17 @@ class Launcher:
         self._settings = settings
         self._files = files
         self._security = settings.link_security()
-        self._sockets = sockets
-        self._scheduler = unix_address(self._scheduler_socket)
-        with free_ports(settings) as ports:
-            self._port, self._scheduler_port = ports.http, ports.scheduler
-            self._metrics_ports = ports.metrics
-            self._workers = self._worker_specs(ports)
-            # The stopping order: each service outlives its clients.
-            self._stages = (self._gateway_specs(ports), (self._scheduler_spec(ports),), self._workers)
-        self._names = {unix_address(sockets / f"{spec.name}.sock"): spec.name for spec in self._workers}
-        standbys = Standbys(standby_spec(self._workers[0]), num_standbys(settings), say)
+        self._plan = plan = StackPlan.make(settings, sockets)
+        self._scheduler = unix_address(plan.scheduler_socket)
+        self._names = {unix_address(sockets / f"{spec.name}.sock"): spec.name for spec in plan.workers}
+        standbys = Standbys(standby_spec(plan.workers[0]), num_standbys(settings), say)
+        # The stopping order: each service outlives its clients.
         self._supervisor = Supervisor(
-            self._stages, say, standbys=standbys, max_log_bytes=settings.max_log_mb << 20
+            (plan.gateways, (plan.scheduler,), plan.workers),
+            say,
+            standbys=standbys,
+            max_log_bytes=settings.max_log_mb << 20,
         )
-
-    @property
-    def _scheduler_socket(self) -> Path:
-        return self._sockets / "scheduler.sock"
-
-    def _gateway_specs(self, ports: Ports) -> list[ChildSpec]:
-        settings = self._settings
-        secrets = service_flags.secrets_of(settings, GatewaySettings)
-        return [
-            ChildSpec(
-                name,
-                (
-                    *_COMMAND,
-                    "gateway",
-                    *service_flags.gateway_flags(settings, ports.http, own_port, self._scheduler_socket),
-                ),
-                settings.run_dir,
-                secrets,
-            )
-            for name, own_port in zip(gateway_names(settings), ports.metrics, strict=True)
-        ]
-
-    def _scheduler_spec(self, ports: Ports) -> ChildSpec:
-        settings = self._settings
-        flags = service_flags.scheduler_flags(settings, ports.scheduler, self._scheduler_socket)
-        secrets = service_flags.secrets_of(settings, SchedulerSettings)
-        return ChildSpec("scheduler", (*_COMMAND, "scheduler", *flags), settings.run_dir, secrets)
-
-    def _worker_specs(self, ports: Ports) -> list[ChildSpec]:
-        settings = self._settings
-        secrets = service_flags.secrets_of(settings, WorkerSettings)
-        return [
-            worker_spec(
-                name,
-                tuple(
-                    service_flags.worker_flags(
-                        settings,
-                        port,
-                        self._sockets / f"{name}.sock",
-                        self._scheduler_socket,
-                        index=index,
-                        master=ports.masters[index // settings.layout.world_size],
-                    )
-                ),
-                settings.run_dir,
-                {**service_flags.worker_environment(settings, index), **secrets},
-            )
-            for index, (name, port) in enumerate(zip(worker_names(settings), ports.workers, strict=True))
-        ]
 
     async def run(self) -> int:
         """Serves until a signal.
@@ -221,8 +161,8 @@ class Launcher:
             group.create_task(self._print_address(time.monotonic()))
 
     async def _print_progress(self) -> None:
-        scheduler = LogTail(self._stages[1][0].log)
-        workers = [(spec.name, LogTail(spec.log)) for spec in self._workers]
+        scheduler = LogTail(self._plan.scheduler.log)
+        workers = [(spec.name, LogTail(spec.log)) for spec in self._plan.workers]
         while True:
             for name, tail in workers:
                 for line in tail.new_lines():
@@ -239,8 +179,8 @@ class Launcher:
 
     async def _print_address(self, started: float) -> None:
         uds = self._settings.uds
-        base = self._url(self._port) if uds is None else "http://localhost"
-        own = [self._url(port) for port in self._metrics_ports if port is not None]
+        base = self._url(self._plan.ports.http) if uds is None else "http://localhost"
+        own = [self._url(port) for port in self._plan.ports.metrics if port is not None]
         model = await wait_for_model(own or [base], self._scheduler, self._security)
         self._supervisor.mark_served()
         path, body = first_request(model)
@@ -249,7 +189,7 @@ class Launcher:
             f"\nServing {model.name} on {uds or f'{base}/v1'} after {time.monotonic() - started:.0f} s. Try:\n\n"
             f"  curl {'' if uds is None else f'--unix-socket {uds} '}{base}{path} {credentials(self._settings, self._files)}-H 'Content-Type: application/json'"
             f" -d '{json.dumps(body)}'\n\n"
-            f"{metrics}gRPC clients use 127.0.0.1:{self._scheduler_port}"
+            f"{metrics}gRPC clients use 127.0.0.1:{self._plan.ports.scheduler}"
             f"{'' if self._files is None else f', with what {self._files.folder} has'}. Ctrl-C stops it."
         )
 
@@ -294,24 +234,9 @@ def first_request(model: Served) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", body
 
 
-def worker_names(settings: LaunchSettings) -> list[str]:
-    """Returns the names of the workers' logs and pid files: by replica, and by rank if there are several."""
-    ranks = range(settings.layout.world_size)
-    if len(ranks) == 1:
-        return [f"worker-{index}" for index in range(settings.workers)]
-    return [f"worker-{index}-rank-{rank}" for index in range(settings.workers) for rank in ranks]
-
-
 def num_standbys(settings: LaunchSettings) -> int:
     """Returns the number of standbys. A rank that dies takes the other ranks of its replica with it."""
     return settings.standby_workers * settings.layout.world_size
-
-
-def gateway_names(settings: LaunchSettings) -> list[str]:
-    """Returns the names of the gateways' logs and pid files."""
-    if settings.gateways == 1:
-        return ["gateway"]
-    return [f"gateway-{index}" for index in range(settings.gateways)]
 
 
 def say(text: str) -> None:

@@ -16,21 +16,13 @@ _LONGEST_NAME = "metrics/0123456789ab.sock"
 _LOCK = "launcher.pid"
 
 
-def user_of(run_dir: Path) -> str | None:
-    """Returns the process id of the launcher that uses a folder, or `None`; changes nothing."""
-    try:
-        with (run_dir / _LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return (run_dir / _LOCK).read_text().strip()
-    except OSError:
-        return None
-    return None
-
-
 @contextmanager
-def claim(run_dir: Path) -> Iterator[None]:
-    """Creates and locks the run dir, and removes the files that an earlier launcher left.
+def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
+    """Creates and locks the run dir.
+
+    Args:
+        run_dir: the folder.
+        clean: whether to remove the files that an earlier launcher left.
 
     Raises:
         LaunchError: Another launcher uses the folder, or it cannot be written.
@@ -51,15 +43,16 @@ def claim(run_dir: Path) -> Iterator[None]:
                 f"the run dir {run_dir} is in use by another `triptych up` (pid {other}); choose another --run-dir",
                 BAD_SETTING,
             ) from None
-        for stale in (found for kind in ("log", "pid", "sock") for found in run_dir.glob(f"*.{kind}")):
-            if stale.name != _LOCK:
-                stale.unlink()
+        for kind in ("log", "pid", "sock") if clean else ():
+            for stale in run_dir.glob(f"*.{kind}"):
+                if stale.name != _LOCK:
+                    stale.unlink()
         try:
-            lock.truncate(0)
-            lock.write(f"{os.getpid()}\n".encode())
-        except OSError as error:
-            raise _unwritable(run_dir, error) from error
-        try:
+            try:
+                lock.truncate(0)
+                lock.write(f"{os.getpid()}\n".encode())
+            except OSError as error:
+                raise _unwritable(run_dir, error) from error
             yield
         finally:
             (run_dir / _LOCK).unlink(missing_ok=True)

@@ -1,19 +1,23 @@
 """The settings of launchers: those of the services that they start, and a few of their own."""
 
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import ClassVar, Final, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.secure_files import SERVICE_NAME, SecureFiles, make
 from gateway.settings import Settings as GatewaySettings
+from protos.command_line.suggestions import similar
+from protos.environment import table
 from protos.errors import ConfigurationRefused
-from protos.settings import Group, ServiceSettings
+from protos.settings import CONFIG_VARIABLE, Group, ServiceSettings
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
+from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
@@ -143,3 +147,43 @@ def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:
     if not settings.api_key and settings.api_key_file is None:
         added["api_key_file"] = files.api_keys
     return settings.model_copy(update=added), files
+
+
+def check_variables(variables: Mapping[str, str], report: Callable[[str], None]) -> None:
+    """Reports variables without effect: of other stacks, and unknown ones of ours.
+
+    Raises:
+        ConfigurationRefused: a variable is refused.
+    """
+    table.check(variables, lambda reading: report(str(reading)))
+    for unknown in unknown_variables(variables):
+        report(unknown)
+
+
+def unknown_variables(variables: Mapping[str, str]) -> list[str]:
+    """Returns a line for each variable of ours that is set and does not exist."""
+    known = own_variables()
+    lines = []
+    for name in sorted(variables):
+        if (
+            variables[name]
+            and name.startswith("TRIPTYCH_")
+            and name not in known
+            and not table.is_service_link(name)
+        ):
+            meant = similar(name, known)
+            hint = f"; did you mean {meant}?" if meant else ""
+            lines.append(f"{name} is not a setting and has no effect{hint}")
+    return lines
+
+
+def own_variables() -> set[str]:
+    """Returns our own variables: those of all settings, and a few more."""
+    return {f"TRIPTYCH_{name.upper()}" for cls in _SETTINGS for name in cls.model_fields} | _OTHER_VARIABLES
+
+
+_SETTINGS: Final = (LaunchSettings, KeepWorkerSettings)
+# The models' cache, messages to child processes, and the scale of tests.
+_OTHER_VARIABLES: Final = frozenset(
+    {CONFIG_VARIABLE, PLATFORM_VARIABLE, PARENT_VARIABLE, "TRIPTYCH_CACHE", "TRIPTYCH_PROPERTY_SCALE"}
+)

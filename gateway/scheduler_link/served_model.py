@@ -115,6 +115,24 @@ def _routes(tasks: Iterable["pb.PoolTask.ValueType"]) -> str:
     return " or ".join(dict.fromkeys(_ROUTES.get(task, "/pooling") for task in tasks))
 
 
+def load_text(folder: Path, template: str | None, prepare: Callable[[TextCodec], None]) -> TextCodec:
+    """Loads a model's tokenizer and chat template, and prepares them.
+
+    Raises:
+        TriptychError: the files cannot be used, and a retry would not help.
+        OSError: a file cannot be read now.
+    """
+    try:
+        text = TextCodec.load(folder, template)
+        prepare(text)
+    except (OSError, MemoryError, TriptychError):
+        raise
+    except Exception as error:
+        unusable = f"the model's tokenizer cannot be used: {type(error).__name__}: {error}"
+        raise Internal(unusable) from error
+    return text
+
+
 class ServedModelWatcher:
     """Follows the served model.
 
@@ -222,19 +240,11 @@ class ServedModelWatcher:
 
     async def _load(self, folder: Path) -> TextCodec:
         try:
-            return await asyncio.to_thread(self._prepared, folder)
-        except (OSError, MemoryError):
-            raise  # a retry may help
-        except Exception as error:
+            return await asyncio.to_thread(load_text, folder, self._template, self._prepare)
+        except TriptychError as error:
             if self._served is None:
-                unnamed = f"the model's tokenizer cannot be used: {type(error).__name__}: {error}"
-                self._on_unusable(error if isinstance(error, TriptychError) else Internal(unnamed))
+                self._on_unusable(error)
             raise
-
-    def _prepared(self, folder: Path) -> TextCodec:
-        text = TextCodec.load(folder, self._template)
-        self._prepare(text)
-        return text
 
     async def _refresh(self) -> None:
         model = await self._client.get_model()

@@ -55,6 +55,14 @@ class Engine(Protocol[G]):
         """
         ...
 
+    def check_start(self, geometry: G) -> None:
+        """Refuses what `start` would refuse for lack of memory or of code, before weights are loaded.
+
+        Raises:
+            ConfigurationRefused: if something does not fit, or required code is missing.
+        """
+        ...
+
     def start(self, geometry: G, load: Callable[[], None], phases: Phases) -> G:
         """Allocates memory, makes graphs and warms up. The engine holds nothing from an earlier start.
 

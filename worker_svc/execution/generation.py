@@ -111,6 +111,12 @@ class GenerationEngine:
         )
         return geometry
 
+    def check_start(self, geometry: Geometry) -> None:
+        """Refuses what `start` would refuse for lack of memory or of compiled code."""
+        fitted = replace(self._budget, before_load=True).fit(geometry, self._groups)
+        self._compilation.find(fitted if self._device.caches_are_inputs else geometry)
+        self._compilation.release()
+
     def start(self, geometry: Geometry, load: Callable[[], None], phases: Phases) -> Geometry:
         """Finds compiled code, loads the weights, allocates the cache and makes graphs.
 

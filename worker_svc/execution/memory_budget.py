@@ -91,10 +91,13 @@ class MemoryBudget:
     """The setting `--kv-memory`: GiB of KV cache."""
     kv_share: float
     """The setting `--kv-share`: the KV cache's share of what weights and graphs leave free."""
+    before_load: bool = False
+    """Whether the weights are still to be read. Those of a CPU take no memory until then."""
 
     def _free(self) -> int | None:
         free = free_memory(self.device)
-        if free is not None and self.device.defers_weights:
+        pending = self.before_load and self.device.torch_device.type == "cpu"
+        if free is not None and (pending or self.device.defers_weights):
             free -= self.size.weight_bytes
         return free
 

@@ -209,6 +209,15 @@ class Worker:
         """Whether `configure` with this geometry would change nothing."""
         return self._ready is not None and geometry == self._requested
 
+    def check(self, geometry: Geometry | PoolGeometry) -> None:
+        """Refuses what `configure` would refuse before it loads the weights. Changes nothing.
+
+        Raises:
+            ConfigurationRefused: if the geometry does not suit the model or the device.
+        """
+        assert self._engine is not None, "the worker is prepared"
+        self._engine.check_start(self._engine.check(geometry))
+
     def configure(
         self, geometry: Geometry | PoolGeometry, progress: PhaseProgress, *, epoch: str = ""
     ) -> Ready:

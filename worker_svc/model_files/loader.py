@@ -55,7 +55,7 @@ def resolve(
         if load_format not in ("auto", "gguf"):
             raise ConfigurationRefused(f"{model} is a GGUF file; omit --load-format {load_format}")
         return _converted(path)
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or path.suffix == ".gguf":
+    if _is_path(model):
         what = "file" if path.suffix == ".gguf" else "folder"
         raise ConfigurationRefused(f"there is no {what} {model}; check --model")
     if model in demo_models.NAMES:
@@ -71,6 +71,26 @@ def resolve(
     if trust_remote_code:
         patterns.append("*.py")
     return _download(model, revision, patterns)
+
+
+def is_missing(model: str, revision: str | None = None) -> bool:
+    """Whether `resolve` would download the model."""
+    if Path(model).expanduser().exists() or _is_path(model):
+        return False
+    if model in demo_models.NAMES:
+        return not (demo_models.default_cache_dir() / model / "config.json").is_file()
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:
+        return False
+    return not constants.HF_HUB_OFFLINE and not isinstance(cached, str)
+
+
+def _is_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or model.endswith(".gguf")
 
 
 def _resolve_folder(folder: Path, load_format: LoadFormat) -> Path:

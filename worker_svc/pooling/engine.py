@@ -80,6 +80,12 @@ class PoolingEngine:
         geometry.check(longest_context=self._description.max_model_len)
         return geometry
 
+    def check_start(self, geometry: PoolGeometry) -> None:
+        """Refuses what `start` would refuse for lack of memory or of compiled code."""
+        self._check_memory(geometry)
+        self._compilation.find(geometry)
+        self._compilation.release()
+
     def start(self, geometry: PoolGeometry, load: Callable[[], None], phases: Phases) -> PoolGeometry:
         """Finds compiled code, loads the weights, and makes and runs the graph of every shape.
 

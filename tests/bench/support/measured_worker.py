@@ -145,6 +145,9 @@ class NullEngine:
         assert isinstance(geometry, Geometry)
         return geometry
 
+    def check_start(self, geometry: Geometry) -> None:
+        """Everything fits."""
+
     def start(self, geometry: Geometry, load: Callable[[], None], phases: Phases) -> Geometry:
         """Returns the geometry with blocks for all slots."""
         del load, phases

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 
 from deploy import cli
-from deploy.inspection.bug_report import packages, variables
+from deploy.commands.env import packages, variables
 from deploy.lockfile import LOCK_FILES, read
 from protos.environment.table import HIDDEN
 
@@ -61,7 +61,7 @@ def test_the_text_has_every_section(
     """A package in another version than the tested one is marked."""
     monkeypatch.setenv("TRIPTYCH_API_KEY", "word")
     monkeypatch.setattr(
-        "deploy.client_commands.env.facts",
+        "deploy.commands.env.facts",
         lambda environment: {
             **{section: {"name": "value"} for section in ("versions", "cpu", "memory")},
             "devices": {"gpus": [], "npus": ["one", "two"]},

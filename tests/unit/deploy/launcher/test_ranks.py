@@ -1,10 +1,13 @@
 """The launcher's replicas of several ranks."""
 
+from pathlib import Path
+
 import pytest
 
-from deploy.commands.up import num_standbys, worker_names
+from deploy.commands.up import num_standbys
 from deploy.launcher.service_flags import worker_environment, worker_flags
 from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.stack_plan import StackPlan
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 from worker_svc.settings import Settings as WorkerSettings
@@ -26,7 +29,16 @@ def test_each_rank_of_each_replica_is_a_worker() -> None:
     assert [worker.local_rank for worker in workers] == list(range(8))
     assert worker_environment(settings, 3) == {}
     assert num_standbys(settings) == 4
-    assert worker_names(settings)[3:5] == ["worker-0-rank-3", "worker-1-rank-0"]
+
+
+def test_workers_are_named_by_replica_and_rank(tmp_path: Path) -> None:
+    """A replica of one rank has its number alone."""
+    for flags, names in (
+        ([*SPLIT, "--workers", "2"], ["worker-0-rank-3", "worker-1-rank-0"]),
+        (["--workers", "5"], ["worker-3", "worker-4"]),
+    ):
+        settings = load(LaunchSettings, [*flags, "--port=0", "--scheduler-port=0"])
+        assert [spec.name for spec in StackPlan.make(settings, tmp_path).workers[3:5]] == names
 
 
 def test_one_rank_needs_no_meeting_place() -> None:
@@ -35,7 +47,6 @@ def test_one_rank_needs_no_meeting_place() -> None:
     assert not any(
         flag.startswith(("--rank", "--master", "--replica-id")) for flag in worker_flags(settings, 1)
     )
-    assert worker_names(settings) == ["worker-0", "worker-1"]
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,26 @@
-"""What `triptych env` says about this machine: versions, hardware, packages and variables."""
+"""`triptych env`: describes this machine for a bug report."""
 
+import json
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import deploy
+from deploy.one_line_parser import OneLineParser
 from protos.command_line.hiding import without_users
 from protos.environment.table import HIDDEN, shown
 
+_SECTIONS: Final = {"versions": "Versions", "cpu": "CPU", "memory": "Memory", "devices": "Devices"}
 _GIB: Final = 2**30
 _TOOL_TIMEOUT_S: Final = 10.0
-# What says what a worker's kernels can use; all flags of a CPU are more than a hundred.
+# The CPU flags that kernels use; all flags are more than a hundred.
 _CPU_FLAGS: Final = re.compile(r"avx|amx|f16c|fma|sse4|asimd|bf16|i8mm|sve|neon")
 # Variables of ours, of the stacks that we understand, and of libraries that services load.
 _VARIABLES: Final = re.compile(
@@ -34,8 +37,44 @@ _TOOLS: Final = {
 }
 
 
+def main(argv: list[str]) -> int:
+    """Prints the report.
+
+    Returns:
+        The exit code: 0.
+    """
+    parser = OneLineParser(
+        prog="triptych env",
+        description="Prints the facts of this machine for a bug report: versions, hardware, packages of the"
+        " locks, and set variables with their secrets hidden.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    arguments = parser.parse_args(argv)
+    found = facts(os.environ)
+    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(found)))
+    return 0
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    for section, title in _SECTIONS.items():
+        yield f"{title}:"
+        for name, value in found[section].items():
+            if isinstance(value, list) and section == "devices":
+                yield from (f"  {name}: {line}" for line in value or ["none"])
+            else:
+                text = " ".join(value) if isinstance(value, list) else value
+                yield f"  {name}: {'unknown' if text is None else text}"
+    yield "Packages (tested version where it differs):"
+    for name, entry in found["packages"].items():
+        installed, tested = entry["installed"], entry["tested"]
+        where = f"  (tested: {tested}; {', '.join(entry['locks'])})"
+        yield f"  {name} {installed or 'not installed'}{'' if installed == tested else where}"
+    yield "Variables:"
+    yield from [f"  {name}={value}" for name, value in found["variables"].items()] or ["  none"]
+
+
 def facts(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Returns everything that the report has, by section."""
+    """Returns the report by section."""
     return {
         "versions": {
             "triptych": version("triptych"),
@@ -55,7 +94,7 @@ def facts(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the set variables that may matter, by name. Secrets are hidden, including those in URLs."""
+    """Returns relevant set variables. Secrets are hidden, including those in URLs."""
     return {
         name: HIDDEN if _MORE_SECRETS.search(name.upper()) else shown(name.upper(), without_users(value))
         for name, value in sorted(environment.items())
@@ -106,7 +145,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, float | None]:
-    """Returns sizes in GiB: of the machine, what is free, and this process's limit if it has one."""
+    """Returns the machine's memory, its free memory and this process' limit, in GiB."""
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE))
     limit = _read("/sys/fs/cgroup/memory.max").strip()
 
@@ -121,7 +160,7 @@ def _memory() -> dict[str, float | None]:
 
 
 def _lines_of(command: tuple[str, ...]) -> list[str]:
-    """Returns what a tool prints; nothing if it is not installed."""
+    """Returns the output of a tool; nothing if it is not installed."""
     if shutil.which(command[0]) is None:
         return []
     try:

@@ -5,15 +5,23 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from deploy.checks.setting_sources import setting_sources
 from deploy.commands import doctor
+from deploy.launcher.settings import LaunchSettings
+from deploy.vllm_flags.translate import VllmFlags
+from protos.settings import given_flags, load
+from protos.wire import unix_address
 from tests.support import tiny_models
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
+from tests.support.security.certificates import OTHER_TOKEN, TOKEN
 
 # Without these, a gateway and a scheduler run, and a worker does not.
 _WORKERS_OWN = ("torch", "vllm", "transformers", "triton")
@@ -46,24 +54,74 @@ def test_a_gateway_is_checked_without_torch(capsys: pytest.CaptureFixture[str]) 
     code, content = report(capsys, "gateway", "--port=0", f"--scheduler-address=127.0.0.1:{free_port()}")
     assert code == 0
     found = checks(content)
-    assert found["services"] == ("ok", "those of the gateway are installed")
-    assert found["parsers"] == ("ok", "auto for tool calls, auto for thinking")
-    assert found["port"][0] == "ok"
+    assert found["gateway"][0] == "ok"
     assert found["scheduler"][0] == "note"
-    assert found["scheduler"][1].endswith("new requests wait for --park-timeout-s and then get 503")
-    assert "torch" not in found
+    assert "--park-timeout-s" in found["scheduler"][1]
+    assert found.keys() == {"environment", "gateway", "scheduler"}
 
 
 def test_a_port_in_use_stops_a_start(capsys: pytest.CaptureFixture[str]) -> None:
-    """The check names the port and the flag."""
+    """The reason names the port, as the service's own line would."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code, content = report(capsys, "scheduler", f"--port={port}")
-    assert code == 1
-    status, text = checks(content)["port"]
-    assert status == "FAILED"
-    assert f"cannot listen on 127.0.0.1 port {port}" in text
-    assert text.endswith("choose another --port or --host")
+    assert code == 2
+    assert checks(content)["scheduler"] == ("FAILED", content["error"])
+    assert str(port) in content["error"]
+
+
+@pytest.fixture(scope="module")
+def scheduler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a scheduler with a service token."""
+    address = unix_address(path := tmp_path_factory.mktemp("scheduler") / "s.sock")
+    command = [sys.executable, "-m", "scheduler_svc", "--port=0", f"--socket={path}", "--log-level=error"]
+    with subprocess.Popen(command, env={**os.environ, "TRIPTYCH_SERVICE_TOKEN": TOKEN}) as process:
+        with grpc.insecure_channel(address) as channel:
+            grpc.channel_ready_future(channel).result(timeout=60)
+        yield address
+        process.terminate()
+
+
+@pytest.mark.parametrize(
+    ("token", "code", "status"), [(TOKEN, 0, "ok"), (OTHER_TOKEN, 1, "FAILED"), (None, 1, "FAILED")]
+)
+def test_a_scheduler_is_asked(
+    scheduler: str, token: str | None, code: int, status: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gateway with another token than the scheduler's would start, and never serve."""
+    flags = ["--port=0", f"--scheduler-address={scheduler}", *([f"--service-token={token}"] if token else [])]
+    found, content = report(capsys, "gateway", *flags)
+    assert (found, checks(content)["scheduler"][0]) == (code, status)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "source"),
+    [
+        (["-O", '{"level": 2}'], {}, "command line"),
+        (["-O2"], {}, "command line"),
+        (["--compilation-config.level", "2"], {}, "command line"),
+        ([], {"TRIPTYCH_OPTIMIZATION_LEVEL": '{"level": 2}'}, "TRIPTYCH_OPTIMIZATION_LEVEL"),
+        (["--config", "FILE"], {}, "configuration file"),
+    ],
+    ids=["-O JSON", "-O2", "key", "variable", "file"],
+)
+def test_each_setting_has_its_source(
+    flags: list[str], variables: dict[str, str], source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A level that is vLLM's configuration is a setting of another name."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("optimization_level: {level: 2}\nmodel: here\n")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    argv = [str(file) if flag == "FILE" else flag for flag in flags]
+    argv += [] if "FILE" in flags else ["here"]
+    settings = load(LaunchSettings, argv, VllmFlags())
+    found = {
+        each.flag: each for each in setting_sources(settings, given_flags(LaunchSettings, argv, VllmFlags()))
+    }
+    level = found.get("--compilation-config") or found["--optimization-level"]
+    assert level.source == source
+    assert found["--model"].source == ("configuration file" if "FILE" in flags else "command line")
 
 
 def test_what_was_understood_is_printed(
@@ -92,11 +150,10 @@ def test_what_was_understood_is_printed(
         "--keep-alive-s": ("7", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
         "--api-key": ("********", "VLLM_API_KEY"),
     }
-    found = checks(content)
-    assert found["environment"][0] == "note"
-    assert found["own variables"] == (
-        "note",
-        "TRIPTYCH_KEEP_ALIVE is not a setting and has no effect; did you mean TRIPTYCH_KEEP_ALIVE_S?",
+    status, text = checks(content)["environment"]
+    assert status == "note"
+    assert text.endswith(
+        "TRIPTYCH_KEEP_ALIVE is not a setting and has no effect; did you mean TRIPTYCH_KEEP_ALIVE_S?"
     )
     doctor.main(list(arguments))
     printed = capsys.readouterr().out
@@ -110,7 +167,7 @@ def test_a_refused_variable_is_a_failure(
     """The service would refuse to start, so the doctor says no."""
     monkeypatch.setenv("VLLM_RBLN_USE_VLLM_MODEL", "0")
     code, content = report(capsys, "scheduler", "--port=0")
-    assert code == 1
+    assert code == 2
     assert content["environment"][0]["kind"] == "rejected"
     assert checks(content)["environment"][0] == "FAILED"
 
@@ -142,7 +199,7 @@ def test_links_of_kubernetes_are_no_settings(
     monkeypatch.setenv("TRIPTYCH_SERVICE_HOST", "10.0.0.1")
     monkeypatch.setenv("TRIPTYCH_PORT_8000_TCP_ADDR", "10.0.0.1")
     _, content = report(capsys, "scheduler", "--port=0")
-    assert checks(content)["own variables"] == ("ok", "none set")
+    assert checks(content)["environment"][0] == "ok"
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +215,7 @@ def without_torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", ["serve", "worker"])
 def test_it_works_where_torch_is_not_installed(command: str, without_torch: Path, tmp_path: Path) -> None:
-    """It names torch as missing and the checks that it left out; all others run."""
+    """The worker would refuse to start for want of torch; the other services are checked."""
     model = tiny_models.write("llama", tmp_path / "model")
     code = "import sys; from deploy.cli import main; sys.exit(main())"
     flags = ["--enforce-eager", "--run-dir", str(tmp_path / "run")] if command == "serve" else ["--port=0"]
@@ -172,12 +229,10 @@ def test_it_works_where_torch_is_not_installed(command: str, without_torch: Path
         check=False, capture_output=True, text=True, cwd=tmp_path, timeout=100,
         env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "PYTHONPATH": f"{ROOT}{os.pathsep}{without_torch}"},
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 2, done.stderr
     content = json.loads(done.stdout)
     found = checks(content)
-    assert found["torch"] == ("FAILED", "torch not installed; run `triptych install worker`")
-    assert {name for name, (status, _) in found.items() if status == "FAILED"} == {"torch"}
-    assert found["device"][0] == found["attention"][0] == "skipped"
-    assert found["config"] == ("ok", "LlamaForCausalLM")
-    assert found["weight files"][0] == "ok"
+    assert {name for name, (status, _) in found.items() if status == "FAILED"} == {"worker"}
+    assert content["error"] == "torch is not installed; run `triptych install worker`"
+    assert found["model"][0] == "ok"
     assert bool(content["flags"]) == (command == "serve")

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.diagnosis.findings import Missing
-from deploy.diagnosis.local_replica import Answer
-from deploy.diagnosis.reference import Reference
+from deploy.checks.check_results import CheckFailed
+from deploy.checks.parity import Answer, Reference
 from tests.support import reference, tiny_models
 from tests.support.sampling_params import token_logprobs
 
@@ -47,7 +46,7 @@ def test_another_token_is_found(folder: Path) -> None:
     """The step, both tokens and the advice are in the text."""
     answer = right_answer(folder)
     answer.tokens[3] = (answer.tokens[3] + 1) % 256
-    with pytest.raises(Missing, match=r"step 3 after a prompt of 4 tokens chose .* try something else"):
+    with pytest.raises(CheckFailed, match=r"step 3 after a prompt of 4 tokens chose .* try something else"):
         open_reference(folder).compare([answer])
 
 
@@ -56,5 +55,5 @@ def test_wrong_log_probabilities_are_found(folder: Path, value: float) -> None:
     """Also in half precision, and also if they are no numbers."""
     answer = right_answer(folder)
     answer.logprobs[2].logprob = value
-    with pytest.raises(Missing, match="step 2 after a prompt of 4 tokens has log-probabilities"):
+    with pytest.raises(CheckFailed, match="step 2 after a prompt of 4 tokens has log-probabilities"):
         open_reference(folder, torch.bfloat16).compare([answer])

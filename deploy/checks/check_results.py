@@ -1,0 +1,143 @@
+"""Results of checks: lines while they run, or one JSON object at the end."""
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from deploy.checks.setting_sources import SettingSource
+from deploy.launcher.deaths import BAD_SETTING
+from deploy.launcher.supervisor import LaunchError
+from protos.environment.table import Reading
+from protos.errors import TriptychError
+
+Status = Literal["ok", "note", "FAILED", "skipped"]
+
+
+class CheckFailed(Exception):  # noqa: N818 - a result, not an error
+    """A fault that a start would not find. The text names it and the remedy."""
+
+
+class Note(Exception):  # noqa: N818 - a result, not an error
+    """A shortcoming that stops no start. The text names it and its consequence."""
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check."""
+
+    name: str
+    status: Status
+    """"FAILED" if the command would not start, or not work."""
+    text: str
+    """The finding; for a failure, the line that the command would print."""
+
+    def __str__(self) -> str:
+        return f"{self.status:<8}{self.name:<20}{self.text}"
+
+
+class Report:
+    """The answer of `triptych doctor`."""
+
+    def __init__(self, command: str, *, as_json: bool) -> None:
+        """Starts an empty report about a command, such as "triptych serve"."""
+        self._as_json = as_json
+        self._content: dict[str, Any] = {"command": command, "starts": True, "error": ""}
+        self._content |= {"environment": [], "flags": [], "settings": [], "checks": []}
+        self._status: dict[str, Status] = {}
+        self._exit_code = 0
+
+    def environment(self, readings: Sequence[Reading]) -> None:
+        """Lists the variables of other stacks."""
+        self._content["environment"] = [asdict(reading) for reading in readings]
+        self._section("Environment", readings)
+
+    def flags(self, notes: Sequence[str]) -> None:
+        """Lists flags of `vllm serve` with another meaning here."""
+        self._content["flags"] = list(notes)
+        self._section("Flags", notes)
+
+    def settings(self, sources: Sequence[SettingSource]) -> None:
+        """Lists the settings and their sources."""
+        self._content["settings"] = [asdict(each) for each in sources]
+        self._section("Settings", sources)
+
+    def check(self, name: str, run: Callable[[], str], *, needs: Collection[str] = ()) -> bool:
+        """Runs a check unless an earlier one that it needs has failed.
+
+        Any error of the check is its result: a broken driver or compiler may raise anything.
+
+        Args:
+            name: unique.
+            run: returns its finding, or raises.
+            needs: names of earlier checks.
+
+        Returns:
+            Whether it ran and did not fail.
+        """
+        broken = [other for other in needs if self._status.get(other) not in {"ok", "note"}]
+        if broken:
+            return self._add(CheckResult(name, "skipped", f"needs: {', '.join(broken)}"))
+        try:
+            return self._add(CheckResult(name, "ok", run()))
+        except Note as note:
+            return self._add(CheckResult(name, "note", str(note)))
+        except CheckFailed as failure:
+            return self._fail(name, str(failure))
+        except TriptychError as error:
+            return self._fail(name, error.message, BAD_SETTING)
+        except LaunchError as error:
+            return self._fail(name, str(error), error.exit_code)
+        except Exception as error:  # noqa: BLE001 - see above
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            return self._fail(name, f"{type(error).__name__}: {lines[0] if lines else ''}")
+
+    def status(self, name: str) -> Status:
+        """Returns the result of an earlier check."""
+        return self._status[name]
+
+    def refuse(self, error: str) -> int:
+        """Ends the report with a bad flag or setting; returns the exit code."""
+        self._content |= {"starts": False, "error": error}
+        self._print_json()
+        return BAD_SETTING
+
+    def close(self, works: str) -> int:
+        """Ends the report.
+
+        Args:
+            works: the last line if no check failed.
+
+        Returns:
+            The command's exit code if it would refuse to start, else 1 after a failure and 0 without one.
+        """
+        statuses = list(self._status.values())
+        if failed := statuses.count("FAILED"):
+            works = f"{failed} check{'s' if failed > 1 else ''} failed: it would not start, or not work."
+        if skipped := statuses.count("skipped"):
+            works += f" {skipped} check{'s were' if skipped > 1 else ' was'} skipped."
+        self._content["starts"] = not failed
+        if not self._as_json:
+            print(f"\n{works}")
+        self._print_json()
+        return self._exit_code
+
+    def _fail(self, name: str, text: str, exit_code: int = 1) -> bool:
+        if exit_code > self._exit_code:
+            self._exit_code, self._content["error"] = exit_code, text
+        return self._add(CheckResult(name, "FAILED", text))
+
+    def _add(self, result: CheckResult) -> bool:
+        self._status[result.name] = result.status
+        self._content["checks"].append(asdict(result))
+        if not self._as_json:
+            print(result, flush=True)
+        return result.status in {"ok", "note"}
+
+    def _section(self, heading: str, lines: Sequence[object]) -> None:
+        if lines and not self._as_json:
+            print("\n".join([f"{heading}:", *(f"  {line}" for line in lines), ""]), flush=True)
+
+    def _print_json(self) -> None:
+        if self._as_json:
+            print(json.dumps(self._content, indent=2))

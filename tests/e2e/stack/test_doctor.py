@@ -1,0 +1,157 @@
+"""`triptych doctor` and `triptych up` give the same answer, each in processes of its own."""
+
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.launcher.run_dir import claim
+from tests.support import tiny_models
+from tests.support.paths import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(400)]
+
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with a tokenizer."""
+    folder = tiny_models.write("llama", tmp_path_factory.mktemp("model"))
+    tiny_models.write_tokenizer(folder)
+    return folder
+
+
+def triptych(*arguments: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in the environment of a clean shell."""
+    stacks = ("VLLM_", "RBLN_", "TRIPTYCH_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(stacks)}
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRIPTYCH_COMPILE_CACHE_ROOT": str(cwd / "code")}
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *arguments], check=False, capture_output=True, text=True, cwd=cwd,
+        timeout=150, env=clean | own | variables,
+    )  # fmt: skip
+
+
+def check_refusal(model: Path, folder: Path, flags: str, words: str, **variables: str) -> None:
+    """Both refuse with exit code 2 and the same line; sizes of free memory may differ."""
+    command = [str(model), *flags.split()]
+    for flag in ("--port", "--scheduler-port"):
+        command += [] if flag in command else [flag, "0"]
+    before = set(folder.iterdir())
+    doctor = triptych("doctor", "up", *command, "--json", cwd=folder, **variables)
+    assert {path.name for path in set(folder.iterdir()) - before} <= {"code"}
+    report: dict[str, Any] = json.loads(doctor.stdout)
+    up = triptych("up", *command, cwd=folder, **variables)
+    line = up.stderr.splitlines()[-1]
+    assert (up.returncode, doctor.returncode) == (2, 2), (line, report)
+    assert words in line
+    shown, expected = (re.sub(r"\d+(\.\d+)?", "N", text) for text in (report["error"], line))
+    assert expected.endswith(shown)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--max-num-seq 4", "did you mean --max-num-seqs"),
+        ("--decode-bucket-strategy manual --decode-buckets 1,3 --max-num-seqs 8", "must equal"),
+        ("--require-precompiled --no-compile-cache", "omit one of them"),
+        ("--quantization fp8", "--quantization"),
+        ("--ssl-certfile missing.pem --ssl-keyfile missing.pem", "missing.pem"),
+        ("--service-token-file missing", "missing"),
+        ("--run-dir /proc/none", "/proc/none"),
+        ("--workers 2 --device rbln", "lists 1 NPUs"),
+        pytest.param("--chat-template missing.jinja", "missing.jinja", marks=SLOW),
+        pytest.param("--tool-call-parser none-such", "--tool-call-parser", marks=SLOW),
+        pytest.param("--api-key-file missing.yaml", "missing.yaml", marks=SLOW),
+        pytest.param("--device rbln -O 3", "vendor's packages", marks=SLOW),
+        pytest.param("--device rbln --rbln-backend rbln-check -O 3", "-O 3", marks=SLOW),
+        pytest.param("--num-blocks 10000000", "--num-blocks", marks=SLOW),
+        pytest.param("--max-model-len 100000", "max_model_len 100000", marks=SLOW),
+        pytest.param("--require-precompiled -O 2", "nothing is precompiled", marks=SLOW),
+        pytest.param("--block-size 48 --device rbln --rbln-backend rbln-check", "block_size 48", marks=SLOW),
+        pytest.param("--pooling-task embed", "pool", marks=SLOW),
+        pytest.param("--revision main --load-format gguf", "GGUF", marks=SLOW),
+    ],
+)
+def test_a_wrong_flag_gets_the_same_refusal(model: Path, tmp_path: Path, flags: str, words: str) -> None:
+    """The exit code and the reason are equal, at every depth of a start."""
+    check_refusal(model, tmp_path, flags, words, RBLN_DEVICES="0")
+
+
+def test_a_wrong_variable_gets_the_same_refusal(model: Path, tmp_path: Path) -> None:
+    """A variable of another stack, and a variable of ours."""
+    check_refusal(model, tmp_path, "", "VLLM_RBLN_USE_VLLM_MODEL", VLLM_RBLN_USE_VLLM_MODEL="0")
+    check_refusal(model, tmp_path, "", "TRIPTYCH_MAX_NUM_SEQS", TRIPTYCH_MAX_NUM_SEQS="many")
+
+
+def test_a_busy_port_or_folder_gets_the_same_refusal(model: Path, tmp_path: Path) -> None:
+    """The doctor sees the launcher that runs, and leaves its files alone."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        check_refusal(model, tmp_path, f"--port {port}", f"port {port}")
+        check_refusal(model, tmp_path, f"--scheduler-port {port}", f"port {port}")
+    busy = tmp_path / "busy"
+    with claim(busy):
+        (busy / "worker-0.log").touch()
+        check_refusal(model, tmp_path, f"--run-dir {busy}", "in use by another `triptych up`")
+        assert (busy / "worker-0.log").exists()
+
+
+def test_a_full_disk_gets_the_same_refusal(model: Path, tmp_path: Path) -> None:
+    """No file can grow in these processes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        check_refusal(model, tmp_path, "", "cannot write to the run dir")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def _cut(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        pytest.param(_cut, "100", marks=SLOW),
+        pytest.param(lambda folder: (folder / "config.json").unlink(), "has no config.json", marks=SLOW),
+        pytest.param(lambda folder: (folder / "config.json").write_text("{"), "config.json", marks=SLOW),
+        pytest.param(lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json", marks=SLOW),
+        pytest.param(
+            lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "template", marks=SLOW
+        ),
+    ],
+    ids=["cut weights", "no config", "damaged config", "no tokenizer", "bad template"],
+)
+def test_a_damaged_model_gets_the_same_refusal(
+    model: Path, tmp_path: Path, damage: Callable[[Path], Any], words: str
+) -> None:
+    """Files of the worker and of the gateway."""
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    damage(copy)
+    check_refusal(copy, tmp_path, "", words)
+
+
+@SLOW
+def test_a_model_that_serves_passes(model: Path, tmp_path: Path) -> None:
+    """The doctor says yes, leaves nothing, and has a result of each service."""
+    doctor = triptych("doctor", "up", str(model), "--port=0", "--scheduler-port=0", "--json", cwd=tmp_path)
+    report = json.loads(doctor.stdout)
+    assert (doctor.returncode, report["error"]) == (0, ""), report
+    assert {"launcher", "gateway", "scheduler", "worker", "shapes", "text"} <= {
+        check["name"] for check in report["checks"] if check["status"] == "ok"
+    }
+    assert not list(tmp_path.iterdir())
