@@ -11,7 +11,7 @@ from gateway.parsers.events import ToolParser
 from gateway.parsers.reasoning import MARKERS, TAIL_TOKENS, Thinking, ThinkParser, thinking_at
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.schemas.tools import NamedChoice, Tool
+from gateway.schemas.tools import NO_PARAMETERS, NamedChoice, Tool
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
 from gateway.tools.answer_constraint import place_constraint
@@ -20,7 +20,6 @@ from gateway.tools.tags import Callee, Shape, Tag, behind_thinking, structural
 from protos.errors import InvalidArgument, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 
-_NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 _ANY_OBJECT: Final = {"type": "object"}
 _TOOLS: Final = "tools"
 
@@ -173,9 +172,10 @@ def _format(settings: Settings, served: ServedModel, tools: Sequence[Tool]) -> F
 
 
 def _callee(tool: Tool, *, strict: bool) -> Callee:
-    # A tool without a schema takes no parameters. A tool that is not strict may get any object.
-    schema = tool.function.parameters or _NO_PARAMETERS
-    return Callee(tool.function.name, schema if strict else _ANY_OBJECT)
+    # A tool that is not strict may get any object, unless it takes nothing.
+    if tool.function.has_no_parameters:
+        return Callee(tool.function.name, NO_PARAMETERS)
+    return Callee(tool.function.name, (tool.function.parameters or {}) if strict else _ANY_OBJECT)
 
 
 def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: _ThinkingPlan) -> _CallPlan:

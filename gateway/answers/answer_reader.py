@@ -17,19 +17,20 @@ from gateway.parsers.events import (
 
 
 class Trim:
-    """Removes white space that only separates parts: around thinking and around calls.
+    """Removes white space that only separates parts: around thinking, and before or after all calls.
 
-    An answer without thinking and calls stays unchanged, to the last line break.
+    Text on both sides of a call keeps the white space around it. An answer without thinking and calls stays
+    unchanged, to the last line break.
     """
 
     def __init__(self) -> None:
         self._part: type[Event] | None = None
-        # White space at the current end of the part; it belongs to the part only if more text follows.
+        # White space since the last text shown. It belongs to the answer only if more text follows.
         self._held: list[str] = []
         self._fresh = False
-        # White space between content and a call, by the call's number: it becomes content again if the call
-        # is revoked.
-        self._dropped: dict[int, str] = {}
+        self._has_content = False
+        # Whether no text has followed the calls yet that the held white space surrounds.
+        self._separates = False
 
     def push(self, events: Iterable[Event]) -> Iterator[Event]:
         """Yields the events without separating white space; some of it may come with later events."""
@@ -38,15 +39,16 @@ class Trim:
                 yield from self._text(event)
             elif isinstance(event, CallRevoked):
                 # The text behind it continues its source.
-                self._part, self._fresh = Text, False
+                source = "".join(self._held) + event.source
+                self._part, self._has_content = Text, True
+                self._fresh = self._separates = False
                 self._held.clear()
-                yield event._replace(source=self._dropped.pop(event.number, "") + event.source)
+                yield event._replace(source=source)
             else:
                 if isinstance(event, CallStart):
-                    if self._part is Text:
-                        self._dropped[event.number] = "".join(self._held)
+                    if self._part is Reasoning:
+                        self._held.clear()
                     self._part = CallStart
-                    self._held.clear()
                 yield event
 
     def _text(self, event: Text | Reasoning) -> Iterator[Event]:
@@ -54,22 +56,29 @@ class Trim:
         if not event.text and kind is Text:
             return
         if kind is not self._part:
-            # Thinking starts behind a marker. Content at the beginning of an answer keeps its white space.
-            self._fresh = self._part is not None or kind is Reasoning
-            self._part = kind
-            self._held.clear()
+            self._enter(kind)
         text = event.text.lstrip() if self._fresh else event.text
         shown = text.rstrip()
         if shown:
-            self._fresh = False
+            self._fresh = self._separates = False
+            self._has_content |= kind is Text
             yield kind("".join(self._held) + shown)
             self._held.clear()
         if len(shown) < len(text):
             self._held.append(text[len(shown) :])
 
+    def _enter(self, kind: type[Event]) -> None:
+        """Begins a part; decides what becomes of the white space before it."""
+        continues = self._part is CallStart and kind is Text and self._has_content
+        # Thinking starts behind a marker. Content at the beginning of an answer keeps its white space.
+        self._fresh = not continues and (self._part is not None or kind is Reasoning)
+        self._part, self._separates = kind, continues
+        if not continues:
+            self._held.clear()
+
     def finish(self) -> Iterator[Event]:
         """Yields the text held back, at the end of the answer."""
-        if self._part is Text and self._held:
+        if self._part is Text and self._held and not self._separates:
             yield Text("".join(self._held))
 
 

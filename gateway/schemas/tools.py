@@ -72,8 +72,47 @@ def bounded(tools: Any) -> Any:
     return tools
 
 
+NO_PARAMETERS: Final[Mapping[str, Any]] = {"type": "object", "properties": {}, "additionalProperties": False}
+"""The schema of a tool that takes nothing."""
+
+# Keywords of an object's schema that say nothing about its properties.
+_ANNOTATIONS: Final = frozenset({
+    "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples", "strict", "title",
+    "type",
+})  # fmt: skip
+# Keywords whose values are data. Of these, null is a value of the first two.
+_MAY_BE_NULL: Final = frozenset({"const", "default"})
+_DATA: Final = _MAY_BE_NULL | {"enum", "example", "examples"}
+BY_NAME: Final = frozenset({
+    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
+})  # fmt: skip
+"""Keywords of JSON Schema with a schema for each name."""
+
+
+def _without_nulls(schema: Any) -> Any:
+    """Returns a schema without keywords that are null, which many MCP servers write for absent ones."""
+    if isinstance(schema, list):
+        return [_without_nulls(item) for item in schema if item is not None]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if value is None and keyword not in _MAY_BE_NULL:
+            continue
+        if keyword in _DATA:
+            kept[keyword] = value
+        elif keyword in BY_NAME and isinstance(value, dict):
+            kept[keyword] = {
+                name: _without_nulls({} if item is None else item) for name, item in value.items()
+            }
+        else:
+            kept[keyword] = _without_nulls(value)
+    return kept
+
+
 def object_schema(value: Any) -> Any:
-    """Refuses a schema that no object can match."""
+    """Drops a schema's nulls; refuses a schema that no object can match."""
+    value = _without_nulls(value)
     if isinstance(value, dict) and value.get("type", "object") != "object":
         raise ValueError(
             f'must be the schema of an object ("type": "object"), got "type": {quote(value["type"])}'
@@ -95,6 +134,13 @@ class Function(RequestModel):
         None
     )
 
+    @property
+    def has_no_parameters(self) -> bool:
+        """Whether the function takes nothing: its schema allows the empty object and names no property."""
+        schema = {name: value for name, value in (self.parameters or {}).items() if name not in _ANNOTATIONS}
+        is_open = schema.pop("additionalProperties", False) is not False
+        return not is_open and not any(schema.values())
+
 
 def _function_only(value: Any) -> Any:
     if value != "function":
@@ -113,7 +159,10 @@ class Tool(RequestModel):
 
     def for_template(self) -> dict[str, Any]:
         """Returns the tool in the form that chat templates expect."""
-        return {"type": "function", "function": self.function.model_dump(exclude_unset=True)}
+        return {
+            "type": "function",
+            "function": self.function.model_dump(exclude_unset=True, exclude_none=True),
+        }
 
 
 def _distinct(tools: list[Tool]) -> list[Tool]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gateway.parsers.reasoning import THINK, Marks, Thinking
+from gateway.schemas.tools import BY_NAME
 from protos.triptych.v1 import common_pb2 as pb
 
 Tag: TypeAlias = dict[str, Any]
@@ -17,14 +18,11 @@ Tag: TypeAlias = dict[str, Any]
 # Keywords of JSON Schema that do not constrain values. They are removed, because long texts would use up the
 # compiler's limits.
 _ANNOTATIONS: Final = frozenset({"$comment", "default", "description", "examples", "title"})
-# Keywords with a schema or a list of schemas, and keywords with one schema per name. All other values
+# Keywords with a schema or a list of schemas. Values of keywords that are neither here nor in ``BY_NAME``
 # (``enum``, ``const`` and so on) are data, even if they look like schemas.
 _SCHEMAS: Final = frozenset({
     "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf", "prefixItems",
     "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
-})  # fmt: skip
-_BY_NAME: Final = frozenset({
-    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
 })  # fmt: skip
 
 
@@ -133,7 +131,7 @@ def _without_annotations(schema: Any) -> Any:
     for keyword, value in schema.items():
         if keyword in _SCHEMAS:
             kept[keyword] = _without_annotations(value)
-        elif keyword in _BY_NAME and isinstance(value, Mapping):
+        elif keyword in BY_NAME and isinstance(value, Mapping):
             kept[keyword] = {name: _without_annotations(item) for name, item in value.items()}
         elif keyword not in _ANNOTATIONS:
             kept[keyword] = value

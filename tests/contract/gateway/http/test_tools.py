@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from gateway.schemas.answers import ChatCompletion
 from tests.support.gateway.serving import Stack, running_stack
+from tests.support.gateway.tool_requests import accepts, byte_compiler
 from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -205,7 +206,8 @@ async def test_a_named_tool(stack: Stack) -> None:
 async def test_strict_applies_to_optional_calls(stack: Stack) -> None:
     """Free text may contain valid calls; tools that are not strict may have any arguments."""
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    await collected(stack, tools=[strict, TIME])
+    loose = {**TIME, "function": {**TIME["function"], "parameters": WEATHER["function"]["parameters"]}}
+    await collected(stack, tools=[strict, loose])
     form = structural_tag(stack)["format"]["elements"][-1]
     assert (form["type"], form["triggers"]) == ("triggered_tags", ["<tool_call>"])
     schemas = [tag["content"]["json_schema"] for tag in form["tags"]]
@@ -422,3 +424,108 @@ async def test_a_parser_by_name(tmp_path: Path) -> None:
         answer = await collected(stack)
         assert answer["message"]["reasoning"] == "Hm."
         assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
+
+
+@pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"Let me look. {CALL} Done.", "Let me look.  Done."),
+        (f"First.\n\n{CALL}\n\nThen.\n", "First.\n\n\n\nThen.\n"),
+        (f"One {CALL}\n{CALL} two", "One \n two"),
+        (f"One{CALL}two", "Onetwo"),
+        (f"Look:\n{CALL}\n", "Look:"),
+        (f"\n{CALL}\nDone.", "Done."),
+        (f"<think>\nHm.\n</think>\n\nSo {CALL} yes.", "So  yes."),
+        (f"<think>\nHm.\n</think>\n\n{CALL}\nyes.", "yes."),
+        ('So <tool_call>\n{"name": 5} no', 'So <tool_call>\n{"name": 5} no'),
+    ],
+)
+async def test_text_on_both_sides_of_a_call(
+    stack: Stack, tokens_per_event: int, text: str, content: str
+) -> None:
+    """White space between two pieces of text stays as the model wrote it, streamed and collected alike."""
+    stack.scheduler.tokens_per_event = tokens_per_event
+    stack.reply_with(text)
+    for answer in (await collected(stack), (await streamed(stack))[0]):
+        assert answer["message"]["content"] == content
+
+
+EMPTY: Any = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        ..., None, {}, EMPTY, {"type": "object"}, {"properties": {}}, {**EMPTY, "required": []},
+        {**EMPTY, "required": None, "additionalProperties": None}, {"type": "object", "properties": None},
+        {**EMPTY, "additionalProperties": False, "$schema": "http://json-schema.org/draft-07/schema#"},
+    ],
+)  # fmt: skip
+async def test_a_function_without_parameters_gets_an_empty_object(
+    stack: Stack, plain: Stack, parameters: Any, choice: Any
+) -> None:
+    """The grammar leaves the model nothing else to write, in the model's own format and in the list."""
+    function = {"name": "now", **({} if parameters is ... else {"parameters": parameters})}
+    body = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+    stack.reply_with('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
+    plain.reply_with("{}" if isinstance(choice, dict) else '[{"name": "now", "parameters": {}}]')
+    compiler = byte_compiler()
+    for one in (stack, plain):
+        assert functions(await collected(one, **body)) == [("now", "{}")]
+        constraint = one.scheduler.requests[-1].sampling.structured_output
+        text = Tokenizer.from_file(str(one.scheduler.folder / "tokenizer.json")).decode(
+            one.scheduler.reply[:-1], skip_special_tokens=False
+        )
+        assert accepts(compiler, constraint, text)
+        assert not accepts(compiler, constraint, text.replace("{}", '{"a": 1}'))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{**EMPTY, "additionalProperties": True}, {**EMPTY, "additionalProperties": {}}]
+)
+async def test_an_open_function_may_get_properties(plain: Stack, parameters: Any) -> None:
+    """A schema that allows further properties by name is kept."""
+    plain.reply_with('[{"name": "now", "parameters": {"a": 1}}]')
+    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
+    assert functions(await collected(plain, tools=tools, tool_choice="required")) == [("now", '{"a": 1}')]
+    assert accepts(
+        byte_compiler(),
+        plain.scheduler.requests[-1].sampling.structured_output,
+        '[{"name": "now", "parameters": {"a": 1}}]',
+    )
+
+
+NULLS: Any = {
+    "type": "object", "description": None, "required": None, "additionalProperties": None, "$defs": None,
+    "properties": {
+        "city": {"type": "string", "enum": None, "default": None, "properties": None, "items": None, "title": None},
+        "any": None,
+        "list": {"type": "array", "items": {"type": "object", "properties": None, "required": None}},
+        "nothing": {"const": None},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_nulls_in_a_tool_count_as_absent(stack: Stack, choice: str) -> None:
+    """MCP servers write null for keywords that they do not set; templates do not see them either."""
+    clean = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "default": None},
+            "any": {},
+            "list": {"type": "array", "items": {"type": "object"}},
+            "nothing": {"const": None},
+        },
+    }
+    stack.reply_with(CALL)
+    for description in (None, ...):
+        absent = {} if description is ... else {"description": None, "strict": None}
+        given = {"name": "get_weather", "parameters": NULLS if absent else clean, **absent}
+        answer = await collected(stack, tools=[{"type": "function", "function": given}], tool_choice=choice)
+        assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
+    one, two = stack.scheduler.requests[-2:]
+    assert one.prompt_token_ids == two.prompt_token_ids
+    assert one.sampling.structured_output == two.sampling.structured_output
