@@ -23,12 +23,14 @@ from gateway.keys.openapi import document_keys
 from gateway.keys.usage import KeyUsage
 from gateway.messages import routes as messages
 from gateway.metrics import Metrics
+from gateway.operations import health, pages
+from gateway.operations import routes as operations
+from gateway.operations.unserved import UNSERVED
+from gateway.pooling import routes as pooling
+from gateway.pooling import scoring
 from gateway.responses import routes as responses
 from gateway.routes import chat, completions, loras, models, tokenize
 from gateway.routes.context import Context
-from gateway.routes.operations import caches, info, metrics, pages, probes
-from gateway.routes.operations.unserved import UNSERVED
-from gateway.routes.pooling import classification, embeddings, scoring
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher, load_text
 from gateway.settings import Settings
@@ -50,8 +52,7 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, completions, messages, responses, embeddings, scoring, classification, models, loras, tokenize, probes,
-    metrics, info, caches,
+    chat, completions, messages, responses, pooling, scoring, models, loras, tokenize, health, operations,
 )  # fmt: skip
 
 

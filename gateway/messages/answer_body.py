@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 
 from gateway.answers.generation import Usage
 from gateway.answers.sequence_text import Delta
+from gateway.messages.answers import AnswerBlock, MessageAnswer, MessageHead, TokenCounts
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 
 ID_PREFIX: Final = "msg_"
@@ -16,7 +17,7 @@ ID_PREFIX: Final = "msg_"
 class StopReason(NamedTuple):
     """Why an answer ended."""
 
-    reason: str
+    reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     sequence: str | None = None
     """The stop sequence, if one ended the answer."""
 
@@ -40,7 +41,7 @@ class StopReason(NamedTuple):
         return cls("tool_use" if called else "end_turn")
 
 
-def usage_body(usage: Usage) -> dict[str, Any]:
+def usage_body(usage: Usage) -> TokenCounts:
     """Returns the token counts. Tokens from the prefix cache are not part of ``input_tokens``.
 
     No cache entry is created on purpose: every computed prefix is cached, and costs nothing more.
@@ -54,7 +55,7 @@ def usage_body(usage: Usage) -> dict[str, Any]:
     }
 
 
-def message_head(answer_id: str, model: str) -> dict[str, Any]:
+def message_head(answer_id: str, model: str) -> MessageHead:
     """Returns the fields that begin a message."""
     return {"id": answer_id, "type": "message", "role": "assistant", "model": model}
 
@@ -64,17 +65,17 @@ def signature_of(answer_id: str, index: int) -> str:
     return hashlib.blake2b(f"{answer_id}/{index}".encode(), digest_size=32).hexdigest()
 
 
-def text_block(text: str) -> dict[str, Any]:
+def text_block(text: str) -> AnswerBlock:
     """Returns a block of text."""
     return {"type": "text", "text": text}
 
 
-def thinking_block(thinking: str, signature: str) -> dict[str, Any]:
+def thinking_block(thinking: str, signature: str) -> AnswerBlock:
     """Returns a block of thinking."""
     return {"type": "thinking", "thinking": thinking, "signature": signature}
 
 
-def tool_use_block(call: CallStart, arguments: dict[str, Any]) -> dict[str, Any]:
+def tool_use_block(call: CallStart, arguments: dict[str, Any]) -> AnswerBlock:
     """Returns a block with a call."""
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
@@ -110,7 +111,7 @@ def content_of(events: Iterable[Event]) -> list[tuple[Event, str]]:
 
 def message_body(
     answer_id: str, model: str, end: Delta, events: Iterable[Event], usage: Usage, *, omit_thinking: bool
-) -> dict[str, Any]:
+) -> MessageAnswer:
     """Returns the message that a whole answer is.
 
     Args:
@@ -121,7 +122,7 @@ def message_body(
         usage: token counts.
         omit_thinking: leave the text of thinking blocks empty.
     """
-    content, called, complete = [], False, True
+    content, called, complete = list[AnswerBlock](), False, True
     for index, (event, text) in enumerate(content_of(events)):
         if isinstance(event, Reasoning):
             content.append(thinking_block("" if omit_thinking else text, signature_of(answer_id, index)))

@@ -20,6 +20,7 @@ from gateway.messages.answer_body import (
     tool_use_block,
     usage_body,
 )
+from gateway.messages.answers import AnswerBlock
 from gateway.messages.error_shape import error_body
 from gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from protos.errors import TriptychError
@@ -133,7 +134,7 @@ class MessageStreamWriter(StreamWriter):
         out = b"" if self._open is Text else self._start(Text, text_block(""))
         return b"%b%b}}\n\n" % (out + self._before_text, orjson.dumps(text))
 
-    def _start(self, kind: type[Event], block: dict[str, Any]) -> bytes:
+    def _start(self, kind: type[Event], block: AnswerBlock) -> bytes:
         """Closes the open block and opens the next one."""
         out = self._close()
         self._index, self._open = self._index + 1, kind

@@ -3,7 +3,6 @@
 from typing import Any, Final
 
 import orjson
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,8 +23,8 @@ from gateway.routes.answer import (
     kept_alive,
     respond_to_chat,
 )
-from gateway.routes.context import context_of, generating_model, read_body
-from gateway.routes.openapi import body_schema, documented
+from gateway.routes.context import context_of, generating_model
+from gateway.routes.openapi import api_router, documented
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.text.chat_template import ChatTemplate
 from gateway.tools.skipped_tools import skipped_tools_header
@@ -33,7 +32,7 @@ from protos.logs import request_id
 
 PATH: Final = "/v1/messages"
 
-router = APIRouter(tags=["Messages"])
+router = api_router("Messages", error=AnthropicErrorAnswer, api="Anthropic")
 shape_errors(PATH, shape)
 
 _EVENTS: Final[dict[str, Any]] = {
@@ -50,16 +49,14 @@ _EVENTS: Final[dict[str, Any]] = {
 @router.post(
     PATH,
     summary="Answer a conversation (Anthropic's API)",
-    openapi_extra=body_schema(MessagesRequest),
-    responses=documented(MessageAnswer, content=_EVENTS, error=AnthropicErrorAnswer, api="Anthropic"),
+    responses=documented(MessageAnswer, content=_EVENTS),
 )
-async def create_message(request: Request) -> Response:
+async def create_message(request: Request, body: MessagesRequest) -> Response:
     """Generates the assistant's next turn for a conversation, as Anthropic's endpoint does.
 
     The model's chat template turns system prompt, messages and tools into a prompt. With `stream`, the answer
     arrives as server-sent events.
     """
-    body = await read_body(request, MessagesRequest)
     headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
     answer = _respond(request, body, headers)
     return await kept_alive(request, answer, error_event, streams=body.stream, headers=headers)
@@ -93,12 +90,10 @@ async def _respond(request: Request, body: MessagesRequest, headers: dict[str, s
 @router.post(
     f"{PATH}/count_tokens",
     summary="Count the tokens of a prompt (Anthropic's API)",
-    openapi_extra=body_schema(CountTokensRequest),
-    responses=documented(TokenCount, error=AnthropicErrorAnswer, api="Anthropic"),
+    responses=documented(TokenCount),
 )
-async def count_tokens(request: Request) -> Response:
+async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     """Returns the number of tokens that the same messages, system prompt and tools have as a prompt."""
-    body = await read_body(request, CountTokensRequest)
     served = await generating_model(request, body.model)
     prompt = await chat_prompt(request, served, await _chat(request, body, served))
     headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}

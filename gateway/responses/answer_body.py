@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from gateway.answers.generation import Usage
 from gateway.http.errors import row_of
+from gateway.responses.answers import ResponseUsage
 from gateway.responses.output_items import Output
 from gateway.responses.request import ResponsesRequest, TextFormat
 from gateway.responses.tools import (
@@ -94,7 +95,7 @@ def error_event(error: TriptychError) -> dict[str, Any]:
     return {"code": row_of(error).code, "message": error.message, "param": error.param or None}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _usage(usage: Usage) -> ResponseUsage:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

@@ -1,13 +1,14 @@
-"""Answers of the Responses API as the OpenAPI document describes them."""
+"""The answers of the Responses API."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
-from gateway.schemas.answers import AnswerModel, ChatToken
+from gateway.schemas.answers import ChatToken
 
 
-class OutputText(AnswerModel):
+class OutputText(TypedDict):
     """The text of a message."""
 
     type: Literal["output_text"]
@@ -18,7 +19,7 @@ class OutputText(AnswerModel):
     ]
 
 
-class ReasoningContent(AnswerModel):
+class ReasoningContent(TypedDict):
     """A piece of thinking."""
 
     type: Literal["reasoning_text"]
@@ -31,7 +32,7 @@ ItemStatus = Annotated[
 ]
 
 
-class OutputMessage(AnswerModel):
+class OutputMessage(TypedDict):
     """The text of the answer."""
 
     id: str
@@ -41,7 +42,7 @@ class OutputMessage(AnswerModel):
     content: list[OutputText]
 
 
-class OutputReasoning(AnswerModel):
+class OutputReasoning(TypedDict):
     """Thinking in front of the answer."""
 
     id: str
@@ -52,7 +53,7 @@ class OutputReasoning(AnswerModel):
     encrypted_content: None
 
 
-class OutputFunctionCall(AnswerModel):
+class OutputFunctionCall(TypedDict):
     """A call that the model makes."""
 
     id: str
@@ -60,24 +61,24 @@ class OutputFunctionCall(AnswerModel):
     status: ItemStatus
     call_id: Annotated[str, Field(description="The id for the function_call_output that answers it.")]
     name: str
-    namespace: Annotated[str | None, Field(description="The function's, if it has one.")] = None
+    namespace: NotRequired[Annotated[str | None, Field(description="The function's, if it has one.")]]
     arguments: Annotated[str, Field(description="A JSON object, as text.")]
 
 
-class InputDetails(AnswerModel):
+class InputDetails(TypedDict):
     """Details of the input's tokens."""
 
     cached_tokens: Annotated[int, Field(description="Tokens served from the prefix cache.")]
     cache_write_tokens: Annotated[int, Field(description="Always 0: writing into the cache costs nothing.")]
 
 
-class OutputDetails(AnswerModel):
+class OutputDetails(TypedDict):
     """Details of the output's tokens."""
 
     reasoning_tokens: Annotated[int, Field(description="Tokens of thinking.")]
 
 
-class ResponseUsage(AnswerModel):
+class ResponseUsage(TypedDict):
     """Token counts of a response."""
 
     input_tokens: int
@@ -87,14 +88,14 @@ class ResponseUsage(AnswerModel):
     total_tokens: int
 
 
-class InputTokens(AnswerModel):
+class InputTokens(TypedDict):
     """The length of a prompt."""
 
     object: Literal["response.input_tokens"]
     input_tokens: int
 
 
-class IncompleteDetails(AnswerModel):
+class IncompleteDetails(TypedDict):
     """Why a response is incomplete."""
 
     reason: Annotated[
@@ -102,14 +103,14 @@ class IncompleteDetails(AnswerModel):
     ]
 
 
-class ResponseFailure(AnswerModel):
+class ResponseFailure(TypedDict):
     """Why a response failed."""
 
     code: str
     message: str
 
 
-class ResponseAnswer(AnswerModel):
+class ResponseAnswer(TypedDict):
     """A response. Most fields repeat the request."""
 
     id: str

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any, Final
 
 import orjson
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,8 +28,8 @@ from gateway.routes.answer import (
     kept_alive,
     respond_to_chat,
 )
-from gateway.routes.context import context_of, generating_model, read_body
-from gateway.routes.openapi import body_schema, documented
+from gateway.routes.context import context_of, generating_model
+from gateway.routes.openapi import api_router, documented
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.tools.skipped_tools import skipped_tools_header
 from protos.errors import NotFound
@@ -38,7 +37,7 @@ from protos.errors import NotFound
 PATH: Final = "/v1/responses"
 ID_PREFIX: Final = "resp_"
 
-router = APIRouter(tags=["Responses"])
+router = api_router("Responses")
 
 _EVENTS: Final[dict[str, Any]] = {
     "text/event-stream": {
@@ -54,17 +53,15 @@ _EVENTS: Final[dict[str, Any]] = {
 @router.post(
     PATH,
     summary="Answer a conversation (OpenAI's Responses API)",
-    openapi_extra=body_schema(ResponsesRequest),
     responses=documented(ResponseAnswer, content=_EVENTS),
 )
-async def create_response(request: Request) -> Response:
+async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Generates the next items of a conversation, as OpenAI's endpoint does, without storing them.
 
     The model's chat template turns instructions, input and functions into a prompt. Tools other than
     functions are skipped; the header X-Skipped-Tools names them. With `stream`, the answer arrives as
     server-sent events.
     """
-    body = await read_body(request, ResponsesRequest)
     headers = skipped_tools_header(body.skipped_tools)
     answer = _respond(request, body, headers)
     return await kept_alive(request, answer, only_error, streams=body.stream, headers=headers)
@@ -73,12 +70,10 @@ async def create_response(request: Request) -> Response:
 @router.post(
     f"{PATH}/input_tokens",
     summary="Count the tokens of an input (OpenAI's Responses API)",
-    openapi_extra=body_schema(ResponsesRequest),
     responses=documented(InputTokens),
 )
-async def count_input_tokens(request: Request) -> Response:
+async def count_input_tokens(request: Request, body: ResponsesRequest) -> Response:
     """Returns the number of tokens that the same instructions, input and functions have as a prompt."""
-    body = await read_body(request, ResponsesRequest)
     served = await generating_model(request, body.model)
     prompt = await chat_prompt(request, served, await _chat(request, body, served))
     content = orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt)})

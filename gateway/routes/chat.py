@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any
 
 import orjson
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,27 +14,25 @@ from gateway.answers.chunks import ChatChunks, last_error
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond_to_chat
-from gateway.routes.context import context_of, read_body
-from gateway.routes.openapi import body_schema, documented, event_stream
+from gateway.routes.context import context_of
+from gateway.routes.openapi import api_router, documented, event_stream
 from gateway.schemas.answers import ChatChunk, ChatCompletion
 from gateway.schemas.chat import ChatCompletionRequest
 
-router = APIRouter(tags=["Generation"])
+router = api_router("Generation")
 
 
 @router.post(
     "/v1/chat/completions",
     summary="Answer a conversation",
-    openapi_extra=body_schema(ChatCompletionRequest),
     responses=documented(ChatCompletion, content=event_stream(ChatChunk)),
 )
-async def chat_completions(request: Request) -> Response:
+async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """Generates the assistant's next message for a conversation, as OpenAI's endpoint does.
 
     The model's chat template turns the messages into a prompt. With `tools`, the message may contain tool
     calls. With `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
-    body = await read_body(request, ChatCompletionRequest)
     if context_of(request).settings.enable_force_include_usage:
         body = body.with_forced_usage()
     answer = respond_to_chat(request, body, partial(_format, body))

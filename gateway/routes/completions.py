@@ -3,7 +3,6 @@
 from functools import partial
 
 import orjson
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -11,30 +10,28 @@ from gateway.answers.chunks import CompletionChunks, last_error
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond
-from gateway.routes.context import context_of, generating_model, read_body
-from gateway.routes.openapi import body_schema, documented, event_stream
+from gateway.routes.context import context_of, generating_model
+from gateway.routes.openapi import api_router, documented, event_stream
 from gateway.routes.request_builder import encode_prompts, truncated
 from gateway.schemas.answers import Completion, CompletionChunk
 from gateway.schemas.completions import CompletionRequest
 from protos.errors import InvalidArgument
 from protos.limits import MAX_SEQUENCES
 
-router = APIRouter(tags=["Generation"])
+router = api_router("Generation")
 
 
 @router.post(
     "/v1/completions",
     summary="Continue prompts",
-    openapi_extra=body_schema(CompletionRequest),
     responses=documented(Completion, content=event_stream(CompletionChunk)),
 )
-async def completions(request: Request) -> Response:
+async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continues one or more prompts, given as text or as token ids, as OpenAI's endpoint does.
 
     Choices are numbered prompt by prompt: with `n=2`, choices 0 and 1 continue the first prompt. With
     `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
-    body = await read_body(request, CompletionRequest)
     if context_of(request).settings.enable_force_include_usage:
         body = body.with_forced_usage()
     return await kept_alive(request, _respond(request, body), last_error, streams=body.stream)

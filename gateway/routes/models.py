@@ -1,19 +1,19 @@
 """``/v1/models``."""
 
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Annotated, Final, Literal, NotRequired
 
-from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
+from typing_extensions import TypedDict
 
 from gateway.routes.context import context_of, find_lora
-from gateway.routes.openapi import documented
-from gateway.schemas.answers import ModelCard, ModelList
+from gateway.routes.openapi import api_router
 from protos.errors import Unavailable
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1.inference_pb2 import LoraInfo
 
-router = APIRouter(tags=["Models"])
+router = api_router("Models")
 
 ANTHROPIC_VERSION: Final = "anthropic-version"
 """The header that all clients of Anthropic's API send."""
@@ -21,13 +21,68 @@ ANTHROPIC_VERSION: Final = "anthropic-version"
 _EMBEDDINGS: Final = {pb.POOL_TASK_EMBED, pb.POOL_TASK_TOKEN_EMBED}
 
 
-def lora_card(lora: LoraInfo, base: pb.ModelInfo) -> dict[str, Any]:
+class ModelCard(TypedDict):
+    """A served model, or one of its LoRA adapters."""
+
+    id: str
+    object: Literal["model"]
+    created: Annotated[int, Field(description="When the model first became ready, seconds since the epoch.")]
+    owned_by: str
+    root: Annotated[str, Field(description="Where the model or the adapter was loaded from.")]
+    parent: Annotated[str | None, Field(description="An adapter's base model.")]
+    max_model_len: Annotated[int, Field(description="Tokens of a prompt and its answer together.")]
+    pool_tasks: NotRequired[
+        Annotated[
+            list[str] | None,
+            Field(description="Only for pooling models: what they serve, for example embed."),
+        ]
+    ]
+    embedding_size: NotRequired[Annotated[int | None, Field(description="Only for embedding models.")]]
+
+
+class ModelDeleted(TypedDict):
+    """A LoRA adapter that no request can name any more."""
+
+    id: str
+    object: Literal["model"]
+    deleted: Literal[True]
+
+
+class ModelList(TypedDict):
+    """The served model and its LoRA adapters."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class AnthropicModelCard(TypedDict):
+    """A model in the form of Anthropic's API."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: Annotated[str, Field(description="When the model first became ready.")]
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class AnthropicModelList(TypedDict):
+    """Models in the form of Anthropic's API."""
+
+    data: list[AnthropicModelCard]
+    first_id: str
+    last_id: str
+    has_more: Literal[False]
+
+
+def lora_card(lora: LoraInfo, base: pb.ModelInfo) -> ModelCard:
     """Returns the JSON of a LoRA adapter."""
     return {**_card(base, lora.name), "root": lora.source, "parent": base.served_name}
 
 
-def _card(model: pb.ModelInfo, name: str) -> dict[str, Any]:
-    card: dict[str, Any] = {
+def _card(model: pb.ModelInfo, name: str) -> ModelCard:
+    card: ModelCard = {
         "id": name,
         "object": "model",
         "created": model.created_unix_s,
@@ -45,8 +100,8 @@ def _card(model: pb.ModelInfo, name: str) -> dict[str, Any]:
     return card
 
 
-@router.get("/v1/models", summary="List models", response_model=None, responses=documented(ModelList))
-async def list_models(request: Request) -> dict[str, Any]:
+@router.get("/v1/models", summary="List models")
+async def list_models(request: Request) -> ModelList | AnthropicModelList:
     """Lists the served model and its LoRA adapters.
 
     Answers 503 until a replica has been ready once. While the scheduler is away, the adapters are missing. A
@@ -70,10 +125,8 @@ async def list_models(request: Request) -> dict[str, Any]:
     }
 
 
-@router.get(
-    "/v1/models/{model:path}", summary="Get a model", response_model=None, responses=documented(ModelCard)
-)
-async def get_model(request: Request, model: str) -> dict[str, Any]:
+@router.get("/v1/models/{model:path}", summary="Get a model")
+async def get_model(request: Request, model: str) -> ModelCard | AnthropicModelCard:
     """Returns the served model, or its LoRA adapter, with that name. Names may contain slashes.
 
     A request with the header `anthropic-version` gets the model in the form of Anthropic's API.
@@ -85,7 +138,7 @@ async def get_model(request: Request, model: str) -> dict[str, Any]:
     return _anthropic_card(card) if ANTHROPIC_VERSION in request.headers else card
 
 
-def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
+def _anthropic_card(card: ModelCard) -> AnthropicModelCard:
     return {
         "type": "model",
         "id": card["id"],

@@ -1,21 +1,12 @@
-"""Answers as the OpenAPI document describes them.
+"""The answers of chats, completions and errors."""
 
-The routes write their JSON directly, because validation would cost time with every answer. A test checks real
-answers against these models.
-"""
+from typing import Annotated, Any, Final, Literal, NotRequired
 
-from typing import Annotated, Any, Final, Literal
-
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+from typing_extensions import TypedDict
 
 
-class AnswerModel(BaseModel):
-    """An object in an answer."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class ErrorDetail(AnswerModel):
+class ErrorDetail(TypedDict):
     """OpenAI's error object."""
 
     message: Annotated[str, Field(description="One line: what was wrong, and what to change.")]
@@ -26,25 +17,25 @@ class ErrorDetail(AnswerModel):
     ]
 
 
-class ErrorAnswer(AnswerModel):
+class ErrorAnswer(TypedDict):
     """The body of every answer with an error status."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(AnswerModel):
+class PromptTokensDetails(TypedDict):
     """Details of the prompt's tokens."""
 
     cached_tokens: Annotated[int, Field(description="Prompt tokens served from the prefix cache.")]
 
 
-class CompletionTokensDetails(AnswerModel):
+class CompletionTokensDetails(TypedDict):
     """Details of the answer's tokens."""
 
     reasoning_tokens: Annotated[int, Field(description="Tokens of thinking; its markers count, too.")]
 
 
-class CompletionUsage(AnswerModel):
+class CompletionUsage(TypedDict):
     """Token counts of an answer."""
 
     prompt_tokens: Annotated[
@@ -82,14 +73,14 @@ PromptLogprobs = Annotated[
 TokenIdList = Annotated[list[int] | None, Field(description="With return_token_ids.")]
 
 
-class CalledFunction(AnswerModel):
+class CalledFunction(TypedDict):
     """The function of a tool call."""
 
     name: str
     arguments: Annotated[str, Field(description="A JSON object, as text.")]
 
 
-class ToolCall(AnswerModel):
+class ToolCall(TypedDict):
     """One call that the model makes."""
 
     id: str
@@ -97,20 +88,22 @@ class ToolCall(AnswerModel):
     function: CalledFunction
 
 
-class AssistantMessage(AnswerModel):
+class AssistantMessage(TypedDict):
     """The assistant's message."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning: Annotated[
-        str | None, Field(description="The thinking of a reasoning model (vLLM's name).")
-    ] = None
-    reasoning_content: Annotated[str | None, Field(description="The same under DeepSeek's name.")] = None
-    tool_calls: list[ToolCall] | None = None
+    reasoning: NotRequired[
+        Annotated[str | None, Field(description="The thinking of a reasoning model (vLLM's name).")]
+    ]
+    reasoning_content: NotRequired[
+        Annotated[str | None, Field(description="The same under DeepSeek's name.")]
+    ]
+    tool_calls: NotRequired[list[ToolCall] | None]
 
 
-class ChatTokenLogprob(AnswerModel):
+class ChatTokenLogprob(TypedDict):
     """The log-probability of a token."""
 
     token: str
@@ -124,13 +117,13 @@ class ChatToken(ChatTokenLogprob):
     top_logprobs: list[ChatTokenLogprob]
 
 
-class ChatLogprobs(AnswerModel):
+class ChatLogprobs(TypedDict):
     """Log-probabilities of a chat choice."""
 
     content: list[ChatToken]
 
 
-class ChatChoice(AnswerModel):
+class ChatChoice(TypedDict):
     """One of the answers to a conversation."""
 
     index: int
@@ -138,10 +131,10 @@ class ChatChoice(AnswerModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: StopReason
-    token_ids: TokenIdList = None
+    token_ids: NotRequired[TokenIdList]
 
 
-class ChatCompletion(AnswerModel):
+class ChatCompletion(TypedDict):
     """An answered conversation."""
 
     id: str
@@ -152,11 +145,11 @@ class ChatCompletion(AnswerModel):
     usage: CompletionUsage
     service_tier: Annotated[Literal["default"], Field(description="There is one tier.")]
     system_fingerprint: Fingerprint
-    prompt_logprobs: PromptLogprobs = None
-    prompt_token_ids: TokenIdList = None
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[TokenIdList]
 
 
-class CompletionLogprobs(AnswerModel):
+class CompletionLogprobs(TypedDict):
     """Log-probabilities of a completion, one entry per token in each list."""
 
     tokens: list[str]
@@ -169,7 +162,7 @@ class CompletionLogprobs(AnswerModel):
     ]
 
 
-class CompletionChoice(AnswerModel):
+class CompletionChoice(TypedDict):
     """One continuation of one prompt."""
 
     index: int
@@ -177,12 +170,12 @@ class CompletionChoice(AnswerModel):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
     stop_reason: StopReason
-    token_ids: TokenIdList = None
-    prompt_logprobs: PromptLogprobs = None
-    prompt_token_ids: TokenIdList = None
+    token_ids: NotRequired[TokenIdList]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[TokenIdList]
 
 
-class Completion(AnswerModel):
+class Completion(TypedDict):
     """Continued prompts."""
 
     id: str
@@ -194,45 +187,49 @@ class Completion(AnswerModel):
     system_fingerprint: Fingerprint
 
 
-class FunctionDelta(AnswerModel):
+class FunctionDelta(TypedDict):
     """A part of a call: first the name, then pieces of the arguments."""
 
-    name: str | None = None
+    name: NotRequired[str | None]
     arguments: str
 
 
-class ToolCallDelta(AnswerModel):
+class ToolCallDelta(TypedDict):
     """News of one call."""
 
     index: Annotated[int, Field(description="Number of the call in the message.")]
-    id: str | None = None
-    type: Literal["function"] | None = None
+    id: NotRequired[str | None]
+    type: NotRequired[Literal["function"] | None]
     function: FunctionDelta
 
 
-class MessageDelta(AnswerModel):
+class MessageDelta(TypedDict):
     """News of the assistant's message."""
 
-    role: Annotated[Literal["assistant"] | None, Field(description="In the first chunk of a choice.")] = None
-    content: str | None = None
-    refusal: None = None
-    reasoning: Annotated[str | None, Field(description="Thinking (vLLM's name).")] = None
-    reasoning_content: Annotated[str | None, Field(description="The same under DeepSeek's name.")] = None
-    tool_calls: list[ToolCallDelta] | None = None
+    role: NotRequired[
+        Annotated[Literal["assistant"] | None, Field(description="In the first chunk of a choice.")]
+    ]
+    content: NotRequired[str | None]
+    refusal: NotRequired[None]
+    reasoning: NotRequired[Annotated[str | None, Field(description="Thinking (vLLM's name).")]]
+    reasoning_content: NotRequired[
+        Annotated[str | None, Field(description="The same under DeepSeek's name.")]
+    ]
+    tool_calls: NotRequired[list[ToolCallDelta] | None]
 
 
-class ChatChunkChoice(AnswerModel):
+class ChatChunkChoice(TypedDict):
     """News of one choice."""
 
     index: int
     delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: Annotated[ChatFinishReason | None, Field(description="In the choice's last chunk.")]
-    stop_reason: StopReason = None
-    token_ids: TokenIdList = None
+    stop_reason: NotRequired[StopReason]
+    token_ids: NotRequired[TokenIdList]
 
 
-class ChatChunk(AnswerModel):
+class ChatChunk(TypedDict):
     """A piece of a streamed chat completion."""
 
     id: str
@@ -240,25 +237,27 @@ class ChatChunk(AnswerModel):
     created: int
     model: str
     choices: Annotated[list[ChatChunkChoice], Field(description="None in the chunk with the usage.")]
-    usage: Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")] = None
-    service_tier: Annotated[Literal["default"] | None, Field(description="In last chunks.")] = None
-    system_fingerprint: Annotated[str | None, Field(description="In last chunks.")] = None
-    prompt_token_ids: TokenIdList = None
+    usage: NotRequired[
+        Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")]
+    ]
+    service_tier: NotRequired[Annotated[Literal["default"] | None, Field(description="In last chunks.")]]
+    system_fingerprint: NotRequired[Annotated[str | None, Field(description="In last chunks.")]]
+    prompt_token_ids: NotRequired[TokenIdList]
 
 
-class CompletionChunkChoice(AnswerModel):
+class CompletionChunkChoice(TypedDict):
     """News of one choice."""
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Annotated[FinishReason | None, Field(description="In the choice's last chunk.")]
-    stop_reason: StopReason = None
-    token_ids: TokenIdList = None
-    prompt_token_ids: TokenIdList = None
+    stop_reason: NotRequired[StopReason]
+    token_ids: NotRequired[TokenIdList]
+    prompt_token_ids: NotRequired[TokenIdList]
 
 
-class CompletionChunk(AnswerModel):
+class CompletionChunk(TypedDict):
     """A piece of a streamed completion."""
 
     id: str
@@ -266,59 +265,7 @@ class CompletionChunk(AnswerModel):
     created: int
     model: str
     choices: Annotated[list[CompletionChunkChoice], Field(description="None in the chunk with the usage.")]
-    usage: Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")] = None
-    system_fingerprint: Annotated[str | None, Field(description="In last chunks.")] = None
-
-
-class ModelCard(AnswerModel):
-    """A served model, or one of its LoRA adapters."""
-
-    id: str
-    object: Literal["model"]
-    created: Annotated[int, Field(description="When the model first became ready, seconds since the epoch.")]
-    owned_by: str
-    root: Annotated[str, Field(description="Where the model or the adapter was loaded from.")]
-    parent: Annotated[str | None, Field(description="An adapter's base model.")]
-    max_model_len: Annotated[int, Field(description="Tokens of a prompt and its answer together.")]
-    pool_tasks: Annotated[
-        list[str] | None, Field(description="Only for pooling models: what they serve, for example embed.")
-    ] = None
-    embedding_size: Annotated[int | None, Field(description="Only for embedding models.")] = None
-
-
-class ModelDeleted(AnswerModel):
-    """A LoRA adapter that no request can name any more."""
-
-    id: str
-    object: Literal["model"]
-    deleted: Literal[True]
-
-
-class ModelList(AnswerModel):
-    """The served model and its LoRA adapters."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class Tokenized(AnswerModel):
-    """The tokens of a text or a conversation."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: Annotated[
-        list[str] | None, Field(description="The vocabulary's spelling, with return_token_strs.")
+    usage: NotRequired[
+        Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")]
     ]
-
-
-class Detokenized(AnswerModel):
-    """The text of token ids."""
-
-    prompt: str
-
-
-class Version(AnswerModel):
-    """Triptych's version."""
-
-    version: str
+    system_fingerprint: NotRequired[Annotated[str | None, Field(description="In last chunks.")]]

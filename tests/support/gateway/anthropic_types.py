@@ -8,6 +8,7 @@ from anthropic.types.shared import ErrorResponse
 from pydantic import BaseModel, TypeAdapter
 
 from gateway.messages.answers import MessageAnswer
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack
 
 M = TypeVar("M", bound=BaseModel)
@@ -52,7 +53,7 @@ async def collected(stack: Stack, **body: Any) -> dict[str, Any]:
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     strict(Message, found)
-    MessageAnswer.model_validate(found)
+    check_answer(MessageAnswer, found)
     return found
 
 

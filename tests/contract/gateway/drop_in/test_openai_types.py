@@ -12,6 +12,7 @@ from openai.types.model import Model
 from pydantic import BaseModel
 
 from gateway.schemas.answers import ChatChunk
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import CHAT, Stack, running_stack
 from tests.support.gateway.tool_templates import THINKING, WEATHER, folder_with
 
@@ -100,7 +101,7 @@ async def test_thinking_and_calls_fit_the_clients_types(thinking: Stack) -> None
     *chunks, _ = await thinking.stream(CHATS, {**body, "stream_options": {"include_usage": True}})
     for each in chunks:
         checked(ChatCompletionChunk, each)
-        ChatChunk.model_validate(each)
+        check_answer(ChatChunk, each)
     assert chunks[-1]["usage"] == answer["usage"]
 
 

@@ -13,6 +13,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 
+from tests.support.gateway.documented import resolved
 from tests.support.gateway.serving import TEXT, Stack, minilm_folder, running_stack
 
 pytestmark = pytest.mark.contract
@@ -73,7 +74,8 @@ def call_all(stack: Stack, examples: int, largest: int | None = None) -> dict[st
             operation.label: call(stack, session, operation, examples)
             for operation in (one.ok() for one in schema.get_all_operations() if isinstance(one, Ok))
             if largest is None
-            or len(json.dumps(document["paths"][operation.path][operation.method])) <= largest
+            or len(json.dumps(resolved(document["paths"][operation.path][operation.method], document)))
+            <= largest
         }
 
 

@@ -12,6 +12,7 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from gateway.schemas.answers import ChatCompletion
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack, running_stack
 from tests.support.gateway.tool_requests import accepts, byte_compiler
 from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
@@ -51,7 +52,7 @@ async def plain() -> AsyncIterator[Stack]:
 async def collected(stack: Stack, **body: Any) -> dict[str, Any]:
     response = await stack.http.post(PATH, json={**ASK, **body})
     assert response.status_code == 200, response.text
-    ChatCompletion.model_validate(response.json())
+    check_answer(ChatCompletion, response.json())
     choice: dict[str, Any] = response.json()["choices"][0]
     return choice
 

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from gateway.messages.answers import AnthropicErrorAnswer
 from protos.errors import Internal, Overloaded, TimedOut, TriptychError, Unavailable
 from tests.support.gateway.anthropic_types import PATH, streamed, strict_error
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack, running_stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -34,7 +35,7 @@ async def test_refusals(stack: Stack, method: str, path: str, body: bytes, statu
     stack.scheduler.loras.clear()
     response = await stack.http.request(method, path, content=body, headers={"x-request-id": "mine"})
     found = response.json()
-    AnthropicErrorAnswer.model_validate(found)
+    check_answer(AnthropicErrorAnswer, found)
     assert (response.status_code, found["error"].pop("type")) == (status, kind)
     assert found.pop("error").keys() == {"message"}
     assert found == {"type": "error", "request_id": "mine"}

@@ -12,11 +12,12 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from gateway.routes.pooling.answers import ClassificationList, PoolingList
-from gateway.routes.pooling.run import PoolCall
-from gateway.schemas.pooling import PoolingRequest
+from gateway.pooling.answers import ClassificationList, PoolingList
+from gateway.pooling.bodies import PoolingRequest
+from gateway.pooling.call import PoolCall
 from gateway.text.tokenization import TextWorker
 from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, minilm_folder, running_gateway
 
@@ -58,7 +59,7 @@ async def post(stack: Stack, path: str, **body: Any) -> Any:
 async def test_each_input_has_its_likeliest_class(stack: Stack) -> None:
     """With all probabilities, in the order of the labels."""
     body = await post(stack, "/classify", input=[[5], [7]], use_activation=False)
-    ClassificationList.model_validate(body)
+    check_answer(ClassificationList, body)
     assert body["data"] == [
         {"index": 0, "label": "glad", "probs": [0.125, 0.25, 0.625], "num_classes": 3},
         {"index": 1, "label": "calm", "probs": [0.25, 0.5, 0.25], "num_classes": 3},
@@ -80,7 +81,7 @@ async def test_a_classifier_of_several_classes_does_not_score(stack: Stack) -> N
 async def test_results_as_they_are(stack: Stack, task: str | None) -> None:
     """The model's own task is the default."""
     body = await post(stack, "/pooling", input=[5], task=task)
-    PoolingList.model_validate(body)
+    check_answer(PoolingList, body)
     assert body["data"] == [{"index": 0, "object": "pooling", "data": [0.125, 0.25, 0.625]}]
     encoded = await post(stack, "/pooling", input=[5], task=task, encoding_format="base64")
     assert struct.unpack("<3f", base64.b64decode(encoded["data"][0]["data"])) == (0.125, 0.25, 0.625)
@@ -94,7 +95,7 @@ async def test_tokens_have_a_row_each() -> None:
         pool_values=lambda request: [value for token in request.prompt_token_ids for value in (token, 0.5)],
     ):
         body = await post(stack, "/pooling", input=[[5, 6, 7], [8]], dimensions=2)
-        PoolingList.model_validate(body)
+        check_answer(PoolingList, body)
         assert [entry["data"] for entry in body["data"]] == [[[5, 0.5], [6, 0.5], [7, 0.5]], [[8, 0.5]]]
         assert [each.dimensions for each in stack.scheduler.pooled] == [2, 2]
         encoded = await post(stack, "/pooling", input=[5, 6], encoding_format="base64")

@@ -12,10 +12,11 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types import CreateEmbeddingResponse
 
-from gateway.routes.pooling.answers import EmbeddingList
-from gateway.schemas.answers import ModelCard
+from gateway.pooling.answers import EmbeddingList
+from gateway.routes.models import ModelCard
 from protos.errors import Internal, Overloaded, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, running_gateway, running_stack, smollm2_folder
 
@@ -59,7 +60,7 @@ async def test_one_text(stack: Stack) -> None:
         "model": "minilm",
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }  # fmt: skip
-    EmbeddingList.model_validate(body)
+    check_answer(EmbeddingList, body)
     assert request.task == pb.POOL_TASK_EMBED
     assert request.model == "minilm"
     assert not request.HasField("use_activation")
@@ -229,7 +230,7 @@ async def test_the_wrong_kind_of_model_names_the_right_endpoint(stack: Stack) ->
         assert "use /v1/embeddings" in response.json()["error"]["message"]
     assert (await stack.http.get("/health")).status_code == 200
     (card,) = (await stack.http.get("/v1/models")).json()["data"]
-    ModelCard.model_validate(card)
+    check_answer(ModelCard, card)
     assert (card["embedding_size"], card["pool_tasks"]) == (4, ["embed"])
     async with running_stack("Paris") as generating:
         status, error = await refusal(generating, input="x")

@@ -8,8 +8,9 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from gateway.routes.pooling.answers import CohereRerankAnswer, RerankAnswer, ScoreList
+from gateway.pooling.answers import CohereRerankAnswer, RerankAnswer, ScoreList
 from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, minilm_folder, running_gateway
 
@@ -70,7 +71,7 @@ async def post(stack: Stack, path: str, **body: Any) -> Any:
 async def test_late_interaction_scores_by_max_sim(stack: Stack, path: str) -> None:
     """One query has its vectors compared with those of each document; several, with one each."""
     body = await post(stack, path, queries="people", items=DOCUMENTS)
-    ScoreList.model_validate(body)
+    check_answer(ScoreList, body)
     expected = [max_sim("ask: people", f"tell: {each}") for each in DOCUMENTS]
     assert [entry["score"] for entry in body["data"]] == pytest.approx(expected, abs=1e-5)
     sent = stack.scheduler.pooled
@@ -90,8 +91,8 @@ async def test_all_paths_rank_alike(stack: Stack) -> None:
     plain, jina, cohere = [
         await post(stack, path, **asked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ]
-    RerankAnswer.model_validate(jina)
-    CohereRerankAnswer.model_validate(cohere)
+    check_answer(RerankAnswer, jina)
+    check_answer(CohereRerankAnswer, cohere)
     scores = [max_sim("ask: people", f"tell: {each}") for each in DOCUMENTS]
     best = sorted(range(3), key=lambda index: -scores[index])[:2]
     assert [(one["index"], one["document"]["text"]) for one in plain["results"]] == [

@@ -12,10 +12,11 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from gateway.routes.pooling.answers import RerankAnswer, ScoreList
+from gateway.pooling.answers import RerankAnswer, ScoreList
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, minilm_folder, running_gateway, running_stack
 from worker_svc.model_files.demo_models import fetch
@@ -85,7 +86,7 @@ async def post(stack: Stack, path: str, **body: Any) -> Any:
 async def test_one_text_is_scored_with_many(stack: Stack, names: tuple[str, str]) -> None:
     """Each pair is what the tokenizer makes of it, with the place of the second text."""
     body = await post(stack, "/score", **{names[0]: QUERY, names[1]: DOCUMENTS})
-    ScoreList.model_validate(body)
+    check_answer(ScoreList, body)
     pairs = [pair(QUERY, document) for document in DOCUMENTS]
     sent = [(list(each.prompt_token_ids), each.second_text_at) for each in stack.scheduler.pooled]
     assert sorted(sent) == sorted(pairs)
@@ -107,14 +108,14 @@ async def test_the_best_documents_come_first(stack: Stack) -> None:
     body = await post(
         stack, "/rerank", query=QUERY, documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
     )
-    RerankAnswer.model_validate(body)
+    check_answer(RerankAnswer, body)
     lengths = [len(pair(QUERY, each)[0]) - pair(QUERY, each)[1] for each in DOCUMENTS]
     expected = [(1, DOCUMENTS[1], lengths[1]), (0, DOCUMENTS[0], lengths[0]), (2, DOCUMENTS[2], lengths[2])]
     found = [(one["index"], one["document"]["text"], one["relevance_score"]) for one in body["results"]]
     assert found == sorted(expected, key=lambda one: -one[2])
     few = await post(stack, "/rerank", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False)
     assert few["results"] == [{"index": 1, "relevance_score": lengths[1]}]
-    RerankAnswer.model_validate(few)
+    check_answer(RerankAnswer, few)
 
 
 async def test_long_pairs_are_truncated_as_transformers_does(stack: Stack) -> None:

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from gateway.responses.answers import InputTokens, ResponseAnswer
 from protos.errors import Unavailable
+from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack
 from tests.support.gateway.tool_templates import TIME, WEATHER
 
@@ -47,7 +48,7 @@ async def create(stack: Stack, **body: Any) -> Any:
     """Returns a collected response, checked against the client's types and our own document."""
     answer = await stack.http.post(PATH, json={"input": "hi", **body})
     assert answer.status_code == 200, answer.text
-    ResponseAnswer.model_validate(answer.json())
+    check_answer(ResponseAnswer, answer.json())
     response = Response.model_validate(answer.json(), strict=True)
     check_extras(response)
     return response
@@ -68,7 +69,7 @@ async def stream(stack: Stack, **body: Any) -> list[Any]:
         assert (name, event.sequence_number) == (f"event: {event.type}", number)
         check_extras(event)
         if response := fields.get("response"):
-            ResponseAnswer.model_validate(response)
+            check_answer(ResponseAnswer, response)
         events.append(event)
     return events
 
@@ -405,7 +406,8 @@ async def test_input_tokens_are_counted(stack: Stack, client: openai.AsyncOpenAI
     body: dict[str, Any] = {"model": "smollm2", "input": "hi", "instructions": "Be brief.", "tools": TOOLS}
     await client.responses.create(**body)
     answer = await stack.http.post(f"{PATH}/input_tokens", json={**body, "personality": "friendly"})
-    counted = InputTokenCountResponse.model_validate(InputTokens(**answer.json()).model_dump(), strict=True)
+    check_answer(InputTokens, answer.json())
+    counted = InputTokenCountResponse.model_validate(answer.json(), strict=True)
     assert counted.input_tokens == len(stack.scheduler.requests[-1].prompt_token_ids)
     assert (await client.responses.input_tokens.count(**body)).input_tokens == counted.input_tokens
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from gateway.quoting import quote
+from gateway.routes.tokenize import TokenizeRequest
 from gateway.schemas.base import IgnoredFields, parse, path_of
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from gateway.schemas.tokenize import TokenizeRequest
 from protos.errors import InvalidArgument, Unsupported
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -4,108 +4,83 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import Response
 
-from gateway.routes.context import read_body, served_model
-from gateway.routes.openapi import body_schema, documented
-from gateway.routes.pooling.answers import CohereRerankAnswer, RerankAnswer, ScoreList
-from gateway.routes.pooling.run import PoolCall, answer_json, usage_of
-from gateway.routes.pooling.similarity import compare
-from gateway.schemas.pooling import RerankRequest, ScoreRequest
-from gateway.text.pooling_inputs import Cuts, PoolInput, encode_pair, encode_text, text_ids
+from gateway.pooling.answers import (
+    CohereMeta,
+    CohereRerankAnswer,
+    RerankAnswer,
+    RerankResult,
+    Score,
+    ScoreList,
+)
+from gateway.pooling.bodies import RerankRequest, ScoreRequest
+from gateway.pooling.call import PoolCall, usage_of
+from gateway.pooling.inputs import Cuts, PoolInput, encode_pair, encode_text, text_ids
+from gateway.pooling.similarity import compare
+from gateway.routes.context import served_model
+from gateway.routes.openapi import api_router
 from gateway.text.tokenization import TextCodec
 from protos.errors import Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 
-router = APIRouter(tags=["Pooling"])
+router = api_router("Pooling")
 
 # Documents of one request that Cohere bills as one search.
 _DOCUMENTS_PER_SEARCH: Final = 100
 
 
-_SCORE: Final[dict[str, Any]] = {
-    "openapi_extra": body_schema(ScoreRequest),
-    "responses": documented(ScoreList),
-}
-_RERANK: Final = body_schema(RerankRequest)
-
-
-@router.post("/score", summary="Score pairs of texts", **_SCORE)
-@router.post("/v1/score", summary="Score pairs of texts, under an older path of vLLM's", **_SCORE)
-async def score(request: Request) -> Response:
+@router.post("/score", summary="Score pairs of texts")
+@router.post("/v1/score", summary="Score pairs of texts, under an older path of vLLM's")
+async def score(request: Request, body: ScoreRequest) -> ScoreList:
     """Scores pairs: each of `text_2` with the one `text_1`, or with its own.
 
     A cross-encoder reads both texts at once. An embedding model gives the cosine of two embeddings. A model
     with a vector for each token (ColBERT) gives MaxSim: the sum, over the tokens of the first text, of the
     largest product with a token of the second.
     """
-    body = await read_body(request, ScoreRequest)
     call = PoolCall.of(request, await served_model(request, body.model), body)
     scores, inputs = await _scores(call, body, body.text_1, body.text_2, param="text_2")
-    data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(scores)]
-    return call.answer("score-", data, inputs)
+    data: list[Score] = [
+        {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
+    ]
+    return {**call.head("score-", inputs), "data": data}
 
 
-@router.post(
-    "/rerank",
-    summary="Sort documents by relevance",
-    openapi_extra=_RERANK,
-    responses=documented(RerankAnswer),
-)
-@router.post(
-    "/v1/rerank",
-    summary="Sort documents by relevance, under Jina's path",
-    openapi_extra=_RERANK,
-    responses=documented(RerankAnswer),
-)
-async def rerank(request: Request) -> Response:
+@router.post("/rerank", summary="Sort documents by relevance")
+@router.post("/v1/rerank", summary="Sort documents by relevance, under Jina's path")
+async def rerank(request: Request, body: RerankRequest) -> RerankAnswer:
     """Scores each document with the query and returns the best ones first, as Jina's API does.
 
     See /score for how a model scores.
     """
-    body = await read_body(request, RerankRequest)
-    return answer_json(await ranked(request, body))
-
-
-@router.post(
-    "/v2/rerank",
-    summary="Sort documents by relevance, for Cohere's clients",
-    openapi_extra=body_schema(RerankRequest),
-    responses=documented(CohereRerankAnswer),
-)
-async def rerank_for_cohere(request: Request) -> Response:
-    """Returns the answer of /rerank with Cohere's `meta`."""
-    body = await read_body(request, RerankRequest)
-    answer = await ranked(request, body)
-    meta = {
-        "api_version": {"version": "2"},
-        "billed_units": {"search_units": math.ceil(len(body.documents) / _DOCUMENTS_PER_SEARCH)},
-        "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},
-    }
-    return answer_json({**answer, "meta": meta})
-
-
-async def ranked(request: Request, body: RerankRequest) -> dict[str, Any]:
-    """Returns the answer to a request, the best documents first."""
     call = PoolCall.of(request, await served_model(request, body.model), body)
     scores, inputs = await _scores(call, body, [body.query], body.documents, param="documents")
-    order = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]
-    results = [
-        {
-            "index": index,
-            "relevance_score": scores[index],
-            **({"document": {"text": body.documents[index]}} if body.return_documents else {}),
-        }
-        for index in order
-    ]
+    results = list[RerankResult]()
+    for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]:
+        result: RerankResult = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents:
+            result["document"] = {"text": body.documents[index]}
+        results.append(result)
     return {
         "id": f"rerank-{call.context.new_id()}",
         "model": call.served.model.served_name,
         "results": results,
         "usage": usage_of(inputs),
     }
+
+
+@router.post("/v2/rerank", summary="Sort documents by relevance, for Cohere's clients")
+async def rerank_for_cohere(request: Request, body: RerankRequest) -> CohereRerankAnswer:
+    """Returns the answer of /rerank with Cohere's `meta`."""
+    answer = await rerank(request, body)
+    searches = math.ceil(len(body.documents) / _DOCUMENTS_PER_SEARCH)
+    meta: CohereMeta = {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": searches},
+        "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},
+    }
+    return {**answer, "meta": meta}
 
 
 async def _scores(

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,12 +14,13 @@ from gateway.http.middleware import note
 from gateway.http.tracing import pass_on
 from gateway.keys.caller import account_of
 from gateway.keys.limits import charge
+from gateway.pooling.answers import EmbeddingUsage, ListHead
+from gateway.pooling.bodies import EncodedBody, InputBody, PoolingBody
+from gateway.pooling.encoding import as_bytes, as_json, description
+from gateway.pooling.inputs import Cuts, PoolInput, encode_text
 from gateway.routes.answer import unique_wire_id
 from gateway.routes.context import Context, context_of
-from gateway.routes.pooling.encoding import as_bytes, as_json, description
 from gateway.scheduler_link.served_model import ServedModel
-from gateway.schemas.pooling import EncodedBody, InputBody, PoolingBody
-from gateway.text.pooling_inputs import Cuts, PoolInput, encode_text
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -238,21 +238,15 @@ class PoolCall:
         """Does work on `size` values of results; much of it in a thread, so that other answers go on."""
         return await self.context.text_worker.finish(size // _VALUES_PER_CHARACTER, work)
 
-    def answer(
-        self, id_prefix: str, data: Sequence[dict[str, Any]], inputs: Sequence[PoolInput], **more: Any
-    ) -> Response:
-        """Returns a list of results as vLLM writes it."""
-        return answer_json(
-            {
-                "id": id_prefix + self.context.new_id(),
-                "object": "list",
-                "created": int(self.context.wall_clock()),
-                "model": self.served.model.served_name,
-                "data": data,
-                "usage": usage_of(inputs),
-                **more,
-            }
-        )
+    def head(self, id_prefix: str, inputs: Sequence[PoolInput]) -> ListHead:
+        """Returns the fields of a list of results other than its data."""
+        return {
+            "id": id_prefix + self.context.new_id(),
+            "object": "list",
+            "created": int(self.context.wall_clock()),
+            "model": self.served.model.served_name,
+            "usage": usage_of(inputs),
+        }
 
 
 async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> list[PoolInput]:
@@ -287,12 +281,7 @@ async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> li
     return await call.encode(size, lambda: [one(given) for given in body.input])
 
 
-def usage_of(inputs: Sequence[PoolInput]) -> dict[str, int]:
+def usage_of(inputs: Sequence[PoolInput]) -> EmbeddingUsage:
     """Returns the usage of a request."""
     count = sum(len(each.token_ids) for each in inputs)
     return {"prompt_tokens": count, "total_tokens": count}
-
-
-def answer_json(answer: dict[str, Any]) -> Response:
-    """Returns a JSON response."""
-    return Response(orjson.dumps(answer), media_type="application/json")

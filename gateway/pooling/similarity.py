@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-from gateway.routes.pooling.run import PoolCall
-from gateway.schemas.pooling import RerankRequest, ScoreRequest
-from gateway.text.pooling_inputs import Cuts, PoolInput, encode_text
+from gateway.pooling.bodies import RerankRequest, ScoreRequest
+from gateway.pooling.call import PoolCall
+from gateway.pooling.inputs import Cuts, PoolInput, encode_text
 from protos.errors import Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference

@@ -1,13 +1,12 @@
-"""Answers about pooling models, as the OpenAPI document describes them."""
+"""The answers of pooling models."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NotRequired
 
 from pydantic import Field
+from typing_extensions import TypedDict
 
-from gateway.schemas.answers import AnswerModel
 
-
-class Embedding(AnswerModel):
+class Embedding(TypedDict):
     """The embedding of one input."""
 
     object: Literal["embedding"]
@@ -18,14 +17,14 @@ class Embedding(AnswerModel):
     ]
 
 
-class EmbeddingUsage(AnswerModel):
+class EmbeddingUsage(TypedDict):
     """Token counts of a request to a pooling model."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingList(AnswerModel):
+class EmbeddingList(TypedDict):
     """Embeddings in the order of the inputs."""
 
     object: Literal["list"]
@@ -34,7 +33,17 @@ class EmbeddingList(AnswerModel):
     usage: EmbeddingUsage
 
 
-class Score(AnswerModel):
+class ListHead(TypedDict):
+    """The fields of a list of results other than its data."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(TypedDict):
     """The score of one pair."""
 
     object: Literal["score"]
@@ -42,32 +51,29 @@ class Score(AnswerModel):
     score: float
 
 
-class ScoreList(AnswerModel):
+class ScoreList(ListHead):
     """Scores in the order of the pairs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[Score]
-    usage: EmbeddingUsage
 
 
-class RerankDocument(AnswerModel):
+class RerankDocument(TypedDict):
     """A document of the request."""
 
     text: str
 
 
-class RerankResult(AnswerModel):
+class RerankResult(TypedDict):
     """One document's relevance."""
 
     index: Annotated[int, Field(description="The document's place in the request.")]
     relevance_score: float
-    document: Annotated[RerankDocument | None, Field(description="Unless return_documents is false.")] = None
+    document: NotRequired[
+        Annotated[RerankDocument | None, Field(description="Unless return_documents is false.")]
+    ]
 
 
-class RerankAnswer(AnswerModel):
+class RerankAnswer(TypedDict):
     """Documents, the most relevant first."""
 
     id: str
@@ -76,25 +82,25 @@ class RerankAnswer(AnswerModel):
     usage: EmbeddingUsage
 
 
-class CohereApiVersion(AnswerModel):
+class CohereApiVersion(TypedDict):
     """Whose shape the answer has."""
 
     version: Literal["2"]
 
 
-class CohereBilledUnits(AnswerModel):
+class CohereBilledUnits(TypedDict):
     """What Cohere would bill."""
 
     search_units: Annotated[int, Field(description="One for each 100 documents.")]
 
 
-class CohereTokens(AnswerModel):
+class CohereTokens(TypedDict):
     """Token counts."""
 
     input_tokens: int
 
 
-class CohereMeta(AnswerModel):
+class CohereMeta(TypedDict):
     """What Cohere's answers have beside results."""
 
     api_version: CohereApiVersion
@@ -108,7 +114,7 @@ class CohereRerankAnswer(RerankAnswer):
     meta: CohereMeta
 
 
-class Classification(AnswerModel):
+class Classification(TypedDict):
     """The classes of one input."""
 
     index: int
@@ -119,18 +125,13 @@ class Classification(AnswerModel):
     num_classes: int
 
 
-class ClassificationList(AnswerModel):
+class ClassificationList(ListHead):
     """Classes in the order of the inputs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[Classification]
-    usage: EmbeddingUsage
 
 
-class PoolingResult(AnswerModel):
+class PoolingResult(TypedDict):
     """The result of one input."""
 
     object: Literal["pooling"]
@@ -143,12 +144,7 @@ class PoolingResult(AnswerModel):
     ]
 
 
-class PoolingList(AnswerModel):
+class PoolingList(ListHead):
     """Results in the order of the inputs."""
 
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
     data: list[PoolingResult]
-    usage: EmbeddingUsage
