@@ -39,15 +39,15 @@ _COMMANDS = {
     "keep-worker": _Command(
         "deploy.commands.keep_worker", "start one worker, and restart it when it dies", "worker"
     ),
-    "chat": _Command("deploy.client_commands.chat", "chat with the model of a running gateway", "gateway"),
+    "chat": _Command("deploy.client_commands.chat", "chat with the model of a running gateway", "client"),
     "complete": _Command(
-        "deploy.client_commands.complete", "complete prompts with the model of a running gateway", "gateway"
+        "deploy.client_commands.complete", "complete prompts with the model of a running gateway", "client"
     ),
     "bench": _Command(
-        "deploy.client_commands.bench", "measure a running gateway with the workloads of vLLM", "gateway"
+        "deploy.client_commands.bench", "measure a running server with `vllm bench serve`", "worker"
     ),
     "run-batch": _Command(
-        "deploy.client_commands.run_batch", "run a file of OpenAI batch requests", "gateway"
+        "deploy.client_commands.run_batch", "run a file of OpenAI batch requests", "client"
     ),
     "env": _Command("deploy.commands.env", "describe this machine for a bug report"),
     "doctor": _Command(

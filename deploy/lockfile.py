@@ -92,6 +92,7 @@ LOCK_FILES = (
         ("otel",),
         on_top_of=("scheduler",),
     ),
+    Lock("client", "The commands that call a server.", ("base", "client")),
     Lock(
         "dev",
         "Tests, linters and generators, on top of gateway.txt and scheduler.txt.",

@@ -1,11 +1,30 @@
 """`triptych chat`: a conversation with the model of a running gateway."""
 
-import argparse
+import contextlib
 import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
-from deploy.client.answers import Answer, add_answer_flags, ask_until_end, limit_of, print_answer
-from deploy.client.connection import ClientError, add_flags, connection_of, first_model
+import openai
+
+from deploy.client_commands.server import ERRORS, CommandError, Server, add_flags, first_model, server_of
 from deploy.one_line_parser import OneLineParser
+
+
+@dataclass
+class Answer:
+    """The part of an answer that has arrived."""
+
+    text: str = ""
+    """Without the thinking."""
+    interrupted: bool = False
+    """Whether Ctrl-C has ended it."""
+    num_tokens: int = 0
+    first_s: float = 0.0
+    """The time of the first token."""
 
 
 def main(argv: list[str]) -> int:
@@ -14,44 +33,125 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0, 1 if the server cannot be reached or refuses, 2 for a bad flag, 130 after Ctrl-C.
     """
-    arguments = _parser().parse_args(argv)
-    try:
-        return _chat(arguments)
-    except ClientError as error:
-        print(f"triptych chat: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def _chat(arguments: argparse.Namespace) -> int:
-    connection = connection_of(arguments)
-    with connection.client() as client:
-        model = arguments.model_name or first_model(client, connection)
-        print(f"Using model: {model}", file=sys.stderr)
-        conversation: list[dict[str, str]] = []
-        if arguments.system_prompt is not None:
-            conversation.append({"role": "system", "content": arguments.system_prompt})
-
-        def ask(message: str) -> Answer:
-            messages = [*conversation, {"role": "user", "content": message}]
-            body = {"model": model, "messages": messages, **limit_of(arguments)}
-            answer = print_answer(client, connection, "/v1/chat/completions", body, stats=arguments.stats)
-            if answer.text or not answer.interrupted:
-                conversation[:] = [*messages, {"role": "assistant", "content": answer.text}]
-            return answer
-
-        if arguments.quick is not None:
-            return 130 if ask(arguments.quick).interrupted else 0
-        return ask_until_end("Please enter a message for the chat model:", ask)
-
-
-def _parser() -> OneLineParser:
     parser = OneLineParser(
         prog="triptych chat",
         description="Chats with the model of a running gateway. Ctrl-C ends an answer, a second one the program.",
         epilog='Example: triptych chat -q "Name the capital of France."',
     )
-    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="answer this message and exit")
     parser.add_argument("--system-prompt", metavar="TEXT", help="the system message of the conversation")
-    add_answer_flags(parser)
+    kept: list[dict[str, str]] = []
+
+    def start(client: openai.OpenAI, arguments: Namespace, text: str, fields: dict[str, Any]) -> Any:
+        if arguments.system_prompt is not None and not kept:
+            kept.append({"role": "system", "content": arguments.system_prompt})
+        messages: Any = [*kept, {"role": "user", "content": text}]
+        return client.chat.completions.create(messages=messages, **fields)
+
+    def keep(text: str, answer: Answer) -> None:
+        kept.append({"role": "user", "content": text})
+        kept.append({"role": "assistant", "content": answer.text})
+
+    return run(parser, argv, start, keep)
+
+
+def run(
+    parser: OneLineParser,
+    argv: list[str],
+    start: Callable[[openai.OpenAI, Namespace, str, dict[str, Any]], Any],
+    keep: Callable[[str, Answer], None],
+) -> int:
+    """Answers the text of --quick, or each line of standard input; returns the exit code.
+
+    Args:
+        parser: has the command's own flags.
+        argv: the command line.
+        start: sends a request for a text, and returns the stream of its answer.
+        keep: gets each text with its answer.
+    """
+    add = parser.add_argument
+    add("-q", "--quick", metavar="TEXT", help="answer this text and exit")
+    add("--max-tokens", type=int, metavar="N", help="the longest answer (the server's default)")
+    add("--model-name", metavar="NAME", help="default: the first model that the server lists")
+    add("--stats", action="store_true", help="print the time to the first token and tokens per second")
     add_flags(parser)
-    return parser
+    arguments = parser.parse_args(argv)
+    try:
+        server = server_of(arguments)
+        with server.client() as client:
+            model = arguments.model_name or first_model(client, server)
+            print(f"Using model: {model}", file=sys.stderr)
+            fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+            fields |= {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
+
+            def ask(text: str) -> Answer:
+                stream = lambda: start(client, arguments, text, fields)  # noqa: E731 - sent within print_answer
+                answer = print_answer(server, stream, stats=arguments.stats)
+                if answer.text or not answer.interrupted:
+                    keep(text, answer)
+                return answer
+
+            if arguments.quick is not None:
+                return 130 if ask(arguments.quick).interrupted else 0
+            return _ask_until_end(ask)
+    except CommandError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _ask_until_end(ask: Callable[[str], Answer]) -> int:
+    """Asks for lines until the end of standard input; a failed request does not end it."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - edits lines and keeps a history
+    while True:
+        try:
+            ask(input("> " if sys.stdin.isatty() else ""))
+        except EOFError:
+            return 0
+        except CommandError as error:
+            print(error, file=sys.stderr)
+
+
+def print_answer(server: Server, start: Callable[[], Any], *, stats: bool) -> Answer:
+    """Prints a streamed answer while it arrives. Ctrl-C ends the answer.
+
+    Raises:
+        CommandError: The server is not reached, refuses, or breaks off.
+    """
+    answer = Answer()
+    started_s = time.perf_counter()
+    try:
+        with start() as chunks:
+            _print_chunks(chunks, answer)
+    except ERRORS as error:
+        raise CommandError(server.line(error)) from error
+    except KeyboardInterrupt:
+        answer.interrupted = True
+    print(flush=True)
+    if stats and answer.first_s and not answer.interrupted:
+        total_s = time.perf_counter() - started_s
+        rate = answer.num_tokens / total_s
+        print(f"{'TTFT:':<5} {(answer.first_s - started_s) * 1000:.2f} ms")
+        print(f"{'TPS:':<5} {rate:.2f} tokens/s ({answer.num_tokens} tokens in {total_s:.2f}s)")
+    return answer
+
+
+def _print_chunks(chunks: Iterable[Any], answer: Answer) -> None:
+    thinking = False
+    for chunk in chunks:
+        if usage := getattr(chunk, "usage", None):
+            answer.num_tokens = usage.completion_tokens
+        for choice in getattr(chunk, "choices", None) or ():
+            delta = getattr(choice, "delta", choice)  # a completion's text is in the choice
+            text = getattr(delta, "content", None) or getattr(delta, "text", None) or ""
+            thought = getattr(delta, "reasoning", None) or getattr(delta, "reasoning_content", None) or ""
+            if thought or text:
+                answer.first_s = answer.first_s or time.perf_counter()
+            if thought:
+                print("" if thinking else "<think>\n", thought, sep="", end="", flush=True)
+                thinking = True
+            if text:
+                print("\n</think>\n" if thinking else "", text, sep="", end="", flush=True)
+                thinking = False
+                answer.text += text
+    if thinking:
+        print("\n</think>", end="")

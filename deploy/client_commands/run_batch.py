@@ -1,26 +1,49 @@
-"""`triptych run-batch`: runs a file of OpenAI batch requests."""
+"""`triptych run-batch`: runs a file of OpenAI batch requests, one JSON object a line."""
 
-import argparse
 import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
+import uuid
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Final, Literal
 
-from deploy.client.batch_file import BatchOutput
-from deploy.client.batch_run import BatchRun
-from deploy.client.connection import (
-    ClientError,
-    Connection,
-    add_flags,
-    at_least_one,
-    connection_of,
-    first_model,
-)
-from deploy.client.local_stack import local_stack
+import httpx2
+import openai
+from pydantic import BaseModel, Field, PositiveInt, TypeAdapter, ValidationError
+
+from deploy.client_commands.server import ERRORS, CommandError, Server, add_flags, first_model, server_of
+from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.one_line_parser import OneLineParser
+
+_START: Final = b'{"id": "batch_req_'  # the beginning of each line of an output
+_RETRIES: Final = 4
+# The socket of a batch's own stack is this user's, so it needs no keys and no TLS.
+_PROTECTION: Final = ("VLLM_API_KEY", "TRIPTYCH_API_KEY", "TRIPTYCH_SECURE", "TRIPTYCH_SSL_")
+
+
+class Request(BaseModel):
+    """A line of the input."""
+
+    custom_id: str = Field(min_length=1)
+    method: Literal["POST"]
+    url: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score", "/score",
+        "/v1/rerank", "/v2/rerank", "/rerank",
+    ]  # fmt: skip
+    body: dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
-    """Runs what is not done yet.
+    """Runs the requests that have no answer in the output file.
 
     Returns:
         The exit code: 0 if the output has all lines, 1 if the batch stopped before, 2 for a bad flag.
@@ -28,47 +51,175 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.model is None:
-        parser.parse_args(argv)  # refuses what is left
+        parser.parse_args(argv)  # refuses the rest
     if arguments.model is not None and arguments.url is not None:
         parser.error("--model starts a stack, and --url names a running gateway; omit one of them")
     try:
-        _check_files(arguments)
+        if not arguments.input_file.is_file():
+            raise CommandError(f"{arguments.input_file} is not a file; change -i")
         if arguments.model is None:
-            return _run(arguments, connection_of(arguments))
-        with local_stack(arguments.model, rest) as connection:
-            return _run(arguments, connection)
-    except ClientError as error:
+            return _run(arguments, server_of(arguments))
+        with _stack(arguments.model, rest) as server:
+            return _run(arguments, server)
+    except CommandError as error:
         print(f"triptych run-batch: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def _check_files(arguments: argparse.Namespace) -> None:
-    for flag, path in (("-i", arguments.input_file), ("-o", arguments.output_file)):
-        if str(path).startswith(("http:", "https:")):
-            raise ClientError(f"{flag} takes a file; copy it from or to {path} with another program")
-    if not arguments.input_file.is_file():
-        raise ClientError(f"{arguments.input_file} is not a file; change -i")
-
-
-def _run(arguments: argparse.Namespace, connection: Connection) -> int:
-    with connection.client() as client:
-        # Before anything is written: whether the server answers and takes the key.
-        first_model(client, connection)
-    counts = asyncio.run(_batch(arguments, connection))
+def _run(arguments: Namespace, server: Server) -> int:
+    with server.client() as client:
+        first_model(client, server)  # before anything is written
+    output = Output(arguments.output_file)
+    try:
+        asyncio.run(_answer_all(arguments, server, output))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    finally:
+        output.file.close()
+    words = ("succeeded", "failed", "invalid lines", "done before")
+    counts = ", ".join(f"{output.counts[word]} {word}" for word in words)
     print(f"{counts}; written to {arguments.output_file}")
     return 0
 
 
-async def _batch(arguments: argparse.Namespace, connection: Connection) -> object:
-    output = BatchOutput(arguments.output_file)
-    output.open()
+async def _answer_all(arguments: Namespace, server: Server, output: "Output") -> None:
+    slots = asyncio.Semaphore(arguments.max_concurrency)
+    ids: set[str] = set()
+    with arguments.input_file.open("rb") as lines:
+        async with server.async_client(_RETRIES) as client, asyncio.TaskGroup() as group:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                request = _request(line, ids)
+                if (number if isinstance(request, str) else request.custom_id) in output.done:
+                    output.counts["done before"] += 1
+                elif isinstance(request, str):
+                    error = {"code": "invalid_line", "message": f"line {number}: {request}", "line": number}
+                    output.write("invalid lines", error=error)
+                else:
+                    await slots.acquire()
+                    task = group.create_task(_answer(client, server, output, request))
+                    task.add_done_callback(lambda _: slots.release())
+
+
+def _request(line: bytes, ids: set[str]) -> Request | str:
+    """Returns the request of a line, or the reason why it is none."""
     try:
-        async with connection.async_client() as http:
-            run = BatchRun(http, connection, output, arguments.max_concurrency)
-            await run.run(arguments.input_file)
-            return run.counts
-    finally:
-        output.close()
+        request = Request.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return ": ".join([*map(str, first["loc"]), first["msg"]])
+    if request.custom_id in ids:
+        return f"custom_id {request.custom_id!r} is that of an earlier line"
+    ids.add(request.custom_id)
+    return "a batch has no streams; omit stream" if request.body.get("stream") else request
+
+
+async def _answer(client: openai.AsyncOpenAI, server: Server, output: "Output", request: Request) -> None:
+    try:
+        response = await client.post(server.url + request.url, body=request.body, cast_to=httpx2.Response)
+    except openai.APIStatusError as error:
+        response = error.response
+    except ERRORS as error:
+        line = f"{server.line(error)}; the same command goes on where this one stopped"
+        raise CommandError(line) from error
+    try:
+        body = json.loads(response.content)
+    except ValueError:
+        body = {"error": {"message": response.text[:1000], "type": "invalid_response"}}
+    request_id = response.headers.get("x-request-id") or f"req_{uuid.uuid4().hex}"
+    answer = {"status_code": response.status_code, "request_id": request_id, "body": body}
+    output.write("succeeded" if response.is_success else "failed", request.custom_id, answer)
+
+
+class Output:
+    """The output file. Lines are added as requests end, and the lines of an earlier run stay."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the earlier lines, and removes a last line that was cut off.
+
+        Raises:
+            CommandError: The file cannot be written, or is not the output of a batch.
+        """
+        self.counts: Counter[str] = Counter()
+        self.done: set[str | int] = set()
+        """Ids with an answer, and numbers of bad lines."""
+        try:
+            self.file = path.open("a+b")
+            self.file.seek(0)
+            end = 0
+            for line in self.file:
+                if not line.endswith(b"\n") and (line.startswith(_START) or _START.startswith(line)):
+                    break
+                entry = json.loads(line)
+                self.done.add(entry["error"]["line"] if entry["error"] else entry["custom_id"])
+                end += len(line)
+            self.file.truncate(end)
+        except OSError as error:
+            raise CommandError(f"{path} cannot be written ({error.strerror}); change -o") from error
+        except (ValueError, LookupError, TypeError) as error:
+            self.file.close()
+            raise CommandError(f"{path} is not the output of a batch; name another file with -o") from error
+
+    def write(
+        self, outcome: str, custom_id: str | None = None, response: Any = None, error: Any = None
+    ) -> None:
+        """Adds a line. An HTTP error is a response, too."""
+        self.counts[outcome] += 1
+        entry = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": custom_id,
+            "response": response,
+            "error": error,
+        }
+        try:
+            self.file.write(json.dumps(entry, ensure_ascii=False).encode(errors="replace") + b"\n")
+            self.file.flush()
+        except OSError as failure:
+            raise CommandError(f"the output cannot be written ({failure.strerror})") from failure
+
+
+@contextlib.contextmanager
+def _stack(model: str, flags: Sequence[str]) -> Iterator[Server]:
+    """Serves a model with `triptych up` on a Unix socket until the block ends."""
+    with tempfile.TemporaryDirectory(prefix="triptych-batch-") as folder:
+        server = Server("http://localhost", uds=f"{folder}/http.sock")
+        command = [
+            sys.executable,
+            "-m",
+            "deploy.cli",
+            "up",
+            model,
+            f"--uds={server.uds}",
+            "--scheduler-port=0",
+        ]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(_PROTECTION)}
+        environment[PARENT_VARIABLE] = str(os.getpid())
+        # Its own session: Ctrl-C reaches this command, which then stops the stack.
+        launcher = subprocess.Popen(
+            [*command, *flags], env=environment, stdout=sys.stderr, start_new_session=True
+        )
+        try:
+            with server.client() as client:
+                while not _answers(client):
+                    if launcher.poll() is not None:
+                        raise CommandError("the stack did not start, see above")
+                    time.sleep(0.1)
+            yield server
+        finally:
+            launcher.send_signal(signal.SIGINT)
+            launcher.wait()
+
+
+def _answers(client: openai.OpenAI) -> bool:
+    """Returns whether a starting gateway answers; a refusal of a request counts, too."""
+    try:
+        client.models.list()
+    except openai.APIStatusError as error:
+        return error.status_code != httpx2.codes.SERVICE_UNAVAILABLE
+    except openai.APIConnectionError as error:
+        return not isinstance(error.__cause__, httpx2.ConnectError)
+    return True
 
 
 def _parser() -> OneLineParser:
@@ -79,15 +230,18 @@ def _parser() -> OneLineParser:
         epilog="Example: triptych run-batch -i batch.jsonl -o answers.jsonl --model smollm2",
         allow_abbrev=False,
     )
-    parser.add_argument("-i", "--input-file", type=Path, required=True, metavar="FILE", help="the requests")
-    parser.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="the answers")
-    parser.add_argument(
-        "--model", metavar="MODEL",
-        help="start a stack with this model for the batch; all other flags are those of `triptych up`",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max-concurrency", type=at_least_one, default=64, metavar="N",
+    add = parser.add_argument
+    add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="the requests")
+    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="the answers")
+    stack = "start a stack with this model for the batch; all other flags are those of `triptych up`"
+    add("--model", metavar="MODEL", help=stack)
+    number = TypeAdapter(PositiveInt).validate_strings
+    add(
+        "--max-concurrency",
+        type=number,
+        default=64,
+        metavar="N",
         help="requests that run at the same time (64)",
-    )  # fmt: skip
+    )
     add_flags(parser)
     return parser

@@ -15,6 +15,8 @@ _LOCKS = {
     "worker": "worker-cpu.txt",
     # What --otlp-traces-endpoint needs beside a service.
     "otel": "otel.txt",
+    # `triptych chat`, `complete` and `run-batch`.
+    "client": "client.txt",
 }
 _SERVICES = ["gateway", "scheduler", "worker"]
 _TORCH_HINT = "torch's CPU build is not on every index: set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has it"

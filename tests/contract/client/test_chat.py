@@ -2,9 +2,14 @@
 
 import asyncio
 import io
+import json
 import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +122,91 @@ async def test_a_private_ca_is_trusted_when_named(
     assert refused.err.endswith("give its CA with --ca-file\n")
     assert trusted.err == "Using model: smollm2\n"
     assert trusted.out == by_variable.out == f"{TEXT}\n"
+
+
+@pytest.fixture
+def foreign() -> Iterator[Callable[..., str]]:
+    """Starts another project's server, which sends the same text for every request; returns its URL."""
+    servers = []
+
+    def start(text: str, status: int = 200) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.do_GET()
+
+            def do_GET(self) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def log_message(self, *_: object) -> None:
+                """Prints nothing."""
+
+        servers.append(HTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def events(*fields: dict[str, Any] | str) -> str:
+    """Returns the events of a stream: chunks of a chat, or a text as it is."""
+    chunks = [
+        each if isinstance(each, str) else json.dumps({"choices": [{"delta": each}]}) for each in fields
+    ]
+    return "".join(f"data: {chunk}\n\n" for chunk in chunks)
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+async def test_thinking_is_shown_apart(triptych: Command, foreign: Callable[..., str], field: str) -> None:
+    """In vLLM's tags, whichever name it has; comments are left out, and an open tag is closed."""
+    thinking = (
+        events({"role": "assistant", "content": ""}, {field: "Hm"}) + ": alive\n\n" + events({field: "m."})
+    )
+    chat = ("chat", "-q", "hi", "--model-name", "m", "--url")
+    done = await triptych(*chat, foreign(thinking + events({"content": "Pa"}, {"content": "ris"}, "[DONE]")))
+    assert (done.code, done.out) == (0, "<think>\nHmm.\n</think>\nParis\n")
+    done = await triptych(*chat, foreign(thinking))
+    assert (done.code, done.out) == (0, "<think>\nHmm.\n</think>\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "error"),
+    [
+        (
+            events({"content": "Pa"}, '{"error": {"message": "the worker\\n is lost"}}'),
+            200,
+            "the worker is lost",
+        ),
+        (events({"content": "Pa"}, "{"), 200, "broke off: "),
+        ('{"error": {"message": "no\\nway"}}', 500, "500: no way"),
+        ('{"message": "no way"}', 500, "500: no way"),
+        ("<html>no</html>", 500, "500: <html>no</html>"),
+        ("", 500, "500: without a message"),
+    ],
+    ids=["event", "cut", "openai", "message", "html", "empty"],
+)
+async def test_an_error_of_any_server_is_one_line(
+    triptych: Command, foreign: Callable[..., str], text: str, status: int, error: str
+) -> None:
+    """Its body may have OpenAI's form, another form, or none."""
+    done = await triptych("chat", "-q", "hi", "--model-name", "m", "--url", foreign(text, status))
+    assert done.code == 1
+    assert error in done.err.splitlines()[-1]
+    assert len(done.err.splitlines()) == 2
+
+
+async def test_a_server_without_models_asks_for_a_name(
+    triptych: Command, foreign: Callable[..., str]
+) -> None:
+    """The line names the flag."""
+    done = await triptych("chat", "-q", "hi", "--url", foreign('{"object": "list", "data": []}'))
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "name one with --model-name" in done.err
 
 
 async def test_ctrl_c_ends_an_answer_and_then_the_program(stack: Stack) -> None:

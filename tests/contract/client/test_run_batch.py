@@ -1,6 +1,9 @@
 """`triptych run-batch` against a real gateway."""
 
+import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +80,17 @@ async def test_pooling_models_take_batches(triptych: Command, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        ("{", "not JSON"),
-        ("[]", "not a JSON object"),
-        ("{}", "custom_id must be"),
+        ("{", "Invalid JSON"),
+        ("[]", "should be an object"),
+        ("{}", "custom_id: Field required"),
+        (line(""), "custom_id: "),
         (line("a"), "custom_id 'a' is that of an earlier line"),
-        (line("b", method="GET"), "method must be 'POST', got 'GET'"),
-        (line("b", "/v1/models"), "url must be one of /v1/chat/completions"),
-        (line("b", body=[]), "body must be an object"),
+        (line("b", method="GET"), "method: Input should be 'POST'"),
+        (line("b", "/v1/models"), "url: Input should be '/v1/chat/completions'"),
+        (line("b", body=[]), "body: "),
         (line("b", body={**CHAT, "stream": True}), "omit stream"),
     ],
-    ids=["text", "list", "id", "twice", "method", "url", "body", "stream"],
+    ids=["text", "list", "id", "empty", "twice", "method", "url", "body", "stream"],
 )
 async def test_a_bad_line_is_an_error_line(triptych: Command, tmp_path: Path, bad: str, reason: str) -> None:
     """The other requests run, and a second run reports nothing twice."""
@@ -115,6 +119,58 @@ async def test_a_batch_goes_on_where_it_was_cut_off(stack: Stack, triptych: Comm
     assert results(output).keys() == {"a", "b"}
 
 
+@pytest.mark.parametrize("kept", [1, 5, 40])
+async def test_a_line_is_replaced_wherever_it_was_cut_off(
+    triptych: Command, tmp_path: Path, kept: int
+) -> None:
+    """The lines before it stay."""
+    source, output = write(tmp_path, line("a"))
+    await triptych("run-batch", "-i", str(source), "-o", str(output))
+    whole = output.read_bytes()
+    output.write_bytes(whole + whole[:kept])
+    await triptych("run-batch", "-i", str(source), "-o", str(output))
+    assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize("content", ["notes without a line's end", '{"id": 1}', "first\nsecond"])
+async def test_another_file_is_left_alone(triptych: Command, tmp_path: Path, content: str) -> None:
+    """Only a beginning like a batch's line can be a line that was cut off."""
+    source, output = write(tmp_path, line("a"))
+    output.write_text(content)
+    done = await triptych("run-batch", "-i", str(source), "-o", str(output))
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "is not the output of a batch" in done.err
+    assert output.read_text() == content
+
+
+async def test_a_lost_server_stops_the_batch(triptych: Command, tmp_path: Path) -> None:
+    """The line says what to change."""
+    source, output = write(tmp_path, line("a"))
+    done = await triptych("run-batch", "-i", str(source), "-o", str(output), "--url", "http://127.0.0.1:9")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "cannot reach http://127.0.0.1:9" in done.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "last"),
+    [
+        (("--max-num-seqs", "0"), "the stack did not start, see above"),
+        (("--url", "http://127.0.0.1:9"), "omit one of them"),
+    ],
+)
+async def test_a_stack_that_does_not_start_is_named(
+    tmp_path: Path, flags: tuple[str, str], last: str
+) -> None:
+    """`triptych up` says what is wrong with its flags, and the batch does not begin."""
+    source, output = write(tmp_path, line("a"))
+    command = [sys.executable, "-m", "deploy.cli", "run-batch", "-i", str(source), "-o", str(output)]
+    command += ["--model", str(tmp_path), *flags]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert done.returncode in {1, 2}
+    assert last in done.stderr.splitlines()[-1]
+    assert not output.exists()
+
+
 async def test_only_so_many_run_at_once(stack: Stack, triptych: Command, tmp_path: Path) -> None:
     """With one request at a time, answers are in the order of the input."""
     names = [f"request-{number}" for number in range(8)]
@@ -123,11 +179,8 @@ async def test_only_so_many_run_at_once(stack: Stack, triptych: Command, tmp_pat
     assert list(results(output)) == names
 
 
-async def test_a_busy_server_is_asked_again(
-    stack: Stack, triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_busy_server_is_asked_again(stack: Stack, triptych: Command, tmp_path: Path) -> None:
     """A refusal for overload is no answer yet; other refusals are."""
-    monkeypatch.setattr("deploy.client.batch_run._LONGEST_PAUSE_S", 0.0)
     busy = iter([Overloaded("later", retry_after_ms=1), Overloaded("later", retry_after_ms=1), None])
     stack.scheduler.refuse = lambda _: next(busy)
     source, output = write(tmp_path, line("a"))
@@ -143,14 +196,13 @@ async def test_a_busy_server_is_asked_again(
     ("flags", "code", "error"),
     [
         (("-i", "nowhere", "-o", "out"), 1, "nowhere is not a file; change -i"),
-        (("-i", "http://host/in", "-o", "out"), 1, "-i takes a file; copy it"),
         (("-i", "pyproject.toml", "-o", "README.md"), 1, "README.md is not the output of a batch"),
         (("-i", "pyproject.toml", "-o", "nowhere/out"), 1, "nowhere/out cannot be written"),
         (("-i", "a", "-o", "b", "--max-model-len", "9"), 2, "unrecognized arguments: --max-model-len;"),
-        (("-i", "a", "-o", "b", "--model", "c"), 2, "omit one of them"),
+        (("-i", "a", "-o", "b", "--max-concurrency", "0"), 2, "invalid"),
         (("-i", "pyproject.toml", "-o", "b", "--api-key", "wrong"), 1, "the server answered 401"),
     ],
-    ids=["input", "web", "output", "folder", "flag", "both", "key"],
+    ids=["input", "output", "folder", "flag", "number", "key"],
 )
 async def test_what_cannot_run_is_one_line(
     triptych: Command, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], code: int, error: str

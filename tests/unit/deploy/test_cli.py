@@ -38,7 +38,7 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     "command",
     [
         ["plan"], ["catalog", "list"], ["models", "fetch", "smollm2"], ["install"], ["compose-files", "folder"],
-        ["chat"], ["complete"], ["bench"], ["env"],
+        ["chat"], ["complete"], ["env"],
     ],
     ids=lambda command: command[0],
 )  # fmt: skip
@@ -86,12 +86,22 @@ def test_a_worker_without_torch_names_the_command_that_installs_it() -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_a_client_without_its_package_names_the_command_that_installs_it() -> None:
-    """What calls a gateway needs httpx, which comes with the gateway's packages."""
-    code = "import sys; sys.modules['httpx'] = None\nfrom deploy import cli\nsys.exit(cli.main(['chat', '-q', 'hi']))"
+@pytest.mark.parametrize(
+    ("command", "missing", "line"),
+    [
+        ("chat", "openai", "openai is not installed; run `triptych install client`"),
+        ("complete", "openai", "openai is not installed; run `triptych install client`"),
+        ("run-batch", "openai", "openai is not installed; run `triptych install client`"),
+        ("bench", "vllm", "vllm is not installed; run `triptych install worker`"),
+    ],
+)
+def test_a_client_without_its_package_names_the_command_that_installs_it(
+    command: str, missing: str, line: str
+) -> None:
+    """In one line, with the exit code 2."""
+    code = f"import sys; sys.modules['{missing}'] = None\nfrom deploy import cli\nsys.exit(cli.main(['{command}']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "triptych chat: httpx is not installed; run `triptych install gateway`\n"
+    assert (done.returncode, done.stderr) == (2, f"triptych {command}: {line}\n")
 
 
 def test_fetching_without_torch_names_the_command_that_installs_it(

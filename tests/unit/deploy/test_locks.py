@@ -57,15 +57,12 @@ for top in {name.partition(".")[0] for name in sys.modules}:
         (
             "gateway",
             "gateway",
-            # `triptych secure-files`, `chat`, `bench` and `run-batch` run in the gateway's image.
+            # `triptych secure-files` runs in the gateway's image.
             [
                 "uvicorn.loops.uvloop",
                 "uvicorn.protocols.http.httptools_impl",
                 "cryptography.x509",
                 "yaml",
-                "httpx",
-                "httpcore",
-                "certifi",
                 # Imported by the requests that need them.
                 "numpy",
                 "fastapi_offline",
