@@ -26,9 +26,12 @@ The package is `triptych.v1`. The files are in `protos/triptych/v1/`; the Python
 also answers gRPC health checks (`grpc.health.v1`) and server reflection. A failed call carries an [`Error`](#error) as a detail of its
 status.
 
-Call `Inference` on the scheduler. `WorkerRegistry` and `Worker` are what scheduler and workers say to one another: gateways and clients
-do not need them.
+Clients and gateways call `Inference` on the scheduler. The calls between scheduler and workers are in `registry.proto` and `worker.proto`.
 """
+
+# The files of the calls between scheduler and workers.
+_INTERNAL = ("registry.proto", "worker.proto")
+
 
 # Field numbers of descriptor.proto; source information uses them to name the place of a comment.
 _MESSAGES, _ENUMS, _SERVICES = 4, 5, 6
@@ -97,10 +100,10 @@ def descriptors() -> list[File]:
 
 def grpc_api() -> str:
     """Returns the whole page."""
-    files = descriptors()
+    files = [file for file in descriptors() if not file.descriptor.name.endswith(_INTERNAL)]
     services = [
         line
-        for file in sorted(files, key=lambda file: not file.descriptor.name.endswith("inference.proto"))
+        for file in files
         for index, service in enumerate(file.descriptor.service)
         for line in _service(file, index, service)
     ]
