@@ -5,12 +5,12 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import openai
 
-from deploy.client_commands.server import ERRORS, CommandError, Server, add_flags, first_model, server_of
+from deploy.client_commands.server import ERRORS, CommandError, add_flags, first_model, server_of
 from deploy.one_line_parser import OneLineParser
 
 
@@ -23,8 +23,20 @@ class Answer:
     interrupted: bool = False
     """Whether Ctrl-C has ended it."""
     num_tokens: int = 0
+    started_s: float = field(default_factory=time.perf_counter)
     first_s: float = 0.0
     """The time of the first token."""
+
+    def print_stats(self) -> None:
+        """Prints the time to the first token, and the rate of all."""
+        total_s = time.perf_counter() - self.started_s
+        print(f"{'TTFT:':<5} {(self.first_s - self.started_s) * 1000:.2f} ms")
+        rate = self.num_tokens / total_s
+        print(f"{'TPS:':<5} {rate:.2f} tokens/s ({self.num_tokens} tokens in {total_s:.2f}s)")
+
+
+Start = Callable[[openai.OpenAI, Namespace, str, dict[str, Any]], Any]
+"""Sends a request for a text with some fields, and returns the stream of its answer."""
 
 
 def main(argv: list[str]) -> int:
@@ -47,19 +59,13 @@ def main(argv: list[str]) -> int:
         messages: Any = [*kept, {"role": "user", "content": text}]
         return client.chat.completions.create(messages=messages, **fields)
 
-    def keep(text: str, answer: Answer) -> None:
-        kept.append({"role": "user", "content": text})
-        kept.append({"role": "assistant", "content": answer.text})
+    def keep(text: str, answer: str) -> None:
+        kept.extend([{"role": "user", "content": text}, {"role": "assistant", "content": answer}])
 
     return run(parser, argv, start, keep)
 
 
-def run(
-    parser: OneLineParser,
-    argv: list[str],
-    start: Callable[[openai.OpenAI, Namespace, str, dict[str, Any]], Any],
-    keep: Callable[[str, Answer], None],
-) -> int:
+def run(parser: OneLineParser, argv: list[str], start: Start, keep: Callable[[str, str], None]) -> int:
     """Answers the text of --quick, or each line of standard input; returns the exit code.
 
     Args:
@@ -78,16 +84,25 @@ def run(
     try:
         server = server_of(arguments)
         with server.client() as client:
-            model = arguments.model_name or first_model(client, server)
-            print(f"Using model: {model}", file=sys.stderr)
-            fields = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+            fields: dict[str, Any] = {"model": arguments.model_name or first_model(client, server)}
+            print(f"Using model: {fields['model']}", file=sys.stderr)
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
             fields |= {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
 
             def ask(text: str) -> Answer:
-                stream = lambda: start(client, arguments, text, fields)  # noqa: E731 - sent within print_answer
-                answer = print_answer(server, stream, stats=arguments.stats)
+                answer = Answer()
+                try:
+                    with start(client, arguments, text, fields) as chunks:
+                        _print_chunks(chunks, answer)
+                except ERRORS as error:
+                    raise CommandError(server.line(error)) from error
+                except KeyboardInterrupt:
+                    answer.interrupted = True
+                print(flush=True)
+                if arguments.stats and answer.first_s and not answer.interrupted:
+                    answer.print_stats()
                 if answer.text or not answer.interrupted:
-                    keep(text, answer)
+                    keep(text, answer.text)
                 return answer
 
             if arguments.quick is not None:
@@ -111,30 +126,6 @@ def _ask_until_end(ask: Callable[[str], Answer]) -> int:
             print(error, file=sys.stderr)
 
 
-def print_answer(server: Server, start: Callable[[], Any], *, stats: bool) -> Answer:
-    """Prints a streamed answer while it arrives. Ctrl-C ends the answer.
-
-    Raises:
-        CommandError: The server is not reached, refuses, or breaks off.
-    """
-    answer = Answer()
-    started_s = time.perf_counter()
-    try:
-        with start() as chunks:
-            _print_chunks(chunks, answer)
-    except ERRORS as error:
-        raise CommandError(server.line(error)) from error
-    except KeyboardInterrupt:
-        answer.interrupted = True
-    print(flush=True)
-    if stats and answer.first_s and not answer.interrupted:
-        total_s = time.perf_counter() - started_s
-        rate = answer.num_tokens / total_s
-        print(f"{'TTFT:':<5} {(answer.first_s - started_s) * 1000:.2f} ms")
-        print(f"{'TPS:':<5} {rate:.2f} tokens/s ({answer.num_tokens} tokens in {total_s:.2f}s)")
-    return answer
-
-
 def _print_chunks(chunks: Iterable[Any], answer: Answer) -> None:
     thinking = False
     for chunk in chunks:
@@ -144,8 +135,7 @@ def _print_chunks(chunks: Iterable[Any], answer: Answer) -> None:
             delta = getattr(choice, "delta", choice)  # a completion's text is in the choice
             text = getattr(delta, "content", None) or getattr(delta, "text", None) or ""
             thought = getattr(delta, "reasoning", None) or getattr(delta, "reasoning_content", None) or ""
-            if thought or text:
-                answer.first_s = answer.first_s or time.perf_counter()
+            answer.first_s = answer.first_s or (time.perf_counter() if thought or text else 0.0)
             if thought:
                 print("" if thinking else "<think>\n", thought, sep="", end="", flush=True)
                 thinking = True

@@ -14,7 +14,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import IO, Any, Final, Literal
 
 import httpx2
 import openai
@@ -43,7 +43,7 @@ class Request(BaseModel):
 
 
 def main(argv: list[str]) -> int:
-    """Runs the requests that have no answer in the output file.
+    """Runs the requests without an answer in the output file.
 
     Returns:
         The exit code: 0 if the output has all lines, 1 if the batch stopped before, 2 for a bad flag.
@@ -55,51 +55,40 @@ def main(argv: list[str]) -> int:
     if arguments.model is not None and arguments.url is not None:
         parser.error("--model starts a stack, and --url names a running gateway; omit one of them")
     try:
-        if not arguments.input_file.is_file():
-            raise CommandError(f"{arguments.input_file} is not a file; change -i")
-        if arguments.model is None:
-            return _run(arguments, server_of(arguments))
-        with _stack(arguments.model, rest) as server:
-            return _run(arguments, server)
-    except CommandError as error:
-        print(f"triptych run-batch: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-def _run(arguments: Namespace, server: Server) -> int:
-    with server.client() as client:
-        first_model(client, server)  # before anything is written
-    output = Output(arguments.output_file)
-    try:
-        asyncio.run(_answer_all(arguments, server, output))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
-    finally:
-        output.file.close()
+        with arguments.input_file.open("rb") as lines, _server(arguments, rest) as server:
+            with server.client() as client:
+                first_model(client, server)  # before anything is written
+            with arguments.output_file.open("a+b") as file:
+                output = Output(file)
+                asyncio.run(_answer_all(lines, server, output, arguments.max_concurrency))
+    except (CommandError, OSError, ExceptionGroup) as error:
+        first = error.exceptions[0] if isinstance(error, ExceptionGroup) else error
+        line = f"{first.filename or 'the output'}: {first.strerror}" if isinstance(first, OSError) else first
+        print(f"triptych run-batch: {line}", file=sys.stderr)
+        return getattr(first, "exit_code", 1)
     words = ("succeeded", "failed", "invalid lines", "done before")
     counts = ", ".join(f"{output.counts[word]} {word}" for word in words)
     print(f"{counts}; written to {arguments.output_file}")
     return 0
 
 
-async def _answer_all(arguments: Namespace, server: Server, output: "Output") -> None:
-    slots = asyncio.Semaphore(arguments.max_concurrency)
+async def _answer_all(lines: IO[bytes], server: Server, output: "Output", max_concurrency: int) -> None:
+    slots = asyncio.Semaphore(max_concurrency)
     ids: set[str] = set()
-    with arguments.input_file.open("rb") as lines:
-        async with server.async_client(_RETRIES) as client, asyncio.TaskGroup() as group:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                request = _request(line, ids)
-                if (number if isinstance(request, str) else request.custom_id) in output.done:
-                    output.counts["done before"] += 1
-                elif isinstance(request, str):
-                    error = {"code": "invalid_line", "message": f"line {number}: {request}", "line": number}
-                    output.write("invalid lines", error=error)
-                else:
-                    await slots.acquire()
-                    task = group.create_task(_answer(client, server, output, request))
-                    task.add_done_callback(lambda _: slots.release())
+    async with server.async_client(_RETRIES) as client, asyncio.TaskGroup() as group:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            request = _request(line, ids)
+            if (number if isinstance(request, str) else request.custom_id) in output.done:
+                output.counts["done before"] += 1
+            elif isinstance(request, str):
+                error = {"code": "invalid_line", "message": f"line {number}: {request}", "line": number}
+                output.write("invalid lines", error=error)
+            else:
+                await slots.acquire()
+                task = group.create_task(_answer(client, server, output, request))
+                task.add_done_callback(lambda _: slots.release())
 
 
 def _request(line: bytes, ids: set[str]) -> Request | str:
@@ -135,31 +124,29 @@ async def _answer(client: openai.AsyncOpenAI, server: Server, output: "Output", 
 class Output:
     """The output file. Lines are added as requests end, and the lines of an earlier run stay."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, file: IO[bytes]) -> None:
         """Reads the earlier lines, and removes a last line that was cut off.
 
         Raises:
-            CommandError: The file cannot be written, or is not the output of a batch.
+            CommandError: The file is not the output of a batch.
         """
         self.counts: Counter[str] = Counter()
         self.done: set[str | int] = set()
         """Ids with an answer, and numbers of bad lines."""
-        try:
-            self.file = path.open("a+b")
-            self.file.seek(0)
-            end = 0
-            for line in self.file:
-                if not line.endswith(b"\n") and (line.startswith(_START) or _START.startswith(line)):
-                    break
+        self._file = file
+        self._file.seek(0)
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n") and (line.startswith(_START) or _START.startswith(line)):
+                break
+            try:
                 entry = json.loads(line)
                 self.done.add(entry["error"]["line"] if entry["error"] else entry["custom_id"])
-                end += len(line)
-            self.file.truncate(end)
-        except OSError as error:
-            raise CommandError(f"{path} cannot be written ({error.strerror}); change -o") from error
-        except (ValueError, LookupError, TypeError) as error:
-            self.file.close()
-            raise CommandError(f"{path} is not the output of a batch; name another file with -o") from error
+            except (ValueError, LookupError, TypeError) as error:
+                text = f"{file.name} is not the output of a batch; name another file with -o"
+                raise CommandError(text) from error
+            end += len(line)
+        self._file.truncate(end)
 
     def write(
         self, outcome: str, custom_id: str | None = None, response: Any = None, error: Any = None
@@ -172,32 +159,24 @@ class Output:
             "response": response,
             "error": error,
         }
-        try:
-            self.file.write(json.dumps(entry, ensure_ascii=False).encode(errors="replace") + b"\n")
-            self.file.flush()
-        except OSError as failure:
-            raise CommandError(f"the output cannot be written ({failure.strerror})") from failure
+        self._file.write(json.dumps(entry, ensure_ascii=False).encode(errors="replace") + b"\n")
+        self._file.flush()
 
 
 @contextlib.contextmanager
-def _stack(model: str, flags: Sequence[str]) -> Iterator[Server]:
-    """Serves a model with `triptych up` on a Unix socket until the block ends."""
+def _server(arguments: Namespace, flags: Sequence[str]) -> Iterator[Server]:
+    """Names the running server, or serves --model on a Unix socket until the block ends."""
+    if arguments.model is None:
+        yield server_of(arguments)
+        return
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_PROTECTION)}
+    environment[PARENT_VARIABLE] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="triptych-batch-") as folder:
         server = Server("http://localhost", uds=f"{folder}/http.sock")
-        command = [
-            sys.executable,
-            "-m",
-            "deploy.cli",
-            "up",
-            model,
-            f"--uds={server.uds}",
-            "--scheduler-port=0",
-        ]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(_PROTECTION)}
-        environment[PARENT_VARIABLE] = str(os.getpid())
+        command = [sys.executable, "-m", "deploy.cli", "up", arguments.model, "--scheduler-port=0", *flags]
         # Its own session: Ctrl-C reaches this command, which then stops the stack.
         launcher = subprocess.Popen(
-            [*command, *flags], env=environment, stdout=sys.stderr, start_new_session=True
+            [*command, f"--uds={server.uds}"], env=environment, stdout=sys.stderr, start_new_session=True
         )
         try:
             with server.client() as client:

@@ -195,9 +195,9 @@ async def test_a_busy_server_is_asked_again(stack: Stack, triptych: Command, tmp
 @pytest.mark.parametrize(
     ("flags", "code", "error"),
     [
-        (("-i", "nowhere", "-o", "out"), 1, "nowhere is not a file; change -i"),
+        (("-i", "nowhere", "-o", "out"), 1, "nowhere: No such file"),
         (("-i", "pyproject.toml", "-o", "README.md"), 1, "README.md is not the output of a batch"),
-        (("-i", "pyproject.toml", "-o", "nowhere/out"), 1, "nowhere/out cannot be written"),
+        (("-i", "pyproject.toml", "-o", "nowhere/out"), 1, "nowhere/out: No such file"),
         (("-i", "a", "-o", "b", "--max-model-len", "9"), 2, "unrecognized arguments: --max-model-len;"),
         (("-i", "a", "-o", "b", "--max-concurrency", "0"), 2, "invalid"),
         (("-i", "pyproject.toml", "-o", "b", "--api-key", "wrong"), 1, "the server answered 401"),
