@@ -29,7 +29,7 @@ class ChatPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChatInput:
-    """A conversation, and what else its template may show. All of it is JSON."""
+    """A conversation, and further input of its template."""
 
     turns: Sequence[dict[str, Any]]
     tools: Sequence[dict[str, Any]] = ()

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from gateway.messages.blocks import Blocks, BlockType, TextBlocks
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.chat import MAX_MESSAGES
+from gateway.schemas.chat import MAX_MESSAGES, TEMPLATE_UNSERVED
 from gateway.schemas.sampling import UINT32_MAX, ModelName, in_bounds, or_default
 from gateway.schemas.structured import Schema
 from gateway.schemas.tools import bounded, object_schema
@@ -196,6 +196,7 @@ class PromptRequest(RequestModel):
     """The part of both bodies that becomes the prompt."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
+        **TEMPLATE_UNSERVED,
         "container": Unserved(),
         "mcp_servers": Unserved(([],), "the client must call its MCP servers itself"),
         "thread": Unserved((), "nothing is stored; send all turns in 'messages'"),

@@ -54,5 +54,5 @@ async def live() -> Response:
 
 @router.get("/load", summary="Read the load")
 async def load(request: Request) -> ServerLoad:
-    """Returns the number of HTTP requests under way in this gateway, this one left out."""
+    """Returns the number of HTTP requests under way in this gateway, without this request."""
     return {"server_load": context_of(request).metrics.num_in_flight - 1}

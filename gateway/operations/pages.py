@@ -21,7 +21,7 @@ _CACHING: Final = {"cache-control": "max-age=86400"}
 
 @router.get("/docs")
 async def docs(request: Request) -> HTMLResponse:
-    """Returns the page that lists the routes and lets one try them."""
+    """Returns the page to read about the routes and to try them."""
     root = _root(request)
     return get_swagger_ui_html(
         openapi_url=f"{root}/openapi.json",

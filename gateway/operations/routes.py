@@ -1,4 +1,4 @@
-"""Metrics, versions, settings and the tokenizer of what runs here, and the caches to empty."""
+"""Metrics, versions, settings, the tokenizer, and the caches to empty."""
 
 import platform
 from importlib import metadata
@@ -186,7 +186,7 @@ def _plain(value: Any) -> Any:
 
 
 class Sleeps(TypedDict):
-    """Whether replicas have given their memory back."""
+    """Whether replicas sleep."""
 
     is_sleeping: Annotated[bool, Field(description="Always false.")]
 

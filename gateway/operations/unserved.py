@@ -1,4 +1,4 @@
-"""The routes of vLLM's server that are not served here, and what to do instead."""
+"""Missing routes of vLLM's server, and the advice for each."""
 
 from collections.abc import Mapping
 from typing import Final

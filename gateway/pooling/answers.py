@@ -7,7 +7,7 @@ from typing_extensions import TypedDict
 
 
 class Embedding(TypedDict):
-    """The embedding of one input."""
+    """The embedding of an input."""
 
     object: Literal["embedding"]
     index: int
@@ -44,7 +44,7 @@ class ListHead(TypedDict):
 
 
 class Score(TypedDict):
-    """The score of one pair."""
+    """The score of a pair."""
 
     object: Literal["score"]
     index: int
@@ -83,13 +83,13 @@ class RerankAnswer(TypedDict):
 
 
 class CohereApiVersion(TypedDict):
-    """Whose shape the answer has."""
+    """The version of Cohere's API."""
 
     version: Literal["2"]
 
 
 class CohereBilledUnits(TypedDict):
-    """What Cohere would bill."""
+    """The units of Cohere's bills."""
 
     search_units: Annotated[int, Field(description="One for each 100 documents.")]
 
@@ -101,7 +101,7 @@ class CohereTokens(TypedDict):
 
 
 class CohereMeta(TypedDict):
-    """What Cohere's answers have beside results."""
+    """Cohere's additions to results."""
 
     api_version: CohereApiVersion
     billed_units: CohereBilledUnits
@@ -109,13 +109,13 @@ class CohereMeta(TypedDict):
 
 
 class CohereRerankAnswer(RerankAnswer):
-    """Documents, the most relevant first, with what Cohere adds."""
+    """Documents, the most relevant first, with Cohere's additions."""
 
     meta: CohereMeta
 
 
 class Classification(TypedDict):
-    """The classes of one input."""
+    """The classes of an input."""
 
     index: int
     label: Annotated[str | None, Field(description="Name of the class with the largest value.")]
@@ -132,7 +132,7 @@ class ClassificationList(ListHead):
 
 
 class PoolingResult(TypedDict):
-    """The result of one input."""
+    """The result of an input."""
 
     object: Literal["pooling"]
     index: int

@@ -13,7 +13,7 @@ from gateway.schemas.sampling import UINT32_MAX, ModelName, or_default
 
 
 def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:
-    """Returns a list of inputs, empty if the request has a conversation instead."""
+    """Returns a list of inputs; empty for a conversation."""
     if value is not None:
         return as_prompts(value)
     if info.data.get("messages") is None:
@@ -43,10 +43,7 @@ Activation = Annotated[
 
 
 def _text_of(item: Any, info: ValidationInfo) -> Any:
-    """Returns the text of an object with ``text``, as Jina and Cohere have them.
-
-    Its other fields are not read.
-    """
+    """Returns the text of an object with ``text``, Jina's and Cohere's form of a document."""
     if not isinstance(item, dict) or not isinstance(item.get("text"), str):
         return item
     for name in item:
@@ -80,7 +77,7 @@ Texts = Annotated[
 
 
 class PoolingBody(RequestModel):
-    """What every request to a pooling model may have."""
+    """The fields of all requests to pooling models."""
 
     model: Annotated[ModelName, Field(description="A name from /v1/models; omitted: the served model.")] = (
         None
@@ -103,7 +100,7 @@ class PoolingBody(RequestModel):
     )
 
 
-# What conversations of chats have beside messages.
+# Fields of chats other than messages.
 _NOT_READ: Mapping[str, Unserved] = {
     **TEMPLATE_UNSERVED,
     **{
@@ -114,7 +111,7 @@ _NOT_READ: Mapping[str, Unserved] = {
 
 
 class InputBody(TemplateInput, PoolingBody):
-    """A request with inputs that are read one by one, or with one conversation."""
+    """A request with separate inputs, or with a conversation."""
 
     model_config = ConfigDict(
         json_schema_extra={"anyOf": [{"required": ["input"]}, {"required": ["messages"]}]}
@@ -145,7 +142,7 @@ class InputBody(TemplateInput, PoolingBody):
 
 
 class EncodedBody(InputBody):
-    """A request that says how its results are written."""
+    """A request with a choice of the form of its results."""
 
     encoding_format: Annotated[
         Literal["float", "base64", "bytes", "bytes_only"],
@@ -175,7 +172,7 @@ _RENAMED: Mapping[str, Unserved] = dict.fromkeys(
 
 
 class ClassificationRequest(InputBody):
-    """A request to classify one or more texts."""
+    """A request to classify texts."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {**_NOT_READ, **_RENAMED}
 
@@ -195,7 +192,9 @@ class PoolingRequest(EncodedBody):
 
 
 class _PairBody(PoolingBody):
-    """What requests with pairs of texts share."""
+    """The common fields of requests with pairs of texts."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = TEMPLATE_UNSERVED
 
     use_activation: Activation = None
     instruction: Annotated[
@@ -216,7 +215,7 @@ class _PairBody(PoolingBody):
 
 
 class ScoreRequest(_PairBody):
-    """A request to score pairs: one text with each of several, or text by text."""
+    """A request to score pairs: a text with each of several, or text by text."""
 
     text_1: Annotated[
         Texts,
@@ -240,6 +239,7 @@ class RerankRequest(_PairBody):
     """A request to sort documents by how well they answer a query."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
+        **TEMPLATE_UNSERVED,
         "rank_fields": Unserved((["text"],), "send the text of each document"),
     }
     query: Annotated[str, Field(description="The query.")]
@@ -253,7 +253,7 @@ class RerankRequest(_PairBody):
 
 
 class EmbeddingRequest(EncodedBody):
-    """A request for embeddings of one or more texts."""
+    """A request for embeddings of texts."""
 
     use_activation: Annotated[
         bool | None,

@@ -26,10 +26,10 @@ from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import check_ids, count_values
 
-# Characters that one request may have the tokenizer read, several times the longest body.
+# The most characters for the tokenizer per request, several times the longest body.
 _MOST_CHARACTERS: Final = 32 * 1024 * 1024
 
-# Values that cost as much to write as a character costs to read.
+# Values per character of the same cost: written and read.
 _VALUES_PER_CHARACTER: Final = 8
 
 # Results whose description still fits into the header that clients of HTTP read.
@@ -60,11 +60,11 @@ class PoolCall:
 
     @classmethod
     def of(cls, request: Request, served: ServedModel, body: PoolingBody) -> "PoolCall":
-        """Returns the call of a request whose body has been read."""
+        """Returns the call of a request and its body."""
         return cls(request, context_of(request), served, body)
 
     def check_count(self, count: int, param: str) -> None:
-        """Refuses more inputs than one request may have.
+        """Refuses too many inputs.
 
         Raises:
             InvalidArgument: with the limit.
@@ -84,7 +84,7 @@ class PoolCall:
             raise InvalidArgument(f"'{param}' has {count} texts; send at most {most} at once", param=param)
 
     def cuts(self, *, first: int | None = None, second: int | None = None) -> Cuts:
-        """Returns how the request wants its inputs truncated.
+        """Returns the truncation of the request's inputs.
 
         Raises:
             InvalidArgument: if it keeps more tokens than the model is served for, or none.
@@ -100,10 +100,10 @@ class PoolCall:
         return Cuts(total, first or None, second or None, self.body.truncation_side)
 
     async def encode(self, size: int, work: Callable[[], list[PoolInput]]) -> list[PoolInput]:
-        """Runs the tokenizer on texts of `size` characters in all, repeated ones counted each time.
+        """Runs the tokenizer on texts of `size` characters in all, repetitions included.
 
         Raises:
-            InvalidArgument: if that is far more than a body can have.
+            InvalidArgument: if the texts are far longer than a body.
         """
         if size > _MOST_CHARACTERS:
             raise InvalidArgument(
@@ -131,10 +131,9 @@ class PoolCall:
             dimensions: see `PoolRequest`.
 
         Raises:
-            InvalidArgument: if an input is empty, or the results would have more values than one request may
-                have.
-            ContextExceeded: if one is longer than the model's shapes.
-            TriptychError: whatever the scheduler answers.
+            InvalidArgument: if an input is empty, or the results would have too many values.
+            ContextExceeded: if an input is longer than the model's shapes.
+            TriptychError: the scheduler's error.
         """
         self._check_lengths(inputs, param)
         self._check_values(inputs, pb.PoolingParams(task=task, dimensions=dimensions or 0), param)
@@ -199,11 +198,11 @@ class PoolCall:
         responses: Sequence[inference.PoolResponse],
         write: Callable[[list[Any]], Response],
     ) -> Response:
-        """Returns results in the form that the request asks for.
+        """Returns results in the form of the request's choice.
 
         Args:
             body: the request.
-            inputs: what the model read.
+            inputs: the model's input.
             responses: its results.
             write: writes the answer around the results as JSON.
         """
@@ -224,7 +223,7 @@ class PoolCall:
         return Response(b"".join(results), headers=headers, media_type="application/octet-stream")
 
     async def encoded(self, responses: Sequence[inference.PoolResponse], body: EncodedBody) -> list[Any]:
-        """Returns the values of each result as JSON or as bytes, whichever the request asks for."""
+        """Returns the values of each result as JSON or as bytes."""
         size = sum(len(response.values) for response in responses)
 
         def work() -> list[Any]:
@@ -235,7 +234,7 @@ class PoolCall:
         return await self.compute(size, work)
 
     async def compute(self, size: int, work: Callable[[], T]) -> T:
-        """Does work on `size` values of results; much of it in a thread, so that other answers go on."""
+        """Works on `size` values of results, in a thread if they are many."""
         return await self.context.text_worker.finish(size // _VALUES_PER_CHARACTER, work)
 
     def head(self, id_prefix: str, inputs: Sequence[PoolInput]) -> ListHead:

@@ -15,10 +15,10 @@ from protos.triptych.v1 import inference_pb2 as inference
 if TYPE_CHECKING:
     import numpy as np
 
-# Values that are copied in one call, which holds up other threads.
+# Values per copy, which holds up other threads.
 _VALUES_AT_ONCE: Final = 64 * 1024
 
-# Half of the lowest bit that bfloat16 keeps of float32, less one.
+# Half of bfloat16's lowest bit, minus one.
 _ALMOST_HALF: Final = 0x7FFF
 
 # Bits of the fraction, the exponent's bias, and the code of the largest number, which is infinity in e5m2.
@@ -26,7 +26,7 @@ _EIGHT_BITS: Final = {"fp8_e4m3": (3, 7, 126), "fp8_e5m2": (2, 15, 124)}
 
 
 def as_json(response: inference.PoolResponse, body: EncodedBody) -> Any:
-    """Returns a result as numbers, rows of numbers or base64, whichever the request asks for."""
+    """Returns a result as numbers, rows of numbers or base64, as the request asks."""
     return as_base64(response.values, body) if body.encoding_format == "base64" else as_numbers(response)
 
 
@@ -82,13 +82,13 @@ def _eight_bits(
 ) -> "np.ndarray[Any, np.dtype[np.uint8]]":
     """Returns the codes of the nearest numbers of 8 bits.
 
-    As in torch, e4m3 has no infinity and ends at 448, and e5m2 goes to infinity.
+    As in torch, e4m3 ends at 448, and e5m2 at infinity.
     """
     import numpy as np
 
     bounds, sizes = _bounds(dtype), np.abs(numbers).astype(np.float64)
     codes = np.searchsorted(bounds, sizes).astype(np.uint8)
-    # The code is now the lower one of a number in the middle; if that is odd, the next one is even.
+    # The code of a middle is now the lower neighbour's; if it is odd, the next is even.
     ties = (codes < len(bounds)) & (bounds[np.minimum(codes, len(bounds) - 1)] == sizes) & (codes % 2 == 1)
     codes = np.where(np.isnan(sizes), 127, codes + ties)
     signed: np.ndarray[Any, np.dtype[np.uint8]] = (codes | np.signbit(numbers) * 128).astype(np.uint8)

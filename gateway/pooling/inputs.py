@@ -1,4 +1,4 @@
-"""Token ids of what a pooling model reads: one text, or a pair of texts.
+"""Token ids of a pooling model's inputs: a text, or a pair of texts.
 
 Truncation cuts texts, never the special tokens around them, as in transformers.
 """
@@ -17,7 +17,7 @@ _SAMPLE: Final = "a"
 
 @dataclass(frozen=True, slots=True)
 class PoolInput:
-    """What a pooling model reads."""
+    """An input of a pooling model."""
 
     token_ids: list[int]
     second_text_at: int = 0
@@ -29,7 +29,7 @@ class Cuts:
     """How many tokens to keep; ``None`` for all."""
 
     total: int | None = None
-    """Tokens of the whole input, special ones included."""
+    """Tokens of the whole input, special tokens included."""
     first: int | None = None
     """Tokens of the first text."""
     second: int | None = None
@@ -38,7 +38,7 @@ class Cuts:
     """Where texts lose tokens."""
 
     def cut_ids(self, token_ids: list[int]) -> list[int]:
-        """Returns the tokens to keep of an input that is given as token ids."""
+        """Returns the tokens to keep of token ids."""
         if self.total is None or len(token_ids) <= self.total:
             return token_ids
         return token_ids[: self.total] if self.side == "right" else token_ids[len(token_ids) - self.total :]
@@ -77,7 +77,7 @@ def encode_pair(tokenizer: Tokenizer, first: str | Sequence[int], second: str, c
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the tokens of a text without special ones."""
+    """Returns the tokens of a text without special tokens."""
     return token_ids(tokenizer, text, add_special_tokens=False)
 
 
@@ -91,8 +91,8 @@ def _kept(ids: list[int], count: int | None, cuts: Cuts) -> list[int]:
 def _framed(sample: Encoding, texts: Sequence[list[int]]) -> PoolInput:
     """Puts texts where the tokenizer puts those of a sample, between its special tokens.
 
-    The texts themselves are never post-processed: truncated encodings keep what was cut off, and a pair is
-    made of every combination.
+    The texts themselves are never post-processed: truncated encodings keep the rest, and a pair is made of
+    every combination.
     """
     ids: list[int] = []
     types: list[int] = []

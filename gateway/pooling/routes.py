@@ -1,4 +1,4 @@
-"""``/v1/embeddings``, ``/classify``, and ``/pooling`` for results as they are."""
+"""``/v1/embeddings``, ``/classify`` and ``/pooling``."""
 
 from typing import Any
 
@@ -19,9 +19,9 @@ router = api_router("Pooling")
     "/v1/embeddings", summary="Embed texts", response_model=EmbeddingList, responses={200: {"content": BYTES}}
 )
 async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
-    """Returns one embedding for each input text, in the order of the inputs, as OpenAI's endpoint does.
+    """Returns an embedding for each input, in the order of the inputs, as OpenAI's endpoint does.
 
-    Only an embedding model serves this route. Inputs may be texts, lists of token ids, or one conversation.
+    Only an embedding model serves this route. Inputs may be texts, lists of token ids, or a conversation.
     """
     served = await served_model(request, body.model)
     served.check_serves(pb.POOL_TASK_EMBED)
@@ -53,7 +53,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
 
 @router.post("/classify", summary="Classify texts")
 async def classify(request: Request, body: ClassificationRequest) -> ClassificationList:
-    """Returns the probabilities of the model's classes for each input, and the name of the likeliest one."""
+    """Returns the probability of each of the model's classes for each input, and the likeliest class."""
     served = await served_model(request, body.model)
     served.check_serves(pb.POOL_TASK_CLASSIFY)
     call = PoolCall.of(request, served, body)
@@ -77,9 +77,9 @@ async def classify(request: Request, body: ClassificationRequest) -> Classificat
     responses={200: {"content": BYTES}},
 )
 async def pooling(request: Request, body: PoolingRequest) -> Response:
-    """Returns what a pooling model computes for each input: one vector, or one for each token.
+    """Returns the model's result for each input: a vector, or a vector for each token.
 
-    base64 and bytes have the rows of a matrix one after the other.
+    In base64 and bytes, the rows of a matrix follow one another.
     """
     served = await served_model(request, body.model)
     if body.task is None:

@@ -26,14 +26,14 @@ from protos.triptych.v1 import common_pb2 as pb
 
 router = api_router("Pooling")
 
-# Documents of one request that Cohere bills as one search.
+# Documents per search in Cohere's bills.
 _DOCUMENTS_PER_SEARCH: Final = 100
 
 
 @router.post("/score", summary="Score pairs of texts")
 @router.post("/v1/score", summary="Score pairs of texts, under an older path of vLLM's")
 async def score(request: Request, body: ScoreRequest) -> ScoreList:
-    """Scores pairs: each of `text_2` with the one `text_1`, or with its own.
+    """Scores pairs: each of `text_2` with its own `text_1`, or all with the same.
 
     A cross-encoder reads both texts at once. An embedding model gives the cosine of two embeddings. A model
     with a vector for each token (ColBERT) gives MaxSim: the sum, over the tokens of the first text, of the
@@ -50,7 +50,7 @@ async def score(request: Request, body: ScoreRequest) -> ScoreList:
 @router.post("/rerank", summary="Sort documents by relevance")
 @router.post("/v1/rerank", summary="Sort documents by relevance, under Jina's path")
 async def rerank(request: Request, body: RerankRequest) -> RerankAnswer:
-    """Scores each document with the query and returns the best ones first, as Jina's API does.
+    """Scores each document with the query and returns the best first, as Jina's API does.
 
     See /score for how a model scores.
     """
@@ -91,10 +91,10 @@ async def _scores(
     *,
     param: str,
 ) -> tuple[list[float], list[PoolInput]]:
-    """Returns a score for each document, and what the model read.
+    """Returns a score for each document, and the inputs.
 
     Raises:
-        Unsupported: if the model neither scores nor embeds, or the request has options that it lacks.
+        Unsupported: if the model neither scores nor embeds, or lacks an option of the request.
     """
     call.check_count(len(documents), param)
     cuts = call.cuts(first=body.max_tokens_per_query, second=body.max_tokens_per_doc)
@@ -124,7 +124,7 @@ async def _scores(
 
 
 def _template_variables(call: PoolCall, body: ScoreRequest | RerankRequest) -> dict[str, Any]:
-    """Returns what the request has for the template that writes pairs.
+    """Returns the request's variables of the template for pairs.
 
     Raises:
         Unsupported: if the template does not read the instruction.
@@ -144,7 +144,7 @@ def _template_variables(call: PoolCall, body: ScoreRequest | RerankRequest) -> d
 def _rendered(
     text: TextCodec, query: str, document: str, variables: Mapping[str, Any], cuts: Cuts
 ) -> PoolInput:
-    """Returns what the model reads of a pair that its template writes."""
+    """Returns the input of a pair, written by the template."""
     assert text.pair_template is not None
     short = [
         text.decode(

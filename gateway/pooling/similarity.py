@@ -1,4 +1,4 @@
-"""Scores of models that read queries and documents one by one, and compare what they made of them."""
+"""Scores of models that read queries and documents separately: comparisons of their vectors."""
 
 from collections.abc import Sequence
 from operator import mul
@@ -25,19 +25,19 @@ async def compare(
     task: "pb.PoolTask.ValueType",
     param: str,
 ) -> tuple[list[float], list[PoolInput]]:
-    """Returns a score for each document, and what the model read.
+    """Returns a score for each document, and the inputs.
 
     Args:
         call: the request.
         body: its body.
-        queries: one, or one for each document.
-        documents: the texts that they are compared with.
+        queries: one for all documents, or one for each.
+        documents: the texts to compare.
         cuts: how many tokens to keep of each text.
         task: ``embed`` for the cosines of embeddings, ``token_embed`` for MaxSim of the vectors of tokens.
         param: the client's name for the documents.
 
     Raises:
-        Unsupported: if the request has options of models that read pairs.
+        Unsupported: if an option belongs to models that read pairs.
         TriptychError: as :meth:`PoolCall.pool`.
     """
     _check_options(body, task)
@@ -66,7 +66,7 @@ def _check_options(body: ScoreRequest | RerankRequest, task: "pb.PoolTask.ValueT
 async def _encode(
     call: PoolCall, queries: Sequence[str], documents: Sequence[str], cuts: Cuts
 ) -> list[PoolInput]:
-    """Returns the tokens of queries, then of documents, each behind the model's prompt for its kind."""
+    """Returns the tokens of queries, then of documents, each after the model's prompt for its kind."""
     text = call.served.text
     query_prompt, document_prompt = text.prompts.query, text.prompts.document
     of_query = Cuts(cuts.total, cuts.first, side=cuts.side)
@@ -94,7 +94,7 @@ def _cosines(
 def _max_sims(
     queries: Sequence[inference.PoolResponse], documents: Sequence[inference.PoolResponse]
 ) -> list[float]:
-    """Returns ColBERT's scores: each token of the query counts with its likest token of the document."""
+    """Returns ColBERT's scores: the sum of each query token's largest product with a document token."""
     firsts = _one_each([_matrix(query) for query in queries], len(documents))
     return [
         float((first @ _matrix(other).T).max(axis=1).sum())

@@ -16,6 +16,7 @@ from gateway.responses.tools import (
     skipped_types,
 )
 from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.chat import TEMPLATE_UNSERVED
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions, or_default
 from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat
 from gateway.schemas.tools import NamedChoice
@@ -103,6 +104,7 @@ class ResponsesRequest(SamplingRequest):
     prompt_param: ClassVar[str] = "input"
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
+        **TEMPLATE_UNSERVED,
         **{name: row for name, row in COMMON_UNSERVED.items() if name != "service_tier"},
         "background": Unserved((False,), f"{_STATELESS}, so no response runs in the background; omit it"),
         "previous_response_id": Unserved((), f"{_STATELESS}; send the earlier items in 'input'"),

@@ -1,4 +1,4 @@
-"""The parts that all routes share, kept in the application's state."""
+"""The common parts of all routes, kept in the application's state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Context:
     chat_encoder: ChatEncoder
     keys: KeyRing
     shared_metrics: SharedMetrics | None
-    """Where this gateway is one of several that share a port."""
+    """With several gateways on a port."""
     new_id: Callable[[], str]
     """Makes ids of answers and requests."""
     clock: Callable[[], float]
@@ -45,13 +45,13 @@ class Context:
 
 
 def context_of(request: Request) -> Context:
-    """Returns the gateway that serves ``request``."""
+    """Returns the gateway of ``request``."""
     context: Context = request.app.state.context
     return context
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """Parses the request's body as ``model``; one line of the log names the fields that have no effect.
+    """Parses the request's body as ``model``; a debug line names the fields without effect.
 
     Raises:
         InvalidArgument: as :func:`gateway.schemas.base.parse`.
@@ -65,14 +65,14 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 async def served_model(request: Request, name: str | None) -> ServedModel:
-    """Returns the served model; parks the request until there is one.
+    """Returns the served model; parks the request until a model is ready.
 
     Args:
         request: the HTTP request, its body read.
-        name: the model that the request names, if it names one.
+        name: the request's name of the model, if any.
 
     Raises:
-        Unavailable: if too many requests wait already, or none was found in time.
+        Unavailable: if too many requests wait, or none was ready in time.
         UnknownModel: if another model is served.
         ClientGone: if the client disconnected.
     """
@@ -85,13 +85,13 @@ async def served_model(request: Request, name: str | None) -> ServedModel:
 
 
 async def generating_model(request: Request, name: str | None) -> ServedModel:
-    """Returns the served model for a request that generates; ``name`` may be that of a LoRA adapter.
+    """Returns the served model for a request to generate; ``name`` may be a LoRA adapter's.
 
-    The scheduler refuses a request that names an unknown one.
+    The scheduler refuses unknown names.
 
     Raises:
         Unsupported: if the model does not generate.
-        UnknownModel: if no adapter can have that name.
+        UnknownModel: if the name is no adapter's.
         TriptychError: as :func:`served_model`.
     """
     served = await served_model(request, None)
@@ -118,7 +118,7 @@ async def find_lora(request: Request, name: str) -> LoraInfo:
 
 
 async def known_model(request: Request, name: str | None) -> ServedModel:
-    """Returns the served model; ``name`` may be that of a LoRA adapter, which shares its tokenizer.
+    """Returns the served model; ``name`` may be a LoRA adapter's, which shares its tokenizer.
 
     Raises:
         UnknownModel: if there is no such model or adapter.

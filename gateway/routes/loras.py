@@ -79,7 +79,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> ModelCar
     """Loads a LoRA adapter, which requests can then name as `model`.
 
     Needs a key with admin rights, such as `--admin-api-key`; if there is none, every request gets 403.
-    Answers once all ready workers with room have the adapter.
+    Answers once the adapter is on all ready workers with room.
     """
     context = context_of(request)
     base = context.watcher.served().model

@@ -16,13 +16,13 @@ from protos.triptych.v1.inference_pb2 import LoraInfo
 router = api_router("Models")
 
 ANTHROPIC_VERSION: Final = "anthropic-version"
-"""The header that all clients of Anthropic's API send."""
+"""The header of all clients of Anthropic's API."""
 
 _EMBEDDINGS: Final = {pb.POOL_TASK_EMBED, pb.POOL_TASK_TOKEN_EMBED}
 
 
 class ModelCard(TypedDict):
-    """A served model, or one of its LoRA adapters."""
+    """A served model, or a LoRA adapter of it."""
 
     id: str
     object: Literal["model"]
@@ -41,7 +41,7 @@ class ModelCard(TypedDict):
 
 
 class ModelDeleted(TypedDict):
-    """A LoRA adapter that no request can name any more."""
+    """An unloaded LoRA adapter."""
 
     id: str
     object: Literal["model"]

@@ -1,6 +1,5 @@
-"""Bodies of requests and answers as pydantic models, one file per family of endpoints.
+"""The bodies of chats and completions with their common parts, and the answers of both.
 
-``base`` parses bodies and words refusals, ``sampling`` holds the parameters that chats and completions share,
-``structured`` the constraints, ``tools`` the tools. ``answers`` describes answers for the OpenAPI document.
-Routes and answers import this room; it imports only ``quoting``.
+Routes, and the rooms of the other protocols, import this room; it imports nothing of the gateway but
+``quoting``.
 """

@@ -81,7 +81,7 @@ class CalledFunction(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """One call that the model makes."""
+    """A call of the model."""
 
     id: str
     type: Literal["function"]
@@ -150,7 +150,7 @@ class ChatCompletion(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities of a completion, one entry per token in each list."""
+    """Log-probabilities of a completion, an entry per token in each list."""
 
     tokens: list[str]
     token_logprobs: Annotated[
@@ -163,7 +163,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """One continuation of one prompt."""
+    """A continuation of a prompt."""
 
     index: int
     text: str
@@ -195,7 +195,7 @@ class FunctionDelta(TypedDict):
 
 
 class ToolCallDelta(TypedDict):
-    """News of one call."""
+    """An update of a call."""
 
     index: Annotated[int, Field(description="Number of the call in the message.")]
     id: NotRequired[str | None]
@@ -204,7 +204,7 @@ class ToolCallDelta(TypedDict):
 
 
 class MessageDelta(TypedDict):
-    """News of the assistant's message."""
+    """An update of the assistant's message."""
 
     role: NotRequired[
         Annotated[Literal["assistant"] | None, Field(description="In the first chunk of a choice.")]
@@ -219,7 +219,7 @@ class MessageDelta(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """News of one choice."""
+    """An update of a choice."""
 
     index: int
     delta: MessageDelta
@@ -246,7 +246,7 @@ class ChatChunk(TypedDict):
 
 
 class CompletionChunkChoice(TypedDict):
-    """News of one choice."""
+    """An update of a choice."""
 
     index: int
     text: str

@@ -23,7 +23,7 @@ from protos.errors import InvalidArgument, Unsupported
 
 M = TypeVar("M", bound="RequestModel")
 
-# No request object has as many fields. Beyond this, checking each of them would take seconds.
+# More than any request needs. Beyond this, checking each of them would take seconds.
 _MAX_FIELDS: Final = 256
 
 # Ignored fields that are kept for the log.
@@ -31,7 +31,7 @@ _MAX_IGNORED: Final = 32
 
 
 class Unserved(NamedTuple):
-    """A parameter that clients send out of habit, accepted only with values that change nothing.
+    """A parameter out of habit, accepted only with values without effect.
 
     ``null`` is always accepted.
     """
@@ -43,7 +43,7 @@ class Unserved(NamedTuple):
 
 
 class IgnoredFields:
-    """Collects the fields of one body that have no effect: pydantic's context of its validation."""
+    """Collects the fields of a body without effect: the context of its validation."""
 
     def __init__(self) -> None:
         self._names: dict[str, None] = {}
@@ -71,13 +71,13 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, hide_input_in_errors=True)
 
     unserved: ClassVar[Mapping[str, Unserved]] = {}
-    """Known parameters that would change the output and are not served, by name."""
+    """Known parameters that would change the output, by name."""
 
     @classmethod
     def __get_pydantic_json_schema__(
         cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """Omits inherited fields that the class does not serve."""
+        """Omits unserved fields of base classes."""
         schema = handler(core_schema)
         properties = handler.resolve_ref_schema(schema).get("properties", {})
         for name in properties.keys() & cls.unserved.keys():
@@ -92,7 +92,7 @@ class RequestModel(BaseModel):
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"is an object of {len(data)} fields; send at most {_MAX_FIELDS}")
         if any(type(value) is float and value.is_integer() for value in data.values()):
-            # JSON has one kind of number: 5.0 is an integer, and some clients write all of them so.
+            # JSON has one kind of number: 5.0 is an integer, and some clients write integers so.
             data = {name: _as_number(value) for name, value in data.items()}
         if data.keys() <= _served_names(cls):
             return data
@@ -152,7 +152,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         ignored: collects fields without effect.
 
     Raises:
-        InvalidArgument: one line that names the first invalid parameter and what to change.
+        InvalidArgument: names the first invalid parameter and the remedy.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     if not body.strip():
@@ -170,7 +170,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
 
 
 def refusal(detail: ErrorDetails) -> InvalidArgument:
-    """Returns the error for one of pydantic's findings."""
+    """Returns the error for a finding of pydantic's."""
     location, value = detail["loc"], detail["input"]
     param = path_of(location)
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ")

@@ -21,7 +21,7 @@ from protos import limits
 MAX_MESSAGES: Final = 4096
 
 
-# Where each kind of part has its text; vLLM takes the ones of other APIs, too.
+# The field of each kind of part with its text; vLLM takes parts of other APIs, too.
 _TEXTS: Final = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 # Parts of all messages of a request. Each is kept as a dictionary, which takes far more memory than its JSON.
@@ -42,7 +42,7 @@ _NOT_SHOWN: Final = frozenset(
 
 
 def _content(content: Any, info: ValidationInfo) -> str | list[dict[str, Any]]:
-    """Returns a message's text, or its parts if a template could tell them from one text."""
+    """Returns a message's text, or its parts if a template could tell the difference."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
@@ -52,7 +52,7 @@ def _content(content: Any, info: ValidationInfo) -> str | list[dict[str, Any]]:
 
 
 def _part(part: Any, index: int, info: ValidationInfo) -> dict[str, Any]:
-    """Returns a part in the form that templates expect, with the fields that a template may read."""
+    """Returns a part in the form for templates, with its fields for them."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
@@ -155,7 +155,7 @@ class Message(RequestModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Returns the turn in the form that chat templates expect."""
+        """Returns the turn in the form for chat templates."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.tool_calls:
             turn["tool_calls"] = [call.for_template() for call in self.tool_calls]

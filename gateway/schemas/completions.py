@@ -27,10 +27,10 @@ def is_token_ids(value: Any) -> bool:
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
-    """Returns a list of prompts, each text or token ids, from any of the shapes that OpenAI's API accepts.
+    """Returns a list of prompts, each text or token ids, from any shape of OpenAI's API.
 
     Raises:
-        ValueError: with the shapes that are accepted.
+        ValueError: names the shapes.
     """
     if isinstance(value, str):
         value = [value]
@@ -48,7 +48,7 @@ def as_prompts(value: Any) -> list[str | list[int]]:
 
 
 class CompletionRequest(SamplingRequest):
-    """A request to continue one or more prompts."""
+    """A request to continue prompts."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **COMMON_UNSERVED,

@@ -1,4 +1,4 @@
-"""The parameters that chats and plain completions share: sampling, stopping, streaming.
+"""The common parameters of chats and completions: sampling, stopping, streaming.
 
 Names and meanings are OpenAI's, or vLLM's if OpenAI has none. Parameters are checked for their range here and
 passed on; the scheduler knows whether the workers support them.
@@ -16,7 +16,7 @@ from protos import limits
 from protos.triptych.v1 import common_pb2 as pb
 
 MAX_BAD_WORDS: Final = limits.MAX_BAD_WORDS // 2
-"""Each word becomes one or two token sequences: at the start of a text, and behind a space."""
+"""Each word becomes up to two token sequences: at the start of a text, and after a space."""
 
 UINT32_MAX: Final = 2**32 - 1
 
@@ -115,7 +115,7 @@ class StreamOptions(RequestModel):
     ] = False
 
 
-# Accepted by both endpoints, with values that change nothing.
+# Accepted by both endpoints, with values without effect.
 COMMON_UNSERVED: Final[Mapping[str, Unserved]] = {
     "use_beam_search": Unserved((False,)),
     "logprob_token_ids": Unserved(([],)),
@@ -330,11 +330,11 @@ class SamplingRequest(RequestModel):
 
     @property
     def constraint_param(self) -> str:
-        """The parameter that constrains the answer."""
+        """The name of the parameter with the answer's constraint."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def constraint(self) -> pb.StructuredOutput | None:
-        """Returns what the answer must match, for the scheduler; ``None`` if it may be any text.
+        """Returns the answer's constraint for the scheduler; ``None`` for any text.
 
         Raises:
             InvalidArgument: if the constraint cannot be sent.

@@ -34,10 +34,23 @@ async def test_a_refused_bias_is_named(stack: Stack) -> None:
     assert "not_an_id" in error["message"]
 
 
-@pytest.mark.parametrize("path", [CHATS, "/tokenize"])
-async def test_a_template_of_the_client_is_refused_by_name(stack: Stack, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHATS, CHAT),
+        ("/tokenize", CHAT),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 5}),
+        ("/v1/embeddings", CHAT),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+async def test_a_template_of_the_client_is_refused_by_name(
+    stack: Stack, path: str, body: dict[str, Any]
+) -> None:
     """The error says where a template belongs."""
-    answer = await stack.http.post(path, json={**CHAT, "chat_template": "{{ messages }}"})
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (400, "chat_template")
-    assert "--chat-template" in error["message"]
+    answer = await stack.http.post(path, json={**body, "chat_template": "{{ messages }}"})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "chat_template" in message
+    assert "--chat-template" in message
