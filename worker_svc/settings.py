@@ -16,9 +16,7 @@ from protos.security.settings import LinkSecuritySettings
 from protos.settings import Group
 from protos.tracing.tracer import OtlpEndpoint
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.vllm_settings.compilation_config import CompilationConfig, literal
-from worker_svc.vllm_settings.cpu_kv_space import MAX_GIB, vllm_kv_space
-from worker_svc.vllm_settings.generation_defaults import check_overrides
+from worker_svc.vllm_settings import MAX_GIB, CompilationConfig, check_overrides, literal, vllm_kv_space
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]

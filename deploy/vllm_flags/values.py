@@ -1,6 +1,5 @@
 """How values of vLLM's flags become arguments of ours."""
 
-import ast
 import contextlib
 import json
 import re
@@ -9,6 +8,7 @@ from typing import Any, Final
 
 from deploy.vllm_flags.table import Flag, names
 from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS, VLLM_PREFIX
+from worker_svc.vllm_settings import literal
 
 _COUNT: Final = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _PLACES: Final = "kmgt"
@@ -38,7 +38,7 @@ def convert(flag: Flag, text: str) -> list[str]:
 
 
 def number(text: str) -> int:
-    """Returns the number that vLLM reads: lower-case suffixes are powers of 1000, upper-case of 1024.
+    """Returns a number as vLLM reads it: lower-case suffixes are powers of 1000, upper-case of 1024.
 
     Raises:
         ValueError: The text is not such a number.
@@ -77,19 +77,18 @@ def _compilation_config(ours: str, text: str) -> list[str]:
 
 
 def _is_ours(read: object) -> bool:
-    """Returns whether a compilation configuration has our own keys alone."""
+    """Returns whether all keys of a compilation configuration are ours."""
     return isinstance(read, dict) and read.keys() <= {"level", "candidate_compile_sizes"}
 
 
 def _literal(text: str) -> object:
-    for read in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError):
-            return read(text)
+    with contextlib.suppress(ValueError):
+        return literal(text)
     return None
 
 
 def _parser(peer: str, own: Mapping[str, Any] | tuple[str, ...]) -> Callable[[str, str], list[str]]:
-    """Returns the conversion of a parser's name: a name that only vLLM has is vLLM's parser."""
+    """Returns the conversion of a parser's name, which is vLLM's if only vLLM knows it."""
 
     def read(ours: str, text: str) -> list[str]:
         foreign = text in names(peer) and text not in own

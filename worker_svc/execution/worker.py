@@ -39,7 +39,7 @@ from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry, group_layers
 from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.vllm_settings.generation_defaults import default_sampling
+from worker_svc.vllm_settings import default_sampling
 
 if TYPE_CHECKING:
     from worker_svc.vllm_adapter.model import VllmModel

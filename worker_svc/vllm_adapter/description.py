@@ -11,7 +11,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.shapes.model_description import ModelDescription, ModelSize, PoolingDescription
-from worker_svc.vllm_settings.generation_defaults import recommended
+from worker_svc.vllm_settings import recommended
 
 _MATRIX = 2  # dimensions
 

@@ -1,21 +1,84 @@
-"""The sampling parameters that requests have if they omit them: `--generation-config` and its overrides."""
+"""Settings of the worker with vLLM's forms.
 
+`--compilation-config`, the variable VLLM_CPU_KVCACHE_SPACE, and `--generation-config` with its overrides. The
+worker's settings and rooms above them import this module, which imports `protos` alone.
+"""
+
+import ast
 import json
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from protos.errors import ConfigurationRefused
 from protos.limits import SAMPLING
 from protos.logs import get_logger
 
+MAX_GIB: Final = 1 << 20
+"""The most KV memory of a setting."""
+_KV_SPACE: Final = "VLLM_CPU_KVCACHE_SPACE"
 _FILE: Final = "generation_config.json"
 _NAMES: Final = {
     "temperature": "temperature",
     "max_new_tokens": "max_tokens",
     **{name: name for name, bounds in SAMPLING.items() if bounds.off},
 }
-"""The names of generation_config.json, and ours: length, temperature, and what can be switched off."""
+"""The names of generation_config.json, and ours: length, temperature, and parameters with an off value."""
+
+
+def literal(text: str) -> Any:
+    """Returns the value of JSON or of a Python literal.
+
+    Raises:
+        ValueError: The text is neither.
+    """
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError('should be a level or JSON, for example {"level": 3}') from error
+
+
+class CompilationConfig(BaseModel):
+    """The supported fields of vLLM's `--compilation-config`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    level: int | None = Field(None, ge=0, le=3)
+    """The same as `-O`."""
+    candidate_compile_sizes: tuple[Annotated[int, Field(ge=1, le=4096)], ...] | None = None
+    """Decode buckets to generate kernels for. Default: all."""
+
+
+def vllm_kv_space(device: str) -> float | None:
+    """Returns a device's GiB of VLLM_CPU_KVCACHE_SPACE; `None` if unset, 0 or not for this device.
+
+    Raises:
+        ValueError: The device is a CPU, and the value is not a number of GiB.
+    """
+    text = os.environ.get(_KV_SPACE, "").strip()
+    try:
+        value = float(text or 0)
+    except ValueError:
+        value = math.nan
+    if device != "cpu":
+        if value:
+            get_logger().warning(
+                "variable_ignored",
+                variable=_KV_SPACE,
+                reason=f"it is for CPUs, not for {device}; set --kv-memory",
+            )
+        return None
+    if not 0 <= value <= MAX_GIB:
+        raise ValueError(f"{_KV_SPACE} should be a number of GiB from 0 to {MAX_GIB}, got {text!r}")
+    return value or None
 
 
 def recommended(config: Mapping[str, Any]) -> dict[str, float]:
@@ -47,15 +110,15 @@ def check_overrides(config: Mapping[str, Any]) -> None:
 def default_sampling(
     model: Mapping[str, float], source: str, overrides: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Returns the sampling parameters of requests that omit them.
+    """Returns the sampling parameters of requests without them.
 
     Args:
-        model: those of the model's own file.
+        model: the parameters of the model's own file.
         source: `--generation-config`.
         overrides: `--override-generation-config`.
 
     Raises:
-        ConfigurationRefused: the folder has no generation_config.json.
+        ConfigurationRefused: The folder lacks a readable generation_config.json.
     """
     chosen = dict(model)
     if source == "vllm":

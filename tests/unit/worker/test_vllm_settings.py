@@ -10,7 +10,7 @@ from protos.errors import ConfigurationRefused
 from protos.settings import load
 from worker_svc.api import convert
 from worker_svc.settings import Settings
-from worker_svc.vllm_settings.generation_defaults import default_sampling, recommended
+from worker_svc.vllm_settings import default_sampling, recommended
 
 _MODEL = {"temperature": 0.6, "top_k": 20}
 
