@@ -1,6 +1,6 @@
-"""The subcommands of `triptych` that call a server, one module each.
+"""The subcommands of `triptych` for a running server, a module each.
 
-`server` has the flags that name a server, its client and its errors in one line; `chat` has the printing that
-`complete` shares. They use the `openai` package, and `bench` an installed vLLM. `deploy.cli` imports the
-room; it imports the launcher's module for child processes and the argument parser.
+`server` holds the flags for its address, its client and its errors; `complete` shares the printing of `chat`.
+They use the `openai` package, and `bench` an installed vLLM. `deploy.cli` imports the room; it imports the
+launcher's module for child processes and the argument parser.
 """

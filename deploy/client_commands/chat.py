@@ -16,12 +16,12 @@ from deploy.one_line_parser import OneLineParser
 
 @dataclass
 class Answer:
-    """The part of an answer that has arrived."""
+    """The part of an answer received so far."""
 
     text: str = ""
     """Without the thinking."""
     interrupted: bool = False
-    """Whether Ctrl-C has ended it."""
+    """Whether Ctrl-C ended it."""
     num_tokens: int = 0
     started_s: float = field(default_factory=time.perf_counter)
     first_s: float = 0.0
@@ -40,7 +40,7 @@ Start = Callable[[openai.OpenAI, Namespace, str, dict[str, Any]], Any]
 
 
 def main(argv: list[str]) -> int:
-    """Answers one message, or each line of standard input.
+    """Answers a message, or each line of standard input.
 
     Returns:
         The exit code: 0, 1 if the server cannot be reached or refuses, 2 for a bad flag, 130 after Ctrl-C.
@@ -69,7 +69,7 @@ def run(parser: OneLineParser, argv: list[str], start: Start, keep: Callable[[st
     """Answers the text of --quick, or each line of standard input; returns the exit code.
 
     Args:
-        parser: has the command's own flags.
+        parser: with the command's own flags.
         argv: the command line.
         start: sends a request for a text, and returns the stream of its answer.
         keep: gets each text with its answer.

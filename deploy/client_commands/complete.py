@@ -5,7 +5,7 @@ from deploy.one_line_parser import OneLineParser
 
 
 def main(argv: list[str]) -> int:
-    """Completes one prompt, or each line of standard input; returns the exit code of `triptych chat`."""
+    """Completes a prompt, or each line of standard input; returns the exit code of `triptych chat`."""
     parser = OneLineParser(
         prog="triptych complete",
         description="Completes prompts with the model of a running gateway. Ctrl-C ends an answer, a second one"

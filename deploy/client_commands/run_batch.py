@@ -1,4 +1,4 @@
-"""`triptych run-batch`: runs a file of OpenAI batch requests, one JSON object a line."""
+"""`triptych run-batch`: runs a file of OpenAI batch requests, a JSON object a line."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ async def _answer_all(lines: IO[bytes], server: Server, output: "Output", max_co
 
 
 def _request(line: bytes, ids: set[str]) -> Request | str:
-    """Returns the request of a line, or the reason why it is none."""
+    """Returns the request of a line, or the reason of its refusal."""
     try:
         request = Request.model_validate_json(line)
     except ValidationError as error:
@@ -125,7 +125,7 @@ class Output:
     """The output file. Lines are added as requests end, and the lines of an earlier run stay."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        """Reads the earlier lines, and removes a last line that was cut off.
+        """Reads the earlier lines, and removes an incomplete last line.
 
         Raises:
             CommandError: The file is not the output of a batch.

@@ -1,4 +1,4 @@
-"""The server that a command calls: its flags, its client, and its errors in one line."""
+"""The server of a command: its flags, its client and its errors."""
 
 import argparse
 import os
@@ -12,11 +12,11 @@ import openai
 
 _URL: Final = "http://localhost:8000/v1"
 ERRORS: Final = (openai.OpenAIError, httpx2.HTTPError, ValueError)
-"""The failures of a request; ValueError stands for an event that is not JSON."""
+"""The failures of a request; ValueError stands for an event without valid JSON."""
 
 
 class CommandError(Exception):
-    """A command cannot go on; the message is one line for people."""
+    """A command cannot go on; the message is a line for people."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         """Is a failure, or a bad flag with the exit code 2."""
@@ -37,10 +37,10 @@ class Server:
     """The server's Unix socket, if it listens on no port."""
 
     def client(self) -> openai.OpenAI:
-        """Returns a client that asks once and waits for answers as long as they take.
+        """Returns a client without retries and without a limit on the time of answers.
 
         Raises:
-            CommandError: A variable names a proxy that cannot be used.
+            CommandError: A variable names an unusable proxy.
         """
         try:
             transport = httpx2.HTTPTransport(uds=self.uds) if self.uds else None
@@ -50,7 +50,7 @@ class Server:
         return openai.OpenAI(http_client=http, max_retries=0, **self._options())
 
     def async_client(self, max_retries: int) -> openai.AsyncOpenAI:
-        """Returns the same for asyncio; it asks a busy server again."""
+        """Returns the same for asyncio, with retries."""
         transport = httpx2.AsyncHTTPTransport(uds=self.uds) if self.uds else None
         http = httpx2.AsyncClient(transport=transport, verify=self.verify, limits=httpx2.Limits())
         return openai.AsyncOpenAI(http_client=http, max_retries=max_retries, **self._options())
@@ -75,7 +75,7 @@ class Server:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that name the server."""
+    """Adds the flags for the server's address and keys."""
     add = parser.add_argument_group("server").add_argument
     add("--url", help=f"the server's address, with or without /v1 ({_URL})")
     add("--api-key", metavar="KEY", help="default: the variable OPENAI_API_KEY")
@@ -87,7 +87,7 @@ def server_of(arguments: argparse.Namespace) -> Server:
     """Returns the server of the flags.
 
     Raises:
-        CommandError: The address is not a URL, the key cannot be one, or the certificates cannot be read.
+        CommandError: The address is not a URL, the key is not ASCII, or the certificates cannot be read.
     """
     text = arguments.url or _URL
     if not text.startswith(("http://", "https://")):
@@ -109,7 +109,7 @@ def server_of(arguments: argparse.Namespace) -> Server:
 
 
 def first_model(client: openai.OpenAI, server: Server) -> str:
-    """Returns the name of the first model that the server lists.
+    """Returns the name of the server's first model.
 
     Raises:
         CommandError: The server is not reached, refuses, or lists none.

@@ -9,37 +9,37 @@ from typing import Any, Final, Literal
 from deploy.launcher.settings import LaunchSettings
 
 Kind = Literal["native", "mapped", "rejected", "ignored"]
-"""native: ours has the same name and meaning. mapped: another name or meaning of ours. rejected: ignoring the
-flag would change answers. ignored: it has no effect."""
+"""native: our flag of the same name and meaning. mapped: another name or meaning of ours. rejected: ignoring
+the flag would change answers. ignored: without effect."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of vLLM's."""
+    """A flag of vLLM's."""
 
     name: str
     """With its dashes, as in `vllm serve --help=all`."""
     form: Literal["value", "values", "switch"]
-    """One value, one or more values, or none, as for a flag with a `--no-` form."""
+    """A value, several values, or none, as for a flag with a `--no-` form."""
     short: tuple[str, ...] = ()
     """Other names of the flag."""
     kind: Kind = "ignored"
     ours: str = ""
     """Our flag, which for a switch may include its value."""
     note: str = ""
-    """The rest of a sentence that begins with the flag."""
+    """The end of a sentence that starts with the flag."""
     always: bool = False
     """Whether the note is said even if the value stays as it is."""
     values: Mapping[str, str] = field(default_factory=dict)
-    """Words that are written differently here."""
+    """Words with another spelling here."""
     read: str = ""
     """How other values are converted."""
     accepts: tuple[str, ...] = ()
-    """Values of a rejected flag that ask for the only behaviour."""
+    """Values of a rejected flag for the only behaviour there is."""
 
     @property
     def meaning(self) -> str:
-        """The rest of a sentence that begins with the flag."""
+        """The end of a sentence that starts with the flag."""
         if self.kind == "ignored":
             return "has no effect here"
         if self.kind == "rejected":
@@ -48,7 +48,7 @@ class Flag:
 
 
 def names(peer: str) -> list[str]:
-    """Returns the lines of one list: `vllm`, for example."""
+    """Returns the lines of a list: `vllm`, for example."""
     text = (files("deploy.vllm_flags") / "names" / f"{peer}.txt").read_text()
     return [line for line in text.splitlines() if not line.startswith("#")]
 

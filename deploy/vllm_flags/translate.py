@@ -16,7 +16,7 @@ class VllmFlags:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        """A line for each flag that has no effect or another meaning."""
+        """A line for each flag without effect or with another meaning."""
 
     @property
     def flags(self) -> Mapping[str, str]:
@@ -24,10 +24,10 @@ class VllmFlags:
         return {name: flag.meaning for name, flag in FLAGS.items()}
 
     def translate(self, argv: Sequence[str]) -> list[str]:
-        """Returns our flags for a command line; arguments that vLLM does not know stay.
+        """Returns our flags for a command line; arguments unknown to vLLM stay.
 
         Raises:
-            ConfigurationRefused: A flag is rejected, has a value that cannot be used, or lacks its value.
+            ConfigurationRefused: A flag is rejected, lacks its value, or has an unusable value.
         """
         translated: list[str] = []
         model = _model(argv)
@@ -53,7 +53,7 @@ class VllmFlags:
         return translated
 
     def written(self, flag: str, value: Any) -> list[str]:
-        """Returns the arguments that give a flag a value of a configuration file."""
+        """Returns the arguments for a flag with a value of a configuration file."""
         match value:
             case bool():
                 return [flag if value else f"--no-{flag[2:]}"]
@@ -68,7 +68,7 @@ class VllmFlags:
     def _one(
         self, flag: Flag, written: str, values: Sequence[str], model: str | None, *, on: bool = True
     ) -> list[str]:
-        """Returns our arguments for one flag.
+        """Returns our arguments for a flag.
 
         Args:
             flag: its row.
@@ -163,7 +163,7 @@ def _values(name: str, rest: list[str]) -> Iterator[str]:
 
 
 def _put(keys: dict[str, Any], path: str, text: str) -> None:
-    """Sets a nested key, as in `--compilation-config.level 3`; a key that ends in + takes a list."""
+    """Sets a nested key, as in `--compilation-config.level 3`; a key with + at its end takes a list."""
     *parents, last = path.removesuffix("+").split(".")
     for parent in parents:
         keys = keys.setdefault(parent, {})

@@ -15,7 +15,7 @@ from protos.logs import get_logger
 HIDDEN: Final = "********"
 """Stands for a secret value."""
 FAMILIES: Final = ("VLLM_", "RBLN_", "TORCH_RBLN_", "SENDNN_INFERENCE_", "TORCH_SENDNN_")
-"""Beginnings of the names that belong to the other programs."""
+"""Prefixes of the other programs' names."""
 
 _FALSE: Final = frozenset({"", "0", "false", "f", "no", "n", "off"})
 # What Kubernetes sets in every pod for a service that is called vllm, for example.
@@ -29,15 +29,15 @@ class Kind(StrEnum):
     """The effect of a variable."""
 
     MAPPED = "mapped"
-    """It sets one of our settings."""
+    """It sets a setting of ours."""
     NATIVE = "native"
     """It keeps its meaning, without a setting of ours."""
     REJECTED = "rejected"
     """It would change answers: no service starts."""
     IGNORED = "ignored"
-    """Nothing here reads it; a service says so once."""
+    """Nothing here reads it; a service logs it once."""
     UNKNOWN = "unknown"
-    """No list has it."""
+    """It is on no list."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Variable:
     note: str = "it has no effect here"
     """Advice, or a difference."""
     flag: str = ""
-    """The flag of the setting that a mapped variable sets."""
+    """The flag of a mapped variable's setting."""
     when: str = ""
-    """"on" or "off" if only such values of a switch are rejected: the others ask for the only behaviour."""
+    """"on" or "off" if only such values of a switch are rejected: others ask for the only behaviour."""
 
     def kind_of(self, value: str) -> Kind:
         """Returns the effect of a value."""
@@ -60,7 +60,7 @@ class Variable:
 
 
 def names(peer: str) -> list[str]:
-    """Returns the names of one list: `vllm`, for example."""
+    """Returns the names of a list: `vllm`, for example."""
     text = (files("protos.environment") / "names" / f"{peer}.txt").read_text()
     return [line for line in text.splitlines() if not line.startswith("#")]
 
@@ -88,18 +88,18 @@ VARIABLES: Final[Mapping[str, Variable]] = _variables()
 
 @dataclass(frozen=True)
 class Reading:
-    """The meaning of one variable of an environment."""
+    """The meaning of a variable of an environment."""
 
     name: str
     value: str
     """As it is set; a secret is hidden."""
     kind: Kind
     ours: str
-    """The flag that a mapped variable sets, or the known name that an unknown variable resembles."""
+    """The flag of a mapped variable, or the known name most like an unknown variable."""
     reason: str
 
     def __str__(self) -> str:
-        """One line for people."""
+        """A line for people."""
         match self.kind:
             case Kind.MAPPED:
                 note = f" ({self.reason})" if self.reason else ""
@@ -115,7 +115,7 @@ class Reading:
 
 
 def read(environment: Mapping[str, str]) -> list[Reading]:
-    """Returns the meaning of each variable of the other programs that is set and not empty, by name."""
+    """Returns the meaning of each variable of the other programs, by name, unless it is empty."""
     return [
         _read(name, value)
         for name, value in sorted(environment.items())
@@ -124,7 +124,7 @@ def read(environment: Mapping[str, str]) -> list[Reading]:
 
 
 def check(environment: Mapping[str, str], report: Callable[[Reading], None]) -> None:
-    """Reports each set variable that is ignored or unknown.
+    """Reports each ignored or unknown variable.
 
     Raises:
         ConfigurationRefused: A variable is rejected; nothing is reported then.
@@ -139,7 +139,7 @@ def check(environment: Mapping[str, str], report: Callable[[Reading], None]) -> 
 
 
 def check_for_service(environment: Mapping[str, str]) -> None:
-    """Logs a warning for each set variable that is ignored or unknown.
+    """Logs a warning for each ignored or unknown variable.
 
     Raises:
         ConfigurationRefused: A variable is rejected.
@@ -152,7 +152,7 @@ def check_for_service(environment: Mapping[str, str]) -> None:
 
 
 def is_service_link(name: str) -> bool:
-    """Whether Kubernetes may have set a variable, for a service whose name begins like a setting's."""
+    """Whether Kubernetes may have set a variable, for a service with a name like a setting's prefix."""
     return _SERVICE_LINK.search(name) is not None
 
 

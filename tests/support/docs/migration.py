@@ -60,14 +60,14 @@ def _variables(kind: Kind) -> list[str]:
     for name, variable in VARIABLES.items():
         if variable.kind is kind:
             groups.setdefault(variable, []).append(f"`{name}`")
-    rows = [("<br>".join(names), _effect(row), _sentence(row.note)) for row, names in groups.items()]
-    return table(("variable", "here", "note"), rows)
-
-
-def _effect(row: Variable) -> str:
-    if row.kind is Kind.MAPPED:
-        return f"sets `{row.flag}`"
-    return f"rejected if it is {row.when}" if row.when else str(row.kind)
+    heads = {Kind.MAPPED: ("variable", "sets", "note"), Kind.REJECTED: ("variable", "if it is", "note")}
+    rows = [
+        ("<br>".join(names), f"`{row.flag}`" if row.flag else row.when or "set", _sentence(row.note))
+        for row, names in groups.items()
+    ]
+    if kind in heads:
+        return table(heads[kind], rows)
+    return table(("variable", "note"), [(names, note) for names, _, note in rows])
 
 
 def _routes() -> list[str]:
