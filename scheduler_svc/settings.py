@@ -65,7 +65,6 @@ class Settings(LinkSecuritySettings):
             "max_step_failures",
             "max_unread_tokens_per_stream",
             "max_unread_stream_tokens",
-            "event_log_tokens",
         ),
         Group.ADDRESSES: ("host", "port", "socket", "max_concurrent_rpcs"),
         Group.TIMEOUTS: (
@@ -74,7 +73,6 @@ class Settings(LinkSecuritySettings):
             "replica_wait_s",
             "queue_timeout_s",
             "token_timeout_s",
-            "event_log_ttl_s",
             "drain_s",
         ),
         Group.LOGGING: (
@@ -193,12 +191,6 @@ class Settings(LinkSecuritySettings):
     token_timeout_s: float = Field(3600.0, ge=0, le=604_800)
     """Seconds that a request may go without a new token, from its first slot on, before it fails with
     DEADLINE_EXCEEDED (HTTP 503), whatever the reason; 0 for no limit."""
-    event_log_ttl_s: float = Field(300.0, ge=0, le=86_400)
-    """Seconds that the events of a resumable stream are kept after it ended, for a client that continues it;
-    0 for not at all."""
-    event_log_tokens: int = Field(1_000_000, ge=0)
-    """Tokens and log-probabilities of resumable streams that are kept together. Those of the streams that
-    ended first make room."""
     state_dir: Path | None = None
     """Folder for the batch size histogram, which survives restarts and which triptych plan reads. Default:
     none is kept."""

@@ -29,8 +29,7 @@ class ChatStreamWriter:
         index, reason, chunks = delta.sequence, delta.finish_reason, self._chunks
         choice = self._choices.get(index)
         if choice is None:
-            place = f"{chunks.answer_id}/{index}"
-            choice = self._choices[index] = DeltaReader(self._new_reader(), place)
+            choice = self._choices[index] = DeltaReader(self._new_reader())
         out = [chunks.event(index, event, tokens) for event, tokens in choice.read(delta)]
         if delta.token_ids:
             out.append(chunks.ids(index, delta.token_ids))

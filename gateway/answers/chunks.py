@@ -12,7 +12,6 @@ import orjson
 
 from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
-from gateway.answers.resumable import ChunkNumbers
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.http.errors import error_body
@@ -206,7 +205,6 @@ class ChunkWriter(StreamWriter):
         *,
         with_usage: bool = False,
         usage_so_far: Callable[[], Usage] | None = None,
-        numbers: ChunkNumbers | None = None,
     ) -> None:
         """Creates a writer.
 
@@ -215,13 +213,11 @@ class ChunkWriter(StreamWriter):
             write: encodes each delta.
             with_usage: end with a usage chunk.
             usage_so_far: returns the usage that every chunk carries; ``None``: chunks carry none.
-            numbers: puts ids on the chunks of a resumable stream.
         """
         self._chunks = chunks
         self._write = write
         self._with_usage = with_usage
         self._usage_so_far = usage_so_far
-        self._numbers = numbers
         self._opened: set[int] = set()
 
     def write(self, delta: Delta) -> bytes:
@@ -231,13 +227,12 @@ class ChunkWriter(StreamWriter):
         choice, chunks = delta.sequence, self._write(delta)
         if choice not in self._opened:
             self._opened.add(choice)
-            chunks = self._chunks.opening(choice) + chunks
-        return self._numbers.number(choice, chunks) if self._numbers else chunks
+            return self._chunks.opening(choice) + chunks
+        return chunks
 
     def end(self, usage: Usage) -> bytes:
         """Returns the usage chunk, if it was asked for, and ``[DONE]``."""
-        last = self._chunks.usage(usage.body()) if self._with_usage else b""
-        return (self._numbers.last(last) if self._numbers else last) + DONE
+        return self._chunks.usage(usage.body()) + DONE if self._with_usage else DONE
 
     def error(self, error: TriptychError) -> bytes:
         """Returns OpenAI's error object and ``[DONE]``."""

@@ -1,12 +1,10 @@
 """The running answer to one HTTP request: turns events into text, usage and measurements."""
 
-import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Final, Self
+from typing import Self
 
 from gateway.answers.answer_reader import ThinkingMeter
 from gateway.answers.prompt import Prompt
@@ -21,9 +19,6 @@ from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenization import TextWorker
 from protos.errors import Aborted, TriptychError
 from protos.logs import get_logger
-
-# Tokens that take a few milliseconds to turn into text.
-_MANY_TOKENS: Final = 500
 
 
 @dataclass(slots=True)
@@ -76,15 +71,11 @@ class Generation:
     worker: TextWorker
     timing: Timing
     constraint_param: str = ""
-    one_by_one: bool = False
-    """Whether each token makes a delta of its own, so that a replay of the answer makes the same deltas."""
     first_token_s: float | None = None
     """Time from the request's arrival to the first token of any sequence."""
     finish_reasons: list[str] = field(default_factory=list)
     """Why its sequences ended, in that order."""
     _has_failed: bool = False
-    _backlog: deque[tuple[int, SequenceEvent]] = field(default_factory=deque)
-    """Events of a replay that are still to be turned into deltas."""
 
     @classmethod
     def begin(
@@ -139,7 +130,6 @@ class Generation:
             worker,
             timing,
             constraint_param,
-            body.resumable,
         )
 
     def __enter__(self) -> Self:
@@ -172,7 +162,7 @@ class Generation:
             TriptychError: if the request failed.
         """
         try:
-            while events := await self._take():
+            while events := await self.group.take():
                 answers = self._answer_events(events)
                 if self.reports_prompts:
                     await self._report_prompts({index // self.n for index, _ in answers})
@@ -219,16 +209,6 @@ class Generation:
         """Lets :meth:`deltas` await ``call``, if it waits for events, before it waits on."""
         self.group.interrupt(call)
 
-    async def _take(self) -> Sequence[tuple[int, SequenceEvent]]:
-        """Waits for events; returns one at a time if they are many, so that other streams go on meanwhile."""
-        if not self._backlog:
-            events = await self.group.take()
-            if not self.one_by_one or sum(len(event.token_ids) for _, event in events) < _MANY_TOKENS:
-                return events
-            self._backlog.extend(events)
-        await asyncio.sleep(0)
-        return [self._backlog.popleft()]
-
     def _answer_events(self, events: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:
         """Returns the events that bring tokens or an end.
 
@@ -251,7 +231,7 @@ class Generation:
 
     def _new_deltas(self, events: Sequence[tuple[int, SequenceEvent]]) -> Iterator[Delta]:
         now = self.timing.clock()
-        for index, event in _one_by_one(events) if self.one_by_one else events:
+        for index, event in events:
             sequence = self.sequences[index]
             if sequence.finished:
                 continue
@@ -323,12 +303,3 @@ class Generation:
             sum(prompt.num_cached_tokens or 0 for prompt in self.prompts),
             sum(sequence.thinking.num_tokens for sequence in self.sequences if sequence.thinking is not None),
         )
-
-
-def _one_by_one(events: Iterable[tuple[int, SequenceEvent]]) -> Iterator[tuple[int, SequenceEvent]]:
-    """Yields the events with one token each; the last of an event has its end."""
-    for index, event in events:
-        token_ids, logprobs = event.token_ids, event.logprobs
-        for position, token_id in enumerate(token_ids[:-1]):
-            yield index, SequenceEvent((token_id,), logprobs=logprobs[position : position + 1])
-        yield index, event._replace(token_ids=token_ids[-1:], logprobs=logprobs[-1:])

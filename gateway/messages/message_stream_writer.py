@@ -61,7 +61,7 @@ class MessageStreamWriter(StreamWriter):
         self._model = model
         self._usage_so_far = usage_so_far
         self._omit_thinking = omit_thinking
-        self._reader = None if plan.plain else DeltaReader(plan.reader(), f"{answer_id}/0")
+        self._reader = None if plan.plain else DeltaReader(plan.reader())
         self._stop = StopReason("end_turn")
         self._index = -1
         """Of the newest block."""

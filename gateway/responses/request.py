@@ -93,10 +93,6 @@ class ReasoningOptions(RequestModel):
 class ResponseStreamOptions(StreamOptions):
     """Options of a stream of events."""
 
-    unserved: ClassVar[Mapping[str, Unserved]] = {
-        "resumable": Unserved((False,), "streams of responses cannot be continued; omit it")
-    }
-
 
 class ResponsesRequest(SamplingRequest):
     """A request for a response. Parameters that OpenAI's API lacks are vLLM's."""

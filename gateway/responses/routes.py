@@ -99,7 +99,7 @@ async def _respond(request: Request, body: ResponsesRequest, headers: dict[str, 
 
 def _stream(body: ResponsesRequest, plan: AnswerPlan, start: StreamStart) -> ResponseStreamWriter:
     response = ResponseObject(body, start.answer_id, start.created, start.model)
-    reader = None if plan.plain else DeltaReader(plan.reader(), start.answer_id)
+    reader = None if plan.plain else DeltaReader(plan.reader())
     return ResponseStreamWriter(response, reader, start.reporter)
 
 
@@ -123,7 +123,7 @@ def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[
     """Returns the log-probabilities of the tokens that belong to the message, as a stream reports them."""
     if plan.plain or not reporter.wanted:
         return chat_logprobs(reporter, end.tokens)
-    reader, last = DeltaReader(plan.reader(), ""), len(end.tokens) - 1
+    reader, last = DeltaReader(plan.reader()), len(end.tokens) - 1
     tokens: list[TokenReport] = []
     event: Event | None = None
     for index, token in enumerate(end.tokens):

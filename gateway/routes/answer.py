@@ -8,20 +8,18 @@ from starlette.responses import Response
 
 from gateway import version
 from gateway.answers.answer_plan import AnswerPlan, plan_answer
-from gateway.answers.chunks import DONE, Chunks, ChunkWriter
+from gateway.answers.chunks import Chunks, ChunkWriter
 from gateway.answers.generation import Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
-from gateway.answers.resumable import ChunkNumbers
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import EventStream, StreamWriter, collect
 from gateway.chat_prompts import ChatInput
-from gateway.http.event_streams import EVENT_STREAM, EarlyStream
+from gateway.http.event_streams import EarlyStream
 from gateway.http.middleware import note
 from gateway.http.tracing import pass_on
 from gateway.keys.caller import account_of
 from gateway.keys.limits import charge
 from gateway.parsers.events import ToolParser
-from gateway.routes.answer_beginning import AnswerBeginning, begin_answer, submit
 from gateway.routes.context import context_of, generating_model
 from gateway.routes.request_builder import (
     bad_word_tokens,
@@ -78,8 +76,6 @@ class StreamStart(NamedTuple):
     model: str
     reporter: Reporter
     usage_so_far: Callable[[], Usage]
-    numbers: ChunkNumbers | None
-    """Puts ids on the chunks of a resumable stream."""
     fingerprint: str
     """The model's; answers carry it as `system_fingerprint`."""
     prompt_of: Callable[[int], Sequence[int]] | None
@@ -94,7 +90,6 @@ class StreamStart(NamedTuple):
             write,
             with_usage=body.include_usage,
             usage_so_far=self.usage_so_far if body.continuous_usage else None,
-            numbers=self.numbers,
         )
 
 
@@ -210,11 +205,8 @@ async def respond(
         TriptychError: if the request is refused or fails before the first byte of the answer.
     """
     context = context_of(request)
-    beginning = await begin_answer(request, body, form.id_prefix, len(prompts))
-    if beginning.is_over:
-        return Response(DONE, media_type=EVENT_STREAM)
-    generation = await _begin(request, form, body, served, prompts, echoes, beginning)
-    answer_id, created = beginning.answer_id, beginning.created
+    answer_id, created = form.id_prefix + context.new_id(), int(context.wall_clock())
+    generation = await _begin(request, form, body, served, prompts, echoes)
     model = served.adapter_of(body.model) or served.model.served_name
     fingerprint = version.fingerprint(served.model)
     reporter = Reporter(
@@ -223,10 +215,9 @@ async def respond(
         wanted=body.num_logprobs is not None,
     )
     if body.stream:
-        numbers = ChunkNumbers(answer_id, beginning.seen) if body.resumable else None
         prompt_of = (lambda choice: prompts[choice // body.n]) if body.return_token_ids else None
         start = StreamStart(
-            answer_id, created, model, reporter, lambda: generation.usage, numbers, fingerprint, prompt_of
+            answer_id, created, model, reporter, lambda: generation.usage, fingerprint, prompt_of
         )
         idle_s = context.settings.sse_keep_alive_interval
         return EventStream(generation, form.stream(start), form.headers, keep_alive_s=idle_s)
@@ -249,7 +240,6 @@ async def _begin(
     served: ServedModel,
     prompts: Sequence[Sequence[int]],
     echoes: Sequence[str] | None,
-    beginning: AnswerBeginning,
 ) -> Generation:
     """Submits ``prompts`` to the scheduler."""
     context = context_of(request)
@@ -273,7 +263,7 @@ async def _begin(
     charge(request.scope, sum(map(len, prompts)))
     pass_on(request.scope, requests)
     return Generation.begin(
-        submit(context.client, requests, beginning),
+        context.client.submit(requests),
         body,
         served,
         context.text_worker,

@@ -39,9 +39,6 @@ _METRICS_TIMEOUT_S: Final = 2.0
 # A tokenizer is megabytes: it gets this many times the deadline of other calls.
 _TOKENIZER_TIMEOUT_FACTOR: Final = 12
 
-# So is the log of a long answer with log-probabilities.
-_REPLAY_TIMEOUT_FACTOR: Final = 6
-
 # Workers read an adapter from a disk or a hub; the scheduler bounds how long.
 _LOAD_TIMEOUT_S: Final = 600.0
 
@@ -128,34 +125,6 @@ class InferenceClient:
         """
         self._check_may_wait(len(requests))
         return self._table.submit(requests)
-
-    async def replay(self, log_id: str, digest: str) -> list[inference.ReplayResponse]:
-        """Ends the run of a request that another client has begun; returns its events so far, at least one.
-
-        Raises:
-            NotFound: if the scheduler does not keep them, or no longer.
-            InvalidArgument: if ``digest`` is another request's.
-            TriptychError: as :meth:`get_model`.
-        """
-        request = inference.ReplayRequest(log_id=log_id, digest=digest)
-        timeout = _REPLAY_TIMEOUT_FACTOR * self._call_timeout_s
-        try:
-            return [response async for response in self._stub.Replay(request, timeout=timeout)]
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-
-    def resume(
-        self,
-        requests: Sequence[inference.GenerateRequest],
-        logs: Sequence[Sequence[inference.GenerateEvent]],
-    ) -> RequestGroup:
-        """Sends requests that another client has begun, and returns a group that receives all their events.
-
-        Args:
-            requests: as the other client sent them, with ids unique in this process.
-            logs: for each request, its events so far.
-        """
-        return self._table.resume(requests, logs)
 
     def fail_all(self, error: TriptychError) -> None:
         """Ends every request with ``error``."""

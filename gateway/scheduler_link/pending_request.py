@@ -1,7 +1,6 @@
 """Requests under way on the Connect stream, and the groups that receive their events."""
 
 import asyncio
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple, Self
@@ -17,7 +16,6 @@ MAX_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES - 16
 
 # The largest age that the schema allows: a week.
 _LONGEST_AGE_MS: Final = 7 * 24 * 3600 * 1000
-
 
 # Plain tokens that are counted as unread at a time; counting each would cost as much as handing it out.
 _COUNTED_TOGETHER: Final = 64
@@ -272,10 +270,8 @@ class RequestGroup:
         self._abort = abort
         self._unread = limits.reader(self._on_slow_reader)
         self._num_taken = 0
-        # Before it, nothing counts as unread: a replay brings all of its events at once.
-        self._has_reader = False
         # The number of waiting events with which the next plain tokens are counted.
-        self._next_count = sys.maxsize
+        self._next_count = _COUNTED_TOGETHER
         self._unfinished = set(range(len(self._sequences)))
         self._may_hold = not all(pending.prompt_complete for pending in self.requests)
         # A plain token becomes an event when it is taken, so that a step's tokens are handed out quickly.
@@ -294,7 +290,6 @@ class RequestGroup:
             TriptychError: if a request failed; the others of the group have been aborted.
             Overloaded: if the reader came too late, and too many events waited. They are gone.
         """
-        self._has_reader = True
         self._next_count = _COUNTED_TOGETHER
         self._unread.remove(self._num_taken)
         self._num_taken = 0
@@ -373,7 +368,7 @@ class RequestGroup:
                 self._events += pending.held_events
                 pending.held_events.clear()
             self._events.append((index, event))
-            if self._waiter is None and self._has_reader:
+            if self._waiter is None:
                 self._next_count += 1
                 self._unread.add(_weight(event))
         else:

@@ -115,28 +115,6 @@ class RequestTable:
             self._send(pending)
         return group
 
-    def resume(
-        self,
-        requests: Sequence[inference.GenerateRequest],
-        logs: Sequence[Sequence[inference.GenerateEvent]],
-    ) -> RequestGroup:
-        """Sends requests that an earlier client has begun; the group receives what that client did, too.
-
-        Args:
-            requests: as the earlier client sent them, with new ids.
-            logs: for each request, its events so far.
-        """
-        group = RequestGroup(requests, self.abort, self.unread)
-        for pending, events in zip(group.requests, logs, strict=True):
-            self._pending[pending.wire_id] = pending
-            for event in events:
-                self._deliver_event(pending, event)
-            if not pending.finished:
-                if not self._outbox.is_open:
-                    self._mark_lost(pending)
-                self._resubmit(pending)
-        return group
-
     def fail_all(self, error: TriptychError) -> None:
         """Ends every request with ``error``."""
         for pending in list(self._pending.values()):

@@ -105,14 +105,6 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: Annotated[
         bool, or_default(False), Field(description="With include_usage: token counts in every chunk.")
     ] = False
-    resumable: Annotated[
-        bool,
-        or_default(False),
-        Field(
-            description="Give every chunk an `id`. The same request with the last one in the header"
-            " `Last-Event-ID` continues a stream that broke, on any gateway. At most 16 choices."
-        ),
-    ] = False
 
 
 # Accepted by both endpoints, with values without effect.
@@ -374,11 +366,6 @@ class SamplingRequest(RequestModel):
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def resumable(self) -> bool:
-        """Whether a client may continue the stream after it broke."""
-        return self.stream_options is not None and self.stream_options.resumable
 
     @property
     def continuous_usage(self) -> bool:

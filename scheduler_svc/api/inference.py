@@ -34,8 +34,6 @@ from scheduler_svc.convert.inference import (
 from scheduler_svc.convert.kv_events import kv_batch_to_proto
 from scheduler_svc.convert.load import load_to_proto
 from scheduler_svc.convert.model import files_to_proto, model_to_proto
-from scheduler_svc.convert.replay import log_to_protos
-from scheduler_svc.dispatch.event_log import EventLogs
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.requests.admission import Submission
@@ -72,10 +70,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             flags=("--max-unread-tokens-per-stream", "--max-unread-stream-tokens"),
         )
         self._metrics = SchedulerMetrics(deployment, self._unread)
-        self.logs = EventLogs(
-            lambda: deployment.engine, ttl_s=settings.event_log_ttl_s, max_tokens=settings.event_log_tokens
-        )
-        """The events of resumable streams."""
         self._draining = False
         # The buffers of open Connect streams.
         self._streams: set[EventBuffer] = set()
@@ -107,7 +101,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         mine: list[str] = []
         buffer = self._buffer(mine)
         try:
-            submission = self._submit(request, self.logs.sink(buffer))
+            submission = self._submit(request, buffer)
             mine.append(submission.request_id)
             left = len(submission.sequences)
             while left:
@@ -164,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
     ) -> None:
         """Submits and aborts requests as a stream asks. The error of one request becomes its event."""
-        first, sink = True, self.logs.sink(buffer)
+        first = True
         async for message in messages:
             if first and message.schema_revision != SCHEMA_REVISION:
                 raise SchemaMismatch(
@@ -176,25 +170,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             match message.WhichOneof("message"):
                 case "generate":
                     try:
-                        submission = self._submit(message.generate, sink)
+                        submission = self._submit(message.generate, buffer)
                         mine.add(submission.request_id)
                         buffer.push(Event(submission.request_id, accepted=True))
                     except TriptychError as error:
                         buffer.refuse(message.generate.request_id, error)
                 case "abort":
                     self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
-
-    async def Replay(
-        self, request: inference_pb2.ReplayRequest, context: Context
-    ) -> AsyncIterator[inference_pb2.ReplayResponse]:
-        """Ends the run of a logged request and returns its events so far."""
-        try:
-            check_fields(request)
-            log = self.logs.take(request.log_id, request.digest)
-        except TriptychError as error:
-            await abort(context, error)
-        for message in list(log_to_protos(log)):
-            yield message
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
         """Runs one request of a pooling model. The end of the call aborts it."""
@@ -263,7 +245,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self._check_model(request.model)
             submission = submission_from_proto(request, self._tracer)
             with bind_request(submission.request_id):
-                self.logs.submit(submission, sink)
+                self._engine.submit(submission, sink)
                 self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
         except TriptychError as error:
             self._metrics.unserved.refused(error)

@@ -12,7 +12,7 @@ from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.pooling.tasks import MOST_VALUES
-from scheduler_svc.requests.admission import EventLogSpec, Resumed, Submission
+from scheduler_svc.requests.admission import Resumed, Submission
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 from scheduler_svc.requests.trace import TraceContext
@@ -49,7 +49,6 @@ def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer
         lora_digest=request.lora_digest,
         age_s=request.age_ms / 1000 if request.HasField("age_ms") else None,
         silent_s=request.silent_ms / 1000,
-        log=_log_spec(request.log) if request.HasField("log") else None,
         tracing=_trace_context(request, tracer),
     )
 
@@ -58,12 +57,6 @@ def _trace_context(
     request: inference_pb2.GenerateRequest | inference_pb2.PoolRequest, tracer: Tracer | None
 ) -> TraceContext | None:
     return TraceContext(request.traceparent, request.tracestate, tracer) if request.traceparent else None
-
-
-def _log_spec(log: inference_pb2.EventLog) -> EventLogSpec:
-    if not log.log_id:
-        raise InvalidArgument("log.log_id is empty; send an unguessable id, or no log", param="log.log_id")
-    return EventLogSpec(log.log_id, log.digest, log.created_unix_s)
 
 
 def pool_submission_from_proto(

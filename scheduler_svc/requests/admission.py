@@ -35,18 +35,6 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class EventLogSpec:
-    """Where the events of a request are kept, for another client that continues it."""
-
-    log_id: str
-    """Unguessable."""
-    digest: str
-    """Of what the request answers; a reader must know it."""
-    created_unix_s: int
-    """When the answer began, for its readers."""
-
-
-@dataclass(frozen=True, slots=True)
 class Submission:
     """A client's request, validated as far as that is possible without knowing the model."""
 
@@ -70,8 +58,6 @@ class Submission:
     """Seconds since an earlier scheduler accepted the request; None if none has."""
     silent_s: float = 0.0
     """Seconds since a resumed request last brought a token."""
-    log: EventLogSpec | None = None
-    """Where to keep the events; None: nowhere."""
     tracing: TraceContext | None = None
     """Where its spans belong; None: it is not traced."""
 

@@ -1,35 +1,17 @@
 """Builds the images, runs the compose stack, adds processes and kills some. `make test-compose` runs it."""
 
-import contextlib
-import http.client
 import json
 import os
 import signal
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from tests.compose.engine import BASE_IMAGE, SERVICES, Engine, say, timed
-from tests.compose.questions import ask, completion
-from tests.support.ports import free_port
+from tests.compose.questions import ask
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(3600)]
-
-
-def stream(port: int, last_id: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yields the id and the text of each chunk of an answer that can be resumed; `last_id` resumes one."""
-    headers = {} if last_id is None else {"Last-Event-ID": last_id}
-    fields = {"max_tokens": 200, "ignore_eos": True, "stream": True, "stream_options": {"resumable": True}}
-    with urllib.request.urlopen(completion(port, headers, **fields), timeout=180) as answer:
-        event_id = ""
-        for line in answer:
-            name, _, value = line.decode().rstrip("\n").partition(": ")
-            if name == "id":
-                event_id = value
-            elif name == "data" and value.startswith("{"):
-                yield event_id, "".join(choice["text"] for choice in json.loads(value)["choices"])
 
 
 @pytest.fixture(scope="module")
@@ -83,32 +65,6 @@ def test_requests_survive_a_killed_worker(engine: Engine, port: int) -> None:
         assert all("Paris" in answer.result() for answer in answers)
     engine.wait_until_back(victim, killed)
     assert "Paris" in ask(port)
-
-
-def test_an_answer_continues_on_another_gateway(engine: Engine, port: int) -> None:
-    """Two gateways share the scheduler; when one is killed, its client goes on at the other."""
-    whole = "".join(text for _, text in stream(port))
-    second = free_port()
-    engine.environment["TRIPTYCH_PORT"] = str(second)
-    try:
-        with timed("a second gateway"):
-            # The first one keeps its port.
-            engine.compose(
-                "up", "--detach", "--no-build", "--no-recreate", "--wait", "--scale", "gateway=2",
-                "--scale", f"worker={len(engine.containers('worker'))}",
-            )  # fmt: skip
-    finally:
-        engine.environment["TRIPTYCH_PORT"] = str(port)
-    (gateway,) = (name for name in engine.containers("gateway") if str(port) in engine.podman("port", name))
-    text = last_id = ""
-    with contextlib.suppress(OSError, http.client.HTTPException):
-        for number, (event_id, piece) in enumerate(stream(port)):
-            last_id, text = event_id, text + piece
-            if number == 20:
-                os.kill(engine.process(gateway), signal.SIGKILL)
-    assert 0 < len(text) < len(whole)
-    text += "".join(piece for _, piece in stream(second, last_id))
-    assert text == whole
 
 
 def test_buckets_are_planned_from_the_traffic_of_earlier_schedulers(engine: Engine, port: int) -> None:

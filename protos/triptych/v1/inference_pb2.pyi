@@ -56,7 +56,6 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     RESUMED_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
-    LOG_FIELD_NUMBER: _builtins.int
     SILENT_MS_FIELD_NUMBER: _builtins.int
     LORA_DIGEST_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -111,10 +110,6 @@ class GenerateRequest(_message.Message):
         appears at most once. Sequences that are absent start over.
         """
 
-    @_builtins.property
-    def log(self) -> Global___EventLog:
-        """Keep the request's events for a while after its end, for `Replay`. Unset: keep nothing."""
-
     def __init__(
         self,
         *,
@@ -129,15 +124,14 @@ class GenerateRequest(_message.Message):
         model: _builtins.str = ...,
         resumed: _abc.Iterable[Global___ResumedSequence] | None = ...,
         age_ms: _builtins.int | None = ...,
-        log: Global___EventLog | None = ...,
         silent_ms: _builtins.int = ...,
         lora_digest: _builtins.str = ...,
         traceparent: _builtins.str = ...,
         tracestate: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "log", b"log", "n", b"n", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "n", b"n", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "log", b"log", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "silent_ms", b"silent_ms", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms", "_n", b"_n", "age_ms", b"age_ms", "cache_salt", b"cache_salt", "lora_digest", b"lora_digest", "lora_name", b"lora_name", "model", b"model", "n", b"n", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resumed", b"resumed", "sampling", b"sampling", "silent_ms", b"silent_ms", "tenant", b"tenant", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__age_ms: _TypeAlias = _typing.Literal["age_ms"]  # noqa: Y015
     _WhichOneofArgType__age_ms: _TypeAlias = _typing.Literal["_age_ms", b"_age_ms"]  # noqa: Y015
@@ -149,89 +143,6 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
-
-@_typing.final
-class EventLog(_message.Message):
-    """Where the events of a request are kept, so that another client may continue it."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LOG_ID_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
-    log_id: _builtins.str
-    """Chosen by the client and unguessable: it is all that a reader needs to know. A request that is submitted
-    again keeps it and takes over from its earlier run.
-    """
-    digest: _builtins.str
-    """Digest of what the request answers. A reader must name the same, so that it continues the same answer."""
-    created_unix_s: _builtins.int
-    """When the answer began, seconds since the epoch, for its readers."""
-    def __init__(
-        self,
-        *,
-        log_id: _builtins.str = ...,
-        digest: _builtins.str = ...,
-        created_unix_s: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "digest", b"digest", "log_id", b"log_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___EventLog: _TypeAlias = EventLog  # noqa: Y015
-
-@_typing.final
-class ReplayRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LOG_ID_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
-    log_id: _builtins.str
-    digest: _builtins.str
-    """Must equal EventLog.digest; another one is INVALID_ARGUMENT."""
-    def __init__(
-        self,
-        *,
-        log_id: _builtins.str = ...,
-        digest: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "log_id", b"log_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReplayRequest: _TypeAlias = ReplayRequest  # noqa: Y015
-
-@_typing.final
-class ReplayResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
-    EVENT_FIELD_NUMBER: _builtins.int
-    created_unix_s: _builtins.int
-    """EventLog.created_unix_s."""
-    @_builtins.property
-    def event(self) -> Global___GenerateEvent:
-        """The next tokens of one sequence, many at a time, or the request's prompt log-probabilities. The sequence's
-        last event has its finish reason if it has ended by itself.
-        """
-
-    def __init__(
-        self,
-        *,
-        created_unix_s: _builtins.int = ...,
-        event: Global___GenerateEvent | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "event", b"event"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ReplayResponse: _TypeAlias = ReplayResponse  # noqa: Y015
 
 @_typing.final
 class ResumedSequence(_message.Message):

@@ -45,11 +45,6 @@ class InferenceStub:
                 request_serializer=triptych_dot_v1_dot_inference__pb2.ConnectRequest.SerializeToString,
                 response_deserializer=triptych_dot_v1_dot_inference__pb2.ConnectResponse.FromString,
                 _registered_method=True)
-        self.Replay = channel.unary_stream(
-                '/triptych.v1.Inference/Replay',
-                request_serializer=triptych_dot_v1_dot_inference__pb2.ReplayRequest.SerializeToString,
-                response_deserializer=triptych_dot_v1_dot_inference__pb2.ReplayResponse.FromString,
-                _registered_method=True)
         self.Pool = channel.unary_unary(
                 '/triptych.v1.Inference/Pool',
                 request_serializer=triptych_dot_v1_dot_inference__pb2.PoolRequest.SerializeToString,
@@ -133,14 +128,6 @@ class InferenceServicer:
         clients with few requests.
         When the scheduler shuts down, the stream ends with UNAVAILABLE at once: resubmit its requests to the next
         scheduler, with the tokens received.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Replay(self, request, context):
-        """Ends the run of a request with an `EventLog` and returns its events so far. The same request, submitted
-        again with them as `resumed`, continues. NOT_FOUND if the log is unknown or no longer kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -253,11 +240,6 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Connect,
                     request_deserializer=triptych_dot_v1_dot_inference__pb2.ConnectRequest.FromString,
                     response_serializer=triptych_dot_v1_dot_inference__pb2.ConnectResponse.SerializeToString,
-            ),
-            'Replay': grpc.unary_stream_rpc_method_handler(
-                    servicer.Replay,
-                    request_deserializer=triptych_dot_v1_dot_inference__pb2.ReplayRequest.FromString,
-                    response_serializer=triptych_dot_v1_dot_inference__pb2.ReplayResponse.SerializeToString,
             ),
             'Pool': grpc.unary_unary_rpc_method_handler(
                     servicer.Pool,
@@ -379,33 +361,6 @@ class Inference:
             '/triptych.v1.Inference/Connect',
             triptych_dot_v1_dot_inference__pb2.ConnectRequest.SerializeToString,
             triptych_dot_v1_dot_inference__pb2.ConnectResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Replay(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/triptych.v1.Inference/Replay',
-            triptych_dot_v1_dot_inference__pb2.ReplayRequest.SerializeToString,
-            triptych_dot_v1_dot_inference__pb2.ReplayResponse.FromString,
             options,
             channel_credentials,
             insecure,

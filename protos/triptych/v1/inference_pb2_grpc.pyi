@@ -43,10 +43,6 @@ class InferenceStub:
     When the scheduler shuts down, the stream ends with UNAVAILABLE at once: resubmit its requests to the next
     scheduler, with the tokens received.
     """
-    Replay: _grpc.UnaryStreamMultiCallable[_inference_pb2.ReplayRequest, _inference_pb2.ReplayResponse]
-    """Ends the run of a request with an `EventLog` and returns its events so far. The same request, submitted
-    again with them as `resumed`, continues. NOT_FOUND if the log is unknown or no longer kept.
-    """
     Pool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]
     """Runs one request of a pooling model."""
     PoolAll: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PoolAllRequest, _inference_pb2.PoolAllResponse]
@@ -92,10 +88,6 @@ class InferenceAsyncStub(InferenceStub):
     clients with few requests.
     When the scheduler shuts down, the stream ends with UNAVAILABLE at once: resubmit its requests to the next
     scheduler, with the tokens received.
-    """
-    Replay: _aio.UnaryStreamMultiCallable[_inference_pb2.ReplayRequest, _inference_pb2.ReplayResponse]  # type: ignore[assignment]
-    """Ends the run of a request with an `EventLog` and returns its events so far. The same request, submitted
-    again with them as `resumed`, continues. NOT_FOUND if the log is unknown or no longer kept.
     """
     Pool: _aio.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
     """Runs one request of a pooling model."""
@@ -151,16 +143,6 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         clients with few requests.
         When the scheduler shuts down, the stream ends with UNAVAILABLE at once: resubmit its requests to the next
         scheduler, with the tokens received.
-        """
-
-    @_abc_1.abstractmethod
-    def Replay(
-        self,
-        request: _inference_pb2.ReplayRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_inference_pb2.ReplayResponse], _abc.AsyncIterator[_inference_pb2.ReplayResponse]]:
-        """Ends the run of a request with an `EventLog` and returns its events so far. The same request, submitted
-        again with them as `resumed`, continues. NOT_FOUND if the log is unknown or no longer kept.
         """
 
     @_abc_1.abstractmethod

@@ -44,8 +44,6 @@ class Question:
     prompt: tuple[int, ...]
     max_tokens: int
     n: int = 1
-    resumable: bool = False
-    """Whether an HTTP stream can be continued with Last-Event-ID."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that HTTP and gRPC call the same."""
 
@@ -53,7 +51,7 @@ class Question:
         """Returns the body for /v1/completions."""
         body = {
             "model": model, "prompt": list(self.prompt), "max_tokens": self.max_tokens, "n": self.n, "stream": True,
-            "stream_options": {"include_usage": True, "resumable": self.resumable}, **self.sampling,
+            "stream_options": {"include_usage": True}, **self.sampling,
         }  # fmt: skip
         if self.kind in _CONSTRAINTS:
             body["structured_outputs"], _ = _CONSTRAINTS[self.kind]
@@ -89,6 +87,6 @@ def make_questions(count: int, dice: random.Random) -> list[Question]:
         questions.append(Question(
             f"{kind}-{index}", "http" if index % 2 else "grpc", kind,
             (*(shared if dice.random() < 0.3 else ()), *own), dice.randrange(60, 400),
-            n=dice.choice((2, 3)) if kind == "choices" else 1, resumable=dice.random() < 0.7, sampling=sampling,
+            n=dice.choice((2, 3)) if kind == "choices" else 1, sampling=sampling,
         ))  # fmt: skip
     return questions

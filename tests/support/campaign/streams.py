@@ -1,8 +1,7 @@
 """Clients of a campaign: one question each, over HTTP or gRPC, until its answer is complete.
 
 A client does what a user's client does: when its connection breaks, it asks again. Over gRPC it says what it
-has received. Over HTTP it names the last chunk of a resumable stream. It asks for other streams from the
-start, and the new answer must begin with what it has.
+has received. Over HTTP it asks for the whole answer, which must begin with the tokens that it has.
 """
 
 import asyncio
@@ -94,8 +93,6 @@ class Stream:
         self.reads = asyncio.Event()
         """The client reads while this is set."""
         self.reads.set()
-        self.last_event_id = ""
-        """The id of the last chunk of a resumable stream."""
         self._place = [0] * question.n
         self._timeout: asyncio.Timeout | None = None
         self.began = self._latest = time.monotonic()
@@ -129,7 +126,6 @@ class Stream:
 
     def begin_again(self) -> None:
         """The next answer comes from the start."""
-        self.last_event_id = ""
         self._place = [0] * self.question.n
 
     def add(self, sequence: int, units: Sequence[Unit]) -> None:
@@ -263,19 +259,13 @@ def _token_ids(units: Sequence[Unit]) -> list[int]:
 
 
 async def ask_http(client: httpx.AsyncClient, model: str, stream: Stream) -> None:
-    """Asks for a stream from /v1/completions; after a lost connection, for the rest or from the start."""
+    """Asks for a stream from /v1/completions; after a lost connection, from the start."""
     body = stream.question.http_body(model)
     while not stream.complete:
         stream.attempts += 1
-        headers = {"Last-Event-ID": stream.last_event_id} if stream.last_event_id else {}
-        if not headers:
-            stream.begin_again()
+        stream.begin_again()
         try:
-            async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-                if headers and response.status_code == 404:
-                    # A scheduler that was restarted does not know the streams of its predecessor.
-                    stream.begin_again()
-                    continue
+            async with client.stream("POST", "/v1/completions", json=body) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode()
                     raise StreamError(f"HTTP {response.status_code}: {text}")
@@ -295,10 +285,8 @@ def _characters(choice: Mapping[str, Any]) -> Sequence[Unit]:
 
 
 async def _read(response: httpx.Response, stream: Stream) -> None:
-    count, event_id = 0, ""
+    count = 0
     async for line in response.aiter_lines():
-        if line.startswith("id: "):
-            event_id = line.removeprefix("id: ")
         if not line.startswith("data: {"):
             continue
         chunk = json.loads(line.removeprefix("data: "))
@@ -308,7 +296,6 @@ async def _read(response: httpx.Response, stream: Stream) -> None:
             stream.add(choice["index"], _characters(choice))
             if choice["finish_reason"]:
                 stream.end(choice["index"], choice["finish_reason"])
-        stream.last_event_id = event_id
         if chunk.get("usage"):
             count = chunk["usage"]["completion_tokens"]
         await stream.reads.wait()

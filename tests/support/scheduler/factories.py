@@ -23,7 +23,7 @@ from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
-from scheduler_svc.requests.admission import EventLogSpec, ModelLimits, Resumed, Submission
+from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
@@ -122,7 +122,7 @@ def make_submission(
     prompt: Sequence[int] = (5, 6, 7), *, request_id: str = "r", max_tokens: int | None = 8, priority: int = 0,
     cache_salt: str = "", resumed: Sequence[int] = (), tenant: str = "", n: int = 1, sampling: Sampling | None = None,
     resumed_sequences: Sequence[Resumed] = (), age_s: float | None = None, silent_s: float = 0.0,
-    log: EventLogSpec | None = None, lora_name: str = "", **fields: Any,
+    lora_name: str = "", **fields: Any,
 ) -> Submission:  # fmt: skip
     """Returns a valid request; ``fields`` are those of its sampling parameters."""
     if resumed:
@@ -131,7 +131,7 @@ def make_submission(
     return Submission(
         request_id=request_id, prompt_token_ids=tuple(prompt), priority=priority, tenant=tenant, sampling=sampling,
         cache_salt=cache_salt, n=n, resumed=tuple(resumed_sequences), age_s=age_s,
-        silent_s=silent_s, log=log, lora_name=lora_name,
+        silent_s=silent_s, lora_name=lora_name,
     )  # fmt: skip
 
 

@@ -347,7 +347,6 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
         ({"max_tokens": 2}, "max_tokens", "max_output_tokens"),
         ({"messages": []}, "messages", "send 'input'"),
         ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
-        ({"stream": True, "stream_options": {"resumable": True}}, "stream_options.resumable", "continued"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "with store=false"),
         ({"input": [{"id": "msg_1"}]}, "input[0]", "send the item itself"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0]", "only message, function_call"),

@@ -26,7 +26,7 @@ BROKEN = '<tool_call>\n{"name": "get_weather", "arguments": {"city": Paris}}\n</
 
 def writer(*, calls: bool = False, logprobs: bool = False) -> ResponseStreamWriter:
     response = ResponseObject(parse(ResponsesRequest, b'{"input": "hi"}'), "resp_1f", 1, "m")
-    parsed = DeltaReader(AnswerReader(None, FORMATS["hermes"].make(["get_weather"])), "resp_1f")
+    parsed = DeltaReader(AnswerReader(None, FORMATS["hermes"].make(["get_weather"])))
     reporter = Reporter(lambda token: b"%d" % token, wanted=logprobs)
     return ResponseStreamWriter(response, parsed if calls else None, reporter)
 
