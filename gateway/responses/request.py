@@ -90,10 +90,6 @@ class ReasoningOptions(RequestModel):
     ] = None
 
 
-class ResponseStreamOptions(StreamOptions):
-    """Options of a stream of events."""
-
-
 class ResponsesRequest(SamplingRequest):
     """A request for a response. Parameters that OpenAI's API lacks are vLLM's."""
 
@@ -166,9 +162,7 @@ class ResponsesRequest(SamplingRequest):
     include_reasoning: Annotated[
         bool, or_default(True), Field(description="Whether the answer includes the model's thinking.")
     ] = True
-    stream_options: Annotated[ResponseStreamOptions | None, Field(description="Only with stream=true.")] = (
-        None
-    )
+    stream_options: Annotated[StreamOptions | None, Field(description="Only with stream=true.")] = None
     store: Annotated[bool | None, Field(description="Ignored: nothing is stored.")] = None
     metadata: Annotated[
         dict[str, str] | None,
