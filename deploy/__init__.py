@@ -1,7 +1,7 @@
 """The command `triptych`, and everything that packages and starts the three services.
 
 `cli.py` dispatches to the subcommands in `commands/`; `launcher/` runs the services as child processes;
-`one_line_parser.py` refuses bad arguments.
+`argument_parser.py` refuses bad arguments.
 `images/` has a Dockerfile for each service, `locks/` the exact versions that each of them installs, and
 `lockfile.py` writes and checks these. `healthcheck.py` is what containers run to report their health.
 

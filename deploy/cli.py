@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from deploy.argument_parser import ArgumentParser
 from deploy.launcher.parent import die_with_launcher
-from deploy.one_line_parser import OneLineParser
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="triptych",
         description="Serves large language models on static-graph accelerators.",
         epilog=_EPILOG,

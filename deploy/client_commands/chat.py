@@ -10,8 +10,8 @@ from typing import Any
 
 import openai
 
+from deploy.argument_parser import ArgumentParser
 from deploy.client_commands.server import ERRORS, CommandError, add_flags, first_model, server_of
-from deploy.one_line_parser import OneLineParser
 
 
 @dataclass
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0, 1 if the server cannot be reached or refuses, 2 for a bad flag, 130 after Ctrl-C.
     """
-    parser = OneLineParser(
+    parser = ArgumentParser(
         prog="triptych chat",
         description="Chats with the model of a running gateway. Ctrl-C ends an answer, a second one the program.",
         epilog='Example: triptych chat -q "Name the capital of France."',
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     return run(parser, argv, start, keep)
 
 
-def run(parser: OneLineParser, argv: list[str], start: Start, keep: Callable[[str, str], None]) -> int:
+def run(parser: ArgumentParser, argv: list[str], start: Start, keep: Callable[[str, str], None]) -> int:
     """Answers the text of --quick, or each line of standard input; returns the exit code.
 
     Args:

@@ -1,12 +1,12 @@
 """`triptych complete`: completions by the model of a running gateway."""
 
+from deploy.argument_parser import ArgumentParser
 from deploy.client_commands.chat import run
-from deploy.one_line_parser import OneLineParser
 
 
 def main(argv: list[str]) -> int:
     """Completes a prompt, or each line of standard input; returns the exit code of `triptych chat`."""
-    parser = OneLineParser(
+    parser = ArgumentParser(
         prog="triptych complete",
         description="Completes prompts with the model of a running gateway. Ctrl-C ends an answer, a second one"
         " the program.",

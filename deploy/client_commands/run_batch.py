@@ -20,9 +20,9 @@ import httpx2
 import openai
 from pydantic import BaseModel, Field, PositiveInt, TypeAdapter, ValidationError
 
+from deploy.argument_parser import ArgumentParser
 from deploy.client_commands.server import ERRORS, CommandError, Server, add_flags, first_model, server_of
 from deploy.launcher.parent import PARENT_VARIABLE
-from deploy.one_line_parser import OneLineParser
 
 _START: Final = b'{"id": "batch_req_'  # the beginning of each line of an output
 _RETRIES: Final = 4
@@ -201,8 +201,8 @@ def _answers(client: openai.OpenAI) -> bool:
     return True
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="triptych run-batch",
         description="Runs a file of OpenAI batch requests. The output file gets one line for each, as they end;"
         " the same command goes on where an earlier run stopped.",

@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from deploy.one_line_parser import OneLineParser
+from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 from worker_svc.graphs.compile_cache import CompileCache, DamagedEntry, Manifest
@@ -36,8 +36,8 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="triptych catalog",
         description="Shows and maintains the compile cache, which has one entry for each configuration.",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import deploy
-from deploy.one_line_parser import OneLineParser
+from deploy.argument_parser import ArgumentParser
 
 # pip writes these into an installation; they are not part of the wheel.
 _WRITTEN_BY_PIP = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0; 1 if the folder cannot be written or a checkout is installed.
     """
-    parser = OneLineParser(
+    parser = ArgumentParser(
         prog="triptych compose-files",
         description="Writes the compose files, and all that building their images needs, to a folder.",
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import deploy
-from deploy.one_line_parser import OneLineParser
+from deploy.argument_parser import ArgumentParser
 from protos.command_line.hiding import without_users
 from protos.environment.table import HIDDEN, shown
 
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0.
     """
-    parser = OneLineParser(
+    parser = ArgumentParser(
         prog="triptych env",
         description="Prints the facts of this machine for a bug report: versions, hardware, packages of the"
         " locks, and set variables with their secrets hidden.",

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import deploy
-from deploy.one_line_parser import OneLineParser
+from deploy.argument_parser import ArgumentParser
 
 _LOCKS = {
     "gateway": "gateway.txt",
@@ -59,8 +59,8 @@ def _service(text: str) -> str:
     return text
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="triptych install",
         description="Installs the tested packages of a service into this Python environment.",
         epilog="pip's own variables apply, such as PIP_EXTRA_INDEX_URL.",

