@@ -69,6 +69,9 @@ def progress(line: str) -> tuple[str, str] | None:
             return target, (
                 f"--require-precompiled has no effect: -O {level} on device {device} keeps no compiled code"
             )
+        case {"event": "settings_ignored", "names": [*names], "reason": reason}:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+            return "scheduler", f"{flags} {'has' if len(names) == 1 else 'have'} no effect here: {reason}"
         case {"event": "ready", "phase_seconds": {**seconds}}:
             return target, f"ready ({', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())})"
         case _:

@@ -64,6 +64,8 @@ def test_progress_becomes_readable_text() -> None:
     assert parsed(event="ready", phase_seconds={"load": 1.26}) == (here, "ready (load 1.3 s)")
     assert parsed(event="registered") is None
     assert "-O 1" in (parsed(event="nothing_to_precompile", level=1, device="cpu") or ("", ""))[1]
+    ignored = parsed(event="settings_ignored", names=["pool_batch_sizes"], reason="it generates")
+    assert ignored == ("scheduler", "--pool-batch-sizes has no effect here: it generates")
     assert progress("noise") is None
 
 
