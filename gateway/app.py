@@ -35,7 +35,7 @@ from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher, load_text
 from gateway.settings import Settings
 from gateway.shared_metrics import SharedMetrics
-from gateway.text.template_setting import read_template
+from gateway.text.chat_template import read_template
 from gateway.text.tokenization import TextCodec, TextWorker
 from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError

@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from tokenizers import Encoding, Tokenizer
 
-from gateway.text.encoding import token_ids
+from gateway.text.tokenization import token_ids
 
 # Any text with a token: it stands for texts while the tokenizer puts special tokens around them.
 _SAMPLE: Final = "a"

@@ -8,6 +8,7 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import jinja2
@@ -19,7 +20,7 @@ import jinja2.sandbox
 
 from gateway.quoting import clip
 from gateway.text.content_form import ContentForm, joined
-from protos.errors import InvalidArgument
+from protos.errors import ConfigurationRefused, InvalidArgument
 
 # Where a last turn ends that the model continues; no conversation has it.
 _MARK: Final = "\ue000continue here\ue000 "
@@ -172,3 +173,31 @@ def _up_to_mark(text: str) -> str:
         )
     # A template that drops the mark's space would have dropped the content's, too.
     return text[:at] if text.startswith(_MARK, at) else text[:at].rstrip()
+
+
+# Signs of Jinja text, missing in names of files.
+_JINJA = ("{", "}", "\n")
+
+
+def read_template(setting: str | None) -> str | None:
+    """Returns the template of ``--chat-template``, a file or the text itself.
+
+    Raises:
+        ConfigurationRefused: if there is no such file, or the text is no template.
+    """
+    if setting is None:
+        return None
+    source = setting
+    if not any(sign in setting for sign in _JINJA):
+        try:
+            source = Path(setting).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ConfigurationRefused(
+                f"--chat-template {setting}: {reason}; give a file or the template's text"
+            ) from error
+    try:
+        ChatTemplate(source, {})
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigurationRefused(f"--chat-template, line {error.lineno}: {error.message}") from error
+    return source

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from gateway.format_names import ToolFormat
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import DetokenizerFactory
-from gateway.text.encoding import token_ids
 from gateway.text.prompts import FILE as PROMPTS_FILE
 from gateway.text.prompts import TextPrompts
 from gateway.text.template_probe import thinks, tool_format
@@ -25,7 +24,7 @@ from protos.errors import Internal, Overloaded
 
 T = TypeVar("T")
 
-# Encoding this many bytes takes well under a millisecond; a hop to a thread would cost more.
+# Encoding so many bytes takes well under a millisecond; a hop to another thread would cost more.
 _INLINE_SIZE: Final = 2_000
 
 _THREADS: Final = 2
@@ -34,7 +33,7 @@ _NAMED_TOKENS: Final = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
 
-# What the template of a reranker names: the roles of vLLM's score templates.
+# The roles of vLLM's score templates.
 _PAIR_ROLES: Final = {"query", "document"}
 _QUOTED: Final = re.compile(r"""["'](\w+)["']""")
 
@@ -53,7 +52,7 @@ class TextCodec:
     pair_template: ChatTemplate | None
     """The template, if it writes a pair of texts as turns of the roles "query" and "document"."""
     prompts: TextPrompts
-    """What an embedding model reads in front of texts."""
+    """The prompts of an embedding model."""
     thinks: bool
     """Whether the template handles thinking between ``<think>`` and ``</think>``."""
     special_tokens: dict[str, str]
@@ -235,3 +234,16 @@ def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         by_name = {entry["name"]: entry["template"] for entry in template}
         return {name: by_name[name] for name in ("default", "tool_use") if name in by_name}
     return {"default": template} if isinstance(template, str) else {}
+
+
+def token_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Returns the token ids of ``text``. Recognizes special tokens in it, as transformers does.
+
+    The library keeps Python's global lock while it encodes one text, but not while it encodes a batch. A text
+    of 8 MB takes seconds, in which no stream would go on.
+    """
+    if len(text) <= _INLINE_SIZE:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    else:
+        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return ids

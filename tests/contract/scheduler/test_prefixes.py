@@ -114,40 +114,6 @@ async def test_a_watcher_sees_a_snapshot_then_what_is_stored_and_removed() -> No
                     assert known.issuperset(event.removed.hashes)
 
 
-async def test_a_watcher_resumes_without_a_snapshot(scheduler: RunningScheduler) -> None:
-    """A watcher that resumes gets what it missed; a new one gets a snapshot with the same number."""
-    async with watching(scheduler) as batches:
-        first = await next_batch(batches)
-        await tokens_of(scheduler, generate_request([5] * 5, max_tokens=1))
-        seen = await next_batch(batches)
-    await tokens_of(scheduler, generate_request([6] * 5, max_tokens=1))
-    async with watching(scheduler, after=seen.sequence, replica_id=first.replica_id) as batches:
-        missed = await next_batch(batches)
-    assert (missed.snapshot, missed.sequence) == (False, seen.sequence + 1)
-    assert list(missed.events[0].stored.token_ids) == [6] * 4
-    async with watching(scheduler) as batches:
-        late = await next_batch(batches)
-    assert (late.snapshot, late.sequence) == (True, missed.sequence)
-    assert len(late.events[0].stored.hashes) == 2
-
-
-async def test_a_replica_that_returns_starts_with_a_snapshot() -> None:
-    """A lost replica sends `cleared`; its next life starts with a snapshot and higher numbers."""
-    async with run_scheduler() as scheduler:
-        async with watching(scheduler) as batches:
-            async with joined(scheduler, FakeWorker()):
-                first = await next_batch(batches)
-                await tokens_of(scheduler, generate_request([5] * 5, max_tokens=1))
-                assert (await next_batch(batches)).events[0].HasField("stored")
-            last = await next_batch(batches)
-            assert last.events[0].HasField("cleared")
-            async with joined(scheduler, FakeWorker()):
-                again = await next_batch(batches)
-        assert again.snapshot
-        assert again.replica_id == first.replica_id
-        assert again.sequence > last.sequence
-
-
 async def test_a_watcher_that_does_not_keep_up_is_cut_off(scheduler: RunningScheduler) -> None:
     """A slow watcher gets a retryable error instead of unbounded memory."""
     with watch_kv_events(scheduler.engine.prefixes.follow, max_behind=3) as changes:

@@ -12,7 +12,7 @@ import pytest_asyncio
 import uvicorn
 
 from gateway.__main__ import HttpServer, listening
-from gateway.text.template_setting import read_template
+from gateway.text.chat_template import read_template
 from protos.errors import ConfigurationRefused
 from tests.support.gateway.serving import CHAT, TEXT, Stack, running_stack
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from tokenizers import Tokenizer
 
-from gateway.text.encoding import token_ids
+from gateway.text.tokenization import token_ids
 from tests.support.gateway.serving import smollm2_folder
 
 LONG = "A long text, with <|im_start|> in it — ünïcode, too. " * 3000
