@@ -47,33 +47,18 @@ class Report:
         self._status: dict[str, Status] = {}
         self._exit_code = 0
 
-    def environment(self, readings: Sequence[Reading]) -> None:
-        """Lists the variables of other stacks."""
-        self._content["environment"] = [asdict(reading) for reading in readings]
-        self._section("Environment", readings)
+    def describe(
+        self, section: str, lines: Sequence[Reading] | Sequence[str] | Sequence[SettingSource]
+    ) -> None:
+        """Adds the lines of the section "environment", "flags" or "settings"."""
+        self._content[section] = [line if isinstance(line, str) else asdict(line) for line in lines]
+        if lines and not self._as_json:
+            print("\n".join([f"{section.capitalize()}:", *(f"  {line}" for line in lines), ""]), flush=True)
 
-    def flags(self, notes: Sequence[str]) -> None:
-        """Lists flags of `vllm serve` with another meaning here."""
-        self._content["flags"] = list(notes)
-        self._section("Flags", notes)
+    def check(self, name: str, run: Callable[[], str], *, needs: Collection[str] = ()) -> Status:
+        """Runs a check unless an earlier check that it needs has failed; returns its status.
 
-    def settings(self, sources: Sequence[SettingSource]) -> None:
-        """Lists the settings and their sources."""
-        self._content["settings"] = [asdict(each) for each in sources]
-        self._section("Settings", sources)
-
-    def check(self, name: str, run: Callable[[], str], *, needs: Collection[str] = ()) -> bool:
-        """Runs a check unless an earlier one that it needs has failed.
-
-        Any error of the check is its result: a broken driver or compiler may raise anything.
-
-        Args:
-            name: unique.
-            run: returns its finding, or raises.
-            needs: names of earlier checks.
-
-        Returns:
-            Whether it ran and did not fail.
+        `run` returns its finding. It may raise anything, as a broken driver or compiler may.
         """
         broken = [other for other in needs if self._status.get(other) not in {"ok", "note"}]
         if broken:
@@ -88,13 +73,9 @@ class Report:
             return self._fail(name, error.message, BAD_SETTING)
         except LaunchError as error:
             return self._fail(name, str(error), error.exit_code)
-        except Exception as error:  # noqa: BLE001 - see above
+        except Exception as error:  # noqa: BLE001 - becomes the result
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return self._fail(name, f"{type(error).__name__}: {lines[0] if lines else ''}")
-
-    def status(self, name: str) -> Status:
-        """Returns the result of an earlier check."""
-        return self._status[name]
 
     def refuse(self, error: str) -> int:
         """Ends the report with a bad flag or setting; returns the exit code."""
@@ -103,14 +84,7 @@ class Report:
         return BAD_SETTING
 
     def close(self, works: str) -> int:
-        """Ends the report.
-
-        Args:
-            works: the last line if no check failed.
-
-        Returns:
-            The command's exit code if it would refuse to start, else 1 after a failure and 0 without one.
-        """
+        """Ends the report, with the line `works` if no check failed; returns the exit code."""
         statuses = list(self._status.values())
         if failed := statuses.count("FAILED"):
             works = f"{failed} check{'s' if failed > 1 else ''} failed: it would not start, or not work."
@@ -122,21 +96,17 @@ class Report:
         self._print_json()
         return self._exit_code
 
-    def _fail(self, name: str, text: str, exit_code: int = 1) -> bool:
+    def _fail(self, name: str, text: str, exit_code: int = 1) -> Status:
         if exit_code > self._exit_code:
             self._exit_code, self._content["error"] = exit_code, text
         return self._add(CheckResult(name, "FAILED", text))
 
-    def _add(self, result: CheckResult) -> bool:
+    def _add(self, result: CheckResult) -> Status:
         self._status[result.name] = result.status
         self._content["checks"].append(asdict(result))
         if not self._as_json:
             print(result, flush=True)
-        return result.status in {"ok", "note"}
-
-    def _section(self, heading: str, lines: Sequence[object]) -> None:
-        if lines and not self._as_json:
-            print("\n".join([f"{heading}:", *(f"  {line}" for line in lines), ""]), flush=True)
+        return result.status
 
     def _print_json(self) -> None:
         if self._as_json:

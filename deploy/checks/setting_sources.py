@@ -3,10 +3,8 @@
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
-from pydantic import BaseModel
-
+from deploy.launcher.service_flags import written
 from protos.environment.table import HIDDEN
 from protos.settings import ServiceSettings, declared, is_secret, reference_variables
 
@@ -17,27 +15,24 @@ class SettingSource:
 
     flag: str
     value: str
-    """As people write it; a secret is hidden."""
+    """Empty for a switch; a secret is hidden."""
     source: str
     """ "command line", a variable's name, or "configuration file"."""
 
     def __str__(self) -> str:
-        return f"{self.flag} {self.value}  ({self.source})"
+        return f"{self.flag} {self.value} ".rstrip() + f"  ({self.source})"
 
 
 def setting_sources(settings: ServiceSettings, flags: Collection[str]) -> list[SettingSource]:
-    """Returns the settings that have been set, in the order of the class' fields.
-
-    Args:
-        settings: as loaded.
-        flags: the fields that the command line sets.
-    """
+    """Returns the settings that have been set; `flags` are the fields that the command line sets."""
     cls = type(settings)
-    return [
-        SettingSource(f"--{name.replace('_', '-')}", _shown(settings, name), _source(cls, name, flags))
-        for name in cls.model_fields
-        if name in settings.model_fields_set
-    ]
+    sources = []
+    for name in cls.model_fields:
+        if name in settings.model_fields_set:
+            flag, _, value = written(name, getattr(settings, name)).partition("=")
+            shown = HIDDEN if is_secret(cls, name) else value
+            sources.append(SettingSource(flag, shown, _source(cls, name, flags)))
+    return sources
 
 
 def _source(cls: type[ServiceSettings], field: str, flags: Collection[str]) -> str:
@@ -53,21 +48,3 @@ def _variables(cls: type[ServiceSettings], field: str) -> list[str]:
     """Returns a setting's variables by precedence."""
     opposite = declared(cls, "reference_opposites").get(field)
     return [f"TRIPTYCH_{field.upper()}", *([opposite] if opposite else []), *reference_variables(cls, field)]
-
-
-def _shown(settings: ServiceSettings, field: str) -> str:
-    if is_secret(type(settings), field):
-        return HIDDEN
-    match getattr(settings, field):
-        case bool() as value:
-            return "on" if value else "off"
-        case tuple() as value:
-            return " ".join(map(str, value))
-        case dict() as value:
-            return ",".join(f"{key}={item}" for key, item in value.items())
-        case BaseModel() as value:
-            return value.model_dump_json(exclude_unset=True)
-        case str() | Path() | int() | float() | None as value:
-            return str(value)
-        case value:
-            return repr(value)

@@ -8,13 +8,12 @@ what the others send.
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic_settings import SettingsConfigDict
 
+from deploy.launcher.configuration import configuration
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.service_flags import scheduler_flags, worker_flags
 from deploy.launcher.settings import LaunchSettings
@@ -117,28 +116,15 @@ def _check_writable(settings: WorkerSettings, device: str) -> None:
 
 
 def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.ConfigureRequest":
-    """Returns how a scheduler would configure the worker."""
-    from scheduler_svc.convert.model import description_from_proto
-    from scheduler_svc.workers.generating import configure_request, geometry_for
-    from scheduler_svc.workers.pooling import PoolingReplicas
-    from worker_svc.api.convert import description_to_proto
-
-    scheduler_settings = load(SchedulerSettings, scheduler_flags(settings, 0))
-    description = description_from_proto(
-        description_to_proto(worker, worker_id="compile", model=settings.model)
-    )
-    if description.model.pool_tasks:
-        return PoolingReplicas(scheduler_settings, time.monotonic).set_up(_ALONE, description).request
-    layout = worker.layout
-    if layout.pipeline > 1 and worker.device.caches_are_inputs and not scheduler_settings.num_blocks:
+    """Returns the configuration that a scheduler with the same flags would send."""
+    scheduler = load(SchedulerSettings, scheduler_flags(settings, 0))
+    layout, is_generating = worker.layout, worker.description.pooling is None
+    if is_generating and layout.pipeline > 1 and worker.device.caches_are_inputs and not scheduler.num_blocks:
         raise ConfigurationRefused(
             f"code for device {worker.device.name} depends on the number of blocks, which the stages of a pipeline"
             " agree on when they start; set --num-blocks, and use it with `triptych up`, too"
         )
-    description = replace(description, pipeline_stages=layout.pipeline, tensor_parallel=layout.tensor)
-    geometry = geometry_for(scheduler_settings, description)
-    geometry.check(description.limits, description.groups)
-    return configure_request(scheduler_settings, geometry, copies_blocks=description.copies_blocks)
+    return configuration(scheduler, worker)
 
 
 def _run(worker: "Worker", request: "worker_pb2.ConfigureRequest") -> float:

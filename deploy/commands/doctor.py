@@ -58,12 +58,10 @@ class DoctorSettings(WorkerSettings):
             raise ValueError(
                 "only --parity runs a model; add it, omit --model, or name a command: triptych doctor worker"
             )
-        if self.parity and self.compile_only:
-            raise ValueError("--parity runs a model, and --compile-only runs nothing; drop one")
-        if self.parity and self.load_format == "dummy":
-            raise ValueError("--parity compares real weights; omit --load-format dummy")
-        if self.parity and self.layout.world_size > 1:
-            raise ValueError("--parity runs one rank; omit the sizes")
+        if self.parity and (self.compile_only or self.load_format == "dummy" or self.layout.world_size > 1):
+            raise ValueError(
+                "--parity runs real weights on one rank; omit --compile-only, --load-format dummy and the sizes"
+            )
         return self
 
 
@@ -78,17 +76,13 @@ _COMMANDS: Final[Mapping[str, type[ServiceSettings]]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the settings, runs the checks and prints each result.
-
-    Returns:
-        The exit code: 0; 2 if the command would refuse to start; 1 after any other failed check.
-    """
+    """Prints the settings and the result of each check; returns the exit code of `DoctorSettings`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     as_json = _JSON in arguments
     arguments = [argument for argument in arguments if argument != _JSON]
     command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     report = Report(f"triptych {command or 'worker'}", as_json=as_json)
-    report.environment(table.read(os.environ))
+    report.describe("environment", table.read(os.environ))
     foreign = VllmFlags() if command in {"serve", "up"} else None
     try:
         cls = _settings_class(command)
@@ -96,17 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationRefused as error:
         print(f"triptych doctor: {error}", file=sys.stderr)
         return report.refuse(str(error))
-    report.flags(foreign.notes if foreign else [])
-    report.settings(setting_sources(settings, given_flags(cls, arguments, foreign and VllmFlags())))
+    report.describe("flags", foreign.notes if foreign else [])
+    given = given_flags(cls, arguments, foreign and VllmFlags())
+    report.describe("settings", setting_sources(settings, given))
     configure("doctor", level="warning", log_format="console")
     silence_libraries()
     report.check("environment", _variables)
     os.environ.pop(CONFIG_VARIABLE, None)  # services get all settings as flags
     _check(settings, report)
-    works = f"`triptych {command}` would start." if command else "A worker would start."
-    if isinstance(settings, DoctorSettings) and settings.parity:
-        works = "A worker would start and compute correctly."
-    return report.close(works)
+    return report.close(f"`triptych {command or 'worker'}` would start.")
 
 
 def _settings_class(command: str) -> type[ServiceSettings]:
@@ -127,26 +119,13 @@ def _variables() -> str:
 
 
 def _check(settings: ServiceSettings, report: Report) -> None:
-    device = None
-    match settings:
-        case LaunchSettings():
-            device = starts.check_stack(settings, report)
-        case GatewaySettings():
-            starts.check_gateway(settings, report)
-        case SchedulerSettings():
-            starts.check_scheduler(settings, report)
-        case DoctorSettings():
-            device = starts.check_device(settings, report)
-        case WorkerSettings():
-            device = starts.check_worker(settings, report)
-    if device is None:
-        return
-    # They import torch.
-    from deploy.checks import device as device_checks
-
-    assert isinstance(settings, WorkerSettings)
-    device_checks.check(device, report, runs=not settings.compile_only)
-    if isinstance(settings, DoctorSettings) and settings.parity:
+    has_parity = isinstance(settings, DoctorSettings) and settings.parity
+    device = starts.check(settings.model_copy(update={"model": ""}) if has_parity else settings, report)
+    if device is not None and isinstance(settings, WorkerSettings):
+        # Both import torch.
+        from deploy.checks import device as device_checks
         from deploy.checks import parity
 
-        parity.check(settings, report)
+        device_checks.check(device, report, runs=not settings.compile_only)
+        if has_parity:
+            parity.check(settings, report)

@@ -150,7 +150,7 @@ def _given_flags(
     given = [name for name in service.model_fields if name in settings.model_fields_set]
     values = {name: getattr(settings, name) for name in given} | launcher_values
     shown = {name: value for name, value in values.items() if not is_secret(service, name)}
-    return [_flag(name, value) for name, value in shown.items() if value is not None]
+    return [written(name, value) for name, value in shown.items() if value is not None]
 
 
 def secrets_of(settings: ServiceSettings, service: type[ServiceSettings]) -> dict[str, str]:
@@ -175,7 +175,7 @@ def _secret(value: SecretStr | tuple[SecretStr, ...]) -> str:
     return json.dumps([each.get_secret_value() for each in value])
 
 
-def _flag(name: str, value: object) -> str:
+def written(name: str, value: object) -> str:
     """Returns a flag that `protos.settings.load` reads back as `value`."""
     flag = f"--{name.replace('_', '-')}"
     match value:

@@ -350,19 +350,6 @@ class RblnDevice(Device):
         operator = "causal_attention_naive" if partitions == 1 else "flash_causal_attention_naive"
         return f"{operator}_{'prefill' if prefill else 'decode'}"
 
-    def operators(self) -> list[str]:
-        """Returns the attention operators that graphs may name."""
-        names = [
-            f"{operator}_{phase}"
-            for operator in (
-                "causal_attention_naive",
-                "flash_causal_attention_naive",
-                "sliding_window_attention_naive",
-            )
-            for phase in ("prefill", "decode")
-        ]
-        return names if self.namespace == TRITON else [*names, "sliding_window_attention_v1"]
-
     def attend(self, call: AttentionCall, plan: RblnPlan) -> None:
         """See the base class.
 
