@@ -1,7 +1,7 @@
 """Makes docs/api-grpc.md from the services, messages, fields and comments of protos/triptych/v1."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -107,8 +107,31 @@ def grpc_api() -> str:
         for index, service in enumerate(file.descriptor.service)
         for line in _service(file, index, service)
     ]
-    messages = [line for file in files for line in _file(file)]
+    needed = _reachable(files)
+    messages = [line for file in files for line in _file(file, needed)]
     return page([NOTICE, "", *INTRODUCTION.splitlines(), ""], services, messages)
+
+
+def _reachable(files: Sequence[File]) -> set[str]:
+    """Returns the names of the types of all calls, and of their fields."""
+    types = {name: item for file in files for _, name, item in _types(file.descriptor)}
+    queue = [
+        name.removeprefix(".triptych.v1.")
+        for file in files
+        for service in file.descriptor.service
+        for method in service.method
+        for name in (method.input_type, method.output_type)
+    ]
+    queue.append("Error")
+    found = set[str]()
+    while queue:
+        name = queue.pop()
+        found.add(name)
+        if isinstance(item := types.get(name), DescriptorProto):
+            entries = [field for entry in item.nested_type for field in entry.field]
+            inner = {field.type_name.removeprefix(".triptych.v1.") for field in (*item.field, *entries)}
+            queue += inner - found - {""}
+    return found
 
 
 def _service(file: File, index: int, service: ServiceDescriptorProto) -> list[str]:
@@ -132,11 +155,13 @@ def _link(type_name: str, *, streamed: bool = False) -> str:
     return f"{'stream of ' if streamed else ''}[{name}](#{anchor(name)})"
 
 
-def _file(file: File) -> list[str]:
+def _file(file: File, needed: set[str]) -> list[str]:
     name = Path(file.descriptor.name).name
     about = [] if file.descriptor.service else [*file.prose(_SYNTAX), ""]
     lines = [f"## Messages of {name}", "", *about]
     for path, qualified, item in _types(file.descriptor):
+        if qualified not in needed:
+            continue
         lines += [f"### {qualified}", ""]
         if comment := file.prose(*path):
             lines += [*comment, ""]
