@@ -43,3 +43,14 @@ def _json_pieces(value: Any) -> Iterator[str]:
 def clip(name: str) -> str:
     """Returns a name that a client made up, cut short."""
     return name if len(name) <= _MAX_QUOTE else f"{name[:_MAX_QUOTE]}…"
+
+
+def omitted(kind: str, name: Any = None) -> str:
+    """Returns the line that stands for a part of a conversation that no model here can read.
+
+    Args:
+        kind: the part's type, for example ``input_image``.
+        name: its name, if it has one.
+    """
+    words = clip(kind).removeprefix("input_").replace("_", " ")
+    return f"[{words} {quote(name)} omitted]" if isinstance(name, str) and name else f"[{words} omitted]"

@@ -10,9 +10,9 @@ from gateway.responses.output_items import Output
 from gateway.responses.request import ResponsesRequest, TextFormat
 from gateway.responses.tools import (
     Allowed,
+    CustomTool,
     Namespace,
     ResponseTool,
-    ResponseToolChoice,
     SkippedTool,
     scoped_names,
 )
@@ -79,7 +79,7 @@ class ResponseObject:
             "store": False,
             "temperature": body.temperature,
             "text": _text_options(body),
-            "tool_choice": _tool_choice(body.tool_choice),
+            "tool_choice": _tool_choice(body),
             "tools": [_tool(tool) for tool in body.tools if not isinstance(tool, SkippedTool)],
             "top_logprobs": body.num_logprobs or 0,
             "top_p": body.top_p,
@@ -132,6 +132,8 @@ def _tool(tool: ResponseTool) -> dict[str, Any]:
         return {
             "type": "namespace", "name": tool.name, "description": tool.description or "", "tools": functions,
         }  # fmt: skip
+    if isinstance(tool, CustomTool):
+        return tool.model_dump(exclude_none=True)
     return {
         "type": "function",
         "name": tool.name,
@@ -141,12 +143,17 @@ def _tool(tool: ResponseTool) -> dict[str, Any]:
     }
 
 
-def _tool_choice(choice: ResponseToolChoice) -> Any:
-    match choice:
+def _tool_choice(body: ResponsesRequest) -> Any:
+    names = scoped_names(body.tools)
+
+    def tool(name: str) -> dict[str, Any]:
+        is_custom = name in names and names[name].custom
+        return {"type": "custom" if is_custom else "function", "name": name}
+
+    match body.tool_choice:
         case NamedChoice(name):
-            return {"type": "function", "name": name}
-        case Allowed(mode, names):
-            tools = [{"type": "function", "name": name} for name in names]
-            return {"type": "allowed_tools", "mode": mode, "tools": tools}
-        case _:
+            return tool(name)
+        case Allowed(mode, allowed):
+            return {"type": "allowed_tools", "mode": mode, "tools": list(map(tool, allowed))}
+        case choice:
             return choice or "auto"

@@ -65,6 +65,18 @@ class OutputFunctionCall(TypedDict):
     arguments: Annotated[str, Field(description="A JSON object, as text.")]
 
 
+class OutputCustomCall(TypedDict):
+    """A call of a custom tool."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: Annotated[str, Field(description="The id for the custom_tool_call_output that answers it.")]
+    name: str
+    namespace: NotRequired[Annotated[str | None, Field(description="The tool's, if it has one.")]]
+    input: Annotated[str, Field(description="Plain text.")]
+
+
 class InputDetails(TypedDict):
     """Details of the input's tokens."""
 
@@ -125,7 +137,7 @@ class ResponseAnswer(TypedDict):
     max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputFunctionCall]
+    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
     parallel_tool_calls: bool
     previous_response_id: None
     prompt_cache_key: str | None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 from gateway.responses.input_items import (
+    Aside,
     FunctionCall,
     FunctionCallOutput,
     InputItem,
@@ -106,14 +107,15 @@ class _Turn:
     """A turn of the assistant, which spans several items."""
 
     reasoning: list[str] = field(default_factory=list)
-    content: str | None = None
+    content: list[str] = field(default_factory=list)
+    has_message: bool = False
     calls: list[EarlierCall] = field(default_factory=list)
 
     def message(self) -> Message:
         """Returns the turn as a chat message."""
         return Message.model_construct(
             role="assistant",
-            content=self.content or "",
+            content="\n".join(self.content),
             tool_calls=self.calls,
             reasoning="\n".join(self.reasoning) or None,
         )
@@ -147,7 +149,10 @@ def messages_of(instructions: str | None, items: Iterable[InputItem]) -> Iterato
                 function = EarlierFunction.model_construct(name=name, arguments=item.arguments)
                 turn.calls.append(EarlierCall.model_construct(id=item.call_id, function=function))
             case InputMessage():
-                turn.content = item.content
+                turn.content.append(item.content)
+                turn.has_message = True
+            case Aside(text):
+                turn.content.append(text)
     if turn is not None:
         yield turn.message()
 
@@ -164,6 +169,6 @@ def _other_message(item: InputItem, functions: dict[str, str]) -> Message | None
 
 def _continues(item: InputItem, turn: _Turn) -> bool:
     """Whether an item of the assistant belongs to the turn before it."""
-    if isinstance(item, FunctionCall):
+    if isinstance(item, FunctionCall | Aside):
         return True
-    return turn.content is None and (isinstance(item, InputMessage) or not turn.calls)
+    return not turn.has_message and (isinstance(item, InputMessage) or not turn.calls)

@@ -1,11 +1,12 @@
 """The items of a request's input: messages, calls of functions, their results, and thinking."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from gateway.quoting import quote
+from gateway.quoting import omitted, quote
+from gateway.responses.foreign_items import in_served_form
 from gateway.schemas.base import RequestModel, ignore
 from gateway.schemas.chat import MAX_MESSAGES
 from gateway.schemas.tools import MAX_ARGUMENTS
@@ -26,6 +27,20 @@ _ECHOED: Final = frozenset({"annotations", "logprobs"})
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 Echoed = Annotated[str | None, Field(max_length=256, description="As an answer had it; ignored.")]
+
+
+def _result(content: Any, info: ValidationInfo) -> str:
+    """Returns the text of a call's result; a line stands for each image or file in it."""
+    if isinstance(content, list):
+        content = [_part_in_words(part) for part in content]
+    return _text(content, info)
+
+
+def _part_in_words(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind in _PARTS:
+        return part
+    return {"type": "text", "text": omitted(kind, part.get("filename"))}
 
 
 def _text(content: Any, info: ValidationInfo) -> str:
@@ -55,6 +70,13 @@ PartsText = Annotated[
     str,
     BeforeValidator(_text, json_schema_input_type=str | list[dict[str, Any]]),
     Field(description="Text, or a list of parts of type input_text or output_text."),
+]
+
+
+ResultText = Annotated[
+    str,
+    BeforeValidator(_result, json_schema_input_type=str | list[dict[str, Any]]),
+    Field(description="Text, or a list of parts; a line stands for each part without text."),
 ]
 
 
@@ -88,7 +110,7 @@ class FunctionCallOutput(RequestModel):
 
     type: Literal["function_call_output"]
     call_id: Annotated[Id, Field(description="The call that it answers.")]
-    output: PartsText
+    output: ResultText
     name: Annotated[str | None, Field(max_length=256, description="The function.")] = None
     namespace: Echoed = None
     id: Echoed = None
@@ -122,9 +144,15 @@ class ReasoningItem(RequestModel):
         return "\n".join(piece.text for piece in self.content or self.summary or ())
 
 
-InputItem = InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem
+class Aside(NamedTuple):
+    """A part of the assistant's turn that stands for an item no model here can read."""
 
-_KINDS: Final[Mapping[str, type[InputItem]]] = {
+    text: str
+
+
+InputItem = InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem | Aside
+
+_KINDS: Final[Mapping[str, type[InputMessage | FunctionCall | FunctionCallOutput | ReasoningItem]]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionCallOutput,
@@ -145,10 +173,16 @@ def _item(value: Any, info: ValidationInfo) -> InputItem:
             "is not supported: nothing is stored that an item_reference could name; send the item itself, as"
             " most clients do with store=false"
         )
+    if isinstance(kind, str) and kind not in _KINDS:
+        value = in_served_form(kind, value)
+        if isinstance(value, str):
+            return Aside(value)
+        kind = value["type"]
     model = _KINDS.get(kind) if isinstance(kind, str) else None
     if model is None:
-        served = ", ".join(_KINDS)
-        raise ValueError(f"is not supported: its type is {quote(kind)}; only {served} are served")
+        raise ValueError(
+            f"is not supported: its type is {quote(kind)}; send messages, calls and their outputs"
+        )
     return model.model_validate(value, context=info.context)
 
 

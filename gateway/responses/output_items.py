@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, merged
 from gateway.responses.tools import ScopedName
+from gateway.tools.custom_tools import InputReader
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -31,6 +32,10 @@ class OutputItem(ABC):
     def text(self) -> str:
         """Its text so far."""
         return "".join(self.pieces)
+
+    def add(self, piece: str) -> None:
+        """Takes a further piece of its text."""
+        self.pieces.append(piece)
 
     @property
     def has_parts(self) -> bool:
@@ -88,6 +93,7 @@ class ThinkingItem(OutputItem):
 class CallItem(OutputItem):
     """A call of a function."""
 
+    type: ClassVar[str] = "function_call"
     event_prefix = "response.function_call_arguments"
     text_field = "arguments"
 
@@ -103,13 +109,28 @@ class CallItem(OutputItem):
 
     def body(self, status: Status) -> dict[str, Any]:
         """Returns the call."""
-        arguments = "" if status == "in_progress" else self.text
+        text = "" if status == "in_progress" else self.text
         status = "incomplete" if self.revoked and status == "completed" else status
         body = {
-            "id": self.id, "type": "function_call", "status": status, "call_id": self.call_id,
-            "name": self.name.name, "arguments": arguments,
+            "id": self.id, "type": self.type, "status": status, "call_id": self.call_id,
+            "name": self.name.name, self.text_field: text,
         }  # fmt: skip
         return body if self.name.namespace is None else {**body, "namespace": self.name.namespace}
+
+
+@dataclass(slots=True)
+class CustomCallItem(CallItem):
+    """A call of a custom tool, whose text is the input in the arguments."""
+
+    type = "custom_tool_call"
+    event_prefix = "response.custom_tool_call_input"
+    text_field = "input"
+
+    reader: InputReader = field(default_factory=InputReader)
+
+    def add(self, piece: str) -> None:
+        """Takes a further piece of the arguments."""
+        self.pieces.append(self.reader.feed(piece))
 
 
 class Output:
@@ -120,7 +141,7 @@ class Output:
 
         Args:
             answer_id: the items are named after it.
-            names: the client's names of functions in namespaces by the names that the model knows.
+            names: the client's names of tools by the names that the model knows.
         """
         self._names = names
         self._suffix = answer_id.partition("_")[2]
@@ -137,7 +158,8 @@ class Output:
                 item = last if isinstance(last, ThinkingItem) else self._add(ThinkingItem(*self._place("rs")))
             case CallStart(number, call_id, name):
                 scoped = self._names.get(name) or ScopedName(name)
-                call = CallItem(*self._place("fc"), call_id=call_id, name=scoped)
+                kind, prefix = (CustomCallItem, "ctc") if scoped.custom else (CallItem, "fc")
+                call = kind(*self._place(prefix), call_id=call_id, name=scoped)
                 self._calls[number] = call
                 return self._add(call)
             case CallArguments(number, text):
@@ -146,7 +168,7 @@ class Output:
                 call = self._calls[event.number]
                 call.revoked = True
                 return call
-        item.pieces.append(text)
+        item.add(text)
         return item
 
     def add_message(self) -> OutputItem:

@@ -12,7 +12,7 @@ from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.parsers.events import CallRevoked, CallStart, Event, Text
 from gateway.responses.answer_body import ResponseObject, error_event
-from gateway.responses.output_items import MessageItem, OutputItem, Status
+from gateway.responses.output_items import CustomCallItem, MessageItem, OutputItem, Status
 from protos.errors import TriptychError
 
 
@@ -57,7 +57,9 @@ class ResponseStreamWriter(StreamWriter):
             item = self._output.take(event)
             if item is self._output.items[-1] and item is not self._open:
                 out += (self._close("completed"), self._opening(item))
-            if not isinstance(event, CallStart | CallRevoked):
+            # Most of a custom call's arguments before its input show nothing.
+            is_shown = bool(item.pieces and item.pieces[-1]) or not isinstance(item, CustomCallItem)
+            if is_shown and not isinstance(event, CallStart | CallRevoked):
                 out.append(self._delta(item, item.pieces[-1], tokens))
         if delta.finish_reason is not None:
             self._cut = delta.finish_reason == "length"

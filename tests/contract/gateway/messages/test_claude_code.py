@@ -81,3 +81,63 @@ async def test_a_turn_with_a_call(stack: Stack, client: anthropic.AsyncAnthropic
     assert f"<think>\nLet me see.\n</think>\n\nI look.{CALL}<|im_end|>" in prompt
     assert "<|im_start|>tool\na.txt<|im_end|>\n<|im_start|>user\n<system-reminder>" in prompt
     assert "billing" not in prompt
+
+
+TEXT = {"type": "text", "media_type": "text/plain", "data": "Plain words."}
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0="}}
+
+
+def result_of(*content: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "c", "content": list(content)}
+
+
+@pytest.mark.parametrize(
+    ("role", "block", "expected"),
+    [
+        ("user", {"type": "document", "source": TEXT, "title": "T", "context": "C"}, "T\nC\nPlain words."),
+        ("user", {"type": "document", "source": {"type": "content", "content": "Inner."}}, "Inner."),
+        ("user", {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "In."}, IMAGE]}}, "In.\n[image omitted]"),
+        ("user", {"type": "document", "source": PDF, "title": "a.pdf", "context": "C"}, '[document "a.pdf" omitted]\nC'),
+        ("user", {"type": "document", "source": {"type": "url", "url": "http://x/a.pdf"}}, "[document omitted]"),
+        ("user", {"type": "document", "source": {"type": "file", "file_id": "f"}}, "[document omitted]"),
+        ("user", {"type": "search_result", "title": "S", "source": "http://s", "content": [{"type": "text", "text": "Found."}]}, "S\nhttp://s\nFound."),
+        ("user", {"type": "container_upload", "file_id": "f"}, "[container upload omitted]"),
+        ("user", result_of(IMAGE), "[image omitted]"),
+        ("user", result_of({"type": "text", "text": "Seen:"}, IMAGE), "Seen:\n[image omitted]"),
+        ("user", result_of({"type": "document", "source": TEXT}), "Plain words."),
+        ("user", result_of({"type": "search_result", "title": "S", "source": "s", "content": []}), "S\ns"),
+        ("user", result_of({"type": "tool_reference", "tool_name": "t"}), "[tool reference omitted]"),
+        ("assistant", {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "cats"}}, '[web_search was called with {"query":"cats"}]'),
+        ("assistant", {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result", "title": "Cats", "url": "http://c", "encrypted_content": "x"}]}, "Cats\nhttp://c"),
+        ("assistant", {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "web_search_tool_result_error", "error_code": "unavailable"}}, "unavailable"),
+        ("assistant", {"type": "web_fetch_tool_result", "tool_use_id": "s", "content": {"type": "web_fetch_result", "url": "http://f", "content": {"type": "document", "source": TEXT}}}, "http://f\nPlain words."),
+        ("assistant", {"type": "code_execution_tool_result", "tool_use_id": "s", "content": {"type": "code_execution_result", "stdout": "out", "stderr": "err", "return_code": 1, "content": []}}, "out\nerr"),
+        ("assistant", {"type": "mcp_tool_use", "id": "s", "name": "look", "server_name": "n", "input": {}}, "[look was called with {}]"),
+        ("assistant", {"type": "mcp_tool_result", "tool_use_id": "s", "content": [{"type": "text", "text": "Seen."}]}, "Seen."),
+        ("assistant", {"type": "thinking", "thinking": "Hm.", "signature": "s"}, "Hm."),
+        ("assistant", {"type": "redacted_thinking", "data": "x"}, ""),
+    ],
+)  # fmt: skip
+async def test_histories_that_began_elsewhere(
+    stack: Stack, client: anthropic.AsyncAnthropic, role: str, block: dict[str, Any], expected: str
+) -> None:
+    """Text is taken; a line stands for the rest. A model of today can go on with the conversation."""
+    call = {"type": "tool_use", "id": "c", "name": "Bash", "input": {"command": "ls"}}
+    before: Any = [said("Hi."), {"role": "assistant", "content": [call]}] if role == "user" else [said("Hi.")]
+    turn = {"role": role, "content": [block, {"type": "text", "text": "And then?"}]}
+    turns = [*before, turn, *([] if role == "user" else [said("Go on.")])]
+    stack.reply_with("Fine.")
+    await client.messages.create(model="smollm2", max_tokens=50, messages=turns)
+    text = stack.gateway.app.state.context.watcher.served().text
+    prompt = text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    assert expected in prompt
+    assert "And then?" in prompt
+    assert "JVBERi0" not in prompt
+    assert "iVBORw0" not in prompt
+
+
+async def test_an_image_that_the_user_asks_about_is_refused(stack: Stack) -> None:
+    """No model here could answer."""
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": [IMAGE]}]}
+    assert (await stack.http.post("/v1/messages", json=body)).status_code == 400

@@ -205,8 +205,6 @@ def test_inputs_of_any_depth() -> None:
         ({"max_tokens": None}, InvalidArgument, "'max_tokens' should be a valid integer"),
         ({"max_tokens": 0}, InvalidArgument, "'max_tokens' should be greater than or equal to 1"),
         ({"messages": [user({"type": "image", "source": {}})]}, InvalidArgument, "'messages[0].content' block 0 is not served"),
-        ({"messages": [user({"type": "document", "source": {}})]}, InvalidArgument, 'or \'tool_result\' are, got "document"'),
-        ({"messages": [user(RESULT | {"content": [{"type": "image"}]})]}, InvalidArgument, "'messages[0].content[0].content' block 0 is not"),
         ({"messages": [user(USE)]}, InvalidArgument, "content[0] has the type 'tool_use', which turns of the role 'user'"),
         ({"messages": [user({"type": "tool_result"})]}, InvalidArgument, "'messages[0].content[0]' needs 'tool_use_id'"),
         ({"system": [{"type": "image"}]}, InvalidArgument, "'system' block 0 is not served; only blocks of type 'text' are"),

@@ -1,0 +1,85 @@
+"""Custom tools: functions with one argument, the text ``input``, which clients get and send as plain text."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+INPUT_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+_HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_PART_OF_HEAD: Final = re.compile(r'\s*(\{\s*("(i(n(p(u(t("\s*(:\s*)?)?)?)?)?)?)?)?)?')
+_CHARACTERS: Final = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
+# The first half of a surrogate pair at the end of a text, as an escape.
+_HALF_PAIR: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+
+
+def describe(description: str | None, form: dict[str, Any] | None) -> str | None:
+    """Returns a custom tool's description, with the grammar of its input if it has one.
+
+    Args:
+        description: as the client wrote it.
+        form: the tool's ``format``; either protocol's.
+    """
+    grammar = (form or {}).get("grammar", form or {})
+    definition = grammar.get("definition") if isinstance(grammar, dict) else None
+    if not isinstance(definition, str):
+        return description
+    syntax = grammar.get("syntax")
+    kind = "regular expression" if syntax == "regex" else "Lark grammar"
+    return "\n\n".join(filter(None, (description, f"The input matches this {kind}:\n{definition}")))
+
+
+def arguments_of(text: str) -> str:
+    """Returns the arguments of a call with the input ``text``."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+class InputReader:
+    """Reads the input out of a call's arguments as they arrive.
+
+    Arguments of another form, which a model may write without a grammar, are the input as they stand.
+    """
+
+    def __init__(self) -> None:
+        self._rest = ""
+        self._step: Callable[[], str] = self._head
+
+    def feed(self, arguments: str) -> str:
+        """Returns the piece of the input that further arguments settle."""
+        self._rest += arguments
+        return self._step()
+
+    def _head(self) -> str:
+        if (head := _HEAD.match(self._rest)) is not None:
+            self._rest, self._step = self._rest[head.end() :], self._text
+        elif _PART_OF_HEAD.fullmatch(self._rest) is not None:
+            return ""
+        else:
+            self._step = self._anything
+        return self._step()
+
+    def _text(self) -> str:
+        match = _CHARACTERS.match(self._rest)
+        assert match is not None
+        text, end = match.group(), match.end()
+        if end < len(self._rest) and self._rest[end] == '"':
+            self._step = self._end
+        elif half := _HALF_PAIR.search(text):
+            text, end = text[: half.start()], half.start()
+        self._rest = self._rest[end:]
+        found: str = json.loads(f'"{text}"', strict=False)
+        # A half of a surrogate pair alone cannot be sent.
+        return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _anything(self) -> str:
+        text, self._rest = self._rest, ""
+        return text
+
+    def _end(self) -> str:
+        return ""
