@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "deploy" / "locks"
 
 GATEWAY_NEVER_IMPORTS: Mapping[str, str] = {
+    "h11": "uvicorn's other HTTP parser; ours is httptools",
+    "idna": "anyio connects to names in other alphabets with it; the gateway connects with gRPC",
     "pycparser": "cffi reads C declarations with it; those of cryptography are compiled",
     "huggingface-hub": "tokenizers downloads models with it; the gateway reads files that the scheduler sends",
 }
