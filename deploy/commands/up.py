@@ -1,4 +1,4 @@
-"""`triptych up`: starts the three services on this machine and reports when they serve."""
+"""`triptych up` and `triptych serve`: start the three services on this machine and report when they serve."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
 
 from deploy.launcher import service_flags
 from deploy.launcher.deaths import BAD_SETTING
@@ -31,6 +34,18 @@ from protos.wire import unix_address
 from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
 
 _POLL_S = 0.25
+
+
+class ServeSettings(LaunchSettings):
+    """Serves one model on this machine, with the flags of `vllm serve`: starts all three services.
+
+    It is `triptych up`, except that it listens on all interfaces by default, as vLLM does.
+    """
+
+    model_config = SettingsConfigDict(cli_prog_name="triptych serve")
+
+    host: str = Field("0.0.0.0", min_length=1)  # noqa: S104 - where clients of vLLM's server find it
+    """Address to listen on. The default is every interface of this machine, as in `vllm serve`."""
 
 
 def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings] = LaunchSettings) -> int:
@@ -67,6 +82,11 @@ def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings]
         return error.exit_code
     except KeyboardInterrupt:
         return 0
+
+
+def serve(argv: Sequence[str] | None = None) -> int:
+    """Runs `triptych serve`: `main` with the defaults of `vllm serve`."""
+    return main(argv, ServeSettings)
 
 
 def fetch_demo_model(name: str) -> str:

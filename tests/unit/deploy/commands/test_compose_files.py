@@ -7,7 +7,7 @@ from zipfile import ZipFile
 import pytest
 
 from deploy import cli
-from deploy.commands.compose_files import write_wheel
+from deploy.commands.deployment_files import write_wheel
 
 RECORD = """\
 ../../bin/pet,sha256=a,1

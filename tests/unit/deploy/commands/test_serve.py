@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deploy import cli
-from deploy.commands.serve import ServeSettings
+from deploy.commands.up import ServeSettings
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused

@@ -3,7 +3,7 @@
 import pytest
 
 from deploy.commands.compile import CompileSettings
-from deploy.commands.serve import ServeSettings
+from deploy.commands.up import ServeSettings
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.settings import ServiceSettings, load

@@ -1,4 +1,4 @@
-"""`triptych compose-files`: writes what `docker compose` needs to a folder, where there is no checkout."""
+"""`triptych compose-files` and `triptych secure-files`: the files of a deployment, written to a folder."""
 
 import shutil
 import sys
@@ -7,13 +7,30 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import deploy
+from deploy import secure_files
 from deploy.argument_parser import ArgumentParser
+from protos.errors import ConfigurationRefused
 
 # pip writes these into an installation; they are not part of the wheel.
 _WRITTEN_BY_PIP = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
+_SECURE_SETTINGS = """\
+Services, as variables:
+  TRIPTYCH_GRPC_TLS_CA={files.ca}
+  TRIPTYCH_GRPC_TLS_CERT={files.service_cert}
+  TRIPTYCH_GRPC_TLS_KEY={files.service_key}
+  TRIPTYCH_GRPC_TLS_NAME={name}
+  TRIPTYCH_GRPC_TLS_REQUIRE_CLIENT_CERT=1
+  TRIPTYCH_SERVICE_TOKEN_FILE={files.service_token}
+Gateways, too:
+  TRIPTYCH_SSL_CERTFILE={files.http_cert}
+  TRIPTYCH_SSL_KEYFILE={files.http_key}
+  TRIPTYCH_API_KEY_FILE={files.api_keys}
+HTTP clients:
+  curl --cacert {files.ca} -H "Authorization: Bearer $(cat {files.api_key})" https://HOST:8000/v1/models\
+"""
 
 
-def main(argv: list[str]) -> int:
+def compose(argv: list[str]) -> int:
     """Writes compose files, Dockerfiles, locks and the installed package as a wheel.
 
     Returns:
@@ -42,6 +59,38 @@ def main(argv: list[str]) -> int:
         print(f"triptych compose-files: cannot write {folder}: {error.strerror}", file=sys.stderr)
         return 1
     print(f"docker compose -f {folder / 'deploy' / 'compose.yaml'} up --build --wait")
+    return 0
+
+
+def secure(argv: list[str]) -> int:
+    """Makes certificates, a token and a key where they are missing, and prints their settings.
+
+    Returns:
+        The exit code: 0; 1 if the folder cannot be written, 2 for a bad host.
+    """
+    parser = ArgumentParser(
+        prog="triptych secure-files",
+        description="Makes certificates, a service token and an API key that protect a deployment."
+        " Files that are there stay, certificates until 30 days before they expire.",
+    )
+    parser.add_argument("folder", type=Path, help="the folder; only its owner can read the files")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a further name or address at which HTTP clients find the gateways; may be repeated",
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        files = secure_files.make(arguments.folder.absolute(), arguments.host)
+    except ConfigurationRefused as error:
+        print(f"triptych secure-files: --host: {error.message}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"triptych secure-files: cannot write {arguments.folder}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(_SECURE_SETTINGS.format(files=files, name=secure_files.SERVICE_NAME))
     return 0
 
 
