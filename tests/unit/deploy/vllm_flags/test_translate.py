@@ -117,6 +117,8 @@ def test_flags_with_the_same_meaning_are_not_noted() -> None:
         ("--kv-events-config.enable_kv_cache_events true", "--kv-events-config is not supported; subscribe"),
         ("--kv_events_config {}", "--kv-events-config is not supported; subscribe"),
         ("--scheduling-policy", "--scheduling-policy expects a value"),
+        ("--scheduling-policy random", "--scheduling-policy should be fcfs or priority, got 'random'"),
+        ("--lora-target-modules q_proj", "--lora-target-modules is not supported: an adapter changes each"),
         ("--port", "--port expects a value"),
         ("--port --host x", "--port expects a value"),
         ("-cc.lvl 3", "--compilation-config has no key 'lvl'; level and candidate_compile_sizes"),
