@@ -14,13 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import version
+from gateway.auth.key_store import KeyStore
+from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
 from gateway.chat_prompts import ChatEncoder
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import RequestMiddleware
-from gateway.keys.guard import KeyGuard
-from gateway.keys.key_ring import KeyRing
-from gateway.keys.openapi import document_keys
-from gateway.keys.usage import KeyUsage
 from gateway.messages import routes as messages
 from gateway.metrics import Metrics
 from gateway.operations import health, pages
@@ -142,7 +140,7 @@ def _assemble(
         measured,
         text_worker,
         ChatEncoder(settings, text_worker),
-        KeyRing.of(settings, clock, shared and shared / "keys"),
+        KeyStore.of(settings, clock, shared and shared / "keys"),
         SharedMetrics(shared, measured.text) if shared else None,
         new_id=new_id,
         clock=clock,
@@ -174,7 +172,7 @@ def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncC
 def _add_middleware(app: FastAPI, context: Context, tracer: Tracer | None) -> None:
     """Wraps the routes. The middleware that is added last runs first."""
     settings = context.settings
-    app.add_middleware(KeyGuard, keys=context.keys, usage=KeyUsage(context.metrics.registry))
+    app.add_middleware(AuthMiddleware, keys=context.keys, usage=KeyUsage(context.metrics.registry))
     if settings.allowed_origins:
         app.add_middleware(CORSMiddleware, **_cross_origin(settings))
     app.add_middleware(

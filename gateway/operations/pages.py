@@ -8,8 +8,8 @@ from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+from gateway.auth.middleware import PAGE_FILES, PAGE_FOLDER
 from gateway.http.errors import UnknownRoute
-from gateway.keys.guard import PAGE_FILES, PAGE_FOLDER
 
 router = APIRouter(include_in_schema=False)
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
-from gateway.keys.guard import check_admin
+from gateway.auth.middleware import check_admin
 from gateway.routes.context import context_of
 from gateway.routes.openapi import api_router, documented
 from gateway.scheduler_link.served_model import ServedModel
@@ -40,7 +40,7 @@ def require_admin(request: Request) -> None:
     """Lets requests with admin rights pass, with ``--dev-mode`` all requests.
 
     Raises:
-        TriptychError: as :func:`gateway.keys.guard.check_admin`.
+        TriptychError: as :func:`gateway.auth.middleware.check_admin`.
     """
     context = context_of(request)
     if not context.settings.dev_mode:

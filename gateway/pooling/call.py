@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.answers.streaming import while_client_waits
+from gateway.auth.identity import account_of
+from gateway.auth.rate_limits import charge
 from gateway.chat_prompts import ChatInput
 from gateway.http.middleware import note
 from gateway.http.tracing import pass_on
-from gateway.keys.caller import account_of
-from gateway.keys.limits import charge
 from gateway.pooling.answers import EmbeddingUsage, ListHead
 from gateway.pooling.bodies import EncodedBody, InputBody, PoolingBody
 from gateway.pooling.encoding import as_bytes, as_json, description

@@ -13,12 +13,12 @@ from gateway.answers.generation import Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import EventStream, StreamWriter, collect
+from gateway.auth.identity import account_of
+from gateway.auth.rate_limits import charge
 from gateway.chat_prompts import ChatInput
 from gateway.http.event_streams import EarlyStream
 from gateway.http.middleware import note
 from gateway.http.tracing import pass_on
-from gateway.keys.caller import account_of
-from gateway.keys.limits import charge
 from gateway.parsers.events import ToolParser
 from gateway.routes.context import context_of, generating_model
 from gateway.routes.request_builder import (

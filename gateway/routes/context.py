@@ -7,9 +7,9 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from gateway.answers.streaming import while_client_waits
+from gateway.auth.key_store import KeyStore
 from gateway.chat_prompts import ChatEncoder
 from gateway.http.middleware import note
-from gateway.keys.key_ring import KeyRing
 from gateway.metrics import Metrics
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModel, ServedModelWatcher
@@ -33,7 +33,7 @@ class Context:
     metrics: Metrics
     text_worker: TextWorker
     chat_encoder: ChatEncoder
-    keys: KeyRing
+    keys: KeyStore
     shared_metrics: SharedMetrics | None
     """With several gateways on a port."""
     new_id: Callable[[], str]

@@ -8,7 +8,7 @@ from fastapi import Depends
 from pydantic import Field
 from starlette.requests import Request
 
-from gateway.keys.guard import check_admin
+from gateway.auth.middleware import check_admin
 from gateway.routes.context import context_of
 from gateway.routes.models import ModelCard, ModelDeleted, lora_card
 from gateway.routes.openapi import api_router

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from gateway.keys.caller import NO_ACCOUNT, Account
+from gateway.auth.identity import NO_ACCOUNT, Account
 from gateway.quoting import quote
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest

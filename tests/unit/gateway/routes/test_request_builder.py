@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.keys.caller import Account
+from gateway.auth.identity import Account
 from gateway.routes.request_builder import (
     check_length,
     encode_prompts,

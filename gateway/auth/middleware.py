@@ -1,18 +1,19 @@
-"""The door of the API: middleware that lets requests pass only with a key, within its limits."""
+"""Middleware that lets requests pass only with a key and within its limits; its metrics and documentation."""
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Counter
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.auth.identity import caller_of, set_caller
+from gateway.auth.key_store import Key, KeyStore
+from gateway.auth.rate_limits import set_admission
 from gateway.http.errors import ClientGone, Forbidden, Unauthorized, error_response
-from gateway.http.middleware import add_headers, note, outcome_of
-from gateway.keys.caller import caller_of, set_caller
-from gateway.keys.key_ring import Key, KeyRing
-from gateway.keys.limits import set_admission
-from gateway.keys.usage import KeyUsage
+from gateway.http.middleware import Outcome, add_headers, note, outcome_of
 from protos.errors import Overloaded
 
 PAGE_FOLDER: Final = "/docs/"
@@ -28,6 +29,11 @@ OPEN_PATHS: Final = frozenset({
 """Paths that need no key: they show neither prompts nor answers, and probes and scrapers have no keys."""
 
 _KEY_HEADER: Final = "x-api-key"
+
+_SCHEMES: Final = {
+    "bearer": {"type": "http", "scheme": "bearer", "description": "A key of this gateway."},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same key."},
+}
 
 
 def shown_keys(headers: Headers) -> Iterator[str]:
@@ -45,7 +51,7 @@ def _text(value: str) -> str:
     return value.encode("latin-1").decode("utf-8", "surrogateescape")
 
 
-def check_admin(request: Request, keys: KeyRing) -> None:
+def check_admin(request: Request, keys: KeyStore) -> None:
     """Lets only requests with admin rights pass.
 
     Raises:
@@ -71,10 +77,36 @@ def _refusal(headers: Headers) -> Unauthorized:
     return Unauthorized("the API key is wrong; send one that this gateway knows")
 
 
-class KeyGuard:
+class KeyUsage:
+    """Counts what each key has used."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Adds the metrics to ``registry``."""
+        self._requests = Counter(
+            "triptych:gateway_key_requests",
+            "Answered HTTP requests with an API key.",
+            ("key", "status"),
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "triptych:gateway_key_tokens",
+            "Tokens of HTTP requests with an API key.",
+            ("key", "kind"),
+            registry=registry,
+        )
+
+    def count(self, key: str, outcome: Outcome) -> None:
+        """Counts the answer to a request; ``key`` is the key's name."""
+        self._requests.labels(key, str(outcome.status)).inc()
+        for kind, count in (("prompt", outcome.prompt_tokens), ("completion", outcome.completion_tokens)):
+            if count:
+                self._tokens.labels(key, kind).inc(count)
+
+
+class AuthMiddleware:
     """Wraps the application. Refusals come before the body is read."""
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, usage: KeyUsage) -> None:
+    def __init__(self, app: ASGIApp, *, keys: KeyStore, usage: KeyUsage) -> None:
         """Wraps ``app``."""
         self._app = app
         self._keys = keys
@@ -125,3 +157,21 @@ def _path(scope: Scope) -> str:
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path
+
+
+def document_keys(app: FastAPI, *, metrics_are_open: bool) -> None:
+    """Makes the document of ``app`` say which routes need a key, and how to send it."""
+    opened = OPEN_PATHS if metrics_are_open else OPEN_PATHS - {"/metrics"}
+    plain = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        if "security" not in document:
+            document.setdefault("components", {})["securitySchemes"] = _SCHEMES
+            document["security"] = [{name: []} for name in _SCHEMES]
+            for path in opened & document["paths"].keys():
+                for operation in document["paths"][path].values():
+                    operation["security"] = []
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign] # FastAPI documents this way to extend it

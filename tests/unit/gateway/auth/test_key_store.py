@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from gateway.keys import key_ring
-from gateway.keys.caller import ANY_PRIORITY, Caller
-from gateway.keys.key_file import read_key_file
-from gateway.keys.key_ring import KeyRing
-from gateway.keys.limits import KeyLimiter
+from gateway.auth import key_store
+from gateway.auth.identity import ANY_PRIORITY, Caller
+from gateway.auth.key_file import read_key_file
+from gateway.auth.key_store import KeyStore
+from gateway.auth.rate_limits import KeyLimiter
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused, Overloaded
 from protos.settings import load
@@ -34,11 +34,11 @@ keys:
 """
 
 
-def ring(*flags: str) -> KeyRing:
-    return KeyRing.of(load(Settings, [*flags]), lambda: 0.0)
+def ring(*flags: str) -> KeyStore:
+    return KeyStore.of(load(Settings, [*flags]), lambda: 0.0)
 
 
-def caller(keys: KeyRing, *shown: str) -> Caller | None:
+def caller(keys: KeyStore, *shown: str) -> Caller | None:
     key = keys.find(shown)
     return None if key is None else key.caller
 
@@ -127,7 +127,7 @@ async def test_a_revoked_key_is_refused_though_limits_cannot_be_shared(
         return new.limiter
 
     path.write_text(YAML)
-    keys = KeyRing.of(load(Settings, flags), lambda: 0.0, shared)
+    keys = KeyStore.of(load(Settings, flags), lambda: 0.0, shared)
     shared.rename(tmp_path / "aside")
     alone = await change()
     log = capsys.readouterr().out
@@ -143,7 +143,7 @@ async def test_a_revoked_key_is_refused_though_limits_cannot_be_shared(
     shared.rename(tmp_path / "aside")
     shared.write_text("no folder")
     with pytest.raises(ConfigurationRefused, match="cannot count in"):
-        KeyRing.of(load(Settings, flags), lambda: 0.0, shared)
+        KeyStore.of(load(Settings, flags), lambda: 0.0, shared)
 
 
 async def test_all_requests_wait_for_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ async def test_all_requests_wait_for_a_changed_file(tmp_path: Path, monkeypatch:
         assert may_read.wait(5)
         return read_key_file(path)
 
-    monkeypatch.setattr(key_ring, "read_key_file", slow)
+    monkeypatch.setattr(key_store, "read_key_file", slow)
     path.write_text(json.dumps({"keys": [{"name": "new", "key": "sk-new"}]}))
     waiting = [asyncio.create_task(keys.refresh()) for _ in range(3)]
     while not readers:

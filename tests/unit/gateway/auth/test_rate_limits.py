@@ -2,8 +2,7 @@
 
 import pytest
 
-from gateway.keys.ledger import Ledger
-from gateway.keys.limits import Admission, KeyLimiter, Limits
+from gateway.auth.rate_limits import Admission, KeyLimiter, Ledger, Limits
 from protos.errors import Overloaded
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
-from gateway.keys.caller import ANY_PRIORITY, Caller
-from gateway.keys.limits import Limits
+from gateway.auth.identity import ANY_PRIORITY, Caller
+from gateway.auth.rate_limits import Limits
 from protos.command_line.yaml_text import parse_yaml
 from protos.errors import ConfigurationRefused
 from protos.limits import MAX_NAME_BYTES

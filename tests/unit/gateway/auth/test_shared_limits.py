@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from gateway.keys import ledger
-from gateway.keys.ledger import SharedLedger
-from gateway.keys.limits import KeyLimiter, Limits
+from gateway.auth import rate_limits
+from gateway.auth.rate_limits import KeyLimiter, Limits, SharedLedger
 from protos.errors import ConfigurationRefused, Overloaded
 
 # Another gateway: it admits as many requests as it can, says how many, and keeps them running until it dies.
 OTHER = """
 import sys, time
 from pathlib import Path
-from gateway.keys.ledger import SharedLedger
-from gateway.keys.limits import KeyLimiter, Limits
+from gateway.auth.rate_limits import SharedLedger
+from gateway.auth.rate_limits import KeyLimiter, Limits
 from protos.errors import Overloaded
 limiter = KeyLimiter("a", Limits(*eval(sys.argv[2])), time.monotonic, SharedLedger(Path(sys.argv[1])).page("a"))
 print("ready", flush=True)
@@ -160,7 +159,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationRefused, match=r"^--metrics-folder: cannot count in .*choose another"):
         SharedLedger(tmp_path / "file")
-    monkeypatch.setattr(ledger, "_NUM_SLOTS", 1)
+    monkeypatch.setattr(rate_limits, "_NUM_SLOTS", 1)
     kept = SharedLedger(tmp_path / "used")
     with pytest.raises(ConfigurationRefused, match=r"^--metrics-folder: 1 gateways use .* already"):
         SharedLedger(tmp_path / "used")

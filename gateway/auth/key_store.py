@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from gateway.keys.caller import ANYONE, Caller
-from gateway.keys.key_file import KeyEntry, digest_of, read_key_file
-from gateway.keys.ledger import Ledger, SharedLedger
-from gateway.keys.limits import KeyLimiter, Limits
+from gateway.auth.identity import ANYONE, Caller
+from gateway.auth.key_file import KeyEntry, digest_of, read_key_file
+from gateway.auth.rate_limits import KeyLimiter, Ledger, Limits, SharedLedger
 from gateway.security_settings import SecuritySettings
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
@@ -28,7 +27,7 @@ class Key:
     """Counts what it uses; ``None``: it has no limits."""
 
 
-class KeyRing:
+class KeyStore:
     """Finds the key that a request shows. A changed file counts from the next request on."""
 
     def __init__(
