@@ -28,12 +28,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.calibrate_tokens and arguments.calibrate is None:
         parser.error("--calibrate-tokens has no effect without --calibrate; add it")
-    if arguments.mse_clip and arguments.calibrate is not None:
-        parser.error("--mse-clip has no effect beside --calibrate, which chooses scales its own way; omit it")
     # After the arguments are checked: importing torch takes seconds.
     from worker_svc.model_files.loader import resolve
     from worker_svc.model_files.quantize import Calibration, quantize_folder
-    from worker_svc.quantization.scheme import Scheme
+    from worker_svc.quantization.codes import Scheme
 
     group = arguments.group_size or ("64" if arguments.scheme == "w4a16" else _PER_CHANNEL)
     scheme = Scheme(_BITS[arguments.scheme], None if group == _PER_CHANNEL else int(group))  # type: ignore[arg-type] # 4 or 8
@@ -47,9 +45,8 @@ def main(argv: list[str]) -> int:
         source = resolve(arguments.model)
         _check_served(source)
         made = quantize_folder(
-            source, arguments.out.absolute(), scheme,
-            clip=arguments.mse_clip or calibration is not None, head=head, calibration=calibration, progress=_show,
-        )  # fmt: skip
+            source, arguments.out.absolute(), scheme, head=head, calibration=calibration, progress=_show
+        )
     except ConfigurationRefused as error:
         print(f"triptych quantize: {error}", file=sys.stderr)
         return 2
@@ -129,10 +126,6 @@ def _parser() -> ArgumentParser:
         "--group-size", choices=_GROUP_SIZES,
         help="inputs that share a scale, or one scale per output channel (default: 64 with w4a16, channel with"
         " w8a16)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mse-clip", action="store_true",
-        help="choose each scale for the least squared error instead of the largest weight; takes longer",
     )  # fmt: skip
     parser.add_argument(
         "--calibrate", nargs="?", type=_file, const=_OWN_TEXT, metavar="FILE",

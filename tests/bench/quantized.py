@@ -1,7 +1,7 @@
 """Compares models with quantized weights with the same model in bfloat16: decode steps and perplexity.
 
 ``python -m tests.bench.quantized [--quick] [--model smollm2|gemma3-270m]`` makes both kinds of quantized
-folders as `triptych quantize --mse-clip` does, runs all models in this process on all cores, and times decode
+folders as `triptych quantize` does, runs all models in this process on all cores, and times decode
 steps of 1, 8 and 32 rows, the models in turn, step by step. Without `--quick`, one more model has W4A16
 weights that `triptych quantize --calibrate` made, which takes minutes. Perplexity is that of
 `tests/bench/support/quantized_text.txt`. Then it times the products of all projections (W4A16, groups of 64)
@@ -41,8 +41,8 @@ from worker_svc.model_files.quantize import (
     quantize_folder,
 )
 from worker_svc.quantization import codes
+from worker_svc.quantization.codes import Scheme
 from worker_svc.quantization.rounding import quantize
-from worker_svc.quantization.scheme import Scheme
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 
@@ -64,13 +64,11 @@ def _folders(source: Path, scratch: Path, *, calibrate: bool) -> dict[str, Path]
     folders = {PLAIN: source}
     for name, scheme in SCHEMES.items():
         folders[name] = scratch / name
-        quantize_folder(source, folders[name], scheme, clip=True, head=True)
+        quantize_folder(source, folders[name], scheme, head=True)
     if calibrate:
         folders[CALIBRATED] = scratch / CALIBRATED
         started = time.monotonic()
-        quantize_folder(
-            source, folders[CALIBRATED], SCHEMES["w4a16"], clip=True, head=True, calibration=Calibration()
-        )
+        quantize_folder(source, folders[CALIBRATED], SCHEMES["w4a16"], head=True, calibration=Calibration())
         print(f"calibrated in {time.monotonic() - started:.0f} s", file=sys.stderr)
     return folders
 
@@ -148,7 +146,7 @@ def _products(device: Device, repetitions: int) -> dict[str, dict[str, float]]:
     made: dict[str, list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]]] = {"ours": [], "vllm": []}
     for _ in range(_LAYERS):
         for outputs, inputs in _LAYER_SHAPES:
-            found, scales = quantize(torch.randn(outputs, inputs).bfloat16(), SCHEMES["w4a16"], clip=False)
+            found, scales = quantize(torch.randn(outputs, inputs).bfloat16(), SCHEMES["w4a16"])
             weights = QuantizedWeights(found, scales, 4)
             ours = device.quantized.layer(weights, torch.bfloat16, wide=False)
             made["ours"].append((inputs, functools.partial(ours, bias=None)))

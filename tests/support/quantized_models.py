@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from worker_svc.devices.quantized import QuantizedWeights
-from worker_svc.quantization.codes import dequantize
+from worker_svc.quantization.codes import Scheme, dequantize
 from worker_svc.quantization.rounding import quantize
-from worker_svc.quantization.scheme import Scheme
 
 Stored = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "float"]
 
@@ -39,7 +38,7 @@ def write(source: Path, folder: Path, stored: Stored, scheme: Scheme) -> Path:
             tensors[name] = tensor
             continue
         # Scales that float16 and bfloat16 hold, so that no format rounds them.
-        codes, scales = quantize(tensor.bfloat16(), scheme, clip=False)
+        codes, scales = quantize(tensor.bfloat16(), scheme)
         for kind, stored_tensor in _stored(codes, scales, scheme, stored):
             tensors[f"{name.removesuffix('.weight')}.{kind}"] = stored_tensor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

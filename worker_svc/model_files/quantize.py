@@ -1,7 +1,6 @@
-"""Makes a folder with quantized weights from one with floating-point weights, shard by shard.
+"""Makes a checkpoint of compressed-tensors (`pack-quantized`) from a floating-point model, shard by shard.
 
-The result is a checkpoint of compressed-tensors (`pack-quantized`). The projections of decoder layers are
-quantized, and the output head if wanted; embeddings, norms and everything else stay as they are.
+The projections of decoder layers are quantized, and the output head on request. Everything else stays.
 """
 
 import json
@@ -9,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,27 +21,27 @@ from safetensors.torch import save_file
 from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint, Shard
 from worker_svc.quantization import codes
-from worker_svc.quantization.calibration import TOKENS, Calibrated, calibrate
+from worker_svc.quantization.calibration import TOKENS, Calibrated, Progress, calibrate
 from worker_svc.quantization.checkpoint_config import stored_config
+from worker_svc.quantization.codes import Scheme
 from worker_svc.quantization.rounding import quantize
-from worker_svc.quantization.scheme import Scheme
 
 HEAD: Final = Scheme(8, None)
-"""The scheme of an output head: its errors would move every logit, so it always has 8 bits."""
+"""The scheme of an output head, whose errors move every logit."""
 _INDEX: Final = "model.safetensors.index.json"
 _PROJECTION: Final = re.compile(r"(.+\.)?layers\.\d+\..+_proj\.weight")
 # Encoders of images and sound, which such servers do not run.
 _OTHER_TOWER: Final = re.compile(r"vision|visual|audio|encoder")
 # GraniteMoe has all experts of a layer in one tensor, under the second kind of name.
 _EXPERTS: Final = re.compile(r"\.experts\.|\.block_sparse_moe\.(input|output)_linear\.")
-# Attention reads the rows of this projection of a latent vector in place, so codes cannot replace them.
+# Attention reads the rows of this projection in place, so codes cannot replace them.
 _LATENT: Final = ".kv_b_proj.weight"
 _EMBEDDINGS: Final = "model.embed_tokens.weight"
 _HEAD: Final = "lm_head.weight"
-# As safetensors names them.
+# In safetensors' names.
 _FLOATS: Final = ("BF16", "F16", "F32")
 _MATRIX: Final = 2
-_INPUTS: Final = 8  # of a word of 4 bits
+_INPUTS: Final = 8  # of a word with codes of 4 bits
 _OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 # Everything else in a folder, such as the tokenizer, is copied.
 _WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -50,27 +49,27 @@ _WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", "
 
 @dataclass(frozen=True)
 class Calibration:
-    """What to calibrate with."""
+    """The text for calibration."""
 
     text: Path | None = None
-    """A file; `None` for text that the model writes."""
+    """A file; `None` for text written by the model."""
     tokens: int = TOKENS
-    """Of that text."""
+    """Length of the text."""
 
 
 @dataclass(frozen=True)
 class Quantized:
-    """What was made."""
+    """Facts about a new checkpoint."""
 
     matrices: int
-    """Matrices that were quantized."""
+    """Quantized matrices."""
     has_head: bool
-    """Whether the output head is one of them."""
+    """Whether the output head is quantized."""
     bytes_before: int
     """Of all weight files."""
     bytes_after: int
     rounded: tuple[str, ...]
-    """Projections that were rounded because calibration did not reach them; empty without calibration."""
+    """Projections that calibration did not reach; empty without calibration."""
 
 
 def quantize_folder(
@@ -78,10 +77,9 @@ def quantize_folder(
     target: Path,
     scheme: Scheme,
     *,
-    clip: bool,
     head: bool,
     calibration: Calibration | None = None,
-    progress: Callable[[int, int, str], None] = lambda *_: None,
+    progress: Progress = lambda *_: None,
 ) -> Quantized:
     """Writes the quantized model; `target` is complete or absent.
 
@@ -89,22 +87,17 @@ def quantize_folder(
         source: a Hugging Face folder with safetensors files.
         target: must not exist; its parent must.
         scheme: of the projections.
-        clip: see `rounding.quantize`.
-        head: whether to quantize the output head, too, to 8 bits per channel. A head that shares its weights
-            with the embeddings gets its own; the embeddings keep theirs. A head with another name, such as a
-            multimodal model's, stays as it is.
-        calibration: how to calibrate the projections; by default they are rounded, and so is the head always.
-        progress: called with the number of steps done, the total, and what the next one does: with
-            calibration one for each file that is checked and those of the calibration, then one for each
-            file that is written.
+        head: whether to quantize the output head to 8 bits per channel. A head that shares the weights of the
+            embeddings gets a copy. A head with another name, such as a multimodal model's, stays.
+        calibration: the text; by default, projections are rounded. The head always is.
+        progress: reports checked files, steps of calibration and written files.
 
     Raises:
-        ConfigurationRefused: if the model cannot be quantized so, or a file cannot be read or written, in one
-            line.
+        ConfigurationRefused: the model cannot be quantized so, or a file cannot be read or written.
     """
     if target.exists():
         raise ConfigurationRefused(f"{target} exists already; choose another folder for the result")
-    maker = _Maker(source, Checkpoint.open(source), scheme, clip=clip, head=head)
+    maker = _Maker(source, Checkpoint.open(source), scheme, head=head)
     inputs = maker.check()
     try:
         # Made before calibration, which takes minutes and whose result would otherwise be lost.
@@ -125,7 +118,7 @@ def read_config(source: Path) -> dict[str, Any]:
     """Returns a model's config.json.
 
     Raises:
-        ConfigurationRefused: if it cannot be read.
+        ConfigurationRefused: it cannot be read.
     """
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -139,15 +132,13 @@ def read_config(source: Path) -> dict[str, Any]:
 class _Maker:
     """Quantizes one model."""
 
-    def __init__(
-        self, source: Path, checkpoint: Checkpoint, scheme: Scheme, *, clip: bool, head: bool
-    ) -> None:
+    def __init__(self, source: Path, checkpoint: Checkpoint, scheme: Scheme, *, head: bool) -> None:
         """Reads the configuration.
 
         Raises:
-            ConfigurationRefused: if the model is quantized already, or has experts or latent attention.
+            ConfigurationRefused: the model is quantized already, or uses experts or latent attention.
         """
-        self._source, self._shards, self._scheme, self._clip = source, checkpoint.shards, scheme, clip
+        self._source, self._shards, self._scheme = source, checkpoint.shards, scheme
         self._config = read_config(source)
         if stored_config(self._config, source) is not None:
             raise ConfigurationRefused(f"{source} is quantized already; choose a model in bfloat16")
@@ -163,7 +154,7 @@ class _Maker:
             )
         self._is_tied = _HEAD not in names
         stored = _EMBEDDINGS if self._is_tied else _HEAD
-        # The tensor of the head that is to be quantized.
+        # The head's tensor, if it is to be quantized.
         self._head = stored if head and stored in names else None
         self._count = 0
         self._kept: list[str] = []
@@ -171,13 +162,10 @@ class _Maker:
         self._rounded: list[str] = []
 
     def check(self) -> dict[str, int]:
-        """Checks the headers of all files.
-
-        Returns:
-            The inputs of each projection, by its tensor's name.
+        """Checks the headers of all files; returns the number of inputs of each projection by tensor name.
 
         Raises:
-            ConfigurationRefused: if there are no projections, or if one cannot be quantized.
+            ConfigurationRefused: there are no projections, or a projection cannot be quantized.
         """
         inputs: dict[str, int] = {}
         for shard in self._shards:
@@ -206,17 +194,12 @@ class _Maker:
         self,
         calibration: Calibration,
         inputs: Mapping[str, int],
-        progress: Callable[[int, int, str], None],
+        progress: Progress,
     ) -> None:
-        """Finds the codes of all projections that calibration reaches.
-
-        Args:
-            calibration: how.
-            inputs: those of each projection, by its tensor's name.
-            progress: see `quantize_folder`.
+        """Calibrates the projections; `inputs` are their numbers of inputs by tensor name.
 
         Raises:
-            ConfigurationRefused: if the model cannot be calibrated, or a projection is not finite.
+            ConfigurationRefused: the model cannot be calibrated, or a projection is not finite.
         """
         quantized = {*inputs, *([self._head] if self._head else [])}
         for done, shard in enumerate(self._shards):
@@ -229,7 +212,7 @@ class _Maker:
             self._source, modules, self._scheme, calibration.text, calibration.tokens, progress
         )
 
-    def write(self, folder: Path, progress: Callable[[int, int, str], None]) -> Quantized:
+    def write(self, folder: Path, progress: Progress) -> Quantized:
         """Writes all files."""
         weight_map: dict[str, str] = {}
         before = after = 0
@@ -249,7 +232,7 @@ class _Maker:
             ):
                 shutil.copyfile(path, folder / path.name)
             elif (path / "config.json").is_file():
-                # Modules of Sentence Transformers, which say how the model pools.
+                # Modules of Sentence Transformers, which describe the pooling.
                 shutil.copytree(path, folder / path.name)
         if len(self._shards) > 1:
             _write(folder / _INDEX, {"metadata": {"total_size": after}, "weight_map": weight_map})
@@ -271,7 +254,7 @@ class _Maker:
                     if _is_projection(name):
                         yield from self._matrix(name, tensor, self._scheme)
                         continue
-                    # The configuration must not take it for quantized.
+                    # Listed as ignored in the configuration.
                     self._kept.append(name.removesuffix(".weight"))
                 yield name, tensor
 
@@ -285,13 +268,13 @@ class _Maker:
         yield f"{module}.weight_shape", torch.tensor(weight.shape)
 
     def _codes(self, module: str, weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a matrix's codes and scales, calibrated if they can be."""
+        """Returns a matrix's codes and scales, calibrated where possible."""
         if self._calibrated is not None and module != _HEAD.removesuffix(".weight"):
             if made := self._calibrated.get(module):
                 codes_found, scales = made
                 return codes_found, scales.to(weight.dtype)
             self._rounded.append(module)
-        return quantize(weight, scheme, clip=self._clip)
+        return quantize(weight, scheme)
 
     def _new_config(self) -> dict[str, Any]:
         groups = {"group_0": quantization_group(self._scheme, ["Linear"])}
@@ -303,7 +286,7 @@ class _Maker:
 
 
 def _is_projection(name: str) -> bool:
-    """Returns whether a tensor of that name, if it is a matrix, is a projection of a decoder layer."""
+    """Returns whether a matrix of that name is a projection of a decoder layer."""
     return _PROJECTION.fullmatch(name) is not None and not _OTHER_TOWER.search(name)
 
 
@@ -312,7 +295,7 @@ def _reading(path: Path) -> Iterator[Any]:
     """Opens a file of weights.
 
     Raises:
-        ConfigurationRefused: if it cannot be opened, or read in the context.
+        ConfigurationRefused: it cannot be opened, or read in the context.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -327,7 +310,7 @@ def _check_finite(name: str, weight: torch.Tensor) -> None:
 
 
 def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
-    """Refuses matrices whose inputs do not fill groups, and words of codes; names groups that all fill."""
+    """Refuses matrices with inputs that do not fill groups or words; suggests a group that all fill."""
     unit = scheme.group or _INPUTS
     unfit = next((name for name, size in inputs.items() if size % unit), None)
     if unfit is None:
@@ -350,7 +333,7 @@ def quantization_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
 
 
 def quantization_config(groups: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """Returns the part of config.json that says how weights are quantized."""
+    """Returns the `quantization_config` of config.json."""
     return {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": groups, "ignore": ignored,
@@ -361,7 +344,7 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Writes one file of weights.
 
     Raises:
-        OSError: if it cannot be written; safetensors' own error names the cause in its text only.
+        OSError: it cannot be written; safetensors' own error names the cause in its text only.
     """
     try:
         save_file(tensors, path, metadata={"format": "pt"})

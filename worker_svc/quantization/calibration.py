@@ -1,35 +1,40 @@
-"""Calibrates quantized weights: runs the model in floating point to learn which errors of a matrix matter.
+"""Calibration of quantized weights: runs the model in floating point to weigh the errors of each matrix.
 
-What matters is how much the distribution of the next token changes. To second order, that change is given by
-the Fisher information: for a row of a matrix, the mean over tokens of g * g * x * x^T. Here x is the layer's
+The weight of an error is its effect on the distribution of the next token. To second order, the Fisher
+information gives it: for a row of a matrix, the mean over tokens of g * g * x * x^T. Here x is the layer's
 input, and g the gradient, at that row's output, of the log-probability of a token drawn from the model. As in
-GuidedQuant (Kim et al., 2025, arXiv:2505.07004), rows share one mean of g * g, so one matrix has one Hessian.
+GuidedQuant (Kim et al., 2025, arXiv:2505.07004), rows share one mean of g * g: a matrix needs one Hessian.
 
-Gradients matter: models keep huge activations at the first token of a text. Without gradients these make up
-most of a Hessian, although errors there change little.
+Without gradients, the huge activations at the first token of a text would make up most of a Hessian, although
+errors there change little. The text is a file, or written by the model itself.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.quantization.calibration_text import LENGTH, Progress, drawn, own_text, text_of
+from worker_svc.quantization.codes import Scheme
 from worker_svc.quantization.gptq import quantize_with
-from worker_svc.quantization.scheme import Scheme
 
 TOKENS: Final = 16384
 """Tokens of text by default."""
+LENGTH: Final = 256
+"""Tokens of a row of text, or of the model's context if that is shorter."""
+Progress = Callable[[int, int, str], None]
+"""Called with the number of steps done, the total, and the next step."""
 Calibrated = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By a module's name, the codes and scales of `gptq.quantize_with`."""
 _LAYER: Final = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
-# Hessians kept at a time; a layer's always are. The text is read once for each such part of the layers.
+# Bytes of Hessians per pass over the text, or those of one layer if they are larger.
 _HESSIAN_BYTES: Final = 2 * 2**30
-# Rows of text per pass; activations of all layers are kept until the gradients are known.
+# Rows of text at a time; activations of all layers stay until the gradients are known.
 _BATCH: Final = 4
+# Rows of its own text that the model writes at a time.
+_WRITTEN: Final = 64
 
 
 def calibrate(
@@ -40,26 +45,26 @@ def calibrate(
     tokens: int,
     progress: Progress,
 ) -> Calibrated:
-    """Quantizes projections of decoder layers with the model's own sense of what matters.
+    """Quantizes projections of decoder layers by their effect on the model's output.
 
-    The model runs on CPUs in its own type (float16 as float32). Memory holds the model and all codes, a byte
-    each; the activations of four rows of text; 2 GiB of Hessians or those of one layer; and what `gptq` takes
-    for one matrix.
+    The model runs on CPUs in its own type (float16 as float32). Memory holds the model; all codes, a byte
+    each; the activations of four rows of text; 2 GiB of Hessians or those of one layer; and one matrix's work
+    in `gptq`.
 
     Args:
         source: a Hugging Face folder.
-        modules: projections to quantize, with their inputs, which hold whole groups.
+        modules: projections to quantize, with the number of their inputs.
         scheme: of the projections.
-        text: a file, or `None` for text that the model writes.
+        text: a file, or `None` for text written by the model.
         tokens: of text.
-        progress: see `calibration_text.Progress`.
+        progress: reports steps.
 
     Returns:
-        What was calibrated. A module is missing if transformers has no such linear layer, or no gradient
-        reached it.
+        Codes and scales by module, less those that are no linear layers in transformers or that no gradient
+        reached.
 
     Raises:
-        ConfigurationRefused: if transformers does not run the model, or the text cannot be used, in one line.
+        ConfigurationRefused: transformers does not run the model, or the text cannot be used.
     """
     model, dtype = _load(source)
     found = {
@@ -69,7 +74,7 @@ def calibrate(
     }
     if not found:
         raise ConfigurationRefused(
-            f"transformers has no linear layer of {source} under the name that its checkpoint has; omit --calibrate"
+            f"transformers has no linear layer of {source} under the names in its checkpoint; omit --calibrate"
         )
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or LENGTH
     with torch.no_grad():
@@ -86,7 +91,7 @@ def calibrate(
 
 
 def _load(source: Path) -> tuple[Any, torch.dtype]:
-    """Returns the model of transformers, whose parameters are frozen, and the type that it is stored in."""
+    """Returns transformers' model, frozen, and its stored type."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -103,7 +108,7 @@ def _load(source: Path) -> tuple[Any, torch.dtype]:
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             dtype="auto",
-            # On CPUs, plain attention is the fastest for such short rows.
+            # The fastest on CPUs for short rows.
             attn_implementation="eager",
             output_loading_info=True,
             local_files_only=True,
@@ -123,7 +128,7 @@ def _load(source: Path) -> tuple[Any, torch.dtype]:
 
 
 def _parts(modules: Mapping[str, torch.nn.Linear]) -> Iterator[dict[str, torch.nn.Linear]]:
-    """Yields modules in parts of whole layers, whose Hessians fit."""
+    """Yields modules in parts of whole layers with room for their Hessians."""
     layers: dict[str, dict[str, torch.nn.Linear]] = {}
     for name, module in modules.items():
         match = _LAYER.match(name)
@@ -145,14 +150,7 @@ def _hessian_bytes(modules: Mapping[str, torch.nn.Linear]) -> int:
 def _hessians(
     model: Any, modules: Mapping[str, torch.nn.Linear], rows: torch.Tensor, progress: Progress
 ) -> dict[str, torch.Tensor]:
-    """Returns each module's Hessian, float32 [inputs, inputs].
-
-    Args:
-        model: frozen.
-        modules: by name.
-        rows: token ids [rows, length].
-        progress: called for each batch.
-    """
+    """Returns each module's Hessian on the text, float32 [inputs, inputs]."""
     hessians = {name: torch.zeros(each.in_features, each.in_features) for name, each in modules.items()}
     hooks = [each.register_forward_hook(_observer(hessians[name])) for name, each in modules.items()]
     generator = torch.Generator().manual_seed(0)
@@ -172,19 +170,19 @@ def _hessians(
 
 
 def _gradient(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Returns the gradient, for logits, of minus the log-probabilities of tokens drawn with them."""
+    """Returns the gradient by the logits of minus the log-probabilities of tokens drawn from them."""
     probabilities = logits.float().softmax(dim=-1)
-    tokens = drawn(probabilities, generator)
+    tokens = _drawn(probabilities, generator)
     gradient = probabilities.scatter_add_(-1, tokens, torch.full(tokens.shape, -1.0))
     return gradient.to(logits.dtype)
 
 
 def _observer(hessian: torch.Tensor) -> Any:
-    """Returns a hook of a linear layer that adds what one pass shows to its Hessian."""
+    """Returns a hook for a linear layer that adds each pass to its Hessian."""
 
     def forward(_: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
         x = inputs[0].detach()
-        # Parameters are frozen, so the first layers that are observed begin the graph.
+        # Parameters are frozen, so the first observed layers begin the graph.
         output = output if output.requires_grad else output.detach().requires_grad_()
         output.register_hook(lambda gradient: _add(hessian, x, gradient))
         return output
@@ -196,3 +194,95 @@ def _add(hessian: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> None
     weights = gradient.flatten(0, -2).float().square().mean(dim=1, keepdim=True).sqrt_()
     weighted = x.flatten(0, -2).float() * weights
     hessian.addmm_(weighted.t(), weighted)
+
+
+def own_text(model: Any, tokens: int, length: int, progress: Progress) -> torch.Tensor:
+    """Returns text written by the model, token ids [rows, length]. It depends on the model alone.
+
+    Each row begins with the beginning-of-sequence token, if any, and a token drawn from the whole vocabulary.
+    The model continues it at temperature 1 and never ends it early.
+    """
+    generator = torch.Generator().manual_seed(0)
+    config = model.config.get_text_config()
+    rows = max(1, tokens // length)
+    starts = torch.randint(config.vocab_size, (rows, 1), generator=generator)
+    if isinstance(config.bos_token_id, int):
+        starts = torch.cat([torch.full_like(starts, config.bos_token_id), starts], dim=1)
+    parts = starts.split(_WRITTEN)
+    written = []
+    for done, part in enumerate(parts):
+        progress(done, len(parts), "writing the calibration text")
+        written.append(_continued(model, part, length, _ends(model), generator))
+    return torch.cat(written)
+
+
+def _ends(model: Any) -> list[int]:
+    """Returns the tokens that end a text."""
+    found: set[int] = set()
+    for config in (model.config.get_text_config(), model.generation_config):
+        ends = config.eos_token_id
+        found |= set(ends) if isinstance(ends, list) else {ends} - {None}
+    return sorted(found)
+
+
+def _continued(
+    model: Any, starts: torch.Tensor, length: int, ends: list[int], generator: torch.Generator
+) -> torch.Tensor:
+    ids, cache = starts, None
+    for position in range(length - 1):
+        # Never two tokens at once: torch would copy the head's weights for each row of a slice.
+        output = model(
+            ids[:, position : position + 1], past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        cache = output.past_key_values
+        if position + 1 == ids.shape[1]:
+            logits = output.logits[:, -1].float()
+            logits[:, ends] = -torch.inf
+            ids = torch.cat([ids, _drawn(logits.softmax(dim=-1), generator)], dim=1)
+    return ids
+
+
+def _drawn(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Returns a token id for each distribution, [..., 1], from distributions [..., vocabulary].
+
+    Takes a random number for each; torch.multinomial takes one for each token of the vocabulary.
+    """
+    sums = probabilities.cumsum(dim=-1)
+    points = torch.rand(*sums.shape[:-1], 1, generator=generator) * sums[..., -1:]
+    return torch.searchsorted(sums, points, right=True).clamp_(max=sums.shape[-1] - 1)
+
+
+def text_of(file: Path, source: Path, tokens: int, length: int) -> torch.Tensor:
+    """Returns rows of a text file, token ids [rows, length], spread over the whole file.
+
+    A file that is shorter than `tokens` gives fewer rows.
+
+    Raises:
+        ConfigurationRefused: the file cannot be read or fills no row, or the model has no tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationRefused(f"cannot read the calibration text {file}: {error}") from error
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigurationRefused(
+            f"cannot read the tokenizer of {source}: {reason}; use --calibrate without a file"
+        ) from error
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    begins = ids[:1] if ids and ids[0] == tokenizer.bos_token_id else []
+    ids = ids[len(begins) :]
+    own = length - len(begins)
+    found = len(ids) // own
+    if not found:
+        raise ConfigurationRefused(
+            f"the calibration text {file} has {len(ids)} tokens, and calibration needs at least {own}; choose a"
+            " longer one"
+        )
+    rows = min(found, max(1, tokens // length))
+    firsts = [row * found // rows * own for row in range(rows)]
+    return torch.tensor([[*begins, *ids[first : first + own]] for first in firsts])

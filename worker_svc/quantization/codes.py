@@ -1,12 +1,37 @@
-"""Packs codes of 4 or 8 bits into 32-bit words, as compressed-tensors and GPTQ do, and back.
+"""Quantization schemes, and their codes of 4 or 8 bits packed into 32-bit words.
 
-A word holds consecutive inputs of one output channel, the first one in its lowest bits. A code is stored
-without sign: half of its range stands for 0.
+A word holds consecutive inputs of one output channel, the first in its lowest bits, as compressed-tensors and
+GPTQ store them. Codes are stored without sign: half of the range stands for 0.
 """
+
+from dataclasses import dataclass
+from typing import Final, Literal
 
 import torch
 
-_NIBBLE = 4
+Bits = Literal[4, 8]
+
+GROUPS: Final = (32, 64, 128)
+"""Inputs that may share a scale; or all inputs of an output channel."""
+_NIBBLE: Final = 4
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Symmetric integers: a weight is its scale times its code, an integer from -2**(bits-1)."""
+
+    bits: Bits
+    """Bits of a code."""
+    group: int | None
+    """Consecutive inputs with the same scale; `None` for all inputs of an output channel."""
+
+    def __str__(self) -> str:
+        """Returns words for people, for example "w4a16 in groups of 64"."""
+        return f"w{self.bits}a16 {'per channel' if self.group is None else f'in groups of {self.group}'}"
+
+    def groups(self, inputs: int) -> int:
+        """Returns the number of scales of an output channel."""
+        return 1 if self.group is None else inputs // self.group
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -20,7 +45,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Does the reverse of `pack`."""
+    """Reverses `pack`."""
     codes = words.contiguous().view(torch.uint8)
     if bits == _NIBBLE:
         codes = torch.stack((codes & 0xF, codes >> _NIBBLE), dim=-1).flatten(1)
@@ -28,13 +53,7 @@ def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns weights, float32 [outputs, inputs].
-
-    Args:
-        codes: uint8 [outputs, inputs].
-        scales: [outputs, groups].
-        bits: of a code.
-    """
+    """Returns weights, float32 [outputs, inputs], from codes of that shape and scales [outputs, groups]."""
     outputs, inputs = codes.shape
     values = codes.view(outputs, scales.shape[1], -1).float() - 2 ** (bits - 1)
     weights: torch.Tensor = values * scales.float().unsqueeze(-1)

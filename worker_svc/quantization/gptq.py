@@ -1,29 +1,29 @@
 """Quantizes a matrix so that the errors of its weights cancel on calibration data.
 
-The algorithm is GPTQ (Frantar et al., 2022, arXiv:2210.17323). Inputs are rounded one after another, and
-those that are still to come make up for the error of each. Scales are chosen before, from the weights as
-they are. Rounding can then begin with the most important inputs, and each group keeps its place. Afterwards
-all scales of a row are fitted to its codes together, and each code moves once more if that costs less.
+The algorithm is GPTQ (Frantar et al., 2022, arXiv:2210.17323). Inputs are rounded in turn, and later inputs
+make up for the error of each. Scales are chosen first, from the original weights, so rounding can begin with
+the most important inputs without reordering groups. Afterwards all scales of a row are fitted to its codes
+together, and each code moves once more if the cost falls.
 """
 
 from typing import Final
 
 import torch
 
+from worker_svc.quantization.codes import Scheme
 from worker_svc.quantization.rounding import SHARES, ScaleSearch
-from worker_svc.quantization.scheme import Scheme
 
-# This share of the mean of the Hessian's diagonal is added to all of the diagonal. A few thousand tokens give
-# a rough Hessian, and with 0.03 GPTQ follows it into errors that other text shows. 0.1 does as well as 0.3.
+# Added to the Hessian's diagonal, as a share of its mean. A few thousand tokens give a rough Hessian, and
+# with 0.03 GPTQ overfits it. 0.1 does as well as 0.3.
 _DAMPING: Final = 0.3
-# Least-squares fits of a scale to its codes, which then round anew.
+# Least-squares fits of a scale to its codes, each followed by rounding.
 _FITS: Final = 2
 _TINY: Final = 1e-12
-# Inputs whose errors reach all later inputs in one product.
+# Inputs per product that spreads errors to later inputs.
 _BLOCK: Final = 64
-# Outputs whose scales are searched at a time.
+# Outputs per search for scales.
 _ROWS: Final = 2048
-# Pairs of groups, of all outputs whose scales are fitted at a time: 256 MiB in float64.
+# Pairs of groups per fit of scales, over all its outputs: 256 MiB in float64.
 _PAIRS: Final = 2**25
 
 
@@ -32,17 +32,17 @@ def quantize_with(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Quantizes a matrix, in about 20 bytes for each pair of inputs and 30 bytes for each weight.
 
-    A scale may be negative. Codes reach one step further below 0 than above, and the sign turns that side to
-    where the group's largest weights are.
+    A scale may be negative: codes reach one step further below 0 than above, and the sign turns that side to
+    the group's largest weights.
 
     Args:
         weight: [outputs, inputs]; groups divide the inputs.
-        hessian: float32 [inputs, inputs], symmetric: how a pair of errors in the same row costs, in any unit.
+        hessian: cost of a pair of errors in the same row, in any unit; float32 [inputs, inputs], symmetric.
         scheme: of the result.
 
     Returns:
         Codes, uint8 [outputs, inputs], and scales, in the weight's type [outputs, groups]; or `None` if the
-        Hessian is zero or not finite, so that calibration says nothing about the matrix.
+        Hessian is zero or not finite.
     """
     mean = hessian.diagonal().double().mean()
     if not bool(hessian.isfinite().all()) or mean <= 0:
@@ -69,9 +69,9 @@ def quantize_with(
 def _inverse_factor(hessian: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Returns the upper Cholesky factor of the inverse, float32 [inputs, inputs], of inputs in this order.
 
-    Row i says, per unit of input i's error, how inputs from i on change when those before i are settled.
+    Row i is the change of inputs from i on per unit of input i's error, with earlier inputs settled.
     """
-    # Each step's float64 matrix replaces the last one's: these are the largest ones of calibration.
+    # Each step's float64 matrix, the largest of calibration, replaces the last.
     matrix: torch.Tensor = hessian[order[:, None], order].double()
     matrix = torch.linalg.cholesky(matrix)
     matrix = torch.cholesky_inverse(matrix)
@@ -80,16 +80,7 @@ def _inverse_factor(hessian: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(weight: torch.Tensor, importance: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Returns the scales with the least squared error, weighted by importance.
-
-    Args:
-        weight: [outputs, inputs].
-        importance: of each input, float32 [groups, inputs of a group].
-        scheme: of the result.
-
-    Returns:
-        In the weight's type, [outputs, groups]; none is zero.
-    """
+    """Returns the scales with the least error, weighted by importance, [outputs, groups]; none is zero."""
     search = ScaleSearch(weight, scheme, importance)
     for share in SHARES:
         search.attempt(search.widest * share)
@@ -102,14 +93,7 @@ def _scales(weight: torch.Tensor, importance: torch.Tensor, scheme: Scheme) -> t
 
 
 def _rounded(weight: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor, half: int) -> torch.Tensor:
-    """Returns codes around 0, float32; inputs come first, in the order in which they are rounded.
-
-    Args:
-        weight: float32 [inputs, outputs], overwritten.
-        scales: of each weight, float32 [inputs, outputs].
-        factor: of `_inverse_factor`, in the same order.
-        half: half the number of codes.
-    """
+    """Returns codes around 0, float32 [inputs, outputs], in the order of rounding; overwrites `weight`."""
     codes = torch.empty_like(weight)
     for first in range(0, len(weight), _BLOCK):
         last = min(first + _BLOCK, len(weight))
@@ -133,13 +117,10 @@ def _spread(scales: torch.Tensor, inputs: int) -> torch.Tensor:
 def _fitted(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, hessian: torch.Tensor
 ) -> torch.Tensor:
-    """Returns scales with the least cost for these codes, in the type and shape of `scales`; none is zero.
+    """Returns scales with the least cost for these codes; none is zero.
 
-    Args:
-        weight: float32 [inputs, outputs].
-        codes: around 0, float32 [inputs, outputs].
-        scales: [outputs, groups], kept in rows where rounding the new ones to their type would cost more.
-        hessian: float32 [inputs, inputs].
+    `scales` stay in rows in which rounding the new scales to their type would cost more. Weights and codes
+    are float32 [inputs, outputs].
     """
     inputs, outputs = weight.shape
     groups = scales.shape[1]
@@ -150,7 +131,7 @@ def _fitted(
         products[:, :, group] = (reached * grouped).sum(dim=1).t()
     wanted = ((hessian @ weight).view(groups, -1, outputs) * grouped).sum(dim=1).t()
     diagonal = products.diagonal(dim1=1, dim2=2)
-    diagonal.add_(1e-6 * diagonal.mean(dim=1, keepdim=True) + _TINY)  # groups whose codes are all 0
+    diagonal.add_(1e-6 * diagonal.mean(dim=1, keepdim=True) + _TINY)  # groups with codes of 0 alone
     found = torch.linalg.solve(products.double(), wanted.double().unsqueeze(-1)).squeeze(-1).to(scales.dtype)
     found = torch.where(found.isfinite() & (found != 0), found, scales)
 
@@ -164,14 +145,9 @@ def _fitted(
 def _settled(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, hessian: torch.Tensor, half: int
 ) -> torch.Tensor:
-    """Returns codes after one more pass: each input in turn gets the code that fits those of all others best.
+    """Returns codes after one more pass, in which each input gets the code that fits all others best.
 
-    Args:
-        weight: float32 [inputs, outputs].
-        codes: around 0, float32 [inputs, outputs].
-        scales: of each weight, float32 [inputs, outputs].
-        hessian: float32 [inputs, inputs].
-        half: half the number of codes.
+    All but the Hessian are float32 [inputs, outputs].
     """
     settled, slopes = codes.clone(), hessian @ (codes * scales - weight)
     for first in range(0, len(weight), _BLOCK):

@@ -4,47 +4,44 @@ from typing import Final
 
 import torch
 
-from worker_svc.quantization.scheme import Scheme
+from worker_svc.quantization.codes import Scheme
 
 SHARES: Final = tuple(1 - step / 40 for step in range(21))
-"""Shares of a group's largest weight that the largest code may stand for."""
+"""Values of the largest code to try, as shares of a group's largest weight."""
 _TINY: Final = 1e-12
-# Rows that are rounded at a time: rounding takes several times their memory.
+# Rows per step; rounding takes several times their memory.
 _ROWS: Final = 2048
 
 
-def quantize(weight: torch.Tensor, scheme: Scheme, *, clip: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes a matrix.
+def quantize(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes a matrix, [outputs, inputs], with groups that divide the inputs.
 
-    Args:
-        weight: [outputs, inputs]; groups divide the inputs.
-        scheme: of the result.
-        clip: whether to choose each scale, out of 21, for the least squared error. A smaller scale clips the
-            largest weights and rounds all others more finely.
+    Each group tries 21 scales and keeps that with the least squared error. A smaller scale clips the largest
+    weights and rounds all others more finely.
 
     Returns:
         Codes, uint8 [outputs, inputs], and scales, in the weight's type [outputs, groups].
     """
-    parts = [_quantized(rows, scheme, clip=clip) for rows in weight.split(_ROWS)]
+    parts = [_quantized(rows, scheme) for rows in weight.split(_ROWS)]
     codes, scales = zip(*parts, strict=True)
     return torch.cat(codes), torch.cat(scales)
 
 
-def _quantized(weight: torch.Tensor, scheme: Scheme, *, clip: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantized(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     search = ScaleSearch(weight, scheme)
-    for share in SHARES if clip else (1.0,):
+    for share in SHARES:
         search.attempt(search.widest * share)
     codes = (search.codes + 2 ** (scheme.bits - 1)).to(torch.uint8)
     return codes.view(weight.shape), search.scales.squeeze(-1).to(weight.dtype)
 
 
 class ScaleSearch:
-    """Keeps, of the scales that are tried for each group, the one with the least squared error."""
+    """Keeps the scale with the least squared error for each group."""
 
     grouped: torch.Tensor
     """The weights, float32 [outputs, groups, inputs of a group]."""
     widest: torch.Tensor
-    """The scale of each group that just holds its largest weight, float32 [outputs, groups, 1]."""
+    """The smallest scale of each group without clipping, float32 [outputs, groups, 1]."""
     scales: torch.Tensor
     """The best scales so far, of that shape; none is zero."""
     codes: torch.Tensor
@@ -54,9 +51,9 @@ class ScaleSearch:
         """Starts without a scale.
 
         Args:
-            weight: [outputs, inputs]; scales are rounded to its type, in which they are stored.
+            weight: [outputs, inputs]; scales are rounded to its type.
             scheme: of the codes.
-            importance: the weight of each input's errors, float32 [groups, inputs of a group]; by default 1.
+            importance: factors of the squared errors, float32 [groups, inputs of a group]; by default 1.
         """
         outputs, inputs = weight.shape
         self._half, self._dtype, self._importance = 2 ** (scheme.bits - 1), weight.dtype, importance

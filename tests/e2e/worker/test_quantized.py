@@ -13,6 +13,7 @@ from deploy.commands import quantize as command
 from protos.errors import ConfigurationRefused
 from tests.bench.quantized import TEXT, perplexity
 from tests.support import quantized_models, tiny_models
+from tests.support.paths import ROOT
 from tests.support.quantized_models import Stored
 from tests.support.reference import Reference
 from tests.support.worker import parity_process
@@ -24,7 +25,7 @@ from worker_svc.devices.cpu.kernels.ops import kernels
 from worker_svc.execution.memory_budget import check_weights
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.model_files.quantize import Calibration, quantize_folder
-from worker_svc.quantization.scheme import Scheme
+from worker_svc.quantization.codes import Scheme
 
 pytestmark = [
     pytest.mark.e2e,
@@ -34,6 +35,7 @@ pytestmark = [
 
 LENGTHS = (3, 63, 64, 130, 200)
 STORED: tuple[Stored, ...] = ("compressed-tensors", "gptq", "awq")
+LLM_COMPRESSOR = ROOT / "tests/support/checkpoints/llm-compressor-w4a16"
 SCHEMES = {"w4": Scheme(4, 64), "w4_32": Scheme(4, 32), "w8": Scheme(8, None)}
 
 
@@ -73,6 +75,12 @@ def test_formats_equal_dequantized_weights(
     folder = _stored(base, source, stored, scheme)
     answers = parity_process.run(Job(str(folder), prompts, backend="compiled"))
     assert differences(references[scheme], prompts, answers) == []
+
+
+def test_llm_compressors_checkpoints_are_served(prompts: list[list[int]]) -> None:
+    """In float32, a checkpoint of llm-compressor's GPTQ gives what transformers gives with it."""
+    answers = parity_process.run(Job(str(LLM_COMPRESSOR), prompts, backend="compiled"))
+    assert differences(Reference(LLM_COMPRESSOR, torch.float32), prompts, answers) == []
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -132,7 +140,7 @@ def test_quantize_makes_what_is_served(base: Path, source: Path, prompts: list[l
     """A folder that `triptych quantize` makes of a tied model is served, with its 8-bit head."""
     tied = tiny_models.write("gemma3", base / "gemma3")
     folder = base / "gemma3-w8"
-    quantize_folder(tied, folder, Scheme(8, None), clip=False, head=True)
+    quantize_folder(tied, folder, Scheme(8, None), head=True)
     answers = parity_process.run(Job(str(folder), prompts, backend="compiled"))
     reference = Reference(tied, torch.float32)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -147,7 +155,7 @@ def test_a_calibrated_folder_is_served(base: Path, source: Path, prompts: list[l
     means = {}
     reference = Reference(source, torch.float32)
     for name, flags in {
-        "rounded": ["--mse-clip"],
+        "rounded": [],
         "calibrated": ["--calibrate", "--calibrate-tokens", "2048"],
     }.items():
         folder = base / name
@@ -223,7 +231,7 @@ def test_what_quantizing_costs(base: Path, smollm2: Path) -> None:
         (base / "smollm2-w4-calibrated", SCHEMES["w4"], Calibration(tokens=2048)),
     ):
         if scheme is not None:
-            quantize_folder(smollm2, folder, scheme, clip=True, head=True, calibration=calibration)
+            quantize_folder(smollm2, folder, scheme, head=True, calibration=calibration)
         harness = Harness(
             load(folder, "bfloat16"), max_model_len=1024, max_num_seqs=1, decode_buckets=(1,), backend="eager"
         )

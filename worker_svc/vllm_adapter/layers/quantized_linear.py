@@ -28,7 +28,7 @@ from worker_svc.devices.base import Device
 from worker_svc.devices.quantized import QuantizedWeights
 from worker_svc.quantization import codes
 from worker_svc.quantization.checkpoint_config import CheckpointQuantization
-from worker_svc.quantization.scheme import Scheme
+from worker_svc.quantization.codes import Scheme
 
 # Kernels read the codes of so many inputs at once.
 _INPUTS = 8

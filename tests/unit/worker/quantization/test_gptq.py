@@ -1,16 +1,11 @@
 """Matrices that are quantized with a Hessian."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from worker_svc.quantization import gptq
-from worker_svc.quantization.codes import dequantize
+from worker_svc.quantization.codes import Scheme, dequantize
 from worker_svc.quantization.gptq import quantize_with
 from worker_svc.quantization.rounding import quantize
-from worker_svc.quantization.scheme import Scheme
 
 SCHEMES = (Scheme(4, 32), Scheme(4, None), Scheme(8, 64))
 
@@ -37,53 +32,8 @@ def test_the_cost_is_less_than_that_of_rounding(scheme: Scheme) -> None:
     weight, hessian = _case()
     made = quantize_with(weight, hessian, scheme)
     assert made is not None
-    rounded = quantize(weight, scheme, clip=True)
+    rounded = quantize(weight, scheme)
     assert _cost(weight, made, hessian, scheme.bits) < 0.6 * _cost(weight, rounded, hessian, scheme.bits)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES[:2])
-def test_fitting_lowers_the_cost(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fitting scales to the codes lowers the cost, and so does moving codes once more."""
-    weight, hessian = _case()
-    costs = []
-    for kept in ((), ("_settled",), ("_settled", "_fitted")):
-        with monkeypatch.context() as patch:
-            for name in kept:
-                # Both take the codes second and the scales third.
-                place = 1 if name == "_settled" else 2
-                patch.setattr(gptq, name, lambda *given, place=place: given[place])
-            made = quantize_with(weight, hessian, scheme)
-        assert made is not None
-        costs.append(_cost(weight, made, hessian, scheme.bits))
-    assert costs[0] < costs[1] < costs[2]
-
-
-class _Pairs(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records for how many outputs there are tensors of pairs of 4 groups."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.outputs: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple) else (result,):
-            if isinstance(each, torch.Tensor) and each.shape[1:] == (4, 4):
-                self.outputs.add(each.shape[0])
-        return result
-
-
-def test_scales_are_fitted_to_some_outputs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pairs of groups are kept for a bounded number of outputs, which changes no result."""
-    weight, hessian = _case()
-    made = quantize_with(weight, hessian, Scheme(4, 32))
-    assert made is not None
-    monkeypatch.setattr(gptq, "_PAIRS", 7 * 4 * 4)
-    with _Pairs() as pairs:
-        again = quantize_with(weight, hessian, Scheme(4, 32))
-    assert again is not None
-    assert all(map(torch.equal, made, again))
-    assert pairs.outputs == {7, 3}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -151,6 +101,4 @@ def test_inputs_that_are_never_used() -> None:
     hessian[:40], hessian[:, :40] = 0, 0
     made = quantize_with(weight, hessian, Scheme(4, 32))
     assert made is not None
-    assert _cost(weight, made, hessian, 4) < 0.6 * _cost(
-        weight, quantize(weight, Scheme(4, 32), clip=True), hessian, 4
-    )
+    assert _cost(weight, made, hessian, 4) < 0.6 * _cost(weight, quantize(weight, Scheme(4, 32)), hessian, 4)

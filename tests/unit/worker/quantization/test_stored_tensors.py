@@ -12,7 +12,7 @@ from protos.errors import ConfigurationRefused
 from tests.support import quantized_models
 from worker_svc.quantization import codes
 from worker_svc.quantization.checkpoint_config import read
-from worker_svc.quantization.scheme import Bits, Scheme
+from worker_svc.quantization.codes import Bits, Scheme
 from worker_svc.quantization.stored_tensors import StoredLayers, quantized_module, to_common_form
 
 LAYER = "model.layers.0.mlp.up_proj"
