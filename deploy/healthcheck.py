@@ -1,6 +1,6 @@
 """Checks a service's health from inside its container: `python -m deploy.healthcheck ADDRESS [SERVICE]`.
 
-ADDRESS is an HTTP or HTTPS URL, or `host:port` or `unix:PATH` of a gRPC server. SERVICE names one gRPC
+ADDRESS is an HTTP or HTTPS URL, or `host:port` or `unix:PATH` of a gRPC server. SERVICE names a gRPC
 service; without it the check covers the whole server. `TRIPTYCH_GRPC_TLS_*` say how gRPC servers are reached,
 as for the services.
 """
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_http(url: str) -> str:
-    """Returns what is wrong at a URL, whatever its certificate; empty if it answers 200."""
+    """Returns the fault of a URL, whatever its certificate; empty if it answers 200."""
     try:
         with url_opener().open(url, timeout=_TIMEOUT_S) as answer:
             return "" if answer.status == 200 else f"{url}: {answer.status}"
@@ -50,7 +50,7 @@ def check_http(url: str) -> str:
 
 
 def url_opener() -> urllib.request.OpenerDirector:
-    """Returns what opens URLs of this machine: past all proxies, and whatever the certificate.
+    """Returns an opener for URLs of this machine, without proxies and checks of certificates.
 
     A check sends no secret that another server could steal.
     """
@@ -63,7 +63,7 @@ def url_opener() -> urllib.request.OpenerDirector:
 
 
 def check_grpc(address: str, service: str) -> str:
-    """Returns what is wrong with a gRPC service; empty if it reports SERVING."""
+    """Returns the fault of a gRPC service; empty if it reports SERVING."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -1,4 +1,4 @@
-"""Makes what a secure deployment needs: certificates, a service token and an API key.
+"""Makes the files of a secure deployment: certificates, a service token and an API key.
 
 The key of the CA is never written: it signs two certificates and is forgotten. New files therefore have a new
 CA.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 SERVICE_NAME: Final = "triptych.internal"
-"""The name that the certificate of all services has: ``--grpc-tls-name``."""
+"""The name in the certificate of all services: ``--grpc-tls-name``."""
 
 _VALID: Final = dt.timedelta(days=397)
 _RENEW_BEFORE: Final = dt.timedelta(days=30)
@@ -46,7 +46,7 @@ class SecureFiles:
 
     @property
     def service_cert(self) -> Path:
-        """The certificate of the services between one another."""
+        """The certificate of the services."""
         return self.folder / "service.pem"
 
     @property
@@ -76,7 +76,7 @@ class SecureFiles:
 
     @property
     def api_keys(self) -> Path:
-        """The gateway's file of keys: ``--api-key-file``. It has the key's hash alone."""
+        """The gateway's file of keys: ``--api-key-file``. It holds a hash of the key."""
         return self.folder / "api-keys.json"
 
 
@@ -89,7 +89,7 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
 
     Raises:
         OSError: the folder cannot be written.
-        ConfigurationRefused: a host has letters that certificates cannot have.
+        ConfigurationRefused: a host has letters that certificates do not allow.
         ModuleNotFoundError: cryptography is not installed.
     """
     files = SecureFiles(folder)
@@ -157,7 +157,7 @@ def issue(
     Args:
         subject: its common name.
         names: host names and addresses that it is for.
-        usages: what it is for.
+        usages: its purposes.
         issuer: the CA that signs it.
         lasts: how long from now on.
     """
@@ -250,7 +250,7 @@ def _are_valid(files: SecureFiles, names: Iterable[str]) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replaces a file at once by one that only its owner can read."""
+    """Replaces a file atomically; only its owner can read it."""
     new = path.with_name(f".{path.name}.new")
     with contextlib.suppress(FileNotFoundError):
         new.unlink()

@@ -1,4 +1,4 @@
-"""Results of checks: lines while they run, or one JSON object at the end."""
+"""Results of checks: lines while they run, or a JSON object at the end."""
 
 import json
 from collections.abc import Callable, Collection, Sequence
@@ -24,7 +24,7 @@ class Note(Exception):  # noqa: N818 - a result, not an error
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check."""
+    """The result of a check."""
 
     name: str
     status: Status

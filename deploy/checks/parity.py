@@ -48,7 +48,7 @@ _ADVICE = "try --dtype float32, -O 0 and another RBLN_USE_CUSTOM_KERNEL, and rep
 
 
 def check(settings: Settings, report: Report) -> None:
-    """Runs the model of the settings, or a small made-up model, and reports one result for each use of it."""
+    """Runs the model of the settings, or a small made-up model, and reports a result for each use of it."""
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory(prefix="triptych-parity-") as folder:
         runs: list[_Parity] = []
@@ -82,7 +82,7 @@ class Answer:
     """Prompt tokens whose keys and values were reused."""
 
     def push(self, event: Event) -> None:
-        """Takes one event; raises the request's error."""
+        """Takes an event; raises the request's error."""
         if event.error is not None:
             raise event.error
         self.tokens += event.token_ids
@@ -236,7 +236,7 @@ class _Parity:
         return f"{steps} steps; {compared}"
 
     def prefix_hits(self) -> str:
-        """Sends prompts with a common prefix, one after another."""
+        """Sends prompts with a common prefix in sequence."""
         first = self._prompt(2 * _CHUNK + 44, 77)
         prompts = [first, [*first[:200], *self._prompt(20, 78)], [*first[:290], *self._prompt(9, 79)]]
         reusing = [self._generate([prompt])[0] for prompt in prompts]

@@ -11,7 +11,7 @@ from protos.settings import ServiceSettings, declared, is_secret, reference_vari
 
 @dataclass(frozen=True)
 class SettingSource:
-    """A setting that a flag, a variable or a file has set."""
+    """A setting, and its flag, variable or file."""
 
     flag: str
     value: str
@@ -24,7 +24,7 @@ class SettingSource:
 
 
 def setting_sources(settings: ServiceSettings, flags: Collection[str]) -> list[SettingSource]:
-    """Returns the settings that have been set; `flags` are the fields that the command line sets."""
+    """Returns the settings without defaults; `flags` are the fields that the command line sets."""
     cls = type(settings)
     sources = []
     for name in cls.model_fields:

@@ -1,8 +1,8 @@
 """`triptych compile`: compiles a model's graphs and keeps the code, without serving.
 
-A scheduler with the same flags would request the same shapes. The ranks of a replica are compiled one after
-another, each in a process of its own that joins no other: code depends on a rank's part of the model, not on
-what the others send.
+A scheduler with the same flags would request the same shapes. The ranks of a replica are compiled in
+sequence, each in a process of its own that joins no other: code depends on a rank's part of the model, not on
+messages of the others.
 """
 
 import os
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from protos.triptych.v1 import worker_pb2
     from worker_svc.execution.worker import Worker
 
-# Names a group that has no other members.
+# Names a group without other members.
 _ALONE = "compile"
 
 

@@ -28,7 +28,7 @@ _VARIABLES: Final = re.compile(
     r"|OTEL|GRPC|SSL|PYTHON|LD|XDG)_|(LD_LIBRARY_PATH|LD_PRELOAD|CC|CXX|VIRTUAL_ENV|TZ|LANG|(HTTPS?|NO|ALL)_PROXY)$",
     re.IGNORECASE,
 )
-# Headers hold credentials; so may a variable whose name is not one of those that services know.
+# Headers hold credentials; so may an unknown variable.
 _MORE_SECRETS: Final = re.compile(r"HEADERS|AUTH|PASSW|_KEY$|KEYS$|TOKEN(?!IZER|_FILE)")
 # Tools that list devices.
 _TOOLS: Final = {
@@ -103,7 +103,7 @@ def variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def packages() -> dict[str, dict[str, Any]]:
-    """Returns each package of the locks: the tested version, the installed one or None, and the locks."""
+    """Returns each package of the locks: the tested version, the installed version if any, and the locks."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted((Path(deploy.__path__[0]) / "locks").glob("*.txt")):
         for line in path.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""`triptych keep-worker`: runs one worker, and restarts it from a standby when it dies.
+"""`triptych keep-worker`: runs a worker, and restarts it from a standby when it dies.
 
 It is the first process of the worker's image. The worker's output goes where this process' goes.
 """
@@ -26,7 +26,7 @@ from protos.settings import CONFIG_VARIABLE, load
 from protos.wire import MAX_SOCKET_PATH_BYTES, is_unix, unix_address
 from worker_svc.settings import Settings as WorkerSettings
 
-# What stops a container has a deadline of its own, and it knows how long the worker may take.
+# The container runtime has its own deadline, which suits the worker.
 _GRACE_S = 86_400.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared, not bound
 

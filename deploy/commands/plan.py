@@ -16,7 +16,7 @@ from scheduler_svc.shapes.buckets import decode_buckets
 
 
 class _NoPlanError(Exception):
-    """There is nothing to propose; the message is one line."""
+    """There is nothing to propose; the message is a line."""
 
 
 def main(argv: list[str]) -> int:

@@ -115,7 +115,7 @@ class Launcher:
         Args:
             settings: the launcher's.
             sockets: the absolute folder of the services' Unix sockets.
-            files: what `--secure` has made.
+            files: the files of `--secure`.
 
         Raises:
             LaunchError: A requested address is not free.
@@ -210,7 +210,7 @@ class Launcher:
             f"  curl {'' if uds is None else f'--unix-socket {uds} '}{base}{path} {credentials(self._settings, self._files)}-H 'Content-Type: application/json'"
             f" -d '{json.dumps(body)}'\n\n"
             f"{metrics}gRPC clients use 127.0.0.1:{self._plan.ports.scheduler}"
-            f"{'' if self._files is None else f', with what {self._files.folder} has'}. Ctrl-C stops it."
+            f"{'' if self._files is None else f', with the files of {self._files.folder}'}. Ctrl-C stops it."
         )
 
     def _url(self, port: int) -> str:
@@ -222,11 +222,11 @@ class Launcher:
 
 
 def credentials(settings: LaunchSettings, files: SecureFiles | None) -> str:
-    """Returns what curl needs for the gateway's certificate and keys. No key is in the output.
+    """Returns the flags of curl for the gateway's certificate and keys, without a key.
 
     Args:
         settings: the launcher's.
-        files: what `--secure` has made.
+        files: the files of `--secure`.
     """
     ca = f"--cacert {files.ca} " if files is not None and settings.ssl_certfile == files.http_cert else ""
     if files is not None and settings.api_key_file == files.api_keys:
