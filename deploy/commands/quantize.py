@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
     # After the arguments are checked: importing torch takes seconds.
     from worker_svc.model_files.loader import resolve
     from worker_svc.model_files.quantize import Calibration, quantize_folder
-    from worker_svc.quantization.codes import Scheme
+    from worker_svc.quantized.codes import Scheme
 
     group = arguments.group_size or ("64" if arguments.scheme == "w4a16" else _PER_CHANNEL)
     scheme = Scheme(_BITS[arguments.scheme], None if group == _PER_CHANNEL else int(group))  # type: ignore[arg-type] # 4 or 8

@@ -40,9 +40,9 @@ from worker_svc.model_files.quantize import (
     quantization_group,
     quantize_folder,
 )
-from worker_svc.quantization import codes
-from worker_svc.quantization.codes import Scheme
-from worker_svc.quantization.rounding import quantize
+from worker_svc.quantized import codes
+from worker_svc.quantized.codes import Scheme
+from worker_svc.quantized.rounding import quantize
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

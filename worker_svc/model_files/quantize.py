@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 
 from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint, Shard
-from worker_svc.quantization import codes
-from worker_svc.quantization.calibration import TOKENS, Calibrated, Progress, calibrate
-from worker_svc.quantization.checkpoint_config import stored_config
-from worker_svc.quantization.codes import Scheme
-from worker_svc.quantization.rounding import quantize
+from worker_svc.quantized import codes
+from worker_svc.quantized.calibration import TOKENS, Calibrated, Progress, calibrate
+from worker_svc.quantized.checkpoint_config import stored_config
+from worker_svc.quantized.codes import Scheme
+from worker_svc.quantized.rounding import quantize
 
 HEAD: Final = Scheme(8, None)
 """The scheme of an output head, whose errors move every logit."""

@@ -13,9 +13,9 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.quantization.checkpoint_config import CheckpointQuantization
-from worker_svc.quantization.mxfp4 import Mxfp4Experts
-from worker_svc.quantization.stored_tensors import StoredLayers
+from worker_svc.quantized.checkpoint_config import CheckpointQuantization
+from worker_svc.quantized.mxfp4 import Mxfp4Experts
+from worker_svc.quantized.stored_tensors import StoredLayers
 from worker_svc.vllm_adapter.architectures import text_weight
 from worker_svc.vllm_adapter.configuration import is_text_model
 

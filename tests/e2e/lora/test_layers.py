@@ -30,7 +30,7 @@ from worker_svc.lora.checkpoint import (
     read_adapter,
 )
 from worker_svc.lora.targets import Targets
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized.codes import Scheme
 from worker_svc.settings import Backend, Settings
 from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel

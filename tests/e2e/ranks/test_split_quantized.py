@@ -10,7 +10,7 @@ from tests.support.quantized_models import Stored
 from tests.support.ranks.questions import PROMPTS, answers
 from tests.support.ranks.replica import replica
 from tests.support.reference import Reference
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized.codes import Scheme
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 

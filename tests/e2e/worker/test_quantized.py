@@ -25,7 +25,7 @@ from worker_svc.devices.cpu.kernels.ops import kernels
 from worker_svc.execution.memory_budget import check_weights
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.model_files.quantize import Calibration, quantize_folder
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized.codes import Scheme
 
 pytestmark = [
     pytest.mark.e2e,

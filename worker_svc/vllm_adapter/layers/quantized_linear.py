@@ -26,9 +26,9 @@ from vllm.model_executor.parameter import (
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.devices.quantized import QuantizedWeights
-from worker_svc.quantization import codes
-from worker_svc.quantization.checkpoint_config import CheckpointQuantization
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized import codes
+from worker_svc.quantized.checkpoint_config import CheckpointQuantization
+from worker_svc.quantized.codes import Scheme
 
 # Kernels read the codes of so many inputs at once.
 _INPUTS = 8

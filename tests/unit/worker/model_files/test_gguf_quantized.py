@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from worker_svc.model_files import demo_models
 from worker_svc.model_files.gguf_convert import convert
-from worker_svc.quantization import codes
-from worker_svc.quantization.checkpoint_config import read
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized import codes
+from worker_svc.quantized.checkpoint_config import read
+from worker_svc.quantized.codes import Scheme
 
 Q = gguf.GGMLQuantizationType
 HIDDEN, INNER, VOCAB, HEADS, KV_HEADS = 64, 96, 16, 4, 2

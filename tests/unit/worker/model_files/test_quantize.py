@@ -13,9 +13,9 @@ from protos.errors import ConfigurationRefused
 from worker_svc.model_files import quantize
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.model_files.quantize import Calibration, quantize_folder
-from worker_svc.quantization import codes
-from worker_svc.quantization.checkpoint_config import read
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized import codes
+from worker_svc.quantized.checkpoint_config import read
+from worker_svc.quantized.codes import Scheme
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

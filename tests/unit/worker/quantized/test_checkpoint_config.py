@@ -8,8 +8,8 @@ import pytest
 
 from protos.errors import ConfigurationRefused
 from tests.support.quantized_models import quantization_config
-from worker_svc.quantization.checkpoint_config import CheckpointQuantization, read
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized.checkpoint_config import CheckpointQuantization, read
+from worker_svc.quantized.codes import Scheme
 
 W4 = Scheme(4, 64)
 GPTQ, AWQ = quantization_config("gptq", W4), quantization_config("awq", W4)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from worker_svc.quantization.codes import Scheme, dequantize
-from worker_svc.quantization.rounding import quantize
+from worker_svc.quantized.codes import Scheme, dequantize
+from worker_svc.quantized.rounding import quantize
 
 ROWS = 2050
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.quantization.codes import Scheme
-from worker_svc.quantization.gptq import quantize_with
+from worker_svc.quantized.codes import Scheme
+from worker_svc.quantized.gptq import quantize_with
 
 TOKENS: Final = 16384
 """Tokens of text by default."""

@@ -4,7 +4,7 @@ from typing import Final
 
 import torch
 
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized.codes import Scheme
 
 SHARES: Final = tuple(1 - step / 40 for step in range(21))
 """Values of the largest code to try, as shares of a group's largest weight."""

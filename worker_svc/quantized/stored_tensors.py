@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.quantization import codes
-from worker_svc.quantization.checkpoint_config import CheckpointQuantization, Format
+from worker_svc.quantized import codes
+from worker_svc.quantized.checkpoint_config import CheckpointQuantization, Format
 
 _WEIGHT: Final = "weight_packed"
 _SCALE: Final = "weight_scale"

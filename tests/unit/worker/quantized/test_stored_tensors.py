@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from protos.errors import ConfigurationRefused
 from tests.support import quantized_models
-from worker_svc.quantization import codes
-from worker_svc.quantization.checkpoint_config import read
-from worker_svc.quantization.codes import Bits, Scheme
-from worker_svc.quantization.stored_tensors import StoredLayers, quantized_module, to_common_form
+from worker_svc.quantized import codes
+from worker_svc.quantized.checkpoint_config import read
+from worker_svc.quantized.codes import Bits, Scheme
+from worker_svc.quantized.stored_tensors import StoredLayers, quantized_module, to_common_form
 
 LAYER = "model.layers.0.mlp.up_proj"
 

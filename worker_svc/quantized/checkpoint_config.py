@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from protos.errors import ConfigurationRefused
-from worker_svc.quantization.codes import GROUPS, Bits, Scheme
+from worker_svc.quantized.codes import GROUPS, Bits, Scheme
 
 Format = Literal["compressed-tensors", "gptq", "awq"]
 
