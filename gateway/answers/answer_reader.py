@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from gateway.parsers.events import (
     CallArguments,
@@ -14,6 +13,7 @@ from gateway.parsers.events import (
     ToolParser,
     merged,
 )
+from gateway.schemas.answers import AssistantMessage, ToolCall
 
 
 class Trim:
@@ -182,7 +182,7 @@ class CollectedMessage:
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "CollectedMessage":
@@ -205,10 +205,10 @@ class CollectedMessage:
                     message.content.append(source)
         return message
 
-    def body(self, *, with_reasoning: bool) -> dict[str, Any]:
+    def body(self, *, with_reasoning: bool) -> AssistantMessage:
         """Returns OpenAI's message object. Thinking appears under vLLM's name and under DeepSeek's."""
         content = "".join(self.content)
-        body: dict[str, Any] = {
+        body: AssistantMessage = {
             "role": "assistant",
             "content": content if content or not (self.calls or self.reasoning) else None,
             "refusal": None,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from gateway.schemas.answers import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs
 from protos.triptych.v1 import common_pb2 as pb
 
 # Stands for minus infinity, which JSON lacks; OpenAI and vLLM use the same number.
@@ -43,7 +44,7 @@ class Reporter:
         """Returns a token's text; bytes that are only a part of a character become U+FFFD."""
         return f"token_id:{token_id}" if self.as_ids else self.token_bytes(token_id).decode(errors="replace")
 
-    def chat(self, tokens: Iterable[TokenReport]) -> dict[str, Any] | None:
+    def chat(self, tokens: Iterable[TokenReport]) -> ChatLogprobs | None:
         """Returns the ``logprobs`` of a chat choice."""
         if not self.wanted:
             return None
@@ -57,14 +58,14 @@ class Reporter:
             ]
         }
 
-    def _chat_token(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+    def _chat_token(self, token_id: int, logprob: float | None) -> ChatTokenLogprob:
         return {
             "token": self.text(token_id),
             "logprob": logprob,
             "bytes": list(self.token_bytes(token_id)),
         }
 
-    def completion(self, tokens: Sequence[TokenReport]) -> dict[str, Any] | None:
+    def completion(self, tokens: Sequence[TokenReport]) -> CompletionLogprobs | None:
         """Returns the ``logprobs`` of a plain completion.
 
         The chosen token is among the likeliest, so there may be one more of them than the client asked for.

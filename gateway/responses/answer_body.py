@@ -5,7 +5,14 @@ from typing import Any, Final
 
 from gateway.answers.generation import Usage
 from gateway.http.errors import row_of
-from gateway.responses.answers import ResponseUsage
+from gateway.responses.answers import (
+    IncompleteDetails,
+    OutputItemAnswer,
+    ResponseAnswer,
+    ResponseFailure,
+    ResponseStatus,
+    ResponseUsage,
+)
 from gateway.responses.output_items import Output
 from gateway.responses.request import ResponsesRequest, TextFormat
 from gateway.responses.tools import (
@@ -37,24 +44,32 @@ class ResponseObject:
         """Returns the answer's items, still none."""
         return Output(self.answer_id, scoped_names(self.body.tools))
 
-    def in_progress(self) -> dict[str, Any]:
+    def in_progress(self) -> ResponseAnswer:
         """Returns the object of an answer that begins."""
         return self._object("in_progress", [])
 
-    def ended(self, output: list[dict[str, Any]], usage: Usage, *, cut: bool) -> dict[str, Any]:
+    def ended(self, output: list[OutputItemAnswer], usage: Usage, *, cut: bool) -> ResponseAnswer:
         """Returns the object of an answer that is complete, or was ``cut`` at its limit of tokens."""
         if not cut:
             return self._object("completed", output, usage=_usage(usage))
-        details = {"reason": "max_output_tokens"}
+        details: IncompleteDetails = {"reason": "max_output_tokens"}
         return self._object("incomplete", output, usage=_usage(usage), incomplete_details=details)
 
-    def failed(self, output: list[dict[str, Any]], error: TriptychError) -> dict[str, Any]:
+    def failed(self, output: list[OutputItemAnswer], error: TriptychError) -> ResponseAnswer:
         """Returns the object of an answer that failed after ``output``."""
         known = (code for kind, code in _ERROR_CODES if isinstance(error, kind))
-        details = {"code": next(known, "server_error"), "message": error.message}
+        details: ResponseFailure = {"code": next(known, "server_error"), "message": error.message}
         return self._object("failed", output, error=details)
 
-    def _object(self, status: str, output: list[dict[str, Any]], **known: Any) -> dict[str, Any]:
+    def _object(
+        self,
+        status: ResponseStatus,
+        output: list[OutputItemAnswer],
+        *,
+        usage: ResponseUsage | None = None,
+        error: ResponseFailure | None = None,
+        incomplete_details: IncompleteDetails | None = None,
+    ) -> ResponseAnswer:
         body = self.body
         return {
             "id": self.answer_id,
@@ -62,8 +77,8 @@ class ResponseObject:
             "created_at": self.created,
             "status": status,
             "background": False,
-            "error": None,
-            "incomplete_details": None,
+            "error": error,
+            "incomplete_details": incomplete_details,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
@@ -84,9 +99,8 @@ class ResponseObject:
             "top_logprobs": body.num_logprobs or 0,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",
-            "usage": None,
+            "usage": usage,
             "user": body.user,
-            **known,
         }
 
 

@@ -1,6 +1,6 @@
 """The answers of the Responses API."""
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -77,6 +77,10 @@ class OutputCustomCall(TypedDict):
     input: Annotated[str, Field(description="Plain text.")]
 
 
+OutputItemAnswer: TypeAlias = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
+OutputPart: TypeAlias = OutputText | ReasoningContent
+
+
 class InputDetails(TypedDict):
     """Details of the input's tokens."""
 
@@ -122,13 +126,16 @@ class ResponseFailure(TypedDict):
     message: str
 
 
+ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+
+
 class ResponseAnswer(TypedDict):
     """A response. Most fields repeat the request."""
 
     id: str
     object: Literal["response"]
     created_at: Annotated[int, Field(description="Seconds since the epoch.")]
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    status: ResponseStatus
     background: Literal[False]
     error: ResponseFailure | None
     incomplete_details: IncompleteDetails | None
@@ -137,7 +144,7 @@ class ResponseAnswer(TypedDict):
     max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
-    output: list[OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall]
+    output: list[OutputItemAnswer]
     parallel_tool_calls: bool
     previous_response_id: None
     prompt_cache_key: str | None

@@ -3,10 +3,21 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal
 
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, merged
+from gateway.responses.answers import (
+    OutputCustomCall,
+    OutputFunctionCall,
+    OutputItemAnswer,
+    OutputMessage,
+    OutputPart,
+    OutputReasoning,
+    OutputText,
+    ReasoningContent,
+)
 from gateway.responses.tools import ScopedName
+from gateway.schemas.answers import ChatToken
 from gateway.tools.custom_tools import InputReader
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -42,13 +53,13 @@ class OutputItem(ABC):
         """Whether its text is a part of its content."""
         return True
 
-    def part(self, text: str) -> dict[str, Any]:
+    def part(self, text: str) -> OutputPart:
         """Returns the part of its content with ``text``: all of it, or none yet."""
         raise NotImplementedError
 
     @abstractmethod
-    def body(self, status: Status) -> dict[str, Any]:
-        """Returns the item; one in progress has no text."""
+    def body(self, status: Status) -> OutputItemAnswer:
+        """Returns the item, without text while it is in progress."""
 
 
 @dataclass(slots=True)
@@ -57,14 +68,14 @@ class MessageItem(OutputItem):
 
     event_prefix = "response.output_text"
 
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[ChatToken] = field(default_factory=list)
 
-    def part(self, text: str) -> dict[str, Any]:
+    def part(self, text: str) -> OutputText:
         """Returns the part with the text."""
         logprobs = self.logprobs if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def body(self, status: Status) -> dict[str, Any]:
+    def body(self, status: Status) -> OutputMessage:
         """Returns the message."""
         content = [] if status == "in_progress" else [self.part(self.text)]
         return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
@@ -76,12 +87,12 @@ class ThinkingItem(OutputItem):
 
     event_prefix = "response.reasoning_text"
 
-    def part(self, text: str) -> dict[str, Any]:
+    def part(self, text: str) -> ReasoningContent:
         """Returns the part with the thinking."""
         return {"type": "reasoning_text", "text": text}
 
-    def body(self, status: Status) -> dict[str, Any]:
-        """Returns the item; it has no summary, and no encrypted form."""
+    def body(self, status: Status) -> OutputReasoning:
+        """Returns the item without a summary or an encrypted form."""
         content = [] if status == "in_progress" else [self.part(self.text)]
         return {
             "id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content,
@@ -93,7 +104,6 @@ class ThinkingItem(OutputItem):
 class CallItem(OutputItem):
     """A call of a function."""
 
-    type: ClassVar[str] = "function_call"
     event_prefix = "response.function_call_arguments"
     text_field = "arguments"
 
@@ -107,26 +117,38 @@ class CallItem(OutputItem):
         """Whether its text is a part of its content."""
         return False
 
-    def body(self, status: Status) -> dict[str, Any]:
+    def body(self, status: Status) -> OutputItemAnswer:
         """Returns the call."""
-        text = "" if status == "in_progress" else self.text
-        status = "incomplete" if self.revoked and status == "completed" else status
-        body = {
-            "id": self.id, "type": self.type, "status": status, "call_id": self.call_id,
-            "name": self.name.name, self.text_field: text,
+        body: OutputFunctionCall = {
+            "id": self.id, "type": "function_call", "status": self._status(status), "call_id": self.call_id,
+            "name": self.name.name, "arguments": "" if status == "in_progress" else self.text,
         }  # fmt: skip
-        return body if self.name.namespace is None else {**body, "namespace": self.name.namespace}
+        if self.name.namespace is not None:
+            body["namespace"] = self.name.namespace
+        return body
+
+    def _status(self, status: Status) -> Status:
+        return "incomplete" if self.revoked and status == "completed" else status
 
 
 @dataclass(slots=True)
 class CustomCallItem(CallItem):
     """A call of a custom tool, whose text is the input in the arguments."""
 
-    type = "custom_tool_call"
     event_prefix = "response.custom_tool_call_input"
     text_field = "input"
 
     reader: InputReader = field(default_factory=InputReader)
+
+    def body(self, status: Status) -> OutputItemAnswer:
+        """Returns the call."""
+        body: OutputCustomCall = {
+            "id": self.id, "type": "custom_tool_call", "status": self._status(status), "call_id": self.call_id,
+            "name": self.name.name, "input": "" if status == "in_progress" else self.text,
+        }  # fmt: skip
+        if self.name.namespace is not None:
+            body["namespace"] = self.name.namespace
+        return body
 
     def add(self, piece: str) -> None:
         """Takes a further piece of the arguments."""
@@ -175,7 +197,7 @@ class Output:
         """Returns a new message, after the other items."""
         return self._add(MessageItem(*self._place("msg")))
 
-    def bodies(self, *, cut: bool) -> list[dict[str, Any]]:
+    def bodies(self, *, cut: bool) -> list[OutputItemAnswer]:
         """Returns the items; if the answer was ``cut``, the last one is incomplete."""
         last = len(self.items) - 1
         return [item.body("incomplete" if cut and item.index == last else "completed") for item in self.items]
@@ -201,7 +223,7 @@ def settled(events: Sequence[Event]) -> list[Event]:
     return merged(kept)
 
 
-def collected(output: Output, events: Sequence[Event], logprobs: list[dict[str, Any]]) -> Output:
+def collected(output: Output, events: Sequence[Event], logprobs: list[ChatToken]) -> Output:
     """Fills ``output`` with a whole answer. Its log-probabilities are those of the first message."""
     for event in settled(events):
         output.take(event)

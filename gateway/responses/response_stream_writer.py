@@ -13,6 +13,7 @@ from gateway.answers.streaming import StreamWriter
 from gateway.parsers.events import CallRevoked, CallStart, Event, Text
 from gateway.responses.answer_body import ResponseObject, error_event
 from gateway.responses.output_items import CustomCallItem, MessageItem, OutputItem, Status
+from gateway.schemas.answers import ChatToken
 from protos.errors import TriptychError
 
 
@@ -158,13 +159,13 @@ def _encode_event(kind: str, number: int, **fields: Any) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
-def chat_logprobs(reporter: Reporter, tokens: Sequence[TokenReport]) -> list[dict[str, Any]]:
+def chat_logprobs(reporter: Reporter, tokens: Sequence[TokenReport]) -> list[ChatToken]:
     """Returns the log-probabilities of a message's tokens; none if they were not asked for."""
     reported = reporter.chat(tokens)
     return [] if reported is None else reported["content"]
 
 
-def _without_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+def _without_bytes(entry: ChatToken) -> dict[str, Any]:
     """Returns a token's log-probability as events have it."""
     top = [{"token": likely["token"], "logprob": likely["logprob"]} for likely in entry["top_logprobs"]]
     return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}

@@ -31,6 +31,7 @@ from gateway.routes.answer import (
 from gateway.routes.context import context_of, generating_model
 from gateway.routes.openapi import api_router, documented
 from gateway.scheduler_link.served_model import ServedModel
+from gateway.schemas.answers import ChatToken
 from gateway.tools.skipped_tools import skipped_tools_header
 from protos.errors import NotFound
 
@@ -119,7 +120,7 @@ def _body(
     return orjson.dumps(response.ended(output.bodies(cut=cut), extras.usage, cut=cut))
 
 
-def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[dict[str, Any]]:
+def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[ChatToken]:
     """Returns the log-probabilities of the tokens that belong to the message, as a stream reports them."""
     if plan.plain or not reporter.wanted:
         return chat_logprobs(reporter, end.tokens)

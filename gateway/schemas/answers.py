@@ -100,14 +100,14 @@ class AssistantMessage(TypedDict):
     reasoning_content: NotRequired[
         Annotated[str | None, Field(description="The same under DeepSeek's name.")]
     ]
-    tool_calls: NotRequired[list[ToolCall] | None]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatTokenLogprob(TypedDict):
     """The log-probability of a token."""
 
     token: str
-    logprob: float
+    logprob: Annotated[float | None, Field(description="null for the first token of an echoed prompt.")]
     bytes: list[int]
 
 

@@ -11,6 +11,7 @@ from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event,
 from gateway.parsers.json_scan import MAX_DEPTH
 from gateway.parsers.named_tool import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser, thinking_at
+from gateway.schemas.answers import AssistantMessage
 from gateway.tools.formats import FORMATS, LIST
 
 NAMES = frozenset({"get_weather", "get_time", "from_to"})
@@ -39,7 +40,7 @@ def read(name: str, text: str) -> tuple[str | None, list[tuple[str, Any]]]:
     return found[0]
 
 
-def _without_ids(body: dict[str, Any]) -> tuple[str | None, list[tuple[str, Any]]]:
+def _without_ids(body: AssistantMessage) -> tuple[str | None, list[tuple[str, Any]]]:
     calls = [call["function"] for call in body.get("tool_calls", [])]
     return body["content"], [(call["name"], call["arguments"]) for call in calls]
 

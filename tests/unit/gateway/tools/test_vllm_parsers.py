@@ -34,7 +34,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec.load(folder_with(tmp_path_factory.mktemp("qwen"), THINKING, special))
 
 
-def body_of(reader: AnswerReader, pieces: list[str] | str) -> dict[str, Any]:
+def body_of(reader: AnswerReader, pieces: list[str] | str) -> Any:
     if isinstance(pieces, str):
         return CollectedMessage.of(reader.whole(pieces)).body(with_reasoning=True)
     events = [event for piece in pieces for event in reader.feed(piece)]
