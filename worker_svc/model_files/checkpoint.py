@@ -29,9 +29,14 @@ class Tensor:
 
     kind: str
     """Element type, as safetensors names it: for example "BF16"."""
-    num_elements: int
+    shape: tuple[int, ...]
     num_bytes: int
     """Bytes in the file."""
+
+    @property
+    def num_elements(self) -> int:
+        """Product of the shape."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,10 @@ def _tensors(header: dict[str, Any], num_bytes: int) -> dict[str, Tensor]:
         first, last = entry["data_offsets"]
         if first != end or last < first:
             raise _Damaged(f"tensor {name} does not begin where the previous one ends")
-        count = math.prod(map(int, entry["shape"]))
-        if entry["dtype"] in _FLOATS and count * _FLOATS[entry["dtype"]] != last - first:
+        shape = tuple(map(int, entry["shape"]))
+        if entry["dtype"] in _FLOATS and math.prod(shape) * _FLOATS[entry["dtype"]] != last - first:
             raise _Damaged(f"the size of tensor {name} does not match its shape")
-        found[name] = Tensor(entry["dtype"], count, last - first)
+        found[name] = Tensor(entry["dtype"], shape, last - first)
         end = last
     if end > num_bytes:
         raise _Damaged(f"{end - num_bytes} of {end} bytes of weights are missing")

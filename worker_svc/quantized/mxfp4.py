@@ -29,7 +29,9 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     """Returns the experts' weights as gpt-oss has them in other types, [experts, inputs, outputs]."""
     values = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
     experts, outputs, groups, half = blocks.shape
-    weights = torch.empty(experts, 2 * half * groups, outputs, dtype=dtype)
+    weights = torch.empty(experts, 2 * half * groups, outputs, dtype=dtype, device=blocks.device)
+    if blocks.is_meta:
+        return weights
     # One at a time: the indices of a whole layer would take several times its memory.
     for expert in range(experts):
         codes = torch.stack((blocks[expert] & 0xF, blocks[expert] >> 4), dim=-1).flatten(-2)

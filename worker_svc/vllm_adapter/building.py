@@ -1,9 +1,11 @@
 """Builds vLLM's layers of a model without weights: this rank's, and those of all stages without memory."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
@@ -47,9 +49,7 @@ def check_stages(model_config: Any, layout: RankLayout) -> None:
 def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
     """Builds this rank's layers on the device, without weights."""
     import vllm.ir
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype, set_random_seed
+    from vllm.utils.torch_utils import set_random_seed
 
     from worker_svc.vllm_adapter.parallel import set_groups
 
@@ -58,18 +58,7 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
     # Call vLLM's own operators directly: without a compiler, dispatching them through torch is only overhead.
     vllm.ir.set_default_torch_wrap(False)
     config.kernel_config.ir_op_priority.set_default()
-    with (
-        set_current_vllm_config(config),
-        set_default_torch_dtype(config.model_config.dtype),
-        device.torch_device,
-    ):
-        if config.model_config.is_moe and device.name == "cpu":
-            import worker_svc.vllm_adapter.layers.cpu_moe
-        if config.model_config.use_mla:
-            import worker_svc.vllm_adapter.layers.latent_attention  # noqa: F401 - registers on import, in seconds
-        if "ColBERT" in config.model_config.architecture:
-            project_late()
-        model = initialize_model(vllm_config=config)
+    model = _initialize(config, device, device.torch_device)
     if device.name == "cpu":
         from worker_svc.vllm_adapter.layers.cpu_layers import use_own_layer_norms
 
@@ -77,29 +66,83 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
     return model
 
 
+def compare_weights(config: Any, arguments: Mapping[str, Any], layout: RankLayout) -> frozenset[str]:
+    """Compares the checkpoint with the whole model; see `comparison.compare`.
+
+    Args:
+        config: vLLM's, for this rank.
+        arguments: of `configure`.
+        layout: this rank's.
+    """
+    from worker_svc.vllm_adapter.comparison import compare
+
+    whole = config if layout.world_size == 1 else configure(**arguments, layout=RankLayout())
+    with _without_memory(RankLayout(), then=layout) as nowhere:
+        model = _initialize(whole, arguments["device"], nowhere)
+        ignored = compare(whole, model)
+    # Layers register here by name, and would meet themselves when they are built.
+    whole.compilation_config.static_forward_context.clear()
+    whole.compilation_config.static_all_moe_layers.clear()
+    return ignored
+
+
 def layers_of_all_stages(arguments: Mapping[str, Any], layout: RankLayout) -> dict[str, Any]:
     """Returns the layers of a model's every stage by name, without memory.
 
     All ranks must number the KV groups alike, although each has only some of the layers.
     """
+    # Where experts are does not matter here, and vLLM cannot lay them out without memory.
+    one_stage = RankLayout(layout.tensor_rank, layout.tensor)
+    config = configure(**arguments, layout=one_stage)
+    with _without_memory(one_stage, then=layout) as nowhere:
+        _initialize(config, arguments["device"], nowhere)
+    layers: dict[str, Any] = config.compilation_config.static_forward_context
+    return layers
+
+
+class _Valueless(TorchFunctionMode):
+    """Gives tensors without memory zeros where a model's constructor reads values, such as ALiBi's slopes."""
+
+    def __torch_function__(
+        self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Reads zeros instead of missing values."""
+        if func in (torch.Tensor.tolist, torch.Tensor.item) and args[0].is_meta:
+            args = (torch.zeros_like(args[0], device="cpu"), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_memory(layout: RankLayout, *, then: RankLayout) -> Iterator[torch.device]:
+    """Lets the block build a layout on the device that it gets; afterwards vLLM knows the layout `then`."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    from worker_svc.vllm_adapter.parallel import set_groups
+
+    set_groups(layout)
+    # Models share rotary embeddings, and the next model needs them with data.
+    shared = rotary_embedding._ROPE_DICT  # noqa: SLF001 - vLLM has no other way
+    before = dict(shared)
+    try:
+        with _Valueless():
+            yield torch.device("meta")
+    finally:
+        shared.clear()
+        shared.update(before)
+        set_groups(then)
+
+
+def _initialize(config: Any, device: Device, where: torch.device) -> Any:
+    """Builds the layers of a configuration with memory of `where`."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from worker_svc.vllm_adapter.parallel import set_groups
-
-    # Where experts are does not matter here, and vLLM cannot lay them out without memory.
-    one_stage = RankLayout(layout.tensor_rank, layout.tensor)
-    config = configure(**arguments, layout=one_stage)
-    set_groups(one_stage)
-    try:
-        with (
-            set_current_vllm_config(config),
-            set_default_torch_dtype(config.model_config.dtype),
-            torch.device("meta"),
-        ):
-            initialize_model(vllm_config=config)
-    finally:
-        set_groups(layout)
-    layers: dict[str, Any] = config.compilation_config.static_forward_context
-    return layers
+    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), where:
+        if config.model_config.is_moe and device.name == "cpu":
+            import worker_svc.vllm_adapter.layers.cpu_moe
+        if config.model_config.use_mla:
+            import worker_svc.vllm_adapter.layers.latent_attention  # noqa: F401 - registers on import, in seconds
+        if "ColBERT" in config.model_config.architecture:
+            project_late()
+        return initialize_model(vllm_config=config)

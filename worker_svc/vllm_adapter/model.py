@@ -23,6 +23,7 @@ from worker_svc.shapes.model_description import (
 from worker_svc.vllm_adapter.building import (
     build,
     check_stages,
+    compare_weights,
     layers_of_all_stages,
     names_of_states,
 )
@@ -98,6 +99,7 @@ class VllmModel:
         with refusal_on_error(self._refusal(folder)):
             self._config: Any = configure(**arguments, layout=layout)
             check_stages(self._config.model_config, layout)
+            self._ignored = frozenset() if dummy_weights else compare_weights(self._config, arguments, layout)
             self._model: Any = build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
         self._pooling = self._prepare_pooling(pooling_task)
@@ -214,9 +216,7 @@ class VllmModel:
             loader: Any = (
                 get_model_loader(load_config)
                 if load_config.load_format == "dummy"
-                else ShardLoader(
-                    load_config, progress, getattr(self._config.quant_config, "quantization", None)
-                )
+                else ShardLoader(self._config, progress, self._ignored)
             )
             loader.load_weights(self._model, model_config)
             process_weights_after_loading(self._model, model_config, self._device.torch_device)

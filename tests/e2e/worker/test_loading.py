@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from protos.errors import ConfigurationRefused
 from tests.support import tiny_models
@@ -94,78 +93,6 @@ def test_damage_is_reported_before_loading(single: Path, tmp_path: Path) -> None
         file.truncate(1000)
     with pytest.raises(ConfigurationRefused, match=r"model.safetensors is damaged: "):
         configure(tmp_path)
-
-
-def test_weights_that_do_not_match_the_model_are_refused(single: Path, tmp_path: Path) -> None:
-    """A missing tensor is reported in one line."""
-    (tmp_path / "model.safetensors").write_bytes((single / "model.safetensors").read_bytes())
-    config = json.loads((single / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(ConfigurationRefused, match=r"cannot load the weights of .*not initialized") as caught:
-        configure(tmp_path)
-    assert "\n" not in caught.value.message
-
-
-def _with_tensors(single: Path, folder: Path, **tensors: torch.Tensor) -> Path:
-    """Copies the model and adds tensors; "__" in a name stands for a dot."""
-    weights = load_file(single / "model.safetensors")
-    extra = {name.replace("__", "."): tensor.clone() for name, tensor in tensors.items()}
-    save_file({**weights, **extra}, folder / "model.safetensors")
-    (folder / "config.json").write_bytes((single / "config.json").read_bytes())
-    return folder
-
-
-def test_extra_weights_are_ignored(single: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Unknown layers, tensors and files change nothing; one log line names them."""
-    one = torch.ones(2, 2)
-    folder = _with_tensors(
-        single, tmp_path, value_head__weight=one, value_head__bias=one, scale=one,
-        model__layers__1__memory=one,
-    )  # fmt: skip
-    (folder / "adapter_model.safetensors").write_bytes(b"")
-    tokens = []
-    for source in (single, folder):
-        model = open_model(source)
-        model.load_weights()
-        tokens.append(generate(model))
-    assert tokens[0] == tokens[1]
-    lines = [line for line in capsys.readouterr().out.splitlines() if "extra_weights_ignored" in line]
-    assert len(lines) == 1
-    for name in (
-        "adapter_model.safetensors", "'model.layers.1.memory'", "'scale'", "'value_head'", "num_tensors=3",
-    ):  # fmt: skip
-        assert name in lines[0]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model__layers__0__self_attn__o_proj__weight_scale", "model__layers__0__self_attn__o_proj__weight__absmax",
-        "model__layers__0__self_attn__q_norm__weight", "lm_head__input_scale",
-    ],
-)  # fmt: skip
-def test_unknown_tensors_of_known_layers_are_refused(single: Path, tmp_path: Path, name: str) -> None:
-    """Scales and other parts of a layer change what it computes."""
-    folder = _with_tensors(single, tmp_path, **{name: torch.ones(2)})
-    with pytest.raises(ConfigurationRefused, match="cannot load the weights of"):
-        open_model(folder).load_weights()
-
-
-def test_more_layers_than_the_configuration_has_are_refused(single: Path, tmp_path: Path) -> None:
-    """Without the surplus the model would be another one."""
-    folder = _with_tensors(single, tmp_path, model__layers__2__mlp__up_proj__weight=torch.ones(2, 2))
-    with pytest.raises(ConfigurationRefused, match=r"does not describe, the first one model\.layers\.2\.mlp"):
-        open_model(folder).load_weights()
-
-
-def test_renamed_weights_are_refused(single: Path, tmp_path: Path) -> None:
-    """Unknown tensors are not ignored where others are missing."""
-    weights = load_file(single / "model.safetensors")
-    renamed = {name.replace("self_attn", "attention"): tensor for name, tensor in weights.items()}
-    save_file(renamed, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((single / "config.json").read_bytes())
-    with pytest.raises(ConfigurationRefused, match=r"no model\.layers\.0\.self_attn\..*, but unknown"):
-        open_model(tmp_path).load_weights()
 
 
 def test_dummy_weights_need_no_file(single: Path, tmp_path: Path) -> None:
