@@ -14,7 +14,7 @@ from protos.errors import ConfigurationRefused
 from tests.support import quantized_models, tiny_models
 from tests.support.zoo import families
 from worker_svc.devices import open_device
-from worker_svc.quantization.codes import Scheme
+from worker_svc.quantized.codes import Scheme
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
