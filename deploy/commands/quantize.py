@@ -15,7 +15,7 @@ _BITS = {"w4a16": 4, "w8a16": 8}
 _PER_CHANNEL = "channel"
 _GROUP_SIZES = ("32", "64", "128", _PER_CHANNEL)
 _SHOWN = 3
-"""Names in a line that says what calibration did not reach."""
+"""Names in the line about matrices that calibration did not reach."""
 
 
 def main(argv: list[str]) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 _START_TIMEOUT_S: Final = 60.0
-# Wall-clock time of a compilation as a multiple of its CPU limit: it may have to wait for a core.
+# Wall-clock limit of a compilation as a multiple of its CPU limit: cores may be busy.
 _WALL_FACTOR: Final = 8.0
 # Bytes per token of an extra vocabulary beside the token's text; measured with 49,152 tokens.
 _TOKEN_BYTES: Final = 80
@@ -32,18 +32,18 @@ _TOKEN_BYTES: Final = 80
 
 @dataclass(frozen=True)
 class CompilerLimits:
-    """Limits on one grammar, and on all of them together."""
+    """Limits on each grammar, and on all together."""
 
     threads: int = 2
     """Grammars compiled at the same time."""
     cpu_s: float = 5.0
-    """CPU seconds of one compilation."""
+    """CPU seconds of a compilation."""
     compile_bytes: int = 1 << 30
-    """Bytes that one compilation may allocate."""
+    """Bytes allocated by a compilation."""
     grammar_bytes: int = 64 << 20
-    """Bytes of one compiled grammar, serialized or not.
+    """Bytes of a compiled grammar, serialized or not.
 
-    Reading one back takes about ten times as much for a moment; only one is read at a time.
+    Reading it back takes about ten times as much for a moment, so grammars are read in turn.
     """
     cache_bytes: int = 256 << 20
     """Bytes of all compiled grammars.
@@ -53,7 +53,7 @@ class CompilerLimits:
 
 
 class _Process:
-    """A process that compiles one grammar at a time (`compile_server`)."""
+    """A process of `compile_server`, which compiles grammars in turn."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
@@ -73,7 +73,7 @@ class _Process:
 
         Raises:
             TimeoutError: there is none in time.
-            EOFError, OSError: the process has ended.
+            EOFError, OSError: the process ended.
         """
         self._connection.send_bytes(request)
         if not self._connection.poll(timeout_s):
@@ -85,7 +85,7 @@ class _Process:
         self._process.kill()
 
     def end(self) -> int:
-        """Kills the process, unless it has ended, and returns its status as `subprocess` does."""
+        """Kills the process if it runs; returns its status in the form of `subprocess`."""
         self.kill()
         self._connection.close()
         return self._process.wait()
@@ -98,9 +98,9 @@ class Compilation:
         self.future: Future[int] = Future()
         """Resolves to the bytes that the grammar occupies."""
         self.callers = 1
-        """Number of callers that wait for it."""
+        """Number of waiting callers."""
         self.abandoned = False
-        """Whether the last caller has left."""
+        """Whether nobody waits for it anymore."""
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
@@ -116,7 +116,7 @@ class Compilation:
                 raise CancelledError
 
     def abandon(self) -> None:
-        """Kills the process that runs it, now or as soon as there is one."""
+        """Kills its process, now or as soon as it is bound."""
         with self._lock:
             self.abandoned = True
             if self._process is not None:
@@ -124,19 +124,19 @@ class Compilation:
 
 
 class GrammarVocabulary:
-    """A vocabulary that compiled grammars refer to. It lives as long as the last of them."""
+    """A vocabulary of compiled grammars, which lives as long as the last of them."""
 
     def __init__(self, info: "xgrammar.TokenizerInfo", num_bytes: int = 0) -> None:
         self.info = info
         """xgrammar's object."""
         self.num_bytes = num_bytes
-        """Bytes that it adds; 0 for the model's own vocabulary, which all grammars share."""
+        """Its bytes; 0 for the model's own vocabulary, shared by all grammars."""
         self.is_counted = False
-        """Whether the cache has counted these bytes."""
+        """Whether the cache counts these bytes."""
 
 
 class CompileClient:
-    """Owns the processes, at most as many as there are threads that compile at the same time."""
+    """Owns the processes, at most one for each thread of the caller."""
 
     def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
         """Starts the first process and reads the vocabulary from it.
@@ -173,7 +173,7 @@ class CompileClient:
         return process, answer["specials"], tokenizer.decode()
 
     def vocabulary(self, markers: tuple[int, ...]) -> GrammarVocabulary:
-        """Returns the vocabulary in which these special tokens have their text. Not thread-safe."""
+        """Returns the vocabulary with texts for these special tokens. Not thread-safe."""
         import xgrammar
 
         if not markers:
@@ -197,7 +197,7 @@ class CompileClient:
             InvalidArgument: the spec is invalid or exceeds a limit on any machine; worth remembering.
             Overloaded: the cores were too busy.
             Internal: the compiler crashed.
-            CancelledError: the last caller has left.
+            CancelledError: the last caller left.
         """
         job = Job(spec.kind, spec.text, limits.cpu_s, limits.compile_bytes, limits.grammar_bytes)
         process, is_usable = self._take(), False
@@ -221,7 +221,7 @@ class CompileClient:
         return SerializedGrammar(tuple(answer["markers"]), grammar.decode())
 
     def _take(self) -> _Process:
-        """Returns an idle process, or a new one."""
+        """Returns an idle process, or starts another."""
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
@@ -271,7 +271,7 @@ def _death_error(spec: Spec, status: int, limits: CompilerLimits) -> TriptychErr
 
 
 def _reason(text: str, limits: CompilerLimits) -> str:
-    """Returns xgrammar's message in one line, without the names of its source files."""
+    """Returns xgrammar's message in a line, without names of source files."""
     if "bad_alloc" in text:
         return f"it takes more than {limits.compile_bytes >> 20} MiB of memory"
     line = " ".join(text.split())

@@ -1,7 +1,7 @@
-"""A process that compiles grammars, one after another, under limits that the kernel enforces.
+"""A process that compiles grammars in turn, under limits enforced by the kernel.
 
 xgrammar cannot be interrupted, and some grammars take it minutes or gigabytes. A timer of CPU time ends the
-process; allocations beyond the memory limit fail; a crash ends it. Each fails one grammar and nothing else,
+process; allocations beyond the memory limit fail; a crash ends it. Each fails its grammar alone,
 and `CompileClient` starts another process. A grammar is checked, lowered, compiled and walked through as
 output would. It returns in xgrammar's own serialization.
 
@@ -47,18 +47,18 @@ _WALK_CHOICES: Final = 12
 
 @dataclass(frozen=True)
 class Job:
-    """One grammar to compile, as a request has it."""
+    """A request to compile a grammar."""
 
     kind: Kind
     """Of the constraint."""
     text: str
     """Of the constraint, not lowered."""
     cpu_s: float
-    """CPU seconds that it may use."""
+    """CPU seconds for it."""
     compile_bytes: int
-    """Bytes that it may allocate."""
+    """Bytes allocated for it."""
     grammar_bytes: int
-    """Bytes that the compiled grammar may occupy, serialized or not."""
+    """Bytes of the compiled grammar, serialized or not."""
 
     def dump(self) -> bytes:
         """Encodes the request."""
@@ -252,7 +252,7 @@ def _memory() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _limited(job: Job) -> Iterator[None]:
-    """Limits CPU time and memory within the context. SIGPROF's default action ends the process."""
+    """Limits CPU time and memory within the context. SIGPROF ends the process."""
     in_use, _ = _memory()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (in_use + job.compile_bytes, most))

@@ -3,15 +3,13 @@
 A file whose projections are all Q4_0 or all Q8_0 keeps their codes and scales: the folder is a checkpoint of
 compressed-tensors with groups of 32. Everything else is dequantized to bfloat16.
 
-A script with the arguments FILE and FOLDER. It runs in its own process, which returns its memory (the weights
-in float32) when it ends. That process may not be able to import this package, so the script packs codes and
-describes them by itself. It supports what the demo models need and refuses the rest: other families, scaled
-rotary embeddings, other pre-tokenizers.
+A script with the arguments FILE and FOLDER. It runs in its own process, whose end frees the memory. That
+process may be unable to import this package, so the script packs and describes codes by itself. Other
+families, scaled rotary embeddings and other pre-tokenizers are refused.
 
-The weights equal those of transformers' converter bit for bit and take a fifth of the time. The tokenizers
-are our own, because transformers' are wrong. For Gemma it takes merge ranks for the scores of a unigram
-model: "capital" becomes four tokens, and no beginning-of-sequence token is added. For SmolLM2 it makes
-`<|im_start|>` the end token.
+The weights equal those of transformers' converter bit for bit. transformers' tokenizers are wrong: Gemma's
+takes merge ranks for the scores of a unigram model, so "capital" becomes four tokens, and lacks the
+beginning-of-sequence token; SmolLM2's ends texts with `<|im_start|>`.
 """
 
 import json
@@ -71,7 +69,7 @@ def convert(source: Path, folder: Path) -> None:
     """Writes weights, configuration and tokenizer to `folder`, which must exist.
 
     Raises:
-        ValueError: if the file cannot be read or converted, with the reason in one line.
+        ValueError: the file cannot be read or converted.
     """
     try:
         reader = gguf.GGUFReader(source)
@@ -140,7 +138,7 @@ def _check(family: str, fields: dict[str, Any]) -> None:
 
 
 def _bits_of_projections(reader: gguf.GGUFReader) -> int | None:
-    """Returns the bits of the projections' codes if all are of one type that is kept, else `None`."""
+    """Returns the bits of the projections' codes if their type is the same and is kept, else `None`."""
     kinds = {tensor.tensor_type for tensor in reader.tensors if _is_projection(tensor.name)}
     return _BITS.get(kinds.pop()) if len(kinds) == 1 else None
 
@@ -183,7 +181,7 @@ def _blocks(data: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits rows of blocks into codes, uint8 [rows, columns], and scales, float16 [rows, groups].
 
     Codes have no sign: half of their range stands for 0. A block is its scale and then its codes. In Q4_0,
-    byte i has the codes of weights i and i + 16.
+    byte i holds the codes of weights i and i + 16.
     """
     rows = torch.from_numpy(data.copy())
     blocks = rows.view(rows.shape[0], -1, 2 + _BLOCK * bits // 8)
@@ -193,7 +191,7 @@ def _blocks(data: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs codes into int32 words as compressed-tensors does, the first one in the lowest bits."""
+    """Packs codes into int32 words as compressed-tensors does, the first in the lowest bits."""
     if bits == 4:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     return codes.contiguous().view(torch.int32)

@@ -130,7 +130,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 class _Maker:
-    """Quantizes one model."""
+    """Quantizes a model."""
 
     def __init__(self, source: Path, checkpoint: Checkpoint, scheme: Scheme, *, head: bool) -> None:
         """Reads the configuration.
@@ -324,7 +324,7 @@ def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
 
 
 def quantization_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-    """Returns how compressed-tensors describes layers of one scheme."""
+    """Returns a group of `quantization_config` in the form of compressed-tensors."""
     weights = {
         "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
         "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group,
@@ -341,7 +341,7 @@ def quantization_config(groups: dict[str, Any], ignored: list[str]) -> dict[str,
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes one file of weights.
+    """Writes a file of weights.
 
     Raises:
         OSError: it cannot be written; safetensors' own error names the cause in its text only.

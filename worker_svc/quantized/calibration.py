@@ -48,8 +48,8 @@ def calibrate(
     """Quantizes projections of decoder layers by their effect on the model's output.
 
     The model runs on CPUs in its own type (float16 as float32). Memory holds the model; all codes, a byte
-    each; the activations of four rows of text; 2 GiB of Hessians or those of one layer; and one matrix's work
-    in `gptq`.
+    each; the activations of four rows of text; 2 GiB of Hessians or those of a layer; and the work of `gptq`
+    on a matrix.
 
     Args:
         source: a Hugging Face folder.
@@ -245,7 +245,7 @@ def _continued(
 def _drawn(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Returns a token id for each distribution, [..., 1], from distributions [..., vocabulary].
 
-    Takes a random number for each; torch.multinomial takes one for each token of the vocabulary.
+    Takes a random number for each distribution; torch.multinomial takes a number for each token.
     """
     sums = probabilities.cumsum(dim=-1)
     points = torch.rand(*sums.shape[:-1], 1, generator=generator) * sums[..., -1:]

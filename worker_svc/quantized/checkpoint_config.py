@@ -1,8 +1,8 @@
-"""Reads from a model's configuration how its weights are quantized, and refuses what is not served.
+"""Reads the quantization of a model's weights from its configuration, and refuses all that is not served.
 
 Served are weights of 4 or 8 bits, symmetric, in groups of 32, 64 or 128 inputs or per output channel, as
 compressed-tensors (`pack-quantized`), GPTQ or AWQ store them. The restrictions, except the groups of 32 that
-GGUF has, are those of NPUs' kernels.
+GGUF uses, are those of NPUs' kernels.
 """
 
 import json
@@ -29,14 +29,14 @@ class CheckpointQuantization:
     """How a checkpoint's weights are quantized."""
 
     format: Format
-    """Whose names and layouts its tensors have."""
+    """The names and layouts of the tensors."""
     schemes: tuple[tuple[tuple[str, ...], Scheme], ...]
     """Targets and their scheme. A target is a module's name, "re:" and an expression for names, or "Linear"
     for all linear layers; names come first."""
     ignored: tuple[str, ...] = ()
     """Names of modules that are not quantized, or expressions after "re:"."""
     middle_zero_point: int | None = None
-    """What GPTQ stores for a zero point in the middle, which is the only one served."""
+    """GPTQ's stored value of a zero point in the middle; others are refused."""
 
     def __str__(self) -> str:
         """Returns words for people."""
@@ -44,7 +44,7 @@ class CheckpointQuantization:
         return f"{self.format}: {schemes}"
 
     def scheme_of(self, name: str) -> Scheme | None:
-        """Returns the scheme that the configuration has for a linear layer of that name, if any."""
+        """Returns the scheme of a linear layer of that name, if any."""
         if any(_matches(name, each) for each in self.ignored):
             return None
         for targets, scheme in self.schemes:
@@ -57,7 +57,7 @@ class CheckpointQuantization:
 
 
 def stored_config(config: Mapping[str, Any], folder: Path) -> Any:
-    """Returns what a model's files say about its quantization; `None` if it has none.
+    """Returns the description of a model's quantization in its files, if any.
 
     Args:
         config: its config.json.
@@ -71,10 +71,10 @@ def stored_config(config: Mapping[str, Any], folder: Path) -> Any:
 
 
 def read(folder: Path) -> CheckpointQuantization | None:
-    """Reads the quantization of a model; `None` if it has none, or MXFP4, which does not stay quantized.
+    """Reads the quantization of a model; `None` without any, and for MXFP4, which is dequantized.
 
     Raises:
-        ConfigurationRefused: if it has one that is not served, in one line.
+        ConfigurationRefused: it is not served.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found = stored_config(config, folder)

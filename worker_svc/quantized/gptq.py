@@ -32,7 +32,7 @@ def quantize_with(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Quantizes a matrix, in about 20 bytes for each pair of inputs and 30 bytes for each weight.
 
-    A scale may be negative: codes reach one step further below 0 than above, and the sign turns that side to
+    A scale may be negative: codes reach a step further below 0 than above, and the sign turns that side to
     the group's largest weights.
 
     Args:
@@ -145,7 +145,7 @@ def _fitted(
 def _settled(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, hessian: torch.Tensor, half: int
 ) -> torch.Tensor:
-    """Returns codes after one more pass, in which each input gets the code that fits all others best.
+    """Returns codes after another pass, in which each input gets the code that fits all others best.
 
     All but the Hessian are float32 [inputs, outputs].
     """

@@ -26,7 +26,7 @@ def is_mxfp4(folder: Path) -> bool:
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the experts' weights as gpt-oss has them in other types, [experts, inputs, outputs]."""
+    """Returns the experts' weights in the layout of gpt-oss's other types, [experts, inputs, outputs]."""
     values = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)])
     experts, outputs, groups, half = blocks.shape
     weights = torch.empty(experts, 2 * half * groups, outputs, dtype=dtype, device=blocks.device)
