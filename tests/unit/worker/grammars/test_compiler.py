@@ -246,6 +246,27 @@ def test_a_dead_process_is_replaced(small: GrammarCompiler) -> None:
     assert small.submit(Spec("regex", "b")).result() > 0
 
 
+def test_processes_end_with_their_worker() -> None:
+    """A worker that is killed leaves no compiling process behind."""
+    code = f"""
+import time
+from pathlib import Path
+from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.spec import Spec
+GrammarCompiler(Path({str(SMOLLM2)!r}), {VOCAB}, [{END}]).submit(Spec("regex", "a")).result()
+print(flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        lines = iter(worker.stdout.readline, b"\n")
+        assert all(lines)
+        children = psutil.Process(worker.pid).children()
+        worker.kill()
+    assert children
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
 def test_grammars_need_a_vocabulary_and_an_end_token(tmp_path: object) -> None:
     """A model without one of them does not announce support."""
     assert can_constrain(SMOLLM2, [END])
