@@ -3,7 +3,7 @@
 The weight of an error is its effect on the distribution of the next token. To second order, the Fisher
 information gives it: for a row of a matrix, the mean over tokens of g * g * x * x^T. Here x is the layer's
 input, and g the gradient, at that row's output, of the log-probability of a token drawn from the model. As in
-GuidedQuant (Kim et al., 2025, arXiv:2505.07004), rows share one mean of g * g: a matrix needs one Hessian.
+GuidedQuant (Kim et al., 2025, arXiv:2505.07004), rows share the mean of g * g, and a matrix its Hessian.
 
 Without gradients, the huge activations at the first token of a text would make up most of a Hessian, although
 errors there change little. The text is a file, or written by the model itself.

@@ -1,8 +1,8 @@
 """Reads the quantization of a model's weights from its configuration, and refuses all that is not served.
 
 Served are weights of 4 or 8 bits, symmetric, in groups of 32, 64 or 128 inputs or per output channel, as
-compressed-tensors (`pack-quantized`), GPTQ or AWQ store them. The restrictions, except the groups of 32 that
-GGUF uses, are those of NPUs' kernels.
+compressed-tensors (`pack-quantized`), GPTQ or AWQ store them. The restrictions, except for GGUF's groups of
+32, are those of NPUs' kernels.
 """
 
 import json
@@ -34,7 +34,7 @@ class CheckpointQuantization:
     """Targets and their scheme. A target is a module's name, "re:" and an expression for names, or "Linear"
     for all linear layers; names come first."""
     ignored: tuple[str, ...] = ()
-    """Names of modules that are not quantized, or expressions after "re:"."""
+    """Names of modules to leave as they are, or expressions after "re:"."""
     middle_zero_point: int | None = None
     """GPTQ's stored value of a zero point in the middle; others are refused."""
 

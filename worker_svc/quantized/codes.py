@@ -1,6 +1,6 @@
 """Quantization schemes, and their codes of 4 or 8 bits packed into 32-bit words.
 
-A word holds consecutive inputs of one output channel, the first in its lowest bits, as compressed-tensors and
+A word holds consecutive inputs of an output channel, the first in its lowest bits, as compressed-tensors and
 GPTQ store them. Codes are stored without sign: half of the range stands for 0.
 """
 

@@ -16,8 +16,8 @@ _ROWS: Final = 2048
 def quantize(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantizes a matrix, [outputs, inputs], with groups that divide the inputs.
 
-    Each group tries 21 scales and keeps that with the least squared error. A smaller scale clips the largest
-    weights and rounds all others more finely.
+    Each group tries 21 scales and keeps the scale with the least squared error. A smaller scale clips the
+    largest weights and rounds all others more finely.
 
     Returns:
         Codes, uint8 [outputs, inputs], and scales, in the weight's type [outputs, groups].
