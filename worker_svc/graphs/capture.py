@@ -20,6 +20,15 @@ ALLOCATIONS = frozenset(
     {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 )
 """Operators that only allocate."""
+# Each takes its input, a probability, and whether the model is being trained; otherwise it is an identity.
+_DROPOUTS = frozenset(
+    {
+        _aten.dropout, _aten.dropout_, _aten.feature_dropout, _aten.feature_dropout_, _aten.alpha_dropout,
+        _aten.alpha_dropout_, _aten.feature_alpha_dropout, _aten.feature_alpha_dropout_,
+    }
+)  # fmt: skip
+# Their results depend on the types of tensors alone.
+_TYPES = frozenset({_aten.promote_types, _aten.result_type, _aten.can_cast})
 # The results of such operators depend on data or chance, which a fixed list of kernels cannot reproduce.
 _UNRECORDABLE = (
     torch.Tag.data_dependent_output,
@@ -143,6 +152,8 @@ class Recorder(TorchDispatchMode):
         """
         del types
         kwargs = kwargs or {}
+        if func.overloadpacket in _DROPOUTS and not args[2]:
+            return args[0]
         if any(tag in func.tags for tag in _UNRECORDABLE) and not _is_gather(func, args):
             raise NotStatic(f"{func} depends on data")
         given = {storage_id(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, torch.Tensor)}
@@ -151,6 +162,8 @@ class Recorder(TorchDispatchMode):
             result = _zeros_of_result(func, args, kwargs)
         else:
             result = func(*args, **kwargs)
+        if func.overloadpacket in _TYPES:
+            return result
         self._trace.append(TracedCall(func, args, kwargs, result))
         if func.overloadpacket in ALLOCATIONS:
             self._allocated.add(storage_id(result))

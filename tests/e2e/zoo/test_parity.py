@@ -1,4 +1,4 @@
-"""Every architecture of docs/models.md equals transformers in float32.
+"""Every architecture of docs/models.md, and some older ones, equal transformers in float32.
 
 Prompts run in chunks, decode steps in every bucket, with garbage in all padding.
 """
@@ -23,7 +23,7 @@ pytestmark = [
 
 BACKENDS: tuple[Backend, ...] = ("eager", "compiled")
 # Another file tests the older families.
-FAMILIES = [family for family in families.FAMILIES if family not in tiny_models.FAMILIES]
+FAMILIES = [family for family in families.FAMILIES | families.CPU_ONLY if family not in tiny_models.FAMILIES]
 # One quick test for each kind of attention that only these models have.
 QUICK = ("gpt-oss",)
 # Below and above the windows of 64 tokens and the chunks of 128.

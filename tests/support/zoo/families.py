@@ -70,6 +70,9 @@ def _granite() -> Any:
     )
 
 
+_TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
 def _granite_moe() -> Any:
     from transformers import GraniteMoeConfig
 
@@ -233,6 +236,15 @@ _VISION = {
 }
 
 
+def _opt() -> Any:
+    from transformers import OPTConfig
+
+    return OPTConfig(
+        vocab_size=256, hidden_size=64, word_embed_proj_dim=64, ffn_dim=128, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=2048, **_TOKENS,
+    )  # fmt: skip
+
+
 def _gemma3_vision() -> Any:
     from transformers import Gemma3Config
 
@@ -324,6 +336,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-rw": _falcon_rw,
 }
 """Functions that make a configuration, by the model's name in tests."""
+CPU_ONLY: dict[str, Callable[[], Any]] = {
+    "opt": _opt,
+}
+"""The same for models that no test runs on another device."""
 NOT_ON_NPU = {
     "bloom": "no kernels for ALiBi",
     "falcon-rw": "no kernels for ALiBi",
@@ -372,4 +388,4 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def write(family: str, folder: Path) -> Path:
     """Saves a random model of a family to a folder, and returns the folder."""
-    return tiny_models.save_model((FAMILIES | MULTIMODAL)[family](), folder)
+    return tiny_models.save_model((FAMILIES | MULTIMODAL | CPU_ONLY)[family](), folder)

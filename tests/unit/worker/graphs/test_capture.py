@@ -68,7 +68,15 @@ def through_an_allocation(x: torch.Tensor) -> torch.Tensor:
     return torch.where(output > 0, output, x.new_full((), -1.0))
 
 
-STEPS = [views_and_kernels, in_place, types_and_reductions, through_an_allocation]
+def dropouts_and_questions_about_types(x: torch.Tensor) -> torch.Tensor:
+    for dropout in (functional.dropout, functional.alpha_dropout, functional.feature_alpha_dropout):
+        x = dropout(dropout(x * 2, 0.5, training=False), 0.5, training=False, inplace=True)
+    return x.to(torch.promote_types(x.dtype, torch.result_type(x.double(), 1)))
+
+
+STEPS = [
+    dropouts_and_questions_about_types, views_and_kernels, in_place, types_and_reductions, through_an_allocation,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
@@ -168,9 +176,10 @@ def test_each_replay_changes_outside_state() -> None:
         (lambda x: x[x > 0], "index"),
         (lambda x: x.nonzero(), "nonzero"),
         (lambda x: x + torch.rand_like(x), "rand_like"),
+        (lambda x: functional.dropout(x, 0.5, training=True), "dropout"),
         (lambda x: (x * 1).unsqueeze_(0), "unsqueeze_"),
     ],
-    ids=["value", "mask", "nonzero", "random", "shape in place"],
+    ids=["value", "mask", "nonzero", "random", "training", "shape in place"],
 )
 def test_a_step_that_depends_on_data_is_refused(step: Step, operator: str) -> None:
     """The refusal names the operator."""
