@@ -108,13 +108,12 @@ def constant(text: str) -> Tag:
 
 
 def one_of(texts: Sequence[str]) -> Tag:
-    """Returns a tag for any of ``texts``: a grammar, because the number of a tag's parts is limited."""
-    return {"type": "grammar", "grammar": "root ::= " + " | ".join(map(_literal, texts))}
+    """Returns a tag for any of ``texts``: an expression, because the number of a tag's parts is limited."""
+    return {"type": "regex", "pattern": "|".join(map(_literal, texts))}
 
 
 def _literal(text: str) -> str:
-    # Grammars use JSON's escapes.
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return "".join(char if char.isalnum() and char.isascii() else f"\\u{{{ord(char):x}}}" for char in text)
 
 
 def json_schema(schema: Any) -> Tag:

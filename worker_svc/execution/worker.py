@@ -24,7 +24,7 @@ from worker_svc.execution.ranks.rank_facts import rank_facts
 from worker_svc.grammars.compile_client import CompilerLimits
 from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
 from worker_svc.grammars.constraints import Constraints, StepConstraints
-from worker_svc.grammars.relayed import FollowingConstraints, LeadingConstraints
+from worker_svc.grammars.rank_constraints import FollowingConstraints, LeadingConstraints
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
 from worker_svc.launched_step import LaunchedStep

@@ -1,8 +1,11 @@
 """Constrained output: grammars compiled in separate processes, matched per slot and applied to logits.
 
-`spec` is a request's constraint; `lowering/` rewrites it to what xgrammar enforces. `compiler` caches
-compiled grammars. It gets them through `compile_client` from processes of `compile_server`; `markers` gives a
-tag's special tokens a text. `constraints` chooses the tokens of a step with one `matcher` per slot and the
-`masks`. Only this package imports xgrammar. Imported by `execution` and `api`; imports only `devices` and
-`protos`. This file imports nothing, because those processes must not load torch.
+`spec` is a request's constraint, lowered for one of two `engines`: llguidance, and xgrammar for GBNF. A JSON
+schema is indexed (`json_documents`), taken apart (`json_schema`) into `json_facts` and written as rules
+(`json_grammar`, `json_numbers`, `formats`); `tags` writes structural tags, and `expressions` with `charsets`
+handles regular expressions. `special_tokens` gives an xgrammar tag's special tokens a text. `compiler` caches
+compiled grammars; `compile_client` gets them from processes of `compile_server`. `constraints` chooses the
+tokens of a step with one `matcher` per slot and the `masks`; `rank_constraints` stands between in a replica of
+several ranks. Only this package imports the engines. Imported by `execution` and `api`; imports only `devices`,
+`protos` and `ranks.channel`. This file imports nothing, because the compiling processes must not load torch.
 """

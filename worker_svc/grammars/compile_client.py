@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from protos.errors import Internal, Overloaded, TriptychError
 from worker_svc.grammars.compile_server import Job, SerializedGrammar
-from worker_svc.grammars.lowering.refusals import PARAM, refusal
-from worker_svc.grammars.markers import with_marker_texts
+from worker_svc.grammars.refusals import PARAM, refusal
 from worker_svc.grammars.spec import Spec
+from worker_svc.grammars.special_tokens import with_marker_texts
 
 if TYPE_CHECKING:
+    import llguidance
     import xgrammar
 
 _START_TIMEOUT_S: Final = 60.0
@@ -135,6 +136,27 @@ class GrammarVocabulary:
         """Whether the cache counts these bytes."""
 
 
+class _LarkVocabulary:
+    """A vocabulary in the form that llguidance reads. Special tokens are matched by their ids alone."""
+
+    bos_token_id = None
+
+    def __init__(self, words: Sequence[bytes], specials: Mapping[int, str], ends: Sequence[int]) -> None:
+        self.eos_token_id = ends[0]
+        self.special_token_ids = sorted({*specials, *ends})
+        self.tokens = [
+            f"<{token_id}>".encode() if token_id in specials or token_id in ends else word
+            for token_id, word in enumerate(words)
+        ]
+        self._ids = {word: token_id for token_id, word in reversed(list(enumerate(words))) if word}
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokenizes a text of one token, or a text by its bytes."""
+        if (found := self._ids.get(text)) is not None:
+            return [found]
+        return [self._ids[text[at : at + 1]] for at in range(len(text)) if text[at : at + 1] in self._ids]
+
+
 class CompileClient:
     """Owns the processes, at most one for each thread of the caller."""
 
@@ -158,6 +180,7 @@ class CompileClient:
             weakref.WeakValueDictionary()
         )
         self._texts = {token_id: text for text, token_id in specials.items()}
+        self._lark: llguidance.LLTokenizer | None = None
 
     def _start(self) -> tuple[_Process, dict[str, int], str]:
         """Returns a process, and its special tokens and vocabulary."""
@@ -190,6 +213,18 @@ class CompileClient:
         made = self._with_markers[markers] = GrammarVocabulary(info, num_bytes)
         return made
 
+    def lark_vocabulary(self) -> "llguidance.LLTokenizer":
+        """Returns the vocabulary of llguidance's grammars. Not thread-safe."""
+        if self._lark is None:
+            from llguidance import LLTokenizer, TokenizerWrapper
+
+            ends = list(self._plain.info.stop_token_ids)
+            self._lark = LLTokenizer(
+                TokenizerWrapper(_LarkVocabulary(self._plain.info.decoded_vocab, self._texts, ends)),
+                eos_token=ends,
+            )
+        return self._lark
+
     def compile(self, spec: Spec, limits: CompilerLimits, compilation: Compilation) -> SerializedGrammar:
         """Compiles a grammar in a process of its own and waits for the answer.
 
@@ -218,7 +253,7 @@ class CompileClient:
             raise refusal(refused)
         if (failed := answer.get("failed")) is not None:
             raise refusal(f"the {spec.kind} cannot be compiled: {_reason(failed, limits)}")
-        return SerializedGrammar(tuple(answer["markers"]), grammar.decode())
+        return SerializedGrammar(answer["source"], tuple(answer["markers"]), grammar.decode())
 
     def _take(self) -> _Process:
         """Returns an idle process, or starts another."""

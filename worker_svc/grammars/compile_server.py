@@ -1,9 +1,10 @@
 """A process that compiles grammars in turn, under limits enforced by the kernel.
 
-xgrammar cannot be interrupted, and some grammars take it minutes or gigabytes. A timer of CPU time ends the
-process; allocations beyond the memory limit fail; a crash ends it. Each fails its grammar alone,
-and `CompileClient` starts another process. A grammar is checked, lowered, compiled and walked through as
-output would. It returns in xgrammar's own serialization.
+Schemas, expressions, choices and most structural tags are lowered to llguidance's grammars, which the worker
+compiles in milliseconds. GBNF goes to xgrammar, which cannot be interrupted and may take minutes or gigabytes.
+A timer of CPU time ends the process; allocations beyond the memory limit fail; a crash ends it. Each fails its
+grammar alone, and `CompileClient` starts another process. A step would wait for slow masks, so xgrammar's
+grammars are walked through as output would.
 
 `python -m worker_svc.grammars.compile_server FD FOLDER VOCAB EOS…` talks over the socket `FD`. A request is a
 JSON list, or `null` for the vocabulary. An answer is a JSON object and the bytes of a grammar.
@@ -25,11 +26,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.lowering.limits import MAX_WHITESPACE
-from worker_svc.grammars.lowering.patterns import patterns_to_rules
-from worker_svc.grammars.lowering.refusals import refusal
-from worker_svc.grammars.markers import markers_in, resolve_token_names, with_marker_texts
+from worker_svc.grammars.refusals import refusal
 from worker_svc.grammars.spec import Kind, Source, Spec, lower
+from worker_svc.grammars.special_tokens import markers_in, resolve_token_names, with_marker_texts
 
 # Model steps on the same cores have priority.
 _NICENESS: Final = 10
@@ -68,10 +67,12 @@ class Job:
 class SerializedGrammar(NamedTuple):
     """A compiled grammar on its way to the worker."""
 
+    source: Source
+    """The engine's kind of grammar."""
     markers: tuple[int, ...]
-    """Ids of its markers."""
+    """Ids of its markers, if it is xgrammar's."""
     text: str
-    """xgrammar's own serialization."""
+    """The grammar: xgrammar's own serialization, or llguidance's source."""
 
 
 class CompilerVocabulary(NamedTuple):
@@ -158,7 +159,9 @@ def _compile(vocabulary: CompilerVocabulary, job: Job) -> SerializedGrammar:
         Exception: xgrammar refuses it, or it is too large or too expensive to match.
     """
     core = vocabulary.core
-    source, text = lower(Spec(job.kind, job.text))
+    source, text = lower(Spec(job.kind, job.text), vocabulary.specials, vocabulary.end_ids, vocabulary.id_of)
+    if source == "lark":
+        return SerializedGrammar(source, (), text)
     tokenizer, markers = vocabulary.tokenizer, dict[str, int]()
     if source == "tag":
         tag = json.loads(text)
@@ -175,7 +178,7 @@ def _compile(vocabulary: CompilerVocabulary, job: Job) -> SerializedGrammar:
             f"its compiled form has {size >> 20} MiB; the limit is {job.grammar_bytes >> 20} MiB"
         )
     _walk(core, grammar, tokenizer.vocab_size(), vocabulary)
-    return SerializedGrammar(tuple(sorted(markers.values())), serialized)
+    return SerializedGrammar(source, tuple(sorted(markers.values())), serialized)
 
 
 def compile_lowered(core: Any, compiler: Any, source: Source, text: str) -> Any:
@@ -188,19 +191,12 @@ def compile_lowered(core: Any, compiler: Any, source: Source, text: str) -> Any:
         text: the lowered text, from `spec.lower`.
     """
     match source:
-        case "json":
-            # Strict, with white space anywhere up to a limit: a model that writes nothing else would never
-            # end.
-            schema = core.Grammar.from_json_schema(text, True, None, None, True, MAX_WHITESPACE, False, False)
-            return compiler.compile_grammar_ebnf(patterns_to_rules(core, schema))
-        case "regex":
-            return compiler.compile_regex(text)
         case "ebnf":
             return compiler.compile_grammar_from_strings(text, "root")
         case "tag":
-            return compiler.compile_grammar_ebnf(
-                patterns_to_rules(core, core.Grammar.from_structural_tag(text))
-            )
+            return compiler.compile_grammar_ebnf(core.Grammar.from_structural_tag(text))
+        case "lark":
+            raise AssertionError("xgrammar does not read Lark")
 
 
 def _walk(core: Any, grammar: Any, vocab_size: int, vocabulary: CompilerVocabulary) -> None:
@@ -269,7 +265,7 @@ def _answer(vocabulary: CompilerVocabulary, job: Job) -> tuple[dict[str, Any], b
     try:
         with _limited(job):
             made = _compile(vocabulary, job)
-        return {"markers": made.markers}, made.text.encode()
+        return {"source": made.source, "markers": made.markers}, made.text.encode()
     except InvalidArgument as error:
         return {"refused": error.message}, b""
     except MemoryError:

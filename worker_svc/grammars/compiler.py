@@ -8,19 +8,23 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import numpy as np
+import torch
 
 from protos.errors import Internal, InvalidArgument, Overloaded
 from protos.logs import get_logger
-from worker_svc.grammars.compile_client import Compilation, CompileClient, CompilerLimits, GrammarVocabulary
+from worker_svc.grammars.compile_client import Compilation, CompileClient, CompilerLimits
+from worker_svc.grammars.compile_server import SerializedGrammar
+from worker_svc.grammars.engines import Grammar, LarkGrammar, XgrammarGrammar
+from worker_svc.grammars.refusals import refusal
 from worker_svc.grammars.spec import Spec, check_size
-
-if TYPE_CHECKING:
-    import xgrammar
 
 # Refusals that are remembered, one message each.
 _MAX_REFUSALS: Final = 1024
 _MAX_WAITING: Final = 1024
+_WARM_TOKENS: Final = 32
 _TOKENIZER_FILE: Final = "tokenizer.json"
 
 
@@ -44,7 +48,7 @@ class GrammarCompiler:
             limits: limits on time and memory.
         """
         # Here, and not with the first grammar, because steps may be running then.
-        import xgrammar
+        import xgrammar  # noqa: F401
 
         self._folder = folder
         self._vocab_size = vocab_size
@@ -52,10 +56,8 @@ class GrammarCompiler:
         self.limits = limits or CompilerLimits()
         self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="grammar")
         self._lock = threading.Lock()
-        self._cached: OrderedDict[bytes, xgrammar.CompiledGrammar] = OrderedDict()
-        self._live: weakref.WeakValueDictionary[bytes, xgrammar.CompiledGrammar] = (
-            weakref.WeakValueDictionary()
-        )
+        self._cached: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._live: weakref.WeakValueDictionary[bytes, Grammar] = weakref.WeakValueDictionary()
         """Cached grammars, and evicted ones that a matcher still uses."""
         self._bytes_lock = threading.RLock()
         self._bytes = 0
@@ -104,7 +106,7 @@ class GrammarCompiler:
             return _failed(error)
         with self._lock:
             if (found := self._get(spec.key)) is not None:
-                return _done(found.memory_size_bytes)
+                return _done(found.num_bytes)
             if (joined := self._in_progress.get(spec.key)) is not None:
                 joined.callers += 1
                 return joined.future
@@ -120,7 +122,7 @@ class GrammarCompiler:
         compilation.future.add_done_callback(lambda _: self._finish(spec.key, compilation))
         return compilation.future
 
-    def find(self, spec: Spec) -> "xgrammar.CompiledGrammar | None":
+    def find(self, spec: Spec) -> Grammar | None:
         """Returns the compiled grammar, if it is cached or in use, and marks it as used."""
         with self._lock:
             return self._get(spec.key)
@@ -143,7 +145,7 @@ class GrammarCompiler:
                 self._client = None
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _get(self, key: bytes) -> "xgrammar.CompiledGrammar | None":
+    def _get(self, key: bytes) -> Grammar | None:
         found = self._live.get(key)
         if found is not None:
             self._cached[key] = found
@@ -157,10 +159,6 @@ class GrammarCompiler:
         """
         with self._bytes_lock:
             self._bytes += size
-
-    def _release(self, size: int, vocabulary: GrammarVocabulary) -> None:  # noqa: ARG002
-        """Finalizes a grammar; the arguments keep the grammar's vocabulary alive until here."""
-        self._count(-size)
 
     def _leave(self, key: bytes, future: "Future[int]") -> None:
         """Removes one caller.
@@ -185,23 +183,15 @@ class GrammarCompiler:
 
     def _compile(self, spec: Spec, compilation: Compilation) -> int:
         """Compiles and caches a grammar; runs on a thread of the pool."""
-        import xgrammar
-
         started = time.monotonic()
         try:
             client = self._running_client()
             compiled = client.compile(spec, self.limits, compilation)
+            grammar = self._loaded(client, compiled, spec)
         except InvalidArgument as error:
             self.refuse(spec, error)
             raise
-        with self._read_lock:
-            vocabulary = client.vocabulary(compiled.markers)
-            grammar = xgrammar.CompiledGrammar.deserialize_json(compiled.text, vocabulary.info)
-            if not vocabulary.is_counted:
-                vocabulary.is_counted = True
-                self._count(vocabulary.num_bytes)
-                weakref.finalize(vocabulary, self._count, -vocabulary.num_bytes).atexit = False
-        size = int(grammar.memory_size_bytes)
+        size = grammar.num_bytes
         get_logger().info(
             "grammar_compiled", kind=spec.kind, bytes=size, seconds=round(time.monotonic() - started, 3)
         )
@@ -209,10 +199,37 @@ class GrammarCompiler:
             self.num_compiled += 1
             self._cached[spec.key] = self._live[spec.key] = grammar
             self._count(size)
-            weakref.finalize(grammar, self._release, size, vocabulary).atexit = False
+            weakref.finalize(grammar, self._count, -size).atexit = False
             while len(self._cached) > 1 and self.cached_bytes > self.limits.cache_bytes:
                 self._cached.popitem(last=False)
         return size
+
+    def _loaded(self, client: CompileClient, compiled: SerializedGrammar, spec: Spec) -> Grammar:
+        """Reads a compiled grammar back.
+
+        Raises:
+            InvalidArgument: it is too large, or too expensive to match.
+        """
+        if compiled.source == "lark":
+            with self._read_lock:
+                tokenizer = client.lark_vocabulary()
+            try:
+                grammar = LarkGrammar(compiled.text, tokenizer)
+                _warm(grammar, self._vocab_size, self._end_ids)
+            except (ValueError, RuntimeError) as error:
+                line = str(error).partition("\n")[0][:300]
+                raise refusal(f"the {spec.kind} cannot be compiled: {line}") from error
+            return grammar
+        import xgrammar
+
+        with self._read_lock:
+            vocabulary = client.vocabulary(compiled.markers)
+            if not vocabulary.is_counted:
+                vocabulary.is_counted = True
+                self._count(vocabulary.num_bytes)
+                weakref.finalize(vocabulary, self._count, -vocabulary.num_bytes).atexit = False
+            read = xgrammar.CompiledGrammar.deserialize_json(compiled.text, vocabulary.info)
+            return XgrammarGrammar(read, vocabulary)
 
     def _running_client(self) -> CompileClient:
         """Returns the client; the first grammar starts its first process."""
@@ -222,6 +239,25 @@ class GrammarCompiler:
             if self._client is None:
                 self._client = CompileClient(self._folder, self._vocab_size, self._end_ids)
             return self._client
+
+
+def _warm(grammar: Grammar, vocab_size: int, end_ids: Sequence[int]) -> None:
+    """Makes the masks along a short text with random tokens (with a fixed seed), as a model might write.
+
+    An engine that builds its automata while it matches does it here, and not between two steps.
+
+    Raises:
+        RuntimeError: a mask exceeds the engine's limits.
+    """
+    rng = np.random.default_rng(0)
+    masks = torch.zeros((1, (vocab_size + 31) // 32), dtype=torch.int32)
+    position = grammar.start()
+    for _ in range(_WARM_TOKENS):
+        position.fill_mask(masks, 0)
+        allowed = np.flatnonzero(np.unpackbits(masks.numpy().view(np.uint8), bitorder="little")[:vocab_size])
+        allowed = allowed[~np.isin(allowed, end_ids)]
+        if not len(allowed) or not position.accept(int(rng.choice(allowed))):
+            return
 
 
 def _done(size: int) -> "Future[int]":

@@ -25,11 +25,11 @@ import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
 from worker_svc.devices.upload import upload
-from worker_svc.grammars.batch_clock import BatchClock
 from worker_svc.grammars.compiler import GrammarCompiler
-from worker_svc.grammars.lowering.refusals import PARAM
+from worker_svc.grammars.cpu_time import BatchClock
 from worker_svc.grammars.masks import Masks
 from worker_svc.grammars.matcher import Matcher
+from worker_svc.grammars.refusals import PARAM
 from worker_svc.grammars.spec import Spec
 
 Draw = Callable[[Sequence[int] | None], torch.Tensor]
@@ -55,7 +55,7 @@ class Choice:
 
 
 class StepConstraints(Protocol):
-    """What a step needs of grammars; in a replica of several ranks, `relayed` stands between."""
+    """What a step needs of grammars; in a replica of several ranks, `rank_constraints` stands between."""
 
     def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:
         """Constrains a slot, starting after the tokens that the request has already generated."""

@@ -2,17 +2,15 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from protos.errors import Internal, InvalidArgument
-from worker_svc.grammars.lowering.refusals import PARAM
-
-if TYPE_CHECKING:
-    import xgrammar
+from worker_svc.grammars.engines import PROBES, Grammar
+from worker_svc.grammars.refusals import PARAM
 
 # CPU time that matching may take: a base plus an allowance per token. Matching an ambiguous grammar gets
 # slower with every token, and it delays the whole batch.
@@ -20,9 +18,6 @@ _BUDGET_S: Final = 1.0
 _BUDGET_PER_TOKEN_S: Final = 0.001
 # Tokens in one jump. The rest of a longer chain follows the next sample.
 MAX_JUMP: Final = 128
-# If two of these may come next, there is a choice. They cover white space in JSON, strings and numbers; for
-# anything else the mask decides.
-_PROBES: Final = (" ", "\n", "a", "e", "1", "3")
 
 OnOverBudget = Callable[[InvalidArgument], None]
 """Receives the refusal when matching a grammar has taken too long."""
@@ -31,7 +26,7 @@ OnOverBudget = Callable[[InvalidArgument], None]
 class Matcher:
     """Decides which tokens may come next, given the tokens so far.
 
-    An exception from xgrammar fails only this request: every method raises `Internal` for one. All of its CPU
+    An engine's exception fails only this request: every method raises `Internal` for one. All of its CPU
     time counts against the request's budget. Methods say where the caller measures that time, because a step
     measures the calls of all its rows at once; the others raise `InvalidArgument` once the budget is
     exceeded.
@@ -41,28 +36,23 @@ class Matcher:
     """Whether the sequence may end here and has not."""
 
     def __init__(
-        self, grammar: "xgrammar.CompiledGrammar", end_ids: Sequence[int], output: Sequence[int],
+        self, grammar: Grammar, end_ids: Sequence[int], output: Sequence[int],
         on_over_budget: OnOverBudget = lambda _: None,
     ) -> None:  # fmt: skip
         """Starts after `output`, the tokens generated so far.
 
         Raises:
             InvalidArgument: the grammar does not allow `output`, or matching it takes too long.
-            Internal: xgrammar failed.
+            Internal: the engine failed.
         """
-        from xgrammar import base
-
-        # xgrammar's compiled module: the classes around it add a fifth to each call.
-        core: Any = base._core  # type: ignore[attr-defined]  # noqa: SLF001 - see above
-
         # A reference: the compiler counts the grammar's bytes while any matcher holds it.
         self._grammar = grammar
         self._budget = _CpuBudget(on_over_budget)
         self._end_ids = tuple(end_ids)
-        self._probes: tuple[str, ...] = _PROBES
+        self._probes: tuple[int, ...] = tuple(range(len(PROBES)))
         with self._budget:
-            self._matcher = core.GrammarMatcher(grammar._handle, list(end_ids), False, -1, None)  # noqa: SLF001
-            self.may_end = self._matcher.is_completed()
+            self._position = grammar.start()
+        self.may_end = self._position.may_end
         self._ended = False
         for index, token in enumerate(output):
             with self._budget:
@@ -89,41 +79,42 @@ class Matcher:
         """
         if self._ended or token < 0:
             return False
-        matcher = self._matcher
-        try:
-            if not matcher.accept_token(token, False):
-                return False
-            self.may_end = matcher.is_completed()
-        except (RuntimeError, MemoryError) as error:
-            raise _failure(error) from error
-        self._budget.num_tokens += 1
         if token in self._end_ids:
+            if not self.may_end:
+                return False
             self._ended, self.may_end = True, False
+        else:
+            position = self._position
+            try:
+                if not position.accept(token):
+                    return False
+            except (RuntimeError, MemoryError) as error:
+                raise _failure(error) from error
+            self.may_end = position.may_end
+        self._budget.num_tokens += 1
         return True
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
         """Writes one bit per allowed token into `masks[row]`, int32 [rows, ceil(vocab / 32)]."""
         with self._budget:
-            self._matcher.fill_next_token_bitmask(masks, row, False)
+            self._position.fill_mask(masks, row)
 
     def has_choice(self) -> bool:
         """Whether several tokens may certainly come next; the caller measures the time.
 
-        False means that only a mask can tell. The answer costs much less than a mask. xgrammar's own search
-        for forced text is no alternative: it builds the whole text on every call.
+        False means that only a mask can tell. The answer costs much less than a mask.
         """
         # Where the sequence may end, the end is one choice, so one more character makes two.
         missing = 1 if self.may_end else 2
-        allowed: list[str] = []
+        allowed: list[int] = []
         try:
-            for char in self._probes:
-                if self._matcher.accept_string(char, False):
-                    self._matcher.rollback(1)
-                    allowed.append(char)
+            for probe in self._probes:
+                if self._position.allows(probe):
+                    allowed.append(probe)
                     if len(allowed) == missing:
                         # What was possible here is tried first at the next token.
                         if self._probes[:missing] != (*allowed,):
-                            rest = [char for char in self._probes if char not in allowed]
+                            rest = [probe for probe in self._probes if probe not in allowed]
                             self._probes = (*allowed, *rest)
                         return True
         except (RuntimeError, MemoryError) as error:
@@ -152,9 +143,9 @@ class Matcher:
             if len(chain) >= (2 if self._ended else min_tokens):
                 return tuple(chain)
             if chain:
-                self._matcher.rollback(len(chain))
+                self._position.rollback(len(chain) - self._ended)
                 self._budget.num_tokens -= len(chain)
-                self.may_end, self._ended = self._matcher.is_completed(), False
+                self.may_end, self._ended = self._position.may_end, False
         return ()
 
     def accept_forced_end(self, masks: torch.Tensor, row: int) -> int | None:
@@ -162,7 +153,7 @@ class Matcher:
         with self._budget:
             if self._ended:
                 return None
-            self._matcher.fill_next_token_bitmask(masks, row, False)
+            self._position.fill_mask(masks, row)
             end = self._end_ids[0]
             forced = self._only_end_allowed(_unsigned_words(masks, row)) and self.accept(end)
         return end if forced else None
@@ -171,7 +162,7 @@ class Matcher:
         """Returns the token that must follow; `None` if there is a choice."""
         if self.has_choice():
             return None
-        self._matcher.fill_next_token_bitmask(masks, row, False)
+        self._position.fill_mask(masks, row)
         words = _unsigned_words(masks, row)
         if self.may_end and self._only_end_allowed(words):
             return self._end_ids[0]
@@ -187,7 +178,7 @@ class Matcher:
 
 
 class _CpuBudget:
-    """Context for calls of xgrammar: adds up their CPU time, and converts exceptions to request errors."""
+    """Context for calls of an engine: adds up their CPU time, and converts exceptions to request errors."""
 
     def __init__(self, on_over_budget: OnOverBudget) -> None:
         self._on_over_budget = on_over_budget

@@ -1,28 +1,27 @@
-"""The constraint on a request's output, and the checks and rewrites that precede compilation."""
+"""The constraint on a request's output, and its form for the engines: llguidance, and xgrammar for GBNF."""
 
 import hashlib
 import json
-import math
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from protos.limits import MAX_GRAMMAR_BYTES
 from protos.triptych.v1 import common_pb2
 from protos.validation import EMPTY_CONSTRAINT
-from worker_svc.grammars.lowering.json_schema import SchemaBudget, lower_schema
-from worker_svc.grammars.lowering.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS, MAX_WHITESPACE
-from worker_svc.grammars.lowering.refusals import refusal
-from worker_svc.grammars.lowering.regex import lower_regex
+from worker_svc.grammars.expressions import grammar_text, parse_whole, terminal
+from worker_svc.grammars.json_grammar import GrammarWriter, JsonWriter, is_empty, texts_terminal
+from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS
+from worker_svc.grammars.refusals import refusal, shown
+from worker_svc.grammars.tags import TagWriter, needs_xgrammar
 
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 """The kinds of constraint that a request may send."""
-Source = Literal["json", "regex", "ebnf", "tag"]
-"""The kinds of text that xgrammar compiles."""
-
-# Matches any JSON object.
-_ANY_OBJECT: Final = '{"type": "object", "additionalProperties": true}'
+Source = Literal["lark", "ebnf", "tag"]
+"""llguidance's grammars; xgrammar's grammars and structural tags."""
 
 # Matches JSON strings whole, and brackets. An unclosed string extends to the end of the text, so every text
 # is scanned in linear time.
@@ -31,6 +30,18 @@ _JSON_PIECES: Final = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\]{}]', re.DOT
 _GRAMMAR_PIECES: Final = re.compile(
     r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*|[()|]', re.DOTALL
 )
+
+# Any JSON object, which optional tools take beside a grammar.
+_ANY_OBJECTS: Final = ({"type": "object"}, {"type": "object", "additionalProperties": True})
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+_OBJECT_GRAMMAR: Final = r"""
+root ::= "{" ws (pair (ws "," ws pair)*)? ws "}"
+pair ::= string ws ":" ws value
+value ::= root | array | string | "true" | "false" | "null" | "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
+array ::= "[" ws (value (ws "," ws value)*)? ws "]"
+string ::= "\"" ([^"\\\x00-\x1f] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))* "\""
+ws ::= [ \t\n\r]{0,8}
+"""
 
 # Marks a structural tag in the form that older clients send.
 _LEGACY_TAG: Final = "structures"
@@ -50,6 +61,15 @@ class Spec:
         """Digest that identifies the spec."""
         text = f"{self.kind}\0{self.text}"
         return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
+
+
+class Lowered(NamedTuple):
+    """A constraint as an engine reads it."""
+
+    source: Source
+    """Kind of `text`."""
+    text: str
+    """The grammar."""
 
 
 def spec_of(structured: common_pb2.StructuredOutput) -> Spec:
@@ -82,28 +102,62 @@ def check_size(spec: Spec) -> None:
         )
 
 
-def lower(spec: Spec) -> tuple[Source, str]:
-    """Returns the text that xgrammar compiles, and its kind.
+def lower(
+    spec: Spec, specials: Mapping[str, int], end_ids: Sequence[int], id_of: Callable[[str], int]
+) -> Lowered:
+    """Returns the text that an engine compiles.
+
+    Args:
+        spec: the constraint.
+        specials: ids of the model's special tokens by their text.
+        end_ids: tokens that end a sequence.
+        id_of: returns the id of the token with a text, or raises `InvalidArgument`.
 
     Raises:
         InvalidArgument: the spec is malformed, exceeds a limit, or asks for something that cannot be
             enforced.
     """
     check_size(spec)
+    if spec.kind == "grammar":
+        _check_grammar(spec.text)
+        return Lowered("ebnf", spec.text)
+    writer = GrammarWriter()
     match spec.kind:
         case "json_object":
-            return "json", _ANY_OBJECT
+            start = JsonWriter({"type": "object"}, writer).write()
         case "json_schema":
-            return "json", json.dumps(lower_schema(_parse_json(spec), SchemaBudget()))
+            start = JsonWriter(_parse_json(spec), writer).write()
         case "regex":
-            return "regex", lower_regex(spec.text)
-        case "grammar":
-            _check_grammar(spec.text)
-            return "ebnf", spec.text
+            start = writer.add(writer.new_rule("x"), [(writer.terminal(_expression(spec.text)),)])
         case "choice":
-            return "ebnf", _choices(spec)
+            start = writer.add(writer.new_rule("x"), [(writer.terminal(_choices(spec)),)])
         case "structural_tag":
-            return "tag", json.dumps(_lower_tag(_parse_json(spec)))
+            tag = _parse_json(spec)
+            if not isinstance(tag, dict):
+                raise refusal("structural_tag must be a JSON object")
+            if _LEGACY_TAG in tag:
+                tag = _upgrade_legacy_tag(tag)
+            if needs_xgrammar(tag):
+                return Lowered("tag", json.dumps(_for_xgrammar(tag)))
+            start = TagWriter(writer, specials, end_ids, id_of).write(tag)
+        case _:
+            raise AssertionError(spec.kind)
+    if start not in writer.prune():
+        raise refusal(f"the {spec.kind} matches no finite value")
+    return Lowered("lark", writer.text(start))
+
+
+def _expression(pattern: str) -> str:
+    """Returns the terminal of a regular expression for a whole answer."""
+    if not pattern:
+        raise refusal("the pattern '' is empty; omit it, or write what it should match")
+    try:
+        body = terminal(parse_whole(pattern), in_json=False)
+    except ValueError as error:
+        raise refusal(f"the pattern {shown(pattern, width=60)} {error}") from None
+    if is_empty(body):
+        raise refusal(f"the pattern {shown(pattern, width=60)} matches no text")
+    return body
 
 
 def _parse_json(spec: Spec) -> Any:
@@ -115,17 +169,14 @@ def _parse_json(spec: Spec) -> Any:
     if deepest > MAX_NESTING:
         raise refusal(f"{spec.kind} is nested {deepest} levels deep; the limit is {MAX_NESTING}")
     try:
-        return json.loads(spec.text, parse_float=_finite, parse_constant=_finite)
+        return json.loads(spec.text, parse_float=Decimal, parse_constant=_no_constant)
     except ValueError as error:
         raise refusal(f"{spec.kind} is not valid JSON: {error}") from error
 
 
-def _finite(text: str) -> float:
-    """Parses a number and rejects infinities and NaN, which Python accepts and JSON does not have."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not a number that JSON can represent")
-    return value
+def _no_constant(text: str) -> float:
+    """Rejects infinities and NaN, which Python accepts and JSON does not have."""
+    raise ValueError(f"{text} is not a number that JSON can represent")
 
 
 def _check_grammar(text: str) -> None:
@@ -152,7 +203,7 @@ def _check_grammar(text: str) -> None:
 
 
 def _choices(spec: Spec) -> str:
-    """Returns a grammar that matches one of the listed texts."""
+    """Returns the terminal of one of the listed texts."""
     values = _parse_json(spec)
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise refusal("choice must be a list of at least one string")
@@ -160,32 +211,15 @@ def _choices(spec: Spec) -> str:
         raise refusal("choice must not contain an empty string")
     if len(values) > MAX_ALTERNATIVES:
         raise refusal(f"choice has {len(values)} strings; the limit is {MAX_ALTERNATIVES}")
-    return "root ::= " + " | ".join(f'"{_escaped(value)}"' for value in dict.fromkeys(values))
+    return texts_terminal(list(dict.fromkeys(values)))
 
 
-def _escaped(text: str) -> str:
-    """Escapes a text for a GBNF literal."""
-    return "".join(
-        f"\\{char}"
-        if char in '"\\'
-        else f"\\u{ord(char):04x}"
-        if ord(char) < 0x20 or ord(char) == 0x7F
-        else char
-        for char in text
-    )
-
-
-def _lower_tag(tag: Any) -> Any:
-    """Lowers the schemas and expressions inside a structural tag; see `lower_schema`.
+def _for_xgrammar(tag: Any) -> Any:
+    """Checks the parts of a structural tag that xgrammar compiles, and writes expressions as grammars.
 
     Raises:
         InvalidArgument: the tag is malformed or too large, or a part of it cannot be enforced.
     """
-    if not isinstance(tag, dict):
-        raise refusal("structural_tag must be a JSON object")
-    if _LEGACY_TAG in tag:
-        tag = _upgrade_legacy_tag(tag)
-    budget = SchemaBudget()
     count = 0
 
     def lowered(node: Any) -> Any:
@@ -197,21 +231,24 @@ def _lower_tag(tag: Any) -> Any:
         count += 1
         if count > MAX_TAGS:
             raise refusal(f"structural_tag has more than {MAX_TAGS} parts")
-        changed = {
-            name: lower_schema(value, budget) if name == "json_schema" else lowered(value)
-            for name, value in node.items()
-        }
-        if "json_schema" in node:
-            # Bounded as in a standalone schema: a model that writes only white space would never end.
-            requested = node.get("max_whitespace_cnt")
-            changed["max_whitespace_cnt"] = (
-                min(requested, MAX_WHITESPACE) if type(requested) is int else MAX_WHITESPACE
-            )
-        if node.get("type") == "regex" and isinstance(node.get("pattern"), str):
-            changed["pattern"] = lower_regex(node["pattern"])
-        if node.get("type") == "grammar" and isinstance(node.get("grammar"), str):
-            _check_grammar(node["grammar"])
-        return changed
+        match node.get("type"):
+            case "json_schema" if node.get("json_schema") in _ANY_OBJECTS:
+                return {"type": "grammar", "grammar": _OBJECT_GRAMMAR}
+            case "json_schema" if node.get("json_schema") == _NO_PARAMETERS:
+                return {"type": "grammar", "grammar": r'root ::= "{" [ \t\n\r]{0,8} "}"'}
+            case "json_schema" | "qwen_xml_parameter" as kind:
+                raise refusal(
+                    f"structural_tag has a {kind} beside a grammar, which cannot be enforced together"
+                )
+            case "regex" if isinstance(pattern := node.get("pattern"), str):
+                try:
+                    rules = grammar_text(parse_whole(pattern))
+                except ValueError as error:
+                    raise refusal(f"the pattern {shown(pattern, width=60)} {error}") from None
+                return {"type": "grammar", "grammar": f"root ::= {rules}"}
+            case "grammar" if isinstance(node.get("grammar"), str):
+                _check_grammar(node["grammar"])
+        return {name: lowered(value) for name, value in node.items()}
 
     return lowered(tag)
 

@@ -5,16 +5,15 @@ import json
 import random
 import re
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import pytest
-import xgrammar
 from jsonschema import Draft202012Validator
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.compile_server import compile_lowered
-from worker_svc.grammars.lowering.formats import FORMATS
-from worker_svc.grammars.spec import Spec, lower
+from tests.support.worker.grammar_texts import accepts, schema_spec
+from worker_svc.grammars.formats import FORMATS
+from worker_svc.grammars.spec import Spec
 
 pytestmark = pytest.mark.property
 CHECKER = Draft202012Validator.FORMAT_CHECKER
@@ -127,39 +126,14 @@ def pool() -> tuple[tuple[str, Any, bool], ...]:
     return tuple(read)
 
 
-@cache
-def compiler() -> xgrammar.GrammarCompiler:
-    """Returns a compiler for a vocabulary of single bytes, so that matchers take texts."""
-    info = xgrammar.TokenizerInfo(
-        [bytes([byte]) for byte in range(256)], xgrammar.VocabType.RAW, stop_token_ids=[0]
-    )
-    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-
-
-def matcher_of(spec: Spec) -> xgrammar.GrammarMatcher:
-    """Compiles a spec as the worker does and returns a matcher at its start."""
-    from xgrammar.base import _core  # type: ignore[attr-defined]
-
-    handle = compile_lowered(_core, compiler()._handle, *lower(spec))
-    return xgrammar.GrammarMatcher(
-        cast("xgrammar.CompiledGrammar", xgrammar.CompiledGrammar._create_from_handle(handle))
-    )
-
-
-def accepts(matcher: xgrammar.GrammarMatcher, text: str) -> bool:
-    """Whether the grammar matches a whole text."""
-    matcher.reset()
-    return matcher.accept_string(text) and matcher.is_completed()
-
-
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: json.dumps(schema)[:60])
 def test_accepted_texts_satisfy_the_schema(schema: Any) -> None:
     """Every text of the pool that the grammar accepts is JSON and validates."""
-    matcher = matcher_of(Spec("json_schema", json.dumps(schema)))
+    is_accepted = accepts(schema_spec(schema))
     validator = Draft202012Validator(_modern(schema), format_checker=CHECKER)
     accepted = 0
     for candidate, value, is_json in pool():
-        if accepts(matcher, candidate):
+        if is_accepted(candidate):
             accepted += 1
             assert is_json, candidate
             assert validator.is_valid(value), candidate
@@ -172,7 +146,7 @@ def test_schemas_of_the_end_to_end_test_are_accepted(number: int) -> None:
     from tests.support.worker.structured_cases import schema
 
     try:
-        lower(Spec("json_schema", json.dumps(schema(number))))
+        accepts(schema_spec(schema(number)))
     except InvalidArgument as error:
         pytest.fail(error.message)
 
@@ -185,31 +159,31 @@ OPTIONAL = {
     },
 }
 TAG = {"type": "tag", "begin": "<f>", "content": OPTIONAL, "end": "</f>"}
-NAMED = 'Regex("(a|b)?", json_string=true)'
 
 
 @pytest.mark.parametrize(
     ("form", "right", "wrong"),
     [
         ({"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "excludes": ["zz"]},
-         ['hi <f>{"x": "Abc"}</f> yo', f'a"b\\ [c] {NAMED}'], ['hi <f>{"x": "abc"}</f>', "zz", "<f>x"]),
-        ({"type": "sequence", "elements": [{"type": "any_text", "excludes": ['é"\\]'], "max_chars": 5}, TAG, {"type": "const_string", "value": NAMED}]},
-         [f'abc<f>{{"x": "Abc"}}</f>{NAMED}'], [f'abcdef<f>{{"x": "Abc"}}</f>{NAMED}', f'abc<f>{{"x": "abc"}}</f>{NAMED}', 'abc<f>{"x": ""}</f>a']),
+         ['hi <f>{"x": "Abc"}</f> yo', 'a"b\\ [c]', '<f>{"x": "A"}</f><f>{"x": "B"}</f>'],
+         ['hi <f>{"x": "abc"}</f>', "zz", "<f>x", "a<f"]),
         ({"type": "tags_with_separator", "tags": [TAG], "separator": '\n;"', "at_least_one": True, "stop_after_first": False},
-         ['<f>{"x": "A"}</f>\n;"<f>{"x": "B"}</f>'], ['<f>{"x": "A"}</f>\n;"<f>{"x": "b"}</f>', '<f>{"x": "A"}</f><f>{"x": "B"}</f>']),
-        ({"type": "dispatch", "rules": [["<f>", OPTIONAL], ["q", {"type": "regex", "pattern": "(a(b)*)?x"}]], "loop": True, "excludes": ["no"]},
-         ['aa<f>{"x": "A"}bbqabx..'], ['aa<f>{"x": "a"}', "qbx", "no"]),
-        ({"type": "tag", "begin": "<f>", "content": {**OPTIONAL, "style": "qwen_xml"}, "end": "</f>"},
-         ["<f><parameter=x>Abc</parameter></f>"], ["<f><parameter=x>abc</parameter></f>"]),
+         ['<f>{"x": "A"}</f>\n;"<f>{"x": "B"}</f>'], ['<f>{"x": "A"}</f>\n;"<f>{"x": "b"}</f>', '<f>{"x": "A"}</f><f>{"x": "B"}</f>', ""]),
+        ({"type": "sequence", "elements": [
+            {"type": "optional", "content": {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}},
+            {"type": "regex", "pattern": "\\n{0,2}"}, {"type": "regex", "pattern": "[a-z]+"}, {"type": "const_string", "value": "z!"}]},
+         ["<t>a</b</t>\n\nabz!", "abzz!", "\nzz!"], ["<t>a</t>\n\n\naz!", "<t>a", "ab!", "z!z!"]),
+        ({"type": "or", "elements": [{"type": "repeat", "min": 1, "max": 2, "content": {"type": "const_string", "value": "ab"}}, TAG]},
+         ["ab", "abab", '<f>{"x":""}</f>'], ["", "ababab", "<f>"]),
+        ({"type": "triggered_tags", "triggers": ["<f"], "tags": [TAG], "at_least_one": True, "stop_after_first": True},
+         ['<f>{"x": "A"}</f>'], ["", "a", '<f>{"x": "A"}</f>b']),
     ],
 )  # fmt: skip
-def test_tags_keep_their_meaning_where_expressions_become_rules(
-    form: object, right: list[str], wrong: list[str]
-) -> None:
-    """Triggers, exclusions, limits and texts that look like an expression survive the replacement."""
-    matcher = matcher_of(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
-    assert [text for text in right if not accepts(matcher, text)] == []
-    assert [text for text in wrong if accepts(matcher, text)] == []
+def test_tags_accept_their_texts(form: object, right: list[str], wrong: list[str]) -> None:
+    """Triggers, ends, exclusions, separators and parts that end where another begins."""
+    is_accepted = accepts(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
+    assert [text for text in right if not is_accepted(text)] == []
+    assert [text for text in wrong if is_accepted(text)] == []
 
 
 UNSAFE = '"\\'
@@ -231,7 +205,7 @@ def expression(rng: random.Random, depth: int) -> str:
 
 
 def flat(rng: random.Random) -> str:
-    """Returns a random expression without groups or alternatives, which stays an automaton in JSON."""
+    """Returns a random expression without groups or alternatives."""
     repeats = ("", "", "?", "*", "+", "{0,2}", "{1,2}", "{2}", "{1,}", "{0,3}", "{0}", "+?")
     pieces = (
         rng.choice(("a", "b", "[ab]", "[^b]", ".")) + rng.choice(repeats) for _ in range(rng.randint(1, 5))
@@ -251,22 +225,29 @@ def test_expressions_match_what_python_matches(start: int) -> None:
         rng = random.Random(seed)
         pattern = known.pop() if known else expression(rng, 3 + seed % 3) if seed % 3 else flat(rng)
         expected = {text for text in SHORT if re.fullmatch(pattern, text)}
-        inside = matcher_of(
-            Spec("json_schema", json.dumps({"type": "string", "pattern": f"^(?:{pattern})$"}))
+        whole = f"^(?:{pattern})$"
+        inside = accepts(schema_spec({"type": "string", "pattern": whole}))
+        keys = accepts(
+            schema_spec({"patternProperties": {whole: {"type": "null"}}, "additionalProperties": False})
         )
-        keys = matcher_of(
-            Spec("json_schema", json.dumps({"patternProperties": {f"^(?:{pattern})$": {"type": "null"}}}))
+        # Digits keep the complement from being empty, which is refused.
+        outside = accepts(
+            schema_spec({"type": "string", "not": {"allOf": [{"pattern": whole}, {"pattern": "^[ab]*$"}]}})
         )
-        alone = matcher_of(Spec("regex", pattern))
-        assert {text for text in SHORT if accepts(inside, f'"{text}"')} == expected, pattern
-        assert {text for text in SHORT if accepts(keys, f'{{"{text}": null}}')} == expected, pattern
-        assert {text for text in SHORT if accepts(alone, text)} == expected, pattern
+        found = accepts(schema_spec({"type": "string", "pattern": f"({pattern})a"}))
+        alone = accepts(Spec("regex", pattern))
+        assert {text for text in SHORT if inside(f'"{text}"')} == expected, pattern
+        assert {text for text in SHORT if not outside(f'"{text}"')} == expected, pattern
+        assert {text for text in SHORT if keys(f'{{"{text}": null}}')} == expected, pattern
+        assert {text for text in SHORT if alone(text)} == expected, pattern
+        searched = {text for text in SHORT if re.search(f"({pattern})a", text)}
+        assert {text for text in SHORT if found(f'"{text}"')} == searched, pattern
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_match_their_expressions(name: str) -> None:
     """Checked on every text of the pool, and on each text with a character omitted, doubled or replaced."""
-    matcher = matcher_of(Spec("json_schema", json.dumps({"type": "string", "format": name})))
+    is_accepted = accepts(schema_spec({"type": "string", "format": name}))
     texts = {
         changed
         for text in TEXTS
@@ -281,7 +262,7 @@ def test_formats_match_their_expressions(name: str) -> None:
     }
     plain = [text for text in texts if text.isprintable() and not set(text) & {'"', "\\"}]
     for text in plain:
-        assert accepts(matcher, f'"{text}"') == bool(re.fullmatch(FORMATS[name], text)), text
+        assert is_accepted(f'"{text}"') == bool(re.fullmatch(FORMATS[name], text)), text
 
 
 def charset(rng: random.Random) -> str:
@@ -300,15 +281,15 @@ def charset(rng: random.Random) -> str:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_classes_match_what_python_matches(seed: int) -> None:
-    """Negated or not, with any spelling; in JSON, without the characters that must be escaped."""
+    """Negated or not, with any spelling; in JSON, some characters are escaped."""
     rng = random.Random(seed)
     pattern = f"[{rng.choice(('', '^'))}{charset(rng)}{rng.choice(('', 'a-f', '0-9', '!-~'))}]"
-    inside = matcher_of(Spec("json_schema", json.dumps({"type": "string", "pattern": pattern})))
-    alone = matcher_of(Spec("regex", pattern))
+    inside = accepts(schema_spec({"type": "string", "pattern": pattern}))
+    alone = accepts(Spec("regex", pattern))
     for char in map(chr, (*range(0x20, 0x400), 0x2028, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF)):
         matches = bool(re.fullmatch(pattern, char))
-        assert accepts(alone, char) == matches, (pattern, char)
-        assert accepts(inside, f'"{char}"') == (matches and char not in UNSAFE), (pattern, char)
+        assert alone(char) == matches, (pattern, char)
+        assert inside(json.dumps(char, ensure_ascii=False)) == matches, (pattern, char)
 
 
 CHARS = tuple(map(chr, (
@@ -325,16 +306,18 @@ CHARS = tuple(map(chr, (
     ],
 )  # fmt: skip
 def test_escapes_match_what_python_matches(pattern: str, in_json: bool) -> None:
-    r"""Escapes are ASCII, in classes and outside. Rare spaces are neither \s nor \S."""
+    """Escapes are ASCII, in classes and outside. Engines differ on rare spaces."""
     spaces = r"\s" in pattern.lower()
-    spec = Spec("json_schema", json.dumps({"type": "string", "pattern": pattern}))
-    matcher = matcher_of(spec if in_json else Spec("regex", pattern))
+    spec = schema_spec({"type": "string", "pattern": pattern})
+    is_accepted = accepts(spec if in_json else Spec("regex", pattern))
     for char in CHARS:
         matches = bool(re.fullmatch(pattern, char, 0 if spaces else re.ASCII))
-        matches = matches and not (in_json and (char < " " or char in UNSAFE))
-        accepted = accepts(matcher, f'"{char}"' if in_json else char)
-        ambiguous = spaces and not (char.isascii() and (char.isprintable() or char in "\t\n\v\f\r"))
-        assert accepted <= matches if ambiguous else accepted == matches, (pattern, char)
+        if spaces and not (char.isascii() and (char.isprintable() or char in "\t\n\v\f\r")):
+            continue
+        assert is_accepted(json.dumps(char, ensure_ascii=False) if in_json else char) == matches, (
+            pattern,
+            char,
+        )
 
 
 def _modern(schema: Any) -> Any:

@@ -18,6 +18,7 @@ from tests.support.worker.grammar_harness import (
     tokenizer,
 )
 from worker_svc.grammars import matcher as matcher_module
+from worker_svc.grammars.engines import LarkPosition, XgrammarPosition
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
 
@@ -55,23 +56,25 @@ def test_a_redraw_under_the_mask_keeps_the_distribution(rounds: int) -> None:
     assert float(((counts[:3] - expected) ** 2 / expected).sum()) < 13.8  # two degrees of freedom
 
 
-@pytest.mark.parametrize("call", ["accept_token", "fill_next_token_bitmask", "is_completed", "accept_string"])
-def test_xgrammar_failures_fail_one_request(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["accept", "fill_mask", "allows"])
+@pytest.mark.parametrize(
+    "spec", [Spec("regex", "a+b"), Spec("grammar", 'root ::= "a"+ "b"')], ids=["lark", "gbnf"]
+)
+def test_engine_failures_fail_one_request(spec: Spec, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot with the failing matcher gets an error; the other slot keeps its token."""
-    from xgrammar.base import _core  # type: ignore[attr-defined]
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("std::bad_alloc")
 
-    spec = Spec("regex", "a+b")
     compiler().submit(spec).result()
     several = constraints(num_slots=2)
     several.admit(0, spec, [])
     letter = tokenizer().encode("a").ids[0]
-    monkeypatch.setattr(_core.GrammarMatcher, call, fail)
+    for position in (LarkPosition, XgrammarPosition):
+        monkeypatch.setattr(position, call, fail)
     logits = torch.zeros(2, VOCAB)
     # The grammar must reject the draw in the case that fails while a mask is built.
-    first = letter if call != "fill_next_token_bitmask" else 0
+    first = letter if call != "fill_mask" else 0
     choice = several.choose(
         [0, 1],
         logits,

@@ -1,0 +1,205 @@
+"""A model may use the special tokens that a structural tag writes."""
+
+import gc
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from protos.errors import InvalidArgument
+from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB
+from worker_svc.grammars.compile_client import CompilerLimits
+from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.masks import Masks
+from worker_svc.grammars.matcher import Matcher
+from worker_svc.grammars.spec import Spec
+from worker_svc.grammars.special_tokens import markers_in
+
+SPECIALS = ("[TOOL_CALLS]", "[ARGS]", "</think>", "<\uff5ccalls\u2581begin\uff5c>")
+SIZE = VOCAB + 10
+
+ARGUMENTS = {
+    "type": "json_schema",
+    "json_schema": {"properties": {"x": {"type": "integer"}}, "required": ["x"]},
+}
+CALL = {"type": "tag", "begin": "[TOOL_CALLS]f[ARGS]", "content": ARGUMENTS, "end": ""}
+REQUIRED = {
+    "type": "tags_with_separator",
+    "tags": [CALL],
+    "separator": "",
+    "at_least_one": True,
+    "stop_after_first": False,
+}
+OPTIONAL = {
+    "type": "triggered_tags",
+    "triggers": ["[TOOL_CALLS]"],
+    "tags": [CALL],
+    "at_least_one": False,
+    "stop_after_first": False,
+}
+THINKING = {"type": "sequence", "elements": [
+    {"type": "tag", "begin": "", "content": {"type": "any_text", "excludes": ["</think>"]}, "end": "</think>"},
+    {"type": "json_schema", "json_schema": {"type": "integer"}}]}  # fmt: skip
+
+
+def spec(form: object) -> Spec:
+    """Returns the spec of a structural tag."""
+    return Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form}))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[GrammarCompiler, tokenizers.Tokenizer]]:
+    """A compiler for SmolLM2's vocabulary with additional special tokens, and that tokenizer."""
+    if not SMOLLM2.is_dir():
+        pytest.skip("SmolLM2 is not fetched; run make models")
+    folder: Path = tmp_path_factory.mktemp("model")
+    tokenizer = tokenizers.Tokenizer.from_file(str(SMOLLM2 / "tokenizer.json"))
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    made = GrammarCompiler(folder, SIZE, [END])
+    yield made, tokenizer
+    made.close()
+
+
+def matcher_of(compiler: GrammarCompiler, wanted: Spec) -> Matcher:
+    """Compiles a grammar and returns a matcher at its start."""
+    compiler.submit(wanted).result()
+    grammar = compiler.find(wanted)
+    assert grammar is not None
+    return Matcher(grammar, [END], [])
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    """Returns the tokens that may come next."""
+    rows = Masks(1, SIZE, torch.device("cpu")).rows
+    matcher.fill_mask(rows, 0)
+    return set(np.flatnonzero(np.unpackbits(rows[0].numpy().view(np.uint8), bitorder="little")).tolist())
+
+
+def accepts(matcher: Matcher, tokens: Sequence[int]) -> bool:
+    """Whether the matcher accepts these tokens in a row."""
+    return all(matcher.accept(token) for token in tokens)
+
+
+@pytest.mark.parametrize("form", [REQUIRED, OPTIONAL])
+def test_a_call_may_start_with_the_models_marker(
+    model: tuple[GrammarCompiler, tokenizers.Tokenizer], form: object
+) -> None:
+    """It may also start with the marker's letters. Markers that the tag does not write stay forbidden."""
+    compiler, tokenizer = model
+    ids = {text: tokenizer.token_to_id(text) for text in (*SPECIALS, "<|im_start|>")}
+    call = tokenizer.encode('[TOOL_CALLS]f[ARGS]{"x": 3}').ids
+    assert ids["[TOOL_CALLS]"] in call
+    assert ids["[ARGS]"] in call
+    matcher = matcher_of(compiler, spec(form))
+    first = allowed(matcher)
+    assert ids["[TOOL_CALLS]"] in first
+    assert not first & {ids["</think>"], ids[SPECIALS[3]], ids["<|im_start|>"]}
+    assert accepts(matcher, call)
+    assert END in allowed(matcher)
+    letters = tokenizer.encode("[").ids + tokenizer.encode("TOOL").ids + tokenizer.encode("_CALLS").ids
+    assert accepts(matcher_of(compiler, spec(form)), letters)
+
+
+def test_thinking_may_end_with_the_models_marker(
+    model: tuple[GrammarCompiler, tokenizers.Tokenizer],
+) -> None:
+    """The schema applies after the marker."""
+    compiler, tokenizer = model
+    matcher = matcher_of(compiler, spec(THINKING))
+    assert accepts(matcher, tokenizer.encode("Hm.</think>").ids)
+    after = allowed(matcher)
+    assert tokenizer.encode("a").ids[0] not in after
+    assert tokenizer.token_to_id("</think>") not in after
+    assert accepts(matcher, [*tokenizer.encode("12").ids, END])
+
+
+def test_markers_may_have_non_ascii_texts(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """A marker with non-ASCII characters is accepted as one token."""
+    compiler, tokenizer = model
+    matcher = matcher_of(compiler, spec({"type": "const_string", "value": f"{SPECIALS[3]}f"}))
+    marker = tokenizer.token_to_id(SPECIALS[3])
+    assert marker is not None
+    assert accepts(matcher, [marker, tokenizer.encode("f").ids[0], END])
+
+
+@pytest.mark.parametrize("by_text", [True, False])
+def test_tags_name_tokens_by_text_or_id(
+    model: tuple[GrammarCompiler, tokenizers.Tokenizer], *, by_text: bool
+) -> None:
+    """A named special token cannot be spelled in letters. An unknown token is refused by name."""
+    compiler, tokenizer = model
+    ends, letter = tokenizer.token_to_id("</think>"), tokenizer.encode("f").ids[0]
+    assert ends is not None
+    thoughts = {"type": "any_tokens", "exclude_tokens": ["</think>" if by_text else ends]}
+    tag = {"type": "tag", "begin": {"type": "token", "token": "f" if by_text else letter}, "content": thoughts,
+           "end": {"type": "token", "token": "</think>" if by_text else ends}}  # fmt: skip
+    matcher = matcher_of(compiler, spec(tag))
+    assert allowed(matcher) == {letter}
+    assert accepts(matcher, [letter, *tokenizer.encode("</").ids])
+    assert accepts(matcher, [ends, END])
+    with pytest.raises(InvalidArgument, match="names the token 'no such'"):
+        compiler.submit(spec({"type": "token", "token": "no such"})).result()
+
+
+def test_markers_do_not_change_other_grammars(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """Expressions and schemas with a marker's text allow no special token.
+
+    A tag allows the same ordinary tokens.
+    """
+    compiler, tokenizer = model
+    specials = {tokenizer.token_to_id(text) for text in SPECIALS}
+    assert not allowed(matcher_of(compiler, Spec("regex", r"\[TOOL_CALLS\].*"))) & specials
+    assert not allowed(matcher_of(compiler, Spec("json_schema", '{"const": "[ARGS]"}'))) & specials
+    plain = GrammarCompiler(SMOLLM2, SIZE, [END])
+    try:
+        for form in (REQUIRED, OPTIONAL, THINKING):
+            with_markers = allowed(matcher_of(compiler, spec(form)))
+            assert with_markers - specials == allowed(matcher_of(plain, spec(form)))
+    finally:
+        plain.close()
+
+
+def test_only_literal_texts_of_a_tag_are_markers() -> None:
+    """Texts in schemas and exclusions are not."""
+    ids = {text: index for index, text in enumerate(SPECIALS)}
+    assert markers_in(CALL, ids) == {"[TOOL_CALLS]": 0, "[ARGS]": 1}
+    assert markers_in(THINKING, ids) == {"</think>": 2}
+    excluded = {"type": "any_text", "excludes": ["</think>"]}
+    described = {"type": "json_schema", "json_schema": {"const": {"value": "[ARGS]", "begin": "[ARGS]"}}}
+    assert markers_in({"type": "sequence", "elements": [excluded, described]}, ids) == {}
+    rules = {"type": "dispatch", "rules": [["[ARGS]", described]]}
+    assert markers_in(rules, ids) == {"[ARGS]": 1}
+
+
+def test_white_space_in_a_tags_json_is_limited(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """The limit is the same as in a standalone schema."""
+    compiler, tokenizer = model
+    for spaces, accepted in ((8, True), (9, False), (500, False)):
+        matcher = matcher_of(compiler, spec(REQUIRED))
+        text = "[TOOL_CALLS]f[ARGS]{" + " " * spaces + '"x": 3}'
+        assert accepts(matcher, tokenizer.encode(text).ids) is accepted
+
+
+def test_vocabularies_with_markers_are_counted(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
+    """A vocabulary that several grammars share counts once, until the last of them is evicted."""
+    folder = model[0]._folder
+    compiler = GrammarCompiler(folder, SIZE, [END], CompilerLimits(cache_bytes=6_000_000))
+    try:
+        sizes = []
+        for begin in ("</think>", "</think>!", "[ARGS]", SPECIALS[3]):
+            content = {"type": "grammar", "grammar": "root ::= [ab]"}
+            tag = {"type": "tag", "begin": begin, "content": content, "end": ""}
+            compiler.submit(spec(tag)).result()
+            sizes.append(compiler.cached_bytes)
+        vocabulary = SIZE * 80
+        assert sizes[0] > vocabulary
+        assert sizes[1] < sizes[0] + vocabulary // 10
+        gc.collect()
+        assert compiler.cached_bytes < 2 * vocabulary
+    finally:
+        compiler.close()

@@ -1,0 +1,540 @@
+r"""Regular languages: JSON Schema's expressions as trees, and trees as terminals of an llguidance grammar.
+
+Expressions follow ECMAScript: `\d` and `\w` are ASCII, `.` stops at line ends, and lookahead is supported. A
+terminal may hold intersections and complements, which llguidance matches natively.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final, NoReturn, TypeAlias
+
+from worker_svc.grammars.charsets import (
+    ALL,
+    ESCAPE_CLASSES,
+    NAMED_ESCAPES,
+    NEWLINES,
+    Charset,
+    category,
+    class_text,
+    complement,
+    difference,
+    intersection,
+    union,
+)
+from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_EXPANDED, MAX_NESTING
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of a set."""
+
+    chars: Charset
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Expressions one after another; none: the empty text."""
+
+    parts: "tuple[Rx, ...]"
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """Texts that match at least one expression; none: no text."""
+
+    parts: "tuple[Rx, ...]"
+
+
+@dataclass(frozen=True)
+class AllOf:
+    """Texts that match every expression."""
+
+    parts: "tuple[Rx, ...]"
+
+
+@dataclass(frozen=True)
+class Not:
+    """Texts that do not match an expression."""
+
+    part: "Rx"
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """An expression repeated; `most` is `None` without a limit."""
+
+    part: "Rx"
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The anchor `^`."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """The anchor `$`."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Lookahead."""
+
+    part: "Rx"
+    positive: bool
+
+
+Rx: TypeAlias = Chars | Sequence | AnyOf | AllOf | Not | Repeat | _Start | _End | _Look
+"""An expression. Only parsed ones contain anchors and lookahead."""
+
+ANY: Final = Repeat(Chars(ALL), 0, None)
+"""Any text."""
+EMPTY: Final = Sequence(())
+"""The empty text."""
+NOTHING: Final = AnyOf(())
+"""No text."""
+_ZERO_WIDTH: Final = (_Start, _End, _Look)
+_REPEAT: Final = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
+_GROUP: Final = re.compile(r"\?(?::|P?<[A-Za-z_]\w*>)")
+_HEX: Final = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|c([A-Za-z])")
+_PROPERTY: Final = re.compile(r"([pP])\{(?:gc=|General_Category=)?(\w+)\}")
+_LOW_SURROGATE: Final = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+_INSTEAD: Final = ", which cannot be enforced"
+
+
+def literal(text: str) -> Rx:
+    """Returns an expression for one text."""
+    return Sequence(tuple(Chars(((ord(char), ord(char)),)) for char in text))
+
+
+def parse_whole(pattern: str) -> Rx:
+    """Parses an expression that must match a whole text.
+
+    Raises:
+        ValueError: it is malformed, too large or cannot be enforced; worded to follow "the pattern …".
+    """
+    return _follow(_Parser(pattern).parse(), EMPTY, at_start=True)
+
+
+def parse_search(pattern: str) -> Rx:
+    """Parses an expression that must match somewhere in a text, as JSON Schema's `pattern` does.
+
+    Raises:
+        ValueError: it is malformed, too large or cannot be enforced; worded to follow "the pattern …".
+    """
+    tree = _Parser(pattern).parse()
+    at_start = _follow(tree, ANY, at_start=True)
+    if isinstance(tree, Sequence) and tree.parts[:1] == (_Start(),):
+        return at_start
+    return _any_of((at_start, _sequence((ANY, _follow(tree, ANY, at_start=False)))))
+
+
+class _Parser:
+    """Recursive descent over one expression."""
+
+    def __init__(self, pattern: str) -> None:
+        self._text = pattern
+        self._at = 0
+        self._depth = 0
+        self._alternatives = 0
+
+    def parse(self) -> Rx:
+        tree, size = self._any_of()
+        if self._at < len(self._text):
+            raise ValueError("closes a group that was not opened")
+        if size > MAX_EXPANDED:
+            _too_large()
+        return tree
+
+    def _any_of(self) -> tuple[Rx, int]:
+        parts, total = [], 0
+        while True:
+            tree, size = self._sequence()
+            parts.append(tree)
+            total += size
+            self._alternatives += 1
+            if self._alternatives > MAX_ALTERNATIVES:
+                raise ValueError(f"has more than {MAX_ALTERNATIVES} alternatives")
+            if not self._skip("|"):
+                return (parts[0] if len(parts) == 1 else AnyOf(tuple(parts))), total
+
+    def _sequence(self) -> tuple[Rx, int]:
+        parts, total = list[Rx](), 0
+        while self._at < len(self._text) and self._text[self._at] not in "|)":
+            tree, size = self._repeated()
+            parts.append(tree)
+            total += size
+        return Sequence(tuple(parts)), total
+
+    def _repeated(self) -> tuple[Rx, int]:
+        tree, size = self._atom()
+        counts = self._counts()
+        if counts is None:
+            return tree, size
+        if isinstance(tree, _ZERO_WIDTH):
+            raise ValueError("repeats an anchor or a lookahead, which matches no text")  # noqa: TRY004
+        self._skip("?")
+        if self._counts() is not None:
+            raise ValueError("has a repetition with nothing to repeat before it")
+        least, most = counts
+        if most is not None and most < least:
+            raise ValueError("has a repetition with a minimum above its maximum")
+        size *= max(least, most or 0, 1)
+        if size > MAX_EXPANDED:
+            _too_large()
+        return Repeat(tree, least, most), size
+
+    def _counts(self) -> tuple[int, int | None] | None:
+        for sign, counts in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
+            if self._skip(sign):
+                return counts
+        if found := _REPEAT.match(self._text, self._at):
+            self._at = found.end()
+            least = int(found[1])
+            return least, (least if not found[2] else int(found[3]) if found[3] else None)
+        return None
+
+    def _atom(self) -> tuple[Rx, int]:
+        char = self._text[self._at]
+        self._at += 1
+        match char:
+            case "(":
+                return self._group()
+            case "[":
+                return Chars(self._class()), 1
+            case "\\":
+                chars = self._escape(in_class=False)
+                return Chars(chars if isinstance(chars, tuple) else ((chars, chars),)), 1
+            case ".":
+                return Chars(complement(NEWLINES)), 1
+            case "^":
+                return _Start(), 0
+            case "$":
+                return _End(), 0
+            case "*" | "+" | "?" | "{":
+                raise ValueError(f"has {char!r} with nothing to repeat before it; write \\{char}")
+            case _:
+                return Chars(((_checked(ord(char)),) * 2,)), 1
+
+    def _group(self) -> tuple[Rx, int]:
+        self._depth += 1
+        if self._depth > MAX_NESTING:
+            raise ValueError(f"nests more than {MAX_NESTING} groups")
+        look = None
+        for opening, positive in (("?=", True), ("?!", False)):
+            if look is None and self._skip(opening):
+                look = positive
+        if look is None and self._text.startswith("?", self._at):
+            if self._text.startswith(("?<=", "?<!"), self._at):
+                raise ValueError(f"looks behind{_INSTEAD}; describe the text itself")
+            found = _GROUP.match(self._text, self._at)
+            if not found:
+                raise ValueError(f"has a kind of group{_INSTEAD}; write (?:…)")
+            self._at = found.end()
+        tree, size = self._any_of()
+        if not self._skip(")"):
+            raise ValueError("has a group that is not closed")
+        self._depth -= 1
+        return (tree if look is None else _Look(tree, look)), size
+
+    def _class(self) -> Charset:
+        negated = self._skip("^")
+        ranges: list[tuple[int, int]] = []
+        while not self._skip("]"):
+            first = self._class_member()
+            if isinstance(first, tuple):
+                # [^\s] must equal \S, which is smaller than its complement.
+                ranges += first
+                continue
+            last = first
+            if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
+                self._at += 1
+                end = self._class_member()
+                if isinstance(end, tuple):
+                    raise ValueError("has a range that ends in a class")
+                last = end
+            if last < first:
+                raise ValueError("has a range that ends before it begins")
+            ranges.append((first, last))
+        if not ranges and not negated:
+            raise ValueError("has an empty class; list its characters, with a bracket as \\]")
+        return complement(ranges) if negated else intersection(union(ranges), ALL)
+
+    def _class_member(self) -> int | Charset:
+        if self._at >= len(self._text):
+            raise ValueError("has a class [ that is not closed")
+        char = self._text[self._at]
+        self._at += 1
+        return self._escape(in_class=True) if char == "\\" else ord(char)
+
+    def _escape(self, *, in_class: bool) -> int | Charset:
+        """Reads an escape after its backslash: a character or a class."""
+        if self._at >= len(self._text):
+            raise ValueError("ends with a backslash")
+        if found := _HEX.match(self._text, self._at):
+            self._at = found.end()
+            if found[4]:
+                return ord(found[4].upper()) - 64
+            point = int(found[1] or found[2] or found[3], 16)
+            if 0xD800 <= point <= 0xDBFF and (low := _LOW_SURROGATE.match(self._text, self._at)):
+                self._at = low.end()
+                point = 0x10000 + ((point - 0xD800) << 10) + int(low[1], 16) - 0xDC00
+            return _checked(point)
+        if found := _PROPERTY.match(self._text, self._at):
+            self._at = found.end()
+            if not (chars := category(found[2])):
+                raise ValueError(f"has the property {found[2]}{_INSTEAD}; use a general category")
+            return chars if found[1] == "p" else complement(chars)
+        letter = self._text[self._at]
+        self._at += 1
+        if letter in ESCAPE_CLASSES:
+            return ESCAPE_CLASSES[letter]
+        if letter in NAMED_ESCAPES:
+            return NAMED_ESCAPES[letter]
+        if letter == "b" and in_class:
+            return 8
+        if letter == "0" and not self._text[self._at : self._at + 1].isdigit():
+            return 0
+        if letter.isalnum():
+            raise ValueError(f"has \\{letter}{_INSTEAD}; write the characters themselves")
+        return ord(letter)
+
+    def _skip(self, text: str) -> bool:
+        found = self._text.startswith(text, self._at)
+        self._at += len(text) * found
+        return found
+
+
+def _checked(point: int) -> int:
+    if point > 0x10FFFF or 0xD800 <= point <= 0xDFFF:
+        raise ValueError(f"asks for U+{point:04X}, which is not a character")
+    return point
+
+
+def _too_large() -> NoReturn:
+    raise ValueError(
+        f"has more than {MAX_EXPANDED} characters once its repetitions are written out; repeat less"
+    )
+
+
+def _follow(tree: Rx, rest: Rx, *, at_start: bool) -> Rx:
+    """Returns `tree` followed by `rest`, with anchors and lookahead resolved: they depend on what follows."""
+    match tree:
+        case _Start():
+            return rest if at_start else NOTHING
+        case _End():
+            return _all_of((EMPTY, rest))
+        case _Look(part, positive):
+            seen = _follow(part, ANY, at_start=at_start)
+            return _all_of((rest, seen if positive else Not(seen)))
+        case AnyOf(parts) if _has_zero_width(tree):
+            return _any_of(tuple(_follow(part, rest, at_start=at_start) for part in parts))
+        case Sequence(parts):
+            starts = []
+            for part in parts:
+                starts.append(at_start)
+                at_start = at_start and _is_zero_width(part)
+            for part, start in zip(reversed(parts), reversed(starts), strict=True):
+                rest = _follow(part, rest, at_start=start)
+            return rest
+        case Repeat(part) if _has_zero_width(part):
+            if (tree.least, tree.most) == (0, 1):
+                return _any_of((rest, _follow(part, rest, at_start=at_start)))
+            if (tree.least, tree.most) == (1, 1):
+                return _follow(part, rest, at_start=at_start)
+            raise ValueError(f"repeats a group with an anchor or a lookahead{_INSTEAD}")
+        case _:
+            return _sequence((tree, rest))
+
+
+def _has_zero_width(tree: Rx) -> bool:
+    match tree:
+        case Sequence(parts) | AnyOf(parts):
+            return any(map(_has_zero_width, parts))
+        case Repeat(part):
+            return _has_zero_width(part)
+        case _:
+            return isinstance(tree, _ZERO_WIDTH)
+
+
+def _is_zero_width(tree: Rx) -> bool:
+    match tree:
+        case Sequence(parts) | AnyOf(parts):
+            return all(map(_is_zero_width, parts))
+        case _:
+            return isinstance(tree, _ZERO_WIDTH)
+
+
+def _sequence(parts: tuple[Rx, ...]) -> Rx:
+    flat: list[Rx] = []
+    for part in parts:
+        flat += part.parts if isinstance(part, Sequence) else [part]
+    if NOTHING in flat:
+        return NOTHING
+    return flat[0] if len(flat) == 1 else Sequence(tuple(flat))
+
+
+def _any_of(parts: tuple[Rx, ...]) -> Rx:
+    kept = tuple(dict.fromkeys(part for part in parts if part != NOTHING))
+    return kept[0] if len(kept) == 1 else AnyOf(kept)
+
+
+def _all_of(parts: tuple[Rx, ...]) -> Rx:
+    if NOTHING in parts:
+        return NOTHING
+    kept = tuple(dict.fromkeys(part for part in parts if part != ANY))
+    if EMPTY in kept:
+        return EMPTY if all(matches(part, "") for part in kept) else NOTHING
+    return ANY if not kept else kept[0] if len(kept) == 1 else AllOf(kept)
+
+
+@lru_cache(4096)
+def matches(tree: Rx, text: str) -> bool:
+    """Whether an expression matches a whole text."""
+    return len(text) in _ends(tree, text, frozenset({0}))
+
+
+def _ends(tree: Rx, text: str, starts: frozenset[int]) -> frozenset[int]:
+    """Returns where matches that begin at `starts` may end."""
+    match tree:
+        case Chars(chars):
+            return frozenset(
+                at + 1
+                for at in starts
+                if at < len(text) and any(first <= ord(text[at]) <= last for first, last in chars)
+            )
+        case Sequence(parts):
+            for part in parts:
+                starts = _ends(part, text, starts) if starts else starts
+            return starts
+        case AnyOf(parts):
+            return frozenset[int]().union(*(_ends(part, text, starts) for part in parts))
+        case AllOf(parts):
+            return frozenset().union(*(
+                frozenset.intersection(*(_ends(part, text, frozenset({at})) for part in parts)) for at in starts
+            ))  # fmt: skip
+        case Not(part):
+            return frozenset().union(*(
+                frozenset(range(at, len(text) + 1)) - _ends(part, text, frozenset({at})) for at in starts
+            ))  # fmt: skip
+        case Repeat(part, least, most):
+            found = starts if not least else frozenset()
+            seen, count = starts, 0
+            while seen and (most is None or count < most):
+                following = _ends(part, text, seen)
+                count += 1
+                if count >= least:
+                    if following <= found:
+                        break
+                    found |= following
+                elif following == seen:
+                    return following  # a part that may be empty stays where it is
+                seen = following
+            return found
+    raise AssertionError(tree)
+
+
+# A text's characters inside a JSON string: most stand for themselves.
+_UNSAFE: Final = union([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C)])
+_SHORT_ESCAPES: Final = {0x22: '"', 0x5C: "\\", 8: "b", 9: "t", 10: "n", 12: "f", 13: "r"}
+# A character of a string without other constraints, written in any way.
+_HIGH: Final = r"\\u[dD][89abAB][0-9a-fA-F]{2}"
+_LOW: Final = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+FREE_CHARACTER: Final = (
+    r"/[^\x{22}\\\x{0}-\x{1f}]|\\[\x{22}\\\x{2f}bfnrt]"
+    r"|\\u([0-9abcefABCEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2})"
+    f"|{_HIGH}{_LOW}/"
+)
+"""A terminal for one character of a JSON string, which may be escaped."""
+
+
+def terminal(tree: Rx, *, in_json: bool) -> str:
+    """Returns an expression as the body of a terminal.
+
+    Args:
+        tree: the expression.
+        in_json: whether it describes the characters of a JSON string, in which some must be escaped.
+    """
+    if isinstance(tree, Repeat) and tree.most == 0:
+        return '""'
+    text = _plain(tree, in_json)
+    if text is not None:
+        return f"/{text}/" if text else '""'
+    match tree:
+        case Sequence(parts):
+            return f"({' '.join(terminal(part, in_json=in_json) for part in parts)})"
+        case AnyOf(parts):
+            return f"({' | '.join(terminal(part, in_json=in_json) for part in parts)})"
+        case AllOf(parts):
+            return f"({' & '.join(terminal(part, in_json=in_json) for part in parts)})"
+        case Not(part):
+            everything = terminal(ANY, in_json=in_json)
+            return f"({everything} & ~({terminal(part, in_json=in_json)}))"
+        case Repeat(part, least, most):
+            return f"({terminal(part, in_json=in_json)}){{{least},{'' if most is None else most}}}"
+    raise AssertionError(tree)
+
+
+def _plain(tree: Rx, in_json: bool) -> str | None:
+    """Returns an expression without operators that only terminals have; `None` if it needs one."""
+    match tree:
+        case Chars(chars):
+            return _chars_text(chars, in_json)
+        case Sequence(parts):
+            texts = [_plain(part, in_json) for part in parts]
+            return None if None in texts else "".join(map(str, texts))
+        case AnyOf(parts) if parts:
+            texts = [_plain(part, in_json) for part in parts]
+            return None if None in texts else f"(?:{'|'.join(map(str, texts))})"
+        case AnyOf():
+            return r"[a&&b]"
+        case Repeat(part, least, most):
+            if (text := _plain(part, in_json)) is None:
+                return None
+            sign = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most))
+            counts = f"{{{least},{'' if most is None else most}}}"
+            return f"(?:{text}){sign or counts}"
+        case _:
+            return None
+
+
+@lru_cache(1024)
+def _chars_text(chars: Charset, in_json: bool) -> str:
+    if not in_json:
+        return class_text(chars) if chars else r"[a&&b]"
+    safe, options = difference(chars, _UNSAFE), []
+    if safe:
+        options.append(class_text(safe))
+    for first, last in intersection(chars, _UNSAFE):
+        for point in range(first, last + 1):
+            if point in _SHORT_ESCAPES:
+                options.append(f"\\\\\\x{{{ord(_SHORT_ESCAPES[point]):x}}}")
+            if point < 0x20:
+                high, low = divmod(point, 16)
+                options.append(f"\\\\u00{high}{low if low < 10 else f'[{low:x}{low:X}]'}")
+    if not options:
+        return r"[a&&b]"
+    return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
+
+
+def grammar_text(tree: Rx) -> str:
+    """Returns an expression in GBNF.
+
+    Raises:
+        ValueError: it has lookahead; worded to follow "the pattern …".
+    """
+    match tree:
+        case Chars(chars):
+            ranges = "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in chars)
+            return f"[{ranges}]"
+        case Sequence(parts):
+            return f"({' '.join(map(grammar_text, parts))})" if parts else '""'
+        case AnyOf(parts) if parts:
+            return f"({' | '.join(map(grammar_text, parts))})"
+        case Repeat(part, least, most):
+            return f"({grammar_text(part)}){{{least},{'' if most is None else most}}}"
+        case _:
+            raise ValueError("looks ahead, which cannot be enforced beside a grammar")

@@ -1,0 +1,655 @@
+"""Writes JSON schemas as rules of an llguidance grammar (Lark).
+
+Properties follow the schema's order, those that it does not list come last, and no listed name occurs twice.
+White space is free up to a limit. Rules that nothing finite satisfies are removed with their users.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from functools import cache
+from itertools import product
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from protos.errors import InvalidArgument
+from worker_svc.grammars.charsets import ALL
+from worker_svc.grammars.expressions import (
+    ANY,
+    FREE_CHARACTER,
+    AllOf,
+    AnyOf,
+    Chars,
+    Not,
+    Repeat,
+    Rx,
+    literal,
+    matches,
+    terminal,
+)
+from worker_svc.grammars.json_facts import (
+    FALSE,
+    NUMBERS,
+    TRUE,
+    Conjunction,
+    Facts,
+    Items,
+    Others,
+    Properties,
+    Texts,
+    both,
+    lower,
+)
+from worker_svc.grammars.json_numbers import number_terminal
+from worker_svc.grammars.json_schema import Schemas
+from worker_svc.grammars.limits import MAX_WHITESPACE
+from worker_svc.grammars.refusals import refusal, refuse_schema
+
+if TYPE_CHECKING:
+    import llguidance
+
+_WS: Final = rf"[ \t\n\r]{{0,{MAX_WHITESPACE}}}"
+_PUNCTUATION: Final = {
+    "COMMA": f"/{_WS},{_WS}/", "COLON": f"/{_WS}:{_WS}/", "OPEN_OBJECT": rf"/\{{{_WS}/", "CLOSE_OBJECT": rf"/{_WS}\}}/",
+    "OPEN_ARRAY": rf"/\[{_WS}/", "CLOSE_ARRAY": rf"/{_WS}\]/",
+}  # fmt: skip
+_MAX_RULES: Final = 10_000
+_MAX_KEY_PATTERNS: Final = 6
+_MAX_UNIQUE: Final = 64
+_MAX_STATES: Final = 2000
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A rule repeated; `most` is `None` without a limit."""
+
+    rule: str
+    least: int
+    most: int | None
+
+
+Symbol: TypeAlias = str | Repeated
+"""A rule (lower case), a terminal (upper case), or a literal (quoted). A rule's argument follows `::`."""
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One way to continue a rule."""
+
+    symbols: tuple[Symbol, ...]
+    condition: str = ""
+
+
+class GrammarWriter:
+    """Collects rules and terminals."""
+
+    def __init__(self) -> None:
+        self._rules: dict[str, list[_Option]] = {}
+        self._headers: dict[str, str] = {}
+        self._bodies: dict[str, str] = {}
+        self._terminals: dict[str, str] = {}
+        self._count = 0
+
+    def new_rule(self, prefix: str) -> str:
+        """Returns an unused name of a rule."""
+        self._count += 1
+        return f"{prefix}{self._count}"
+
+    def add(self, name: str, options: Iterable[Sequence[Symbol]], *, parameter: str = "") -> str:
+        """Adds options to a rule and returns its name."""
+        self._headers.setdefault(name, f"{name}{parameter}")
+        self._rules.setdefault(name, []).extend(_Option(tuple(each)) for each in options)
+        if len(self._rules) > _MAX_RULES:
+            refuse_schema("$", "makes a grammar that is too large; describe less of the output")
+        return name
+
+    def add_if(self, name: str, symbols: Sequence[Symbol], condition: str) -> None:
+        """Adds an option to a rule with a parameter."""
+        self._headers.setdefault(name, f"{name}::_")
+        self._rules.setdefault(name, []).append(_Option(tuple(symbols), condition))
+
+    def add_body(self, body: str) -> str:
+        """Returns the rule with a body that is written elsewhere, such as `%json`."""
+        return self._bodies.setdefault(body, self.new_rule("n"))
+
+    def terminal(self, body: str) -> str:
+        """Returns the terminal with a body."""
+        if body not in self._terminals:
+            self._terminals[body] = f"T{len(self._terminals)}"
+        return self._terminals[body]
+
+    def prune(self) -> set[str]:
+        """Removes options that need a rule without finite texts; returns the names of the other rules."""
+        good = set(self._bodies.values())
+        users: dict[str, list[str]] = {}
+        for name, options in self._rules.items():
+            for option in options:
+                for needed in map(_needed, option.symbols):
+                    if needed:
+                        users.setdefault(needed, []).append(name)
+        pending = list(self._rules)
+        while pending:
+            name = pending.pop()
+            if name not in good and any(_is_good(option, good) for option in self._rules[name]):
+                good.add(name)
+                pending += users.get(name, ())
+        for name, options in list(self._rules.items()):
+            if name not in good:
+                del self._rules[name]
+                continue
+            self._rules[name] = [
+                _Option(
+                    tuple(
+                        each for each in option.symbols if not isinstance(each, Repeated) or each.rule in good
+                    ),
+                    option.condition,
+                )
+                for option in options
+                if _is_good(option, good)
+            ]
+        return good
+
+    def text(self, start: str) -> str:
+        """Returns the grammar that begins with a rule."""
+        lines = [f"start: {start}"]
+        reached, pending = {start}, [start]
+        while pending:
+            for option in self._rules.get(pending.pop(), ()):
+                for name in map(_name, option.symbols):
+                    if name not in reached:
+                        reached.add(name)
+                        pending.append(name)
+        lines += [
+            f"{self._headers[name]}: {' | '.join(map(_option_text, options))}"
+            for name, options in self._rules.items()
+            if name in reached
+        ]
+        lines += [f"{name}: {body}" for body, name in self._bodies.items() if name in reached]
+        lines += [f"{name}: {body}" for body, name in self._terminals.items() if name in reached]
+        lines += [f"{name}: {body}" for name, body in _PUNCTUATION.items() if name in reached]
+        return "\n".join(lines) + "\n"
+
+
+def _name(symbol: Symbol) -> str:
+    return symbol.rule if isinstance(symbol, Repeated) else symbol.partition("::")[0]
+
+
+def _needed(symbol: Symbol) -> str | None:
+    """Returns the rule that must be satisfied for a symbol."""
+    if isinstance(symbol, Repeated):
+        return symbol.rule if symbol.least else None
+    return _name(symbol) if symbol[0].islower() else None
+
+
+def _is_good(option: _Option, good: set[str]) -> bool:
+    return all(needed is None or needed in good for needed in map(_needed, option.symbols))
+
+
+def _option_text(option: _Option) -> str:
+    texts = []
+    for symbol in option.symbols:
+        if isinstance(symbol, str):
+            texts.append(symbol)
+        elif symbol.most != 0:
+            most = "" if symbol.most is None else symbol.most
+            texts.append(
+                f"{symbol.rule}*"
+                if (symbol.least, most) == (0, "")
+                else f"{symbol.rule}{{{symbol.least},{most}}}"
+            )
+    condition = f" %if {option.condition}" if option.condition else ""
+    return (" ".join(texts) or '""') + condition
+
+
+@dataclass(frozen=True)
+class _Object:
+    """A set of objects, ready to be written."""
+
+    listed: tuple[tuple[str, Conjunction, bool], ...]
+    """Name, schema, and whether it is required."""
+    others: tuple[tuple[Rx, Conjunction], ...]
+    """Expression for further names, and the schema of their values."""
+    some: tuple[tuple[Rx, Conjunction], ...] = ()
+    """If not empty: further properties, of which one is present."""
+    least: int = 0
+    most: int | None = None
+
+
+class JsonWriter:
+    """Writes the rules of one schema."""
+
+    def __init__(self, schema: Any, writer: GrammarWriter) -> None:
+        self._schemas = Schemas(schema)
+        self._writer = writer
+        self._names: dict[Conjunction, str] = {}
+        self._pending: list[Conjunction] = []
+
+    def write(self) -> str:
+        """Writes all rules and returns the first.
+
+        Raises:
+            InvalidArgument: the schema cannot be enforced.
+        """
+        root = self._rule(self._schemas.root)
+        while self._pending:
+            schema = self._pending.pop()
+            name = self._names[schema]
+            options = [
+                symbols
+                for facts in self._schemas.alternatives(schema)
+                for symbols in self._options(facts, schema)
+            ]
+            self._writer.add(name, dict.fromkeys(options))
+        return root
+
+    def _rule(self, schema: Conjunction) -> str:
+        if schema not in self._names:
+            self._names[schema] = self._writer.new_rule("r")
+            self._pending.append(schema)
+        return self._names[schema]
+
+    def _refusal(self, schema: Conjunction, what: str) -> InvalidArgument:
+        return refusal(f"the JSON schema at {self._schemas.place(schema)} {what}")
+
+    def _refuse(self, schema: Conjunction, what: str) -> Any:
+        refuse_schema(self._schemas.place(schema), what)
+
+    def _options(self, facts: Facts, schema: Conjunction) -> Iterator[tuple[Symbol, ...]]:
+        """Yields the ways to write a value that fits some facts."""
+        if facts.values is not None:
+            values = sorted(
+                map(value_text, facts.values.values()), key=lambda text: text in ("null", "true", "false")
+            )
+            # One terminal for all texts keeps long lists fast.
+            yield (self._writer.terminal(texts_terminal(values)),)
+            return
+        if "null" in facts.types and ("null", None) not in facts.excluded:
+            yield ('"null"',)
+        if "boolean" in facts.types:
+            for value, text in ((True, '"true"'), (False, '"false"')):
+                if ("boolean", value) not in facts.excluded:
+                    yield (text,)
+        if facts.types & NUMBERS:
+            yield from self._number(facts, schema)
+        if "string" in facts.types:
+            excluded = [value for kind, value in facts.excluded if kind == "string"] if facts.excluded else []
+            texts = replace(facts.texts, never=facts.texts.never | frozenset(map(literal, excluded)))
+            yield from self._text(texts)
+        if "array" in facts.types:
+            yield self._array(facts.items, schema)
+        if "object" in facts.types:
+            for properties in self._objects(facts.properties, schema):
+                yield self._object(properties)
+
+    def _number(self, facts: Facts, schema: Conjunction) -> Iterator[tuple[Symbol, ...]]:
+        excluded = frozenset(Decimal(value) for kind, value in facts.excluded if kind in NUMBERS)
+        try:
+            body = number_terminal(
+                facts.numbers,
+                excluded,
+                integers="integer" in facts.types,
+                fractions="fraction" in facts.types,
+            )
+        except ValueError as error:
+            raise self._refusal(schema, str(error)) from None
+        if body is not None:
+            yield (self._writer.add_body(body) if body.startswith("%") else self._writer.terminal(body),)
+
+    # -- strings
+
+    def _text(self, texts: Texts) -> Iterator[tuple[Symbol, ...]]:
+        body = text_terminal(texts)
+        if not is_empty(body):
+            yield (self._writer.terminal(f'"\\"" {body} "\\""'),)
+
+    def _key(self, rx: Rx) -> str:
+        return self._writer.terminal(
+            f'"\\"" {FREE_CHARACTER}* "\\""' if rx == ANY else f'"\\"" {terminal(rx, in_json=True)} "\\""'
+        )
+
+    # -- arrays
+
+    def _array(self, items: Items, schema: Conjunction) -> tuple[Symbol, ...]:
+        if items.rest == FALSE:
+            items = replace(items, most=lower(items.most, len(items.prefix)))
+        if items.unique and (items.most is None or items.most > 1):
+            return self._unique(items, schema)
+        if items.contains:
+            return ("OPEN_ARRAY", self._counted(items, schema))
+        if not items.prefix:
+            item = self._rule(items.rest)
+            if items.most == 0:
+                return ("OPEN_ARRAY", "CLOSE_ARRAY")
+            following = self._writer.add(self._writer.new_rule("i"), [("COMMA", item)])
+            most = None if items.most is None else items.most - 1
+            some = (item, Repeated(following, max(items.least - 1, 0), most), "CLOSE_ARRAY")
+            rest = self._writer.add(
+                self._writer.new_rule("a"), [some, *([("CLOSE_ARRAY",)] if not items.least else [])]
+            )
+            return ("OPEN_ARRAY", rest)
+        return ("OPEN_ARRAY", self._counted(items, schema))
+
+    def _counted(self, items: Items, schema: Conjunction) -> str:
+        """Returns a rule for the items of an array and its end: one state for each position and count."""
+        writer, names = self._writer, dict[tuple[int, ...], str]()
+        longest = max(
+            len(items.prefix), items.least, 0 if items.most is None else items.most + 1,
+            *(each.start for each in items.contains), 0,
+        )  # fmt: skip
+        caps = [each.least if each.most is None else max(each.most, each.least) for each in items.contains]
+        pending: list[tuple[int, ...]] = []
+
+        def name_of(state: tuple[int, ...]) -> str:
+            if state not in names:
+                names[state] = writer.new_rule("c")
+                pending.append(state)
+                if len(names) > _MAX_STATES:
+                    self._refuse(schema, "counts too many items; use smaller limits")
+            return names[state]
+
+        first = name_of((0,) * (len(caps) + 1))
+        while pending:
+            state = pending.pop()
+            at, counts = state[0], state[1:]
+            options: list[tuple[Symbol, ...]] = []
+            if at >= items.least and all(
+                count >= each.least for count, each in zip(counts, items.contains, strict=True)
+            ):
+                options.append(("CLOSE_ARRAY",))
+            if items.most is None or at < items.most:
+                for chosen in product((False, True), repeat=len(caps)):
+                    found = self._chosen(items, at, counts, chosen, caps)
+                    if found is not None:
+                        value, after = found
+                        comma: tuple[Symbol, ...] = ("COMMA",) if at else ()
+                        options.append(
+                            (*comma, self._rule(value), name_of((min(at + 1, max(longest, 1)), *after)))
+                        )
+            writer.add(names[state], options)
+        return first
+
+    def _chosen(
+        self, items: Items, at: int, counts: tuple[int, ...], chosen: tuple[bool, ...], caps: list[int]
+    ) -> tuple[Conjunction, tuple[int, ...]] | None:
+        """Returns the schema of an item that counts for some of the limits, and the counts after it."""
+        parts, after = [items.at(at)], []
+        for each, count, counting, cap in zip(items.contains, counts, chosen, caps, strict=True):
+            if counting and (at < each.start or (each.most is not None and count >= each.most)):
+                return None
+            if counting:
+                parts.append(each.schema)
+            elif each.most is not None and at >= each.start:
+                parts.append(self._negated(each.schema))
+            after.append(min(count + counting, cap))
+        value = both(*parts)
+        return None if value == FALSE else (value, tuple(after))
+
+    def _negated(self, schema: Conjunction) -> Conjunction:
+        if schema in (TRUE, FALSE):
+            return FALSE if schema == TRUE else TRUE
+        ((number, scope, holds),) = schema
+        return frozenset({(number, scope, not holds)})
+
+    def _unique(self, items: Items, schema: Conjunction) -> tuple[Symbol, ...]:
+        """Returns the symbols of an array without equal items, whose values must be few."""
+        texts: dict[Any, str] = {}
+        alternatives = self._schemas.alternatives(items.rest)
+        for facts in alternatives:
+            values = facts.values
+            if values is None and facts.types <= {"boolean", "null"}:
+                values = {
+                    key: key[1]
+                    for key in (("null", None), ("boolean", True), ("boolean", False))
+                    if key[0] in facts.types and key not in facts.excluded
+                }
+            if values is None:
+                texts.clear()
+                break
+            texts.update({key: value_text(value) for key, value in values.items()})
+        if not texts or len(texts) > _MAX_UNIQUE or items.prefix or items.contains:
+            self._refuse(
+                schema,
+                "has uniqueItems, which can be enforced only if the items are listed in an enum; omit it",
+            )
+        writer, first, following = self._writer, self._writer.new_rule("u"), self._writer.new_rule("u")
+        most = len(texts) if items.most is None else min(items.most, len(texts))
+        for bit, text in enumerate(texts.values()):
+            for name, comma in ((first, ()), (following, ("COMMA",))):
+                writer.add_if(
+                    name,
+                    (*comma, self._writer.terminal(texts_terminal([text])), f"{following}::set_bit({bit})"),
+                    f"and(bit_clear({bit}), bit_count_lt(_, {most}))",
+                )
+        writer.add_if(following, ("CLOSE_ARRAY",), f"bit_count_ge(_, {items.least})")
+        if not items.least:
+            writer.add_if(first, ("CLOSE_ARRAY",), "is_zeros(_)")
+        if items.least > most:
+            return ("OPEN_ARRAY", writer.add(writer.new_rule("u"), []))
+        return ("OPEN_ARRAY", f"{first}::0x0")
+
+    # -- objects
+
+    def _objects(self, properties: Properties, schema: Conjunction) -> Iterator[_Object]:
+        """Yields the forms of an object: several if one of its properties must have something in common."""
+        names = [
+            *properties.schemas,
+            *(name for name in properties.required if name not in properties.schemas),
+        ]
+        listed = {name: self._value_of(name, properties) for name in names}
+        required = set(properties.required)
+        if any(listed[name] == FALSE for name in required):
+            return
+        classes = self._classes(properties, listed, schema)
+        choices: list[list[tuple[str | None, Others]]] = []
+        for some in properties.some:
+            options: list[tuple[str | None, Others]] = [(None, some)]
+            options += [
+                (name, some)
+                for name in listed
+                if some.may_include(name) and self._allows_name(some.key, name)
+            ]
+            choices.append(options)
+        for chosen in product(*choices):
+            values, needed, some_of = dict(listed), set(required), list[tuple[Rx, Conjunction]]()
+            for name, some in chosen:
+                if name is not None:
+                    values[name] = both(values[name], some.schema)
+                    needed.add(name)
+                elif some_of:
+                    self._refuse(
+                        schema, "needs several properties that it does not name, which cannot be enforced"
+                    )
+                else:
+                    some_of = [
+                        (rx, both(value, some.schema))
+                        for rx, value in self._classes(properties, listed, schema, some)
+                    ]
+                    some_of = [each for each in some_of if each[1] != FALSE]
+            if any(values[name] == FALSE for name in needed) or (
+                not some_of and any(name is None for name, _ in chosen)
+            ):
+                continue
+            kept = tuple((name, value, name in needed) for name, value in values.items() if value != FALSE)
+            yield self._counted_object(
+                _Object(kept, classes, tuple(some_of), properties.least, properties.most), schema
+            )
+
+    def _counted_object(self, form: _Object, schema: Conjunction) -> _Object:
+        """Checks that the number of properties can be enforced; drops limits without effect."""
+        required = sum(needed for _, _, needed in form.listed) + bool(form.some)
+        least = 0 if form.least <= required else form.least
+        # The grammar cannot tell whether two further properties have the same name.
+        if least > required + 1 and form.others:
+            self._refuse(
+                schema,
+                f"has the minProperties {least} and allows properties that it does not list, which cannot be"
+                " enforced together; list or require more of them",
+            )
+        most = form.most
+        if most is not None and not form.others and not form.some and most >= len(form.listed):
+            most = None
+        return replace(form, least=least, most=most)
+
+    def _value_of(self, name: str, properties: Properties) -> Conjunction:
+        """Returns the schema of a named property."""
+        if not self._allows_name(properties.names, name):
+            return FALSE
+        return both(
+            properties.schemas.get(name, TRUE),
+            *(value for rx, value in properties.patterns if matches(rx, name)),
+            *(each.schema for each in properties.others if each.may_include(name)),
+        )
+
+    def _allows_name(self, schema: Conjunction, name: str) -> bool:
+        if schema == TRUE:
+            return True
+        return any(
+            facts.meet(Facts(frozenset({"string"}), {("string", name): name})) is not None
+            for facts in self._schemas.alternatives(schema)
+        )
+
+    def _classes(
+        self, properties: Properties, listed: Iterable[str], schema: Conjunction, some: Others | None = None
+    ) -> tuple[tuple[Rx, Conjunction], ...]:
+        """Returns the kinds of names that are not listed, and the schemas of their values.
+
+        Args:
+            properties: the facts about the object.
+            listed: names that are left out.
+            schema: the object's schema, for errors.
+            some: narrows the names to those that it describes.
+        """
+        patterns = dict.fromkeys(rx for rx, _ in properties.patterns)
+        for each in properties.others:
+            patterns.update(dict.fromkeys(each.patterns))
+        if len(patterns) > _MAX_KEY_PATTERNS:
+            self._refuse(schema, f"describes names by more than {_MAX_KEY_PATTERNS} expressions")
+        common: list[Rx] = self._name_expressions(properties.names)
+        if listed := list(listed):
+            common.append(Not(AnyOf(tuple(map(literal, listed)))))
+        if some is not None:
+            common += [
+                *self._name_expressions(some.key),
+                *(() if some.matching is None else (some.matching,)),
+            ]
+            common += [
+                Not(rx) for rx in (*sorted(some.patterns, key=repr), *map(literal, sorted(some.names)))
+            ]
+        found = []
+        for chosen in product((True, False), repeat=len(patterns)):
+            matching = {rx for rx, is_chosen in zip(patterns, chosen, strict=True) if is_chosen}
+            value = both(
+                *(value for rx, value in properties.patterns if rx in matching),
+                *(each.schema for each in properties.others if not each.patterns & matching),
+            )
+            if value == FALSE:
+                continue
+            parts = [*(rx if rx in matching else Not(rx) for rx in patterns), *common]
+            name = ANY if not parts else parts[0] if len(parts) == 1 else AllOf(tuple(parts))
+            if not is_empty(terminal(name, in_json=True)):
+                found.append((name, value))
+        return tuple(found)
+
+    def _name_expressions(self, schema: Conjunction) -> list[Rx]:
+        if schema == TRUE:
+            return []
+        options: list[Rx] = []
+        for facts in self._schemas.alternatives(schema):
+            if facts.values is not None:
+                options += [literal(value) for value in facts.values.values() if isinstance(value, str)]
+            elif "string" in facts.types:
+                excluded = [literal(value) for kind, value in facts.excluded if kind == "string"]
+                options.append(
+                    text_expression(replace(facts.texts, never=facts.texts.never | frozenset(excluded)))
+                )
+        return [AnyOf(tuple(options))] if len(options) != 1 else options
+
+    def _object(self, form: _Object) -> tuple[Symbol, ...]:
+        """Returns the symbols of an object."""
+        writer = self._writer
+        extra = [(self._key(rx), "COLON", self._rule(value)) for rx, value in form.others]
+        needed = [(self._key(rx), "COLON", self._rule(value)) for rx, value in form.some]
+        names: dict[tuple[int, int], str] = {}
+        pending: list[tuple[int, int]] = []
+        cap = max(form.least, 0 if form.most is None else form.most + 1, 1)
+
+        def state(at: int, count: int) -> str:
+            key = at, min(count, cap)
+            if key not in names:
+                names[key] = writer.new_rule("o")
+                pending.append(key)
+            return names[key]
+
+        # Positions after the listed properties: before, and after, the one that must be present.
+        last = len(form.listed) + bool(needed)
+        first = state(0, 0)
+        while pending:
+            at, count = pending.pop()
+            comma: tuple[Symbol, ...] = ("COMMA",) if count else ()
+            is_full = form.most is not None and count >= form.most
+            options: list[tuple[Symbol, ...]] = []
+            if at < len(form.listed):
+                name, value, is_required = form.listed[at]
+                if not is_full:
+                    key = self._writer.terminal(texts_terminal([value_text(name)]))
+                    options.append((*comma, key, "COLON", self._rule(value), state(at + 1, count + 1)))
+                if not is_required:
+                    options.append((state(at + 1, count),))
+            else:
+                if at == last and count >= form.least:
+                    options.append(("CLOSE_OBJECT",))
+                if not is_full:
+                    options += [(*comma, *each, state(at, count + 1)) for each in extra]
+                    options += [(*comma, *each, state(at + 1, count + 1)) for each in needed if at < last]
+            writer.add(names[at, count], options)
+        return ("OPEN_OBJECT", first)
+
+
+def text_expression(texts: Texts) -> Rx:
+    """Returns an expression for a set of strings."""
+    parts = [*sorted(texts.must, key=repr), *(Not(each) for each in sorted(texts.never, key=repr))]
+    if texts.least or texts.most is not None:
+        parts.insert(0, Repeat(Chars(ALL), texts.least, texts.most))
+    return ANY if not parts else parts[0] if len(parts) == 1 else AllOf(tuple(parts))
+
+
+def text_terminal(texts: Texts) -> str:
+    """Returns the body of a terminal for the characters of a set of strings in JSON."""
+    if not texts.must and not texts.never and texts.most != 0:
+        most = "" if texts.most is None else texts.most
+        return (
+            f"({FREE_CHARACTER}){{{texts.least},{most}}}"
+            if texts.least or texts.most is not None
+            else f"{FREE_CHARACTER}*"
+        )
+    return terminal(text_expression(texts), in_json=True)
+
+
+def value_text(value: Any) -> str:
+    """Returns a JSON value without parts as text, numbers as they were written."""
+    return str(value) if isinstance(value, Decimal) else json.dumps(value, ensure_ascii=False)
+
+
+def texts_terminal(texts: Sequence[str]) -> str:
+    """Returns the body of a terminal for one of some texts."""
+    return "(" + " | ".join(json.dumps(text).replace("\x7f", "\\u007f") for text in texts) + ")"
+
+
+def is_empty(body: str) -> bool:
+    """Whether no text matches a terminal."""
+    from llguidance import LLMatcher
+
+    if "&" not in body:
+        return False
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_lark(f"start: T\nT: {body}\n"), log_level=0)
+    if matcher.is_error() or matcher.is_accepting():
+        return matcher.is_error()
+    return not any(matcher.compute_bitmask()[: 256 // 8])
+
+
+@cache
+def _bytes() -> "llguidance.LLTokenizer":
+    """Returns a vocabulary of single bytes."""
+    from llguidance import LLTokenizer
+
+    return LLTokenizer("byte")

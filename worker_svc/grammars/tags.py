@@ -1,0 +1,332 @@
+"""Writes structural tags as rules of an llguidance grammar.
+
+The form is xgrammar's. A special token has no text in a grammar, so none is allowed, except where a tag
+writes its text (there a model may use the token or spell it) or names it. A text and the mark that ends it
+are one terminal: llguidance reads each terminal as far as it goes.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from worker_svc.grammars.expressions import (
+    ANY,
+    EMPTY,
+    AllOf,
+    AnyOf,
+    Not,
+    Rx,
+    literal,
+    parse_whole,
+    terminal,
+)
+from worker_svc.grammars.expressions import Sequence as Joined
+from worker_svc.grammars.json_grammar import GrammarWriter, JsonWriter, Repeated, Symbol
+from worker_svc.grammars.limits import MAX_TAGS
+from worker_svc.grammars.refusals import refusal, shown
+
+# Parts that only xgrammar compiles.
+_XGRAMMAR_ONLY: Final = frozenset({"grammar", "dispatch", "token_dispatch"})
+_SOME: Final = AllOf((ANY, Not(EMPTY)))
+
+
+def needs_xgrammar(tag: Any) -> bool:
+    """Whether a structural tag contains a part that llguidance cannot match."""
+    if isinstance(tag, list):
+        return any(map(needs_xgrammar, tag))
+    if not isinstance(tag, dict):
+        return False
+    return tag.get("type") in _XGRAMMAR_ONLY or any(
+        needs_xgrammar(value) for name, value in tag.items() if name != "json_schema"
+    )
+
+
+class TagWriter:
+    """Writes the rules of one structural tag."""
+
+    def __init__(
+        self, writer: GrammarWriter, specials: Mapping[str, int], end_ids: Sequence[int],
+        id_of: Callable[[str], int],
+    ) -> None:  # fmt: skip
+        """Writes to `writer`.
+
+        Args:
+            writer: collects the rules.
+            specials: ids of special tokens by their text.
+            end_ids: tokens that end a sequence.
+            id_of: returns the id of the token with a text, or raises `InvalidArgument`.
+        """
+        self._writer = writer
+        self._specials = specials
+        self._hidden = {*specials.values(), *end_ids}
+        self._id_of = id_of
+        self._special = re.compile(
+            "|".join(sorted(map(re.escape, specials), key=len, reverse=True)) or "(?!)"
+        )
+        self._count = 0
+        self._writers: dict[str, Callable[[dict[str, Any], bool], Sequence[Symbol]]] = {
+            "const_string": lambda tag, _: self._text(_string(tag, "value")),
+            "json_schema": self._json,
+            "any_text": self._free,
+            "sequence": self._sequence,
+            "or": lambda tag, last: (
+                self._rule([self._form(each, is_last=last) for each in _list(tag, "elements")]),
+            ),
+            **dict.fromkeys(("optional", "star", "plus", "repeat"), self._repeated),
+            "tag": lambda tag, last: self._tag(tag, is_last=last),
+            "triggered_tags": lambda tag, _: (self._triggered(tag),),
+            "tags_with_separator": lambda tag, _: self._separated(tag),
+            "token": lambda tag, _: (self._token(_field(tag, "token")),),
+            "exclude_token": lambda tag, _: (self._excluded(tag),),
+            "any_tokens": lambda tag, _: (Repeated(self._rule([(self._excluded(tag),)]), 0, None),),
+            "token_triggered_tags": lambda tag, _: (self._token_triggered(tag),),
+        }
+
+    def write(self, tag: Any) -> str:
+        """Writes a tag and returns its rule.
+
+        Raises:
+            InvalidArgument: it is malformed, too large or cannot be enforced.
+        """
+        if isinstance(tag, dict) and tag.get("type") == "structural_tag":
+            tag = tag.get("format")
+        return self._rule([self._form(tag, is_last=True)])
+
+    def _rule(self, options: Iterable[Sequence[Symbol]]) -> str:
+        return self._writer.add(self._writer.new_rule("g"), options)
+
+    def _terminal(self, rx: Rx) -> Sequence[Symbol]:
+        return () if rx == EMPTY else (self._writer.terminal(terminal(rx, in_json=False)),)
+
+    def _form(self, tag: Any, *, is_last: bool) -> Sequence[Symbol]:
+        """Returns the symbols of a part; `is_last` says that nothing follows it."""
+        if not isinstance(tag, dict):
+            raise refusal(f"structural_tag has {shown(tag)} where a format belongs: an object with a type")
+        self._count += 1
+        if self._count > MAX_TAGS:
+            raise refusal(f"structural_tag has more than {MAX_TAGS} parts")
+        if (rx := self._regular(tag)) is not None:
+            return self._terminal(rx)
+        kind = tag.get("type")
+        write = self._writers.get(kind) if isinstance(kind, str) else None
+        if write is None:
+            raise refusal(f"structural_tag has the type {shown(kind)}, which is not supported")
+        return write(tag, is_last)
+
+    def _json(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:  # noqa: ARG002
+        if tag.get("style", "json") != "json":
+            raise refusal(f"structural_tag has the style {shown(tag['style'])}; only 'json' is supported")
+        return (JsonWriter(_field(tag, "json_schema"), self._writer).write(),)
+
+    def _free(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:
+        if not is_last:
+            raise refusal("structural_tag has an any_text before another part; put it into a tag with an end")
+        return self._terminal(_without(_strings(tag, "excludes")))
+
+    def _regular(self, tag: Any) -> Rx | None:
+        """Returns a part as an expression, if it is a text without special tokens, or an expression."""
+        if isinstance(tag, dict) and tag.get("type") == "regex":
+            pattern = _string(tag, "pattern")
+            try:
+                return parse_whole(pattern)
+            except ValueError as error:
+                raise refusal(f"the pattern {shown(pattern, width=60)} {error}") from None
+        if isinstance(tag, dict) and tag.get("type") == "const_string":
+            text = _string(tag, "value")
+            return None if self._special.search(text) else literal(text)
+        return None
+
+    def _sequence(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:
+        parts = _list(tag, "elements")
+        symbols: list[Symbol] = []
+        regular: list[Rx] = []
+        for index, part in enumerate(parts):
+            rx = self._regular(part)
+            if rx is not None:
+                regular.append(rx)
+                continue
+            symbols += self._joined(regular)
+            symbols += self._form(part, is_last=is_last and index == len(parts) - 1)
+        return (*symbols, *self._joined(regular))
+
+    def _joined(self, regular: list[Rx]) -> Sequence[Symbol]:
+        parts = tuple(regular)
+        regular.clear()
+        return self._terminal(Joined(parts)) if parts else ()
+
+    def _repeated(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:  # noqa: ARG002
+        least, most = {"optional": (0, 1), "star": (0, None), "plus": (1, None)}.get(
+            tag["type"], (tag.get("min", 0), tag.get("max"))
+        )
+        if most == -1:
+            most = None
+        if type(least) is not int or not (most is None or type(most) is int) or not 0 <= least <= 1000:
+            raise refusal("structural_tag has a repeat without whole numbers from 0 to 1000 as min and max")
+        return (Repeated(self._rule([self._form(_field(tag, "content"), is_last=False)]), least, most),)
+
+    # -- texts and tokens
+
+    def _text(self, text: str) -> Sequence[Symbol]:
+        """Returns the symbols of a text, in which special tokens may be used or spelled."""
+        symbols: list[Symbol] = []
+        at = 0
+        for found in self._special.finditer(text):
+            symbols += self._terminal(literal(text[at : found.start()]))
+            token = f"<[{self._specials[found.group()]}]>"
+            symbols.append(self._rule([self._terminal(literal(found.group())), (token,)]))
+            at = found.end()
+        return (*symbols, *self._terminal(literal(text[at:])))
+
+    def _edge(self, value: Any) -> Sequence[Symbol]:
+        """Returns the symbols of a begin: a text or a token."""
+        if isinstance(value, dict) and value.get("type") == "token":
+            return (self._token(_field(value, "token")),)
+        if not isinstance(value, str):
+            raise refusal(f"structural_tag has {shown(value)} where a text or a token belongs")
+        return self._text(value)
+
+    def _id(self, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise refusal(f"structural_tag names the token {shown(value)}; give its text or its id")
+        return self._id_of(value) if isinstance(value, str) else value
+
+    def _token(self, value: Any) -> str:
+        return f"<[{self._id(value)}]>"
+
+    def _excluded(self, tag: dict[str, Any]) -> str:
+        names = tag.get("exclude_tokens") or []
+        if not isinstance(names, list):
+            raise refusal("structural_tag has exclude_tokens that are not a list")
+        ids = {*(self._id(each) for each in names), *self._hidden}
+        return f"<[^{','.join(map(str, sorted(ids)))}]>" if ids else "<[*]>"
+
+    # -- tags
+
+    def _tag(self, tag: dict[str, Any], *, is_last: bool, begun: str = "") -> Sequence[Symbol]:
+        """Returns the symbols of a tag, of whose begin a text was written already."""
+        begin = tag.get("begin", "")
+        start = self._edge(begin[len(begun) :] if isinstance(begin, str) else begin)
+        end = tag.get("end", "")
+        ends = end if isinstance(end, list) else [end]
+        content = _field(tag, "content")
+        options = [self._ended(content, each, is_last=is_last) for each in ends]
+        return (*start, *(options[0] if len(options) == 1 else (self._rule(options),)))
+
+    def _ended(self, content: Any, end: Any, *, is_last: bool) -> Sequence[Symbol]:
+        """Returns the symbols of a tag's content with its end."""
+        free = isinstance(content, dict) and content.get("type") == "any_text"
+        if not end:
+            return self._form(content, is_last=is_last)
+        if not isinstance(end, str):
+            rest = self._edge(end)
+            if free:
+                return (*self._terminal(_without(_strings(content, "excludes"))), *rest)
+            return (*self._form(content, is_last=False), *rest)
+        if free:
+            self._count += 1
+            return (self._until([end], _strings(content, "excludes"), {end: [()]}),)
+        rx = self._regular(content)
+        if rx is None or self._special.search(end):
+            return (*self._form(content, is_last=False), *self._text(end))
+        return self._terminal(Joined((rx, literal(end))))
+
+    def _until(
+        self, marks: Sequence[str], excludes: Sequence[str], rests: Mapping[str, Sequence[Sequence[Symbol]]]
+    ) -> str:
+        """Returns a rule for free text up to the first of some marks, and whatever follows that mark."""
+        options: list[Sequence[Symbol]] = []
+        any_mark = AnyOf(tuple(map(literal, marks)))
+        for mark in marks:
+            text = _without([each for each in excludes if each not in marks])
+            spelled = AllOf((
+                Joined((text, literal(mark))), Not(Joined((ANY, any_mark, _SOME))),
+            ))  # fmt: skip
+            starts: list[Sequence[Symbol]] = [self._terminal(spelled)]
+            if found := self._special.search(mark):
+                before = Joined((ANY, literal(mark[: found.start()])))
+                free = AllOf((before, _without([*marks, *excludes])))
+                token = f"<[{self._specials[found.group()]}]>"
+                starts.append((*self._terminal(free), token, *self._text(mark[found.end() :])))
+            start = starts[0] if len(starts) == 1 else (self._rule(starts),)
+            options += [(*start, *rest) for rest in rests[mark]]
+        return self._rule(options)
+
+    def _triggered(self, tag: dict[str, Any]) -> str:
+        triggers, tags = _strings(tag, "triggers"), _list(tag, "tags")
+        excludes = _strings(tag, "excludes")
+        rests: dict[str, list[Sequence[Symbol]]] = {trigger: [] for trigger in triggers}
+        for each in tags:
+            begin = each.get("begin") if isinstance(each, dict) else None
+            found = [trigger for trigger in triggers if isinstance(begin, str) and begin.startswith(trigger)]
+            if len(found) != 1:
+                raise refusal(
+                    f"structural_tag's begin {shown(begin)} must start with exactly one of its triggers"
+                )
+            rests[found[0]].append(self._tag(each, is_last=False, begun=found[0]))
+        call = self._until([trigger for trigger in triggers if rests[trigger]], excludes, rests)
+        tail = self._terminal(_without([*triggers, *excludes]))
+        return self._calls(tag, [(call,)], [tail], [self._tag(each, is_last=False) for each in tags])
+
+    def _calls(
+        self, tag: dict[str, Any], calls: list[Sequence[Symbol]], tails: list[Sequence[Symbol]],
+        first: list[Sequence[Symbol]],
+    ) -> str:  # fmt: skip
+        """Returns a rule for free text with calls in it."""
+        stop, needed = bool(tag.get("stop_after_first")), bool(tag.get("at_least_one"))
+        rest = self._rule([])
+        following: Sequence[Symbol] = () if stop else (rest,)
+        self._writer.add(rest, [*tails, *((*call, *following) for call in calls)])
+        return self._rule([(*each, *following) for each in first]) if needed else rest
+
+    def _token_triggered(self, tag: dict[str, Any]) -> str:
+        triggers = {self._id(each) for each in _list(tag, "trigger_tokens")}
+        names = tag.get("exclude_tokens") or []
+        free = Repeated(
+            self._rule([(self._excluded({"exclude_tokens": [*names, *sorted(triggers)]}),)]), 0, None
+        )
+        tags = [self._tag(each, is_last=False) for each in _list(tag, "tags")]
+        return self._calls(tag, [(free, *each) for each in tags], [(free,)], tags)
+
+    def _separated(self, tag: dict[str, Any]) -> Sequence[Symbol]:
+        each = self._rule([self._tag(each, is_last=False) for each in _list(tag, "tags")])
+        separator = tag.get("separator", "")
+        if not isinstance(separator, str):
+            raise refusal("structural_tag has a separator that is not a text")
+        following = self._rule([(*self._text(separator), each)])
+        several: list[Symbol] = [each]
+        if not tag.get("stop_after_first"):
+            several.append(Repeated(following, 0, None))
+        return several if tag.get("at_least_one") else (self._rule([several, ()]),)
+
+
+def _without(excludes: Sequence[str]) -> Rx:
+    """Returns an expression for texts that contain none of some texts."""
+    parts = tuple(Not(Joined((ANY, literal(each), ANY))) for each in dict.fromkeys(excludes) if each)
+    return AllOf((ANY, *parts)) if parts else ANY
+
+
+def _field(tag: dict[str, Any], name: str) -> Any:
+    if name not in tag:
+        raise refusal(f"structural_tag has a part of type {shown(tag.get('type'))} without {name}")
+    return tag[name]
+
+
+def _string(tag: dict[str, Any], name: str) -> str:
+    value = _field(tag, name)
+    if not isinstance(value, str):
+        raise refusal(f"structural_tag has a {name} that is not a text")
+    return value
+
+
+def _list(tag: dict[str, Any], name: str) -> list[Any]:
+    value = _field(tag, name)
+    if not isinstance(value, list) or not value:
+        raise refusal(f"structural_tag has {name} that are not a list of at least one part")
+    return value
+
+
+def _strings(tag: dict[str, Any], name: str) -> list[str]:
+    value = tag.get(name) or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise refusal(f"structural_tag has {name} that are not a list of texts")
+    return value
