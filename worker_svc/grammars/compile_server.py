@@ -1,10 +1,10 @@
 """A process that compiles grammars in turn, under limits enforced by the kernel.
 
-Schemas, expressions, choices and most structural tags are lowered to llguidance's grammars, which the worker
-compiles in milliseconds. GBNF goes to xgrammar, which cannot be interrupted and may take minutes or gigabytes.
-A timer of CPU time ends the process; allocations beyond the memory limit fail; a crash ends it. Each fails its
-grammar alone, and `CompileClient` starts another process. A step would wait for slow masks, so xgrammar's
-grammars are walked through as output would.
+Schemas, expressions, choices and most structural tags are lowered to llguidance's grammars, which the
+worker compiles in milliseconds. GBNF goes to xgrammar, which cannot be interrupted and may take minutes or
+gigabytes. A timer of CPU time ends the process; allocations beyond the memory limit fail; a crash ends it.
+Each fails its grammar alone, and `CompileClient` starts another process. Steps would wait for slow masks, so
+xgrammar's grammars are walked through as output would.
 
 `python -m worker_svc.grammars.compile_server FD FOLDER VOCAB EOS…` talks over the socket `FD`. A request is a
 JSON list, or `null` for the vocabulary. An answer is a JSON object and the bytes of a grammar.
