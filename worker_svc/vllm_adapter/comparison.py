@@ -68,7 +68,9 @@ class _Copies(TorchDispatchMode):
         self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs the operator and notes it."""
-        result = func(*args, **(kwargs or {}))
+        # vLLM's models of transformers have some parameters with memory.
+        is_loaded = func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta
+        result = args[0] if is_loaded else func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self._write(args[0])
             source = self.sources.get(_identity(args[1]))
