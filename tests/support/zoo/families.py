@@ -245,6 +245,36 @@ def _opt() -> Any:
     )  # fmt: skip
 
 
+_OLD: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def _gpt2() -> Any:
+    from transformers import GPT2Config
+
+    return GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=2, n_positions=2048, **_TOKENS)
+
+
+def _gpt_neox() -> Any:
+    from transformers import GPTNeoXConfig
+
+    return GPTNeoXConfig(**_OLD, **_TOKENS)
+
+
+def _phi() -> Any:
+    from transformers import PhiConfig
+
+    return PhiConfig(**_OLD, **_TOKENS)
+
+
+def _starcoder2() -> Any:
+    from transformers import Starcoder2Config
+
+    return Starcoder2Config(**_OLD, num_key_value_heads=1, sliding_window=None, **_TOKENS)
+
+
 def _gemma3_vision() -> Any:
     from transformers import Gemma3Config
 
@@ -337,7 +367,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 """Functions that make a configuration, by the model's name in tests."""
 CPU_ONLY: dict[str, Callable[[], Any]] = {
+    "gpt-neox": _gpt_neox,
+    "gpt2": _gpt2,
     "opt": _opt,
+    "phi": _phi,
+    "starcoder2": _starcoder2,
 }
 """The same for models that no test runs on another device."""
 NOT_ON_NPU = {
