@@ -163,7 +163,10 @@ class _DryRun:
         except KeyError as error:
             name = str(error.args[0]) if error.args else ""
             if name.rpartition(".")[2] != self._current.rpartition(".")[2] or self._current in self.unknown:
-                raise
+                raise ConfigurationRefused(
+                    f"vLLM cannot load {type(self._model).__name__}: its loader does not find {name};"
+                    " choose another model"
+                ) from error
             self._refuse_layer(name)
             self.unknown[self._current] = None
             return True

@@ -207,3 +207,15 @@ def test_renamed_weights_are_refused(llama: Path, tmp_path: Path) -> None:
     text = refusal(folder)
     assert "the weights lack model.layers.0.self_attn.q_proj.weight" in text
     assert "but unknown model.layers.0.attention" in text
+
+
+def test_a_loader_that_does_not_fit_its_own_model_is_refused_by_name(tmp_path: Path) -> None:
+    """vLLM's loader of Dbrx looks for parameters that its layers no longer have."""
+    from transformers import DbrxConfig
+
+    config = DbrxConfig(
+        d_model=64, n_heads=2, n_layers=2, max_seq_len=512, vocab_size=256,
+        attn_config={"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 5e5},
+        ffn_config={"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2, "ffn_act_fn": {"name": "silu"}},
+    )  # fmt: skip
+    assert "cannot load DbrxForCausalLM" in refusal(tiny_models.save_model(config, tmp_path))
