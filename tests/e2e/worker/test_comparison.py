@@ -210,7 +210,7 @@ def test_renamed_weights_are_refused(llama: Path, tmp_path: Path) -> None:
 
 
 def test_a_loader_that_does_not_fit_its_own_model_is_refused_by_name(tmp_path: Path) -> None:
-    """vLLM's loader of Dbrx looks for parameters that its layers no longer have."""
+    """Dbrx is refused, because vLLM's loader looks for parameters that its layers no longer have."""
     from transformers import DbrxConfig
 
     config = DbrxConfig(
