@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import xgrammar.base
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill
@@ -238,8 +237,7 @@ def test_a_matcher_that_fails_fails_its_request_alone(monkeypatch: pytest.Monkey
         raise RuntimeError("out of states")
 
     worker = ReplayWorker()
-    monkeypatch.setattr(xgrammar.base, "_core", SimpleNamespace(GrammarMatcher=refuse))
-    grammar: Any = SimpleNamespace(_handle=None)
+    grammar: Any = SimpleNamespace(start=refuse)
     monkeypatch.setattr(
         worker.constraints,
         "admit",
