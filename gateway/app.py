@@ -19,14 +19,14 @@ from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
 from gateway.chat_prompts import ChatEncoder
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import RequestMiddleware
-from gateway.messages import routes as messages
+from gateway.messages_api import routes as messages
 from gateway.metrics import Metrics
 from gateway.operations import health, pages
 from gateway.operations import routes as operations
 from gateway.operations.unserved import UNSERVED
 from gateway.pooling import routes as pooling
 from gateway.pooling import scoring
-from gateway.responses import routes as responses
+from gateway.responses_api import routes as responses
 from gateway.routes import chat, completions, loras, models, tokenize
 from gateway.routes.context import Context
 from gateway.scheduler_link.client import InferenceClient

@@ -11,8 +11,8 @@ from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
 from gateway.parsers.events import CallRevoked, CallStart, Event, Text
-from gateway.responses.answer_body import ResponseObject, error_event
-from gateway.responses.output_items import CustomCallItem, MessageItem, OutputItem, Status
+from gateway.responses_api.answer_body import ResponseObject, error_event
+from gateway.responses_api.output_items import CustomCallItem, MessageItem, OutputItem, Status
 from gateway.schemas.answers import ChatToken
 from protos.errors import TriptychError
 

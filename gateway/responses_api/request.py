@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from gateway.quoting import clip
-from gateway.responses.input_items import InputItems
-from gateway.responses.tools import (
+from gateway.responses_api.input_items import InputItems
+from gateway.responses_api.tools import (
     Allowed,
     FunctionTool,
     ResponseToolChoice,

@@ -8,7 +8,7 @@ import orjson
 
 from gateway.answers.generation import Usage
 from gateway.answers.sequence_text import Delta
-from gateway.messages.answers import AnswerBlock, MessageAnswer, MessageHead, TokenCounts
+from gateway.messages_api.answers import AnswerBlock, MessageAnswer, MessageHead, TokenCounts
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 
 ID_PREFIX: Final = "msg_"

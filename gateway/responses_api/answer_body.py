@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from gateway.answers.generation import Usage
 from gateway.http.errors import row_of
-from gateway.responses.answers import (
+from gateway.responses_api.answers import (
     IncompleteDetails,
     OutputItemAnswer,
     ResponseAnswer,
@@ -13,9 +13,9 @@ from gateway.responses.answers import (
     ResponseStatus,
     ResponseUsage,
 )
-from gateway.responses.output_items import Output
-from gateway.responses.request import ResponsesRequest, TextFormat
-from gateway.responses.tools import (
+from gateway.responses_api.output_items import Output
+from gateway.responses_api.request import ResponsesRequest, TextFormat
+from gateway.responses_api.tools import (
     Allowed,
     CustomTool,
     Namespace,

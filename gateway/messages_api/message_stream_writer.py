@@ -10,7 +10,7 @@ from gateway.answers.delta_reader import DeltaReader
 from gateway.answers.generation import Usage
 from gateway.answers.sequence_text import Delta
 from gateway.answers.streaming import StreamWriter
-from gateway.messages.answer_body import (
+from gateway.messages_api.answer_body import (
     StopReason,
     input_of,
     message_head,
@@ -20,8 +20,8 @@ from gateway.messages.answer_body import (
     tool_use_block,
     usage_body,
 )
-from gateway.messages.answers import AnswerBlock
-from gateway.messages.error_shape import error_body
+from gateway.messages_api.answers import AnswerBlock
+from gateway.messages_api.error_shape import error_body
 from gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text
 from protos.errors import TriptychError
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gateway.messages.conversion import to_chat
-from gateway.messages.schemas import MessagesRequest
+from gateway.messages_api.conversion import to_chat
+from gateway.messages_api.schemas import MessagesRequest
 from gateway.schemas.base import IgnoredFields, parse
 from gateway.schemas.tools import NamedChoice
 from gateway.text.chat_template import ChatTemplate

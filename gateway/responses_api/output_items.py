@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final, Literal
 
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, merged
-from gateway.responses.answers import (
+from gateway.responses_api.answers import (
     OutputCustomCall,
     OutputFunctionCall,
     OutputItemAnswer,
@@ -16,7 +16,7 @@ from gateway.responses.answers import (
     OutputText,
     ReasoningContent,
 )
-from gateway.responses.tools import ScopedName
+from gateway.responses_api.tools import ScopedName
 from gateway.schemas.answers import ChatToken
 from gateway.tools.custom_tools import InputReader
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
 from gateway.quoting import omitted, quote
-from gateway.responses.foreign_items import in_served_form
+from gateway.responses_api.foreign_items import in_served_form
 from gateway.schemas.base import RequestModel, ignore
 from gateway.schemas.chat import MAX_MESSAGES
 from gateway.schemas.tools import MAX_ARGUMENTS

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gateway.messages.blocks import Blocks, BlockType, TextBlocks
+from gateway.messages_api.blocks import Blocks, BlockType, TextBlocks
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import MAX_MESSAGES, TEMPLATE_UNSERVED

@@ -14,12 +14,12 @@ from gateway.answers.sequence_text import Delta
 from gateway.http.errors import UnknownRoute
 from gateway.parsers.events import Event, Text
 from gateway.quoting import quote
-from gateway.responses.answer_body import ResponseObject
-from gateway.responses.answers import InputTokens, ResponseAnswer
-from gateway.responses.conversion import ResponseAsChat, to_chat
-from gateway.responses.output_items import collected
-from gateway.responses.request import ResponsesRequest
-from gateway.responses.response_stream_writer import ResponseStreamWriter, chat_logprobs, only_error
+from gateway.responses_api.answer_body import ResponseObject
+from gateway.responses_api.answers import InputTokens, ResponseAnswer
+from gateway.responses_api.conversion import ResponseAsChat, to_chat
+from gateway.responses_api.output_items import collected
+from gateway.responses_api.request import ResponsesRequest
+from gateway.responses_api.response_stream_writer import ResponseStreamWriter, chat_logprobs, only_error
 from gateway.routes.answer import (
     AnswerFormat,
     CollectedExtras,

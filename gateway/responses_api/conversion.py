@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
-from gateway.responses.input_items import (
+from gateway.responses_api.input_items import (
     Aside,
     FunctionCall,
     FunctionCallOutput,
@@ -15,8 +15,8 @@ from gateway.responses.input_items import (
     InputMessage,
     ReasoningItem,
 )
-from gateway.responses.request import ResponsesRequest
-from gateway.responses.tools import Allowed, full_name
+from gateway.responses_api.request import ResponsesRequest
+from gateway.responses_api.tools import Allowed, full_name
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, Tool
