@@ -47,12 +47,17 @@ def check_stages(model_config: Any, layout: RankLayout) -> None:
 
 
 def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
-    """Builds this rank's layers on the device, without weights."""
+    """Builds this rank's layers on the device, without weights.
+
+    Raises:
+        ConfigurationRefused: if a stage would get no layers.
+    """
     import vllm.ir
     from vllm.utils.torch_utils import set_random_seed
 
     from worker_svc.vllm_adapter.parallel import set_groups
 
+    check_stages(config.model_config, layout)
     set_groups(layout)
     set_random_seed(seed)
     # Call vLLM's own operators directly: without a compiler, dispatching them through torch is only overhead.
@@ -67,13 +72,15 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
 
 
 def compare_weights(config: Any, arguments: Mapping[str, Any], layout: RankLayout) -> frozenset[str]:
-    """Compares the checkpoint with the whole model; see `comparison.compare`.
+    """Compares the checkpoint with the whole model; see `comparison.compare`. Made-up weights fit.
 
     Args:
         config: vLLM's, for this rank.
         arguments: of `configure`.
         layout: this rank's.
     """
+    if arguments["dummy_weights"]:
+        return frozenset()
     from worker_svc.vllm_adapter.comparison import compare
 
     whole = config if layout.world_size == 1 else configure(**arguments, layout=RankLayout())

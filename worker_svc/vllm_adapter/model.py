@@ -22,7 +22,6 @@ from worker_svc.shapes.model_description import (
 )
 from worker_svc.vllm_adapter.building import (
     build,
-    check_stages,
     compare_weights,
     layers_of_all_stages,
     names_of_states,
@@ -98,8 +97,7 @@ class VllmModel:
         }  # fmt: skip
         with refusal_on_error(self._refusal(folder)):
             self._config: Any = configure(**arguments, layout=layout)
-            check_stages(self._config.model_config, layout)
-            self._ignored = frozenset() if dummy_weights else compare_weights(self._config, arguments, layout)
+            self._ignored = compare_weights(self._config, arguments, layout)
             self._model: Any = build(self._config, device, seed, layout)
         self._layers: dict[str, Any] = self._config.compilation_config.static_forward_context
         self._pooling = self._prepare_pooling(pooling_task)
