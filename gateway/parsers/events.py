@@ -37,8 +37,7 @@ class CallArguments(NamedTuple):
 class CallRevoked(NamedTuple):
     """Withdraws a call whose arguments turned out not to be JSON.
 
-    A stream cannot take back what it has sent. A collected answer shows ``source`` as content instead of the
-    call.
+    A stream cannot take back sent text. A collected answer shows ``source`` as content instead of the call.
     """
 
     number: int
@@ -49,9 +48,9 @@ Event: TypeAlias = Text | Reasoning | CallStart | CallArguments | CallRevoked
 
 
 class ToolParser(Protocol):
-    """Finds tool calls, or thinking, in one sequence's text.
+    """Finds tool calls, or thinking, in a sequence's text.
 
-    The sum of the events does not depend on how the text was cut into pieces.
+    The sum of the events is the same however the text is cut into pieces.
     """
 
     def feed(self, text: str) -> list[Event]:
@@ -81,7 +80,7 @@ def short_call_id() -> str:
 
 
 class CallCounter:
-    """Numbers the calls of one sequence."""
+    """Numbers the calls of a sequence."""
 
     __slots__ = ("_new_id", "count")
 
@@ -90,7 +89,7 @@ class CallCounter:
         self.count = 0
 
     def start(self, name: str, given_id: str | None = None) -> CallStart:
-        """Returns the next call; with the model's own id if it gave one."""
+        """Returns the next call, with the model's own id if given."""
         self.count += 1
         return CallStart(self.count - 1, given_id or self._new_id(), name)
 

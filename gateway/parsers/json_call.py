@@ -1,4 +1,4 @@
-"""One call written as a JSON object: ``{"name": "f", "arguments": {…}}``."""
+"""A call written as a JSON object: ``{"name": "f", "arguments": {…}}``."""
 
 import json
 from collections.abc import Callable, Collection
@@ -12,10 +12,10 @@ _MAX_NAME: Final = 512
 
 
 class JsonCall:
-    """Reads one call as it arrives. Its arguments are emitted exactly as the model writes them.
+    """Reads a call as it arrives. Its arguments are emitted exactly as written.
 
     Members may come in any order; arguments before the name are held back until the name is known. Some
-    models write the arguments as a string that contains the object; its contents are then emitted at once.
+    models write the arguments as a string with the object inside, whose contents are then emitted at once.
     """
 
     done: bool
@@ -38,9 +38,8 @@ class JsonCall:
             counter: numbers the call.
             arguments: accepted names of the member with the arguments.
             others: names of further members to skip; ``None``: any.
-            accept: whether a function name is one of the tools.
-            before: text before the object that belongs to the call; it is returned as content if there is no
-                call.
+            accept: whether a function name belongs to a tool.
+            before: text of the call before the object; returned as content without a call.
         """
         self.done = False
         self.failed = False

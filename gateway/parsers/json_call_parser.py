@@ -1,4 +1,4 @@
-"""The common base of parsers for formats in which a call is one JSON object."""
+"""The common base of parsers for formats whose calls are JSON objects."""
 
 from collections.abc import Callable, Collection
 from typing import Final
@@ -13,9 +13,8 @@ ARGUMENTS: Final = ("arguments", "parameters")
 class JsonCallParser(ParserBase):
     """Reads calls; subclasses find where they begin.
 
-    A call that fails before it was announced is content, and other calls may follow. A call that fails after
-    it was announced is revoked, and everything behind it is content: a client that has seen the call cannot
-    be corrected.
+    A call that fails before its announcement is content, and other calls may follow. A call that fails later
+    is revoked, and everything after it is content: a client cannot be corrected.
     """
 
     def __init__(
@@ -26,11 +25,9 @@ class JsonCallParser(ParserBase):
         Args:
             new_id: makes ids of calls.
             state: the first state.
-            text: the state behind text that turned out not to be a call.
-            behind: the state behind a call. Text that it has set aside when the text ends was only a
-                separator.
-            end: the marker that may close a call; if the text ends with a part of it, that part is not
-                content.
+            text: the state after text that turned out not to be a call.
+            behind: the state after a call. Text set aside at the end was only a separator.
+            end: the marker that may close a call; a part of it at the end of the text is not content.
         """
         super().__init__(state)
         self._counter = CallCounter(new_id)
@@ -46,7 +43,7 @@ class JsonCallParser(ParserBase):
         others: Collection[str] | None = None,
         accept: Callable[[str], bool] = bool,
     ) -> None:
-        """Begins a call behind ``before``; see :class:`JsonCall` for the arguments."""
+        """Begins a call after ``before``; see :class:`JsonCall` for the arguments."""
         self._call = JsonCall(self._counter, arguments=arguments, others=others, accept=accept, before=before)
         self._state = self._in_call
 

@@ -11,7 +11,7 @@ class JsonListParser(JsonCallParser):
     """Reads lists of calls; subclasses find where a list begins."""
 
     def __init__(self, new_id: Callable[[], str], state: State, *, text: State) -> None:
-        """Waits for a list; ``text`` is the state behind it."""
+        """Waits for a list; ``text`` is the state after it."""
         super().__init__(new_id, state, text=text, behind=self._behind_item)
         self._behind_list = text
 

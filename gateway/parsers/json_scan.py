@@ -24,7 +24,7 @@ def skip_blanks(text: str, at: int = 0) -> int:
 
 
 def is_object(text: str) -> bool:
-    """Whether ``text`` is exactly one JSON object that UTF-8 can encode."""
+    """Whether ``text`` is exactly a JSON object, encodable in UTF-8."""
     scanner = ValueScanner()
     end = scanner.feed(text)
     if not scanner.done or skip_blanks(text, end) < len(text) or text[skip_blanks(text)] != "{":
@@ -34,7 +34,7 @@ def is_object(text: str) -> bool:
 
 
 class ValueScanner:
-    """Follows one JSON value (RFC 8259, strictly)."""
+    """Follows a JSON value (RFC 8259, strictly)."""
 
     __slots__ = ("_key", "_left", "_number", "_stack", "_step", "done", "failed")
 

@@ -6,8 +6,8 @@
     <|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}
 
 Source: Meta's model cards and prompt formats for Llama 3.1 to 3.3. After ``<|python_tag|>``, any name is a
-call. Without that marker, an object is a call only if the answer begins with it, it has no other members, and
-it names a tool of the request: an answer may be JSON, too.
+call. Without the marker, an object is a call only at the beginning of the answer, without other members, and
+with the name of a tool of the request: an answer may be JSON, too.
 """
 
 from collections.abc import Callable, Collection
@@ -30,7 +30,7 @@ class LlamaParser(JsonCallParser):
         self._separated = False
 
     def _begin(self, _: list[Event]) -> bool:
-        """The state at the beginning and behind each call. An unmarked object is a call only here."""
+        """The state at the beginning and after each call. An unmarked object is a call only here."""
         if not self._skip() or (TAG.startswith(self._rest) and self._rest != TAG):
             return False
         # A separator is content unless a call follows.

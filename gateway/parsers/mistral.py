@@ -6,7 +6,7 @@
     [TOOL_CALLS]get_weather{"city": "Paris"}[TOOL_CALLS]…                              v11
     [TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Paris"}[TOOL_CALLS]…      v13
 
-Source: mistral-common's instruct tokenizers. One parser reads all of them.
+Source: mistral-common's instruct tokenizers. The same parser reads all of them.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""A call of one named tool, of which the model writes only the arguments."""
+"""A call of a named tool; the model writes only the arguments."""
 
 from collections.abc import Callable
 

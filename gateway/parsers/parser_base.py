@@ -11,8 +11,8 @@ def split_at(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
     """Looks for the first of ``markers`` in ``text``.
 
     Returns:
-        The text before the marker, the marker, and the text after it. Without a marker: the text that
-        certainly precedes any marker, nothing, and the tail that may still become a marker.
+        The text before the marker, the marker, and the text after it. Without a marker: the text certainly
+        before any marker, nothing, and the tail that may become a marker.
     """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:
@@ -36,10 +36,10 @@ State: TypeAlias = Callable[[list[Event]], bool]
 class ParserBase:
     """A parser as a state machine.
 
-    A state is a method. It consumes what it can from the front of ``self._rest``, appends events, and returns
-    whether the machine may continue with the state that is then set. The machine presents the remainder again
-    with more text behind it, so a state must decide the same however little it saw before. The remainder must
-    be short, because it is read again; long runs of white space are set aside.
+    A state is a method. It consumes text from the front of ``self._rest``, appends events, and returns
+    whether the machine may continue with the new state. The machine presents the remainder again with more
+    text, so a state must decide the same however little it saw before. The remainder must be short, as it is
+    read again; long runs of white space are set aside.
     """
 
     def __init__(self, state: State) -> None:

@@ -1,8 +1,7 @@
 """Separates thinking from the answer, for models that write ``<think>…</think>`` first.
 
-The prompt shows whether the thinking has already begun: templates that end the prompt with ``<think>`` have
-opened it, and templates that end it with ``</think>`` (Qwen 3 with ``enable_thinking: false``) have closed
-it.
+The end of the prompt decides: a final ``<think>`` has opened the thinking, a final ``</think>`` (Qwen 3 with
+``enable_thinking: false``) has closed it.
 """
 
 from enum import Enum, auto
@@ -41,12 +40,11 @@ class Thinking(Enum):
 
 
 def thinking_at(prompt_tail: str, *, always: bool) -> Thinking:
-    """Returns where the answer to a prompt begins.
+    """Returns the beginning of the answer to a prompt.
 
     Args:
         prompt_tail: text of the prompt's last tokens, special ones included.
-        always: the model thinks even if the prompt does not open the thinking (DeepSeek R1 with its first
-            templates).
+        always: the model thinks although the prompt opens no thinking (DeepSeek R1's first templates).
     """
     tail = prompt_tail.rstrip()
     if tail.endswith(END):

@@ -52,7 +52,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 class ChatTemplate:
-    """One model's chat template."""
+    """A model's chat template."""
 
     variables: frozenset[str]
     """Names that the template reads from its caller. It would ignore any other."""
@@ -92,7 +92,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def wants_system_first(self) -> bool:
-        """Whether the template refuses a system message behind the first turn."""
+        """Whether the template refuses a system message after the first turn."""
         turns = [{"role": role, "content": "probe"} for role in ("system", "user", "system", "user")]
         try:
             self.render(turns, add_generation_prompt=False)
@@ -113,16 +113,17 @@ class ChatTemplate:
         """Returns the prompt's text for a conversation.
 
         Args:
-            messages: dictionaries with role, content (text, or a list of parts) and whatever else a turn has.
+            messages: dictionaries with role, content (text, or a list of parts) and further fields of a
+                turn.
             add_generation_prompt: end with the header of the assistant's turn.
             variables: further variables of this template.
             tools: callable functions, in the form of OpenAI's API.
-            documents: texts that the model may refer to.
+            documents: texts for the model's reference.
             continue_final_message: end within the last turn, where its content ends.
 
         Raises:
             InvalidArgument: if the template refuses the conversation (the message quotes it), or a variable
-                has a name of the template's own.
+                is named like the template's own.
         """
         reserved = {"messages", "tools", "documents", "add_generation_prompt", *self._special_tokens}
         if taken := reserved.intersection(variables or ()):

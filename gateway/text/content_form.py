@@ -1,6 +1,6 @@
-"""Whether a chat template expects a turn's content as one text or as a list of parts.
+"""Whether a chat template expects a turn's content as text or as a list of parts.
 
-The templates of models that also read images often show lists alone and nothing of a text.
+Templates of models with images often show lists only and nothing of a text.
 """
 
 import functools
@@ -23,7 +23,7 @@ _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
-    """Returns content as one text: its parts with line breaks between them, as in vLLM."""
+    """Returns content as text: its parts with line breaks between them, as in vLLM."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
@@ -32,7 +32,7 @@ _MAX_KEPT: Final = 64
 
 
 class ContentForm:
-    """What one template shows of each role's content; found out with the first turn that needs it."""
+    """The parts of each role's content that a template shows; found out at first need."""
 
     def __init__(self, render: Render) -> None:
         """Calls ``render`` with short conversations, later."""

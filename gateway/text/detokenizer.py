@@ -1,9 +1,9 @@
 """Incremental detokenization: never half a character, never text that a later token would change.
 
-Most tokenizers decode *bytewise*: each token stands for bytes that do not depend on its neighbours, and the
-text is those bytes read as UTF-8. For them, a table from id to bytes and an incremental UTF-8 decoder are
-exact and cost well under a microsecond per token. The others (word pieces, for example) decode a short window
-of recent tokens again.
+Most tokenizers decode *bytewise*: each token stands for bytes independent of its neighbours, and the text is
+those bytes read as UTF-8. For them, a table from id to bytes and an incremental UTF-8 decoder are exact and
+cost well under a microsecond per token. Others, such as word pieces, decode a short window of recent tokens
+again.
 """
 
 import codecs
@@ -28,7 +28,7 @@ _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
-    """Turns one sequence's tokens into text."""
+    """Turns a sequence's tokens into text."""
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Returns the text that these further tokens complete; may be empty in the middle of a character."""
@@ -65,7 +65,7 @@ def _sentencepiece(token: str) -> bytes:
 
 
 def _bytewise_rule(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
-    """Returns how a decoder turns one token into bytes; ``None`` if that depends on its neighbours.
+    """Returns a decoder's function from token to bytes; ``None`` if neighbours matter.
 
     The trailing ``Strip`` of sentencepiece models drops the space before a text's first word. It never
     applies here, because generated text continues a prompt.
@@ -101,7 +101,7 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class BytewiseDetokenizer:
-    """Decodes tokens that stand for bytes. Holds back at most the bytes of one unfinished character."""
+    """Decodes tokens of bytes. Holds back at most the bytes of an unfinished character."""
 
     __slots__ = ("_bytes", "_decode")
 
@@ -120,10 +120,10 @@ class BytewiseDetokenizer:
 
 
 class WindowedDetokenizer:
-    """Decodes the tokens of any tokenizer: a window of recent tokens again with each new one.
+    """Decodes the tokens of any tokenizer: a window of recent tokens again with each new token.
 
-    It emits what the new token adds to the window's text. The window starts at the last token boundary before
-    which all text is settled. vLLM and TGI call its ends prefix and read offset.
+    It emits the new token's addition to the window's text. The window starts at the last token boundary
+    after settled text. vLLM and TGI call its ends prefix and read offset.
     """
 
     __slots__ = ("_decode", "_glued", "_ids", "_read", "_settled", "_start")
@@ -134,12 +134,12 @@ class WindowedDetokenizer:
         context: Sequence[int],
         glued: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """Starts behind ``context``.
+        """Starts after ``context``.
 
         Args:
             decode: returns the text of a few tokens.
             context: the last tokens of the prompt.
-            glued: tokens that are written without a space between them, with their spelling.
+            glued: tokens written without a space between them, with their spelling.
         """
         self._decode = decode
         self._glued = glued
@@ -170,7 +170,7 @@ class WindowedDetokenizer:
 
 
 class DetokenizerFactory:
-    """Makes detokenizers for one tokenizer. All sequences share its tables."""
+    """Makes detokenizers for a tokenizer. All sequences share its tables."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -204,14 +204,14 @@ class DetokenizerFactory:
         spaces_between_special_tokens: bool = True,
         prompt: Sequence[int] = (),
     ) -> Detokenizer:
-        """Returns a detokenizer for one sequence.
+        """Returns a detokenizer for a sequence.
 
         Args:
             skip_special_tokens: omit special tokens.
-            shown: special tokens that are not omitted.
-            spaces_between_special_tokens: whether a tokenizer that writes spaces between tokens also does so
+            shown: special tokens to keep.
+            spaces_between_special_tokens: whether a tokenizer with spaces between tokens also writes them
                 between added tokens.
-            prompt: the tokens that the sequence continues; the last few are enough.
+            prompt: the preceding tokens; the last few are enough.
         """
         skipped = frozenset[int]()
         if skip_special_tokens:

@@ -1,4 +1,4 @@
-"""What an embedding model's authors put in front of texts: the prompts of Sentence Transformers."""
+"""Prefixes of an embedding model's texts: the prompts of Sentence Transformers."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class TextPrompts:
         return self._side(_DOCUMENT)
 
     def _side(self, names: Iterable[str]) -> str:
-        """Returns the first prompt of these names; the default one only if neither side has a prompt."""
+        """Returns the first prompt of these names; the default only if neither side has a prompt."""
         if self.by_name.keys().isdisjoint((_QUERY, *_DOCUMENT)):
             return self.default
         return next((self.by_name[name] for name in names if name in self.by_name), "")
@@ -47,10 +47,10 @@ class TextPrompts:
         return cls(prompts, prompts.get(str(config.get("default_prompt_name")), ""))
 
     def choose(self, name: str | None, text: str | None) -> str:
-        """Returns the prompt of a request, which names one or brings its own.
+        """Returns the prompt of a request, by name or its own.
 
         Raises:
-            InvalidArgument: if the model has no prompt of that name; lists those that it has.
+            InvalidArgument: if the model has no prompt of that name; lists its prompts.
         """
         if name is None:
             return self.default if text is None else text

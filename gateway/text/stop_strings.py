@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches one sequence's text for the first of several strings.
+    """Watches a sequence's text for the first of several strings.
 
-    The match that ends first wins; of two that end together, the longer one. The result therefore does not
-    depend on how the text was cut into pieces. Only text that may still become a stop string is held back.
+    The match that ends first wins; of two that end together, the longer. So the cuts of the text do not
+    matter. Only text that may become a stop string is held back.
     """
 
     __slots__ = ("_held", "_include", "_longest", "_stops", "matched")

@@ -39,7 +39,7 @@ _QUOTED: Final = re.compile(r"""["'](\w+)["']""")
 
 
 class TextCodec:
-    """The tokenizer and chat template of one model. Immutable once loaded, so all threads may use it."""
+    """The tokenizer and chat template of a model. Immutable once loaded, so all threads may use it."""
 
     tokenizer: Tokenizer
     """The library's own object."""
@@ -122,9 +122,9 @@ class TextCodec:
         return cls(tokenizer, templates.get("default"), special, templates.get("tool_use"), prompts, config)
 
     def wrapped(self, wrap: Callable[[], Any]) -> Any:
-        """Returns what ``wrap`` makes of the tokenizer.
+        """Returns the tokenizer wrapped by ``wrap``.
 
-        Made once and kept, because another library's wrapper copies the whole tokenizer.
+        Made once and kept, as another library's wrapper copies the whole tokenizer.
         """
         if self._wrapped is None:
             self._wrapped = wrap()
@@ -182,7 +182,7 @@ class TextWorker:
         return await self.finish(size, work)
 
     async def finish(self, size: int, work: Callable[[], T]) -> T:
-        """Does the same for an answer that has been generated: it is never refused."""
+        """Does the same for a generated answer, which is never refused."""
         if size <= _INLINE_SIZE:
             return work()
         self._unfinished += 1
@@ -221,7 +221,7 @@ def _special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict
 def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Returns the sources of the templates "default" and "tool_use", if they exist.
 
-    A source is a file, or an entry in the configuration: one text, or several by name.
+    A source is a file, or an entry in the configuration: a text, or several by name.
     """
     path = folder / "chat_template.jinja"
     if path.is_file():
@@ -239,8 +239,8 @@ def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
 def token_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
     """Returns the token ids of ``text``. Recognizes special tokens in it, as transformers does.
 
-    The library keeps Python's global lock while it encodes one text, but not while it encodes a batch. A text
-    of 8 MB takes seconds, in which no stream would go on.
+    The library keeps Python's global lock while it encodes a single text, but not for a batch. A text of 8
+    MB takes seconds, in which every stream would stand still.
     """
     if len(text) <= _INLINE_SIZE:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -1,4 +1,4 @@
-"""Custom tools: functions with one argument, the text ``input``, which clients get and send as plain text."""
+"""Custom tools: functions with a single argument, the text ``input``, which clients get and send as plain text.."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _HALF_PAIR: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 
 
 def describe(description: str | None, form: dict[str, Any] | None) -> str | None:
-    """Returns a custom tool's description, with the grammar of its input if it has one.
+    """Returns a custom tool's description, with the grammar of its input, if any.
 
     Args:
         description: as the client wrote it.

@@ -13,13 +13,12 @@ from gateway.tools.tags import ArgumentsAlone, Shape
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """One format."""
+    """A format of tool calls."""
 
     make: Callable[[Collection[str]], ToolParser]
-    """Makes a parser for one sequence, given the names of the request's tools."""
+    """Makes a parser for a sequence, given the names of the request's tools."""
     markers: frozenset[str] | None = frozenset()
-    """Texts that the parser must see although they may be special tokens; ``None``: any special token may be
-    one."""
+    """Special tokens that the parser must see; ``None``: all of them."""
     shape: Shape | ArgumentsAlone | None = None
     """The grammar's shape; ``None``: the format has no grammar."""
 

@@ -1,4 +1,4 @@
-"""Notices of tools that a request offers and that are not served, because they are no functions."""
+"""Notices of unserved tools: those other than functions."""
 
 from collections.abc import Iterable
 from typing import Final

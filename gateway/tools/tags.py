@@ -1,7 +1,7 @@
-"""Structural tags: grammars that make a model write tool calls in the format that its parser reads.
+"""Structural tags: grammars of tool calls in the format of a parser.
 
 A structural tag is JSON, defined by xgrammar 0.2; the worker compiles it. Each tool's schema is a separate
-document inside it, so that references within a schema keep their meaning.
+document inside it, so references within a schema keep their meaning.
 """
 
 import json
@@ -55,7 +55,7 @@ class Shape:
     """The text that begins calls in free text; empty: calls in free text cannot be recognized."""
 
     def required(self, tools: Sequence[Callee], *, parallel: bool) -> Tag:
-        """Returns a tag for nothing but calls: exactly one, or with ``parallel`` at least one."""
+        """Returns a tag for calls only: exactly one, or with ``parallel`` at least one."""
         calls: Tag = {
             "type": "tags_with_separator",
             "tags": self._tags(tools),
@@ -149,11 +149,11 @@ def structural(form: Tag) -> pb.StructuredOutput:
 
 
 def behind_thinking(at: Thinking, content: Tag, marks: Marks = THINK) -> Tag:
-    """Returns ``content`` behind the thinking that a grammar must allow in front of an answer.
+    """Returns ``content`` after the thinking that a grammar must allow before an answer.
 
     Args:
-        at: where the answer begins.
-        content: what the answer must match.
+        at: beginning of the answer.
+        content: the grammar of the answer.
         marks: the markers around the thinking.
     """
     if at is Thinking.OVER:

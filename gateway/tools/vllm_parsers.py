@@ -26,7 +26,7 @@ from protos.errors import ConfigurationRefused
 
 
 def check(setting: str, value: str) -> None:
-    """Checks that vLLM has the parser that ``value`` names, if it names one of vLLM's.
+    """Checks that vLLM provides the parser of ``value``, if it names a parser of vLLM's.
 
     Importing vLLM takes seconds and loads torch.
 
@@ -35,7 +35,7 @@ def check(setting: str, value: str) -> None:
         value: its value.
 
     Raises:
-        ConfigurationRefused: if vLLM is not installed or has no such parser.
+        ConfigurationRefused: if vLLM is not installed or lacks the parser.
     """
     if not value.startswith(VLLM_PREFIX):
         return
@@ -230,7 +230,7 @@ class ReasoningParser:
 
 
 def tool_parsers(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]]) -> Callable[[], ToolParser]:
-    """Returns a function that makes parsers for the sequences of one request.
+    """Returns a function that makes parsers for the sequences of a request.
 
     Args:
         value: the setting, accepted by :func:`check`.
