@@ -1,4 +1,4 @@
-"""Custom tools: functions with a single argument, the text ``input``, which clients get and send as plain text.."""
+"""Custom tools: functions with a single argument, the text ``input``, sent and received as plain text."""
 
 import json
 import re
