@@ -99,7 +99,7 @@ class StructuredOutputs(RequestModel):
         ),
         "disable_additional_properties": Unserved(
             (False,),
-            "properties that a schema does not list are omitted unless it sets additionalProperties",
+            "a schema allows unlisted properties unless it sets additionalProperties to false",
         ),
         "whitespace_pattern": Unserved((), "the model chooses the white space between the parts of JSON"),
     }

@@ -16,7 +16,7 @@ from worker_svc.grammars.expressions import grammar_text, parse_whole, terminal
 from worker_svc.grammars.json_grammar import GrammarWriter, JsonWriter, is_empty, texts_terminal
 from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS
 from worker_svc.grammars.refusals import refusal, shown
-from worker_svc.grammars.tags import TagWriter, needs_xgrammar
+from worker_svc.grammars.tags import TagWriter, check_fields, needs_xgrammar
 
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 """The kinds of constraint that a request may send."""
@@ -49,7 +49,7 @@ _LEGACY_TAG: Final = "structures"
 
 @dataclass(frozen=True)
 class Spec:
-    """One constraint, as the client sent it."""
+    """A constraint, as the client sent it."""
 
     kind: Kind
     """How to read `text`."""
@@ -135,6 +135,9 @@ def lower(
             tag = _parse_json(spec)
             if not isinstance(tag, dict):
                 raise refusal("structural_tag must be a JSON object")
+            known = {"type", "format", _LEGACY_TAG, "triggers"}
+            if tag.get("type", "structural_tag") == "structural_tag" and (unknown := tag.keys() - known):
+                raise refusal(f"structural_tag has the field {shown(min(unknown))}, which is not supported")
             if _LEGACY_TAG in tag:
                 tag = _upgrade_legacy_tag(tag)
             if needs_xgrammar(tag):
@@ -203,7 +206,7 @@ def _check_grammar(text: str) -> None:
 
 
 def _choices(spec: Spec) -> str:
-    """Returns the terminal of one of the listed texts."""
+    """Returns the terminal of the listed texts."""
     values = _parse_json(spec)
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise refusal("choice must be a list of at least one string")
@@ -214,13 +217,14 @@ def _choices(spec: Spec) -> str:
     return texts_terminal(list(dict.fromkeys(values)))
 
 
-def _for_xgrammar(tag: Any) -> Any:
+def _for_xgrammar(tag: dict[str, Any]) -> Any:
     """Checks the parts of a structural tag that xgrammar compiles, and writes expressions as grammars.
 
     Raises:
         InvalidArgument: the tag is malformed or too large, or a part of it cannot be enforced.
     """
     count = 0
+    top = tag if tag.get("type") == "structural_tag" else None
 
     def lowered(node: Any) -> Any:
         nonlocal count
@@ -231,6 +235,8 @@ def _for_xgrammar(tag: Any) -> Any:
         count += 1
         if count > MAX_TAGS:
             raise refusal(f"structural_tag has more than {MAX_TAGS} parts")
+        if node is not top:
+            check_fields(node if "type" in node else {"type": "tag", **node}, by_xgrammar=True)
         match node.get("type"):
             case "json_schema" if node.get("json_schema") in _ANY_OBJECTS:
                 return {"type": "grammar", "grammar": _OBJECT_GRAMMAR}

@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from worker_svc.grammars.charsets import ALL
 from worker_svc.grammars.expressions import (
     ANY,
     EMPTY,
     AllOf,
     AnyOf,
+    Chars,
     Not,
+    Repeat,
     Rx,
     literal,
     parse_whole,
@@ -22,12 +25,41 @@ from worker_svc.grammars.expressions import (
 )
 from worker_svc.grammars.expressions import Sequence as Joined
 from worker_svc.grammars.json_grammar import GrammarWriter, JsonWriter, Repeated, Symbol
-from worker_svc.grammars.limits import MAX_TAGS
+from worker_svc.grammars.limits import MAX_EXPANDED, MAX_TAGS
 from worker_svc.grammars.refusals import refusal, shown
 
 # Parts that only xgrammar compiles.
 _XGRAMMAR_ONLY: Final = frozenset({"grammar", "dispatch", "token_dispatch"})
 _SOME: Final = AllOf((ANY, Not(EMPTY)))
+_LOOP: Final = frozenset({"at_least_one", "stop_after_first"})
+# Fields of each part. Parts also take a field of another name if its value is null.
+_FIELDS: Final[Mapping[str, set[str]]] = {
+    "const_string": {"value"},
+    "json_schema": {"json_schema", "style", "any_order", "max_whitespace_cnt", "excludes"},
+    "any_text": {"excludes", "max_chars", "max_tokens"},
+    "grammar": {"grammar"},
+    "regex": {"pattern"},
+    "sequence": {"elements"},
+    "or": {"elements"},
+    "optional": {"content"},
+    "star": {"content"},
+    "plus": {"content"},
+    "repeat": {"content", "min", "max"},
+    "tag": {"begin", "content", "end"},
+    "triggered_tags": {"triggers", "tags", "excludes", *_LOOP},
+    "token_triggered_tags": {"trigger_tokens", "tags", "exclude_tokens", *_LOOP},
+    "tags_with_separator": {"tags", "separator", *_LOOP},
+    "token": {"token"},
+    "exclude_token": {"exclude_tokens"},
+    "any_tokens": {"exclude_tokens", "max_tokens"},
+    "dispatch": {"rules", "loop", "excludes"},
+    "token_dispatch": {"rules", "loop", "exclude_tokens"},
+}
+# Fields that cannot be enforced, with the only value to accept.
+_UNENFORCED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "json_schema": {"style": "json", "any_order": False, "max_whitespace_cnt": None, "excludes": []},
+    "any_text": {"max_tokens": None},
+}
 
 
 def needs_xgrammar(tag: Any) -> bool:
@@ -39,6 +71,31 @@ def needs_xgrammar(tag: Any) -> bool:
     return tag.get("type") in _XGRAMMAR_ONLY or any(
         needs_xgrammar(value) for name, value in tag.items() if name != "json_schema"
     )
+
+
+def check_fields(tag: dict[str, Any], *, by_xgrammar: bool = False) -> None:
+    """Checks that each field of a part of a structural tag can be enforced.
+
+    Raises:
+        InvalidArgument: a field is unknown or cannot be enforced.
+    """
+    kind = tag.get("type")
+    fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
+        raise refusal(f"structural_tag has the type {shown(kind)}, which is not supported")
+    for name, value in tag.items():
+        if name != "type" and name not in fields and value is not None:
+            raise refusal(f"structural_tag has the field {shown(name)} in {kind}, which is not supported")
+        if name in _LOOP and not isinstance(value, bool | None):
+            raise refusal(f"structural_tag has {shown(value)} as {name}, which must be true or false")
+    for name, accepted in _UNENFORCED.get(str(kind), {}).items():
+        if name in tag and tag[name] not in (None, accepted):
+            raise refusal(f"structural_tag has {name} in {kind}, which cannot be enforced; omit it")
+    if by_xgrammar and tag.get("max_tokens") is not None:
+        raise refusal(f"structural_tag has max_tokens in {kind} together with a grammar; omit one of them")
+    if kind in ("any_text", "any_tokens"):
+        _limit(tag, "max_chars", MAX_EXPANDED)
+        _limit(tag, "max_tokens", MAX_EXPANDED)
 
 
 class TagWriter:
@@ -78,7 +135,9 @@ class TagWriter:
             "tags_with_separator": lambda tag, _: self._separated(tag),
             "token": lambda tag, _: (self._token(_field(tag, "token")),),
             "exclude_token": lambda tag, _: (self._excluded(tag),),
-            "any_tokens": lambda tag, _: (Repeated(self._rule([(self._excluded(tag),)]), 0, None),),
+            "any_tokens": lambda tag, _: (
+                Repeated(self._rule([(self._excluded(tag),)]), 0, tag.get("max_tokens")),
+            ),
             "token_triggered_tags": lambda tag, _: (self._token_triggered(tag),),
         }
 
@@ -105,33 +164,32 @@ class TagWriter:
         self._count += 1
         if self._count > MAX_TAGS:
             raise refusal(f"structural_tag has more than {MAX_TAGS} parts")
+        check_fields(tag)
         if (rx := self._regular(tag)) is not None:
             return self._terminal(rx)
-        kind = tag.get("type")
-        write = self._writers.get(kind) if isinstance(kind, str) else None
-        if write is None:
-            raise refusal(f"structural_tag has the type {shown(kind)}, which is not supported")
-        return write(tag, is_last)
+        return self._writers[tag["type"]](tag, is_last)
 
     def _json(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:  # noqa: ARG002
-        if tag.get("style", "json") != "json":
-            raise refusal(f"structural_tag has the style {shown(tag['style'])}; only 'json' is supported")
         return (JsonWriter(_field(tag, "json_schema"), self._writer).write(),)
 
     def _free(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:
         if not is_last:
             raise refusal("structural_tag has an any_text before another part; put it into a tag with an end")
-        return self._terminal(_without(_strings(tag, "excludes")))
+        return self._terminal(_free_text(tag))
 
     def _regular(self, tag: Any) -> Rx | None:
         """Returns a part as an expression, if it is a text without special tokens, or an expression."""
-        if isinstance(tag, dict) and tag.get("type") == "regex":
+        if not isinstance(tag, dict):
+            return None
+        if tag.get("type") == "regex":
+            check_fields(tag)
             pattern = _string(tag, "pattern")
             try:
                 return parse_whole(pattern)
             except ValueError as error:
                 raise refusal(f"the pattern {shown(pattern, width=60)} {error}") from None
-        if isinstance(tag, dict) and tag.get("type") == "const_string":
+        if tag.get("type") == "const_string":
+            check_fields(tag)
             text = _string(tag, "value")
             return None if self._special.search(text) else literal(text)
         return None
@@ -160,8 +218,16 @@ class TagWriter:
         )
         if most == -1:
             most = None
-        if type(least) is not int or not (most is None or type(most) is int) or not 0 <= least <= 1000:
-            raise refusal("structural_tag has a repeat without whole numbers from 0 to 1000 as min and max")
+        if (
+            type(least) is not int
+            or not (most is None or type(most) is int)
+            or not 0 <= least <= 1000
+            or (most is not None and not least <= most <= MAX_EXPANDED)
+        ):
+            raise refusal(
+                "structural_tag has a repeat whose min is not a whole number from 0 to 1000, "
+                f"or whose max is not one from min to {MAX_EXPANDED}"
+            )
         return (Repeated(self._rule([self._form(_field(tag, "content"), is_last=False)]), least, most),)
 
     # -- texts and tokens
@@ -202,8 +268,11 @@ class TagWriter:
 
     # -- tags
 
-    def _tag(self, tag: dict[str, Any], *, is_last: bool, begun: str = "") -> Sequence[Symbol]:
+    def _tag(self, tag: Any, *, is_last: bool, begun: str = "") -> Sequence[Symbol]:
         """Returns the symbols of a tag, of whose begin a text was written already."""
+        if not isinstance(tag, dict) or tag.get("type", "tag") != "tag":
+            raise refusal(f"structural_tag has {shown(tag)} where a tag belongs")
+        check_fields({"type": "tag", **tag})
         begin = tag.get("begin", "")
         start = self._edge(begin[len(begun) :] if isinstance(begin, str) else begin)
         end = tag.get("end", "")
@@ -220,33 +289,38 @@ class TagWriter:
         if not isinstance(end, str):
             rest = self._edge(end)
             if free:
-                return (*self._terminal(_without(_strings(content, "excludes"))), *rest)
+                check_fields(content)
+                return (*self._terminal(_free_text(content)), *rest)
             return (*self._form(content, is_last=False), *rest)
         if free:
             self._count += 1
-            return (self._until([end], _strings(content, "excludes"), {end: [()]}),)
+            check_fields(content)
+            text = _any_text(_limit(content, "max_chars", MAX_EXPANDED))
+            return (self._until([end], _strings(content, "excludes"), {end: [()]}, text),)
         rx = self._regular(content)
         if rx is None or self._special.search(end):
             return (*self._form(content, is_last=False), *self._text(end))
         return self._terminal(Joined((rx, literal(end))))
 
     def _until(
-        self, marks: Sequence[str], excludes: Sequence[str], rests: Mapping[str, Sequence[Sequence[Symbol]]]
-    ) -> str:
+        self, marks: Sequence[str], excludes: Sequence[str],
+        rests: Mapping[str, Sequence[Sequence[Symbol]]], free: Rx = ANY,
+    ) -> str:  # fmt: skip
         """Returns a rule for free text up to the first of some marks, and whatever follows that mark."""
         options: list[Sequence[Symbol]] = []
         any_mark = AnyOf(tuple(map(literal, marks)))
         for mark in marks:
-            text = _without([each for each in excludes if each not in marks])
+            text = _without([each for each in excludes if each not in marks], free)
             spelled = AllOf((
                 Joined((text, literal(mark))), Not(Joined((ANY, any_mark, _SOME))),
             ))  # fmt: skip
             starts: list[Sequence[Symbol]] = [self._terminal(spelled)]
             if found := self._special.search(mark):
-                before = Joined((ANY, literal(mark[: found.start()])))
-                free = AllOf((before, _without([*marks, *excludes])))
+                before = AllOf((
+                    Joined((free, literal(mark[: found.start()]))), _without([*marks, *excludes]),
+                ))  # fmt: skip
                 token = f"<[{self._specials[found.group()]}]>"
-                starts.append((*self._terminal(free), token, *self._text(mark[found.end() :])))
+                starts.append((*self._terminal(before), token, *self._text(mark[found.end() :])))
             start = starts[0] if len(starts) == 1 else (self._rule(starts),)
             options += [(*start, *rest) for rest in rests[mark]]
         return self._rule(options)
@@ -299,10 +373,25 @@ class TagWriter:
         return several if tag.get("at_least_one") else (self._rule([several, ()]),)
 
 
-def _without(excludes: Sequence[str]) -> Rx:
-    """Returns an expression for texts that contain none of some texts."""
+def _any_text(max_chars: int | None) -> Rx:
+    return Repeat(Chars(ALL), 0, max_chars)
+
+
+def _free_text(tag: dict[str, Any]) -> Rx:
+    return _without(_strings(tag, "excludes"), _any_text(_limit(tag, "max_chars", MAX_EXPANDED)))
+
+
+def _limit(tag: dict[str, Any], name: str, largest: int) -> int | None:
+    value = tag.get(name)
+    if value is not None and (type(value) is not int or not 0 <= value <= largest):
+        raise refusal(f"structural_tag has a {name} that is not a whole number from 0 to {largest}")
+    return value
+
+
+def _without(excludes: Sequence[str], free: Rx = ANY) -> Rx:
+    """Returns an expression for texts of `free` that contain none of some texts."""
     parts = tuple(Not(Joined((ANY, literal(each), ANY))) for each in dict.fromkeys(excludes) if each)
-    return AllOf((ANY, *parts)) if parts else ANY
+    return AllOf((free, *parts)) if parts else free
 
 
 def _field(tag: dict[str, Any], name: str) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ from worker_svc.grammars.spec import Spec
         (Spec("structural_tag", json.dumps({"type": "structural_tag", "format": {
             "type": "json_schema", "json_schema": {"not": {}}}})), "matches no finite"),
         (Spec("structural_tag", json.dumps({"type": "structural_tag", "format": {"type": "tag", "begin": "<f>", "end": "</f>",
-            "json_schema": {}, "content": {"type": "json_schema", "json_schema": {"not": {}}}}})), "matches no finite"),
+            "json_schema": {}, "content": {"type": "any_text"}}})), "json_schema"),
     ],
 )  # fmt: skip
 def test_invalid_specs_are_refused(spec: Spec, why: str) -> None:
@@ -83,6 +84,78 @@ def test_legacy_structural_tags_are_read() -> None:
     accepted = accepts(Spec("structural_tag", json.dumps(tag)))
     assert all(map(accepted, ("hello", "a<f>{}</f> b", '<f>{"a":1}</f><f>2</f>')))
     assert not any(map(accepted, ("a<f", "<f>{</f>", "<f>{}")))
+
+
+GBNF = {"type": "grammar", "grammar": 'root ::= "a"'}
+
+
+@pytest.mark.parametrize("beside_gbnf", [False, True])
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        ({"type": "any_text", "max_tokens": 3}, "max_tokens"), ({"type": "any_text", "max_chars": -1}, "max_chars"),
+        ({"type": "any_text", "max_chars": "3"}, "max_chars"), ({"type": "any_text", "max_chars": 10**9}, "max_chars"),
+        ({"type": "json_schema", "json_schema": {"type": "object"}, "style": "qwen_xml"}, "style"),
+        ({"type": "json_schema", "json_schema": {"type": "object"}, "any_order": True}, "any_order"),
+        ({"type": "json_schema", "json_schema": {"type": "object"}, "max_whitespace_cnt": 0}, "max_whitespace_cnt"),
+        ({"type": "json_schema", "json_schema": {"type": "object"}, "excludes": ["a"]}, "excludes"),
+        ({"type": "regex", "pattern": "a", "excludes": ["a"]}, "excludes"), ({"type": "const_string", "value": "a", "max": 1}, "max"),
+        ({"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": "<", "content": {"type": "regex", "pattern": "a"}, "end": ">", "at": 1}]}, "'at'"),
+        ({"type": "tags_with_separator", "separator": ",", "at_least_one": "no",
+          "tags": [{"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "a"}, "end": ">"}]}, "at_least_one"),
+    ],
+)  # fmt: skip
+def test_unenforceable_fields_of_tags_are_refused_by_name(
+    form: dict[str, Any], name: str, beside_gbnf: bool
+) -> None:
+    """No field is ignored, whichever engine compiles the tag."""
+    ended = {"type": "tag", "begin": "<", "content": form, "end": ">"}
+    tag = {"type": "sequence", "elements": [ended, *([GBNF] if beside_gbnf else [])]}
+    with pytest.raises(InvalidArgument, match=name):
+        lowered(Spec("structural_tag", json.dumps({"format": tag, "type": "structural_tag"})))
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"tools": []}, "tools"),
+        (
+            {"format": {"type": "sequence", "elements": [{"type": "any_tokens", "max_tokens": 3}, GBNF]}},
+            "max_tokens",
+        ),
+        ({"format": {"type": "tags_with_separator", "separator": ",", "tags": [1]}}, "1 where a tag"),
+        (
+            {"format": {"type": "repeat", "min": 3, "max": 2, "content": {"type": "regex", "pattern": "a"}}},
+            "max",
+        ),
+    ],
+)
+def test_unknown_fields_beside_the_format_are_refused(fields: dict[str, Any], name: str) -> None:
+    """The outermost object has a format alone; a repeat has ordered bounds."""
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}, **fields}
+    with pytest.raises(InvalidArgument, match=name):
+        lowered(Spec("structural_tag", json.dumps(tag)))
+
+
+@pytest.mark.parametrize(
+    ("form", "valid", "invalid"),
+    [
+        ({"type": "any_text", "max_chars": 3}, ("", "aé€"), ("abcd",)),
+        ({"type": "any_text", "max_chars": 3, "excludes": ["b"]}, ("aaa",), ("ab", "aaaa")),
+        ({"type": "any_text", "max_chars": 0}, ("",), ("a",)),
+        ({"type": "tag", "begin": "<", "content": {"type": "any_text", "max_chars": 3}, "end": "</>"},
+         ("<</>", "<ab€</>"), ("<abcd</>", "<abc")),
+        ({"type": "tag", "begin": "<", "content": {"type": "any_text", "max_chars": 3}, "end": ["!", "?"]},
+         ("<abc!", "<abc?"), ("<abcd?",)),
+        ({"type": "any_tokens", "max_tokens": 3}, ("", "abc"), ("abcd",)),
+        ({"type": "any_text", "max_chars": None, "max_tokens": None}, ("a" * 50,), ()),
+    ],
+)  # fmt: skip
+def test_free_text_has_limits(form: dict[str, Any], valid: tuple[str, ...], invalid: tuple[str, ...]) -> None:
+    """Characters are counted, not bytes, and the end does not count; the tokens here are bytes."""
+    accepted = accepts(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
+    assert all(map(accepted, valid))
+    assert not any(map(accepted, invalid))
 
 
 def test_keys_identify_specs() -> None:

@@ -176,6 +176,17 @@ def test_only_literal_texts_of_a_tag_are_markers() -> None:
     assert markers_in(rules, ids) == {"[ARGS]": 1}
 
 
+def test_free_text_before_a_special_token_is_limited(
+    model: tuple[GrammarCompiler, tokenizers.Tokenizer],
+) -> None:
+    """The limit holds whether the end is one token or spelled."""
+    compiler, tokenizer = model
+    tag = {"type": "tag", "begin": "", "content": {"type": "any_text", "max_chars": 3}, "end": "</think>"}
+    for text, accepted in (("</think>", True), ("abc</think>", True), ("abcd</think>", False)):
+        matcher = matcher_of(compiler, spec(tag))
+        assert accepts(matcher, tokenizer.encode(text).ids) is accepted
+
+
 def test_white_space_in_a_tags_json_is_limited(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
     """The limit is the same as in a standalone schema."""
     compiler, tokenizer = model
