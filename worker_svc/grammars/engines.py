@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 # If two of these texts may come next, there is a choice. They cover white space in JSON, strings and numbers.
 PROBES: Final = (" ", "\n", "a", "e", "1", "3")
-# Steps of llguidance for one mask, in its own units: at most about 70 ms, once for
-# each state. More fails the request.
+# Limits of one mask's work, in llguidance's own units. A mask beyond them fails its request.
 _STEP_LEXER_FUEL: Final = 1_000_000
 _STEP_ITEMS: Final = 50_000
-# Memory of a grammar: a base, and an allowance for each byte of its source. Measured with SmolLM2.
+# Estimate of a grammar's memory, which llguidance does not tell: a base, and an allowance for each byte of
+# its source.
 _BASE_BYTES: Final = 200_000
 _BYTES_PER_BYTE: Final = 20
 
 
 class Position(Protocol):
-    """Where one request is in its grammar."""
+    """A request's place in its grammar."""
 
     may_end: bool
     """Whether the text so far is complete."""
@@ -43,7 +43,7 @@ class Position(Protocol):
         """Takes back the last tokens."""
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
-        """Writes one bit per allowed token into a row, for the end tokens if the text may end."""
+        """Writes a bit per allowed token into a row, for the end tokens if the text may end."""
 
 
 class Grammar(Protocol):
@@ -108,7 +108,7 @@ class LarkPosition:
         self.may_end = self._matcher.is_accepting()
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
-        """Writes one bit per allowed token into a row, for the end tokens if the text may end."""
+        """Writes a bit per allowed token into a row, for the end tokens if the text may end."""
         words = masks[row]
         self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), words.numel() * 4)
         self._check()
@@ -167,5 +167,5 @@ class XgrammarPosition:
         self.may_end = self._matcher.is_completed()
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
-        """Writes one bit per allowed token into a row, for the end tokens if the text may end."""
+        """Writes a bit per allowed token into a row, for the end tokens if the text may end."""
         self._matcher.fill_next_token_bitmask(masks, row, False)
