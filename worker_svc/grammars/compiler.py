@@ -58,7 +58,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cached: OrderedDict[bytes, Grammar] = OrderedDict()
         self._live: weakref.WeakValueDictionary[bytes, Grammar] = weakref.WeakValueDictionary()
-        """Cached grammars, and evicted ones that a matcher still uses."""
+        """Cached grammars, and evicted grammars still in use by a matcher."""
         self._bytes_lock = threading.RLock()
         self._bytes = 0
         self._refusals: OrderedDict[bytes, InvalidArgument] = OrderedDict()
@@ -72,16 +72,16 @@ class GrammarCompiler:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of all live grammars, including evicted ones that running requests use."""
+        """Bytes of all live grammars, including evicted grammars of running requests."""
         return self._bytes
 
     async def prepare(self, spec: Spec) -> int:
-        """Compiles a grammar unless it is cached, so that `find` returns it until it is evicted.
+        """Compiles a grammar unless it is cached; `find` returns it until it is evicted.
 
         If the caller is cancelled, it stops waiting; the compilation ends when the last caller has left.
 
         Returns:
-            The bytes that the grammar occupies.
+            The size of the grammar in bytes.
 
         Raises:
             InvalidArgument: the spec is invalid, exceeds a limit or cannot be enforced.
@@ -163,7 +163,7 @@ class GrammarCompiler:
     def _leave(self, key: bytes, future: "Future[int]") -> None:
         """Removes one caller.
 
-        The last one cancels a queued compilation or kills the process of a running one.
+        The last caller cancels a queued compilation or kills the process of a running one.
         """
         with self._lock:
             compilation = self._in_progress.get(key)

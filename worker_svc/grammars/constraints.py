@@ -10,7 +10,7 @@ distribution is the same as with the mask applied first:
 
 Filters that compare tokens (`top_p`, `top_k`, `min_p`) need the mask first.
 
-What follows without a choice needs no draw. It is searched while a device that runs ahead still computes the
+Forced tokens need no draw. They are searched while a device that runs ahead still computes the
 step's logits, so that only the look-up of drawn tokens delays the next step.
 """
 
@@ -58,13 +58,13 @@ class StepConstraints(Protocol):
     """What a step needs of grammars; in a replica of several ranks, `rank_constraints` stands between."""
 
     def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:
-        """Constrains a slot, starting after the tokens that the request has already generated."""
+        """Constrains a slot, starting after the tokens already generated."""
 
     def release(self, slot: int) -> None:
         """Frees a slot, which may be free or unconstrained."""
 
     def any_constrained(self, slots: Sequence[int]) -> bool:
-        """Whether at least one of the slots is constrained."""
+        """Whether any of the slots is constrained."""
         ...
 
     def choose(
@@ -108,7 +108,7 @@ class Constraints:
         """Time that matching and masks took, in which other threads may have run, too."""
 
     def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:
-        """Constrains a slot, starting after the tokens that the request has already generated.
+        """Constrains a slot, starting after the tokens already generated.
 
         Raises:
             Unavailable: the compiler has no such grammar, or evicted it; it must be compiled again.
@@ -127,7 +127,7 @@ class Constraints:
             self._count -= 1
 
     def any_constrained(self, slots: Sequence[int]) -> bool:
-        """Whether at least one of the slots is constrained."""
+        """Whether any of the slots is constrained."""
         return self._count > 0 and any(self._matchers[slot] is not None for slot in slots)
 
     def choose(
@@ -180,7 +180,7 @@ class Constraints:
                     step.settle(row, chain)
 
     def _take_ends(self, step: "_Step", room: Sequence[int]) -> None:
-        """Takes the end behind a chosen token where nothing else may follow: that saves a step."""
+        """Takes the end after a chosen token where nothing else may follow, which saves a step."""
         rows = [row for row in step.rows if step.matchers[row].may_end and room[row] > 0]
         if not rows:
             return
@@ -248,7 +248,7 @@ class _Step:
         self._replaced: dict[int, int] = {}
 
     def settle(self, row: int, chain: Sequence[int]) -> None:
-        """Gives a row its token before the draw, with the tokens behind it."""
+        """Gives a row its token before the draw, with the tokens after it."""
         self._leave(row)
         self._replaced[row] = chain[0]
         self.forced[self.slots[row]] = tuple(chain[1:])

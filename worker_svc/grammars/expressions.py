@@ -34,28 +34,28 @@ class Chars:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Expressions one after another; none: the empty text."""
+    """Expressions in a row; none: the empty text."""
 
     parts: "tuple[Rx, ...]"
 
 
 @dataclass(frozen=True)
 class AnyOf:
-    """Texts that match at least one expression; none: no text."""
+    """Texts matching any expression; none: no text."""
 
     parts: "tuple[Rx, ...]"
 
 
 @dataclass(frozen=True)
 class AllOf:
-    """Texts that match every expression."""
+    """Texts matching every expression."""
 
     parts: "tuple[Rx, ...]"
 
 
 @dataclass(frozen=True)
 class Not:
-    """Texts that do not match an expression."""
+    """Texts not matching an expression."""
 
     part: "Rx"
 
@@ -106,7 +106,7 @@ _INSTEAD: Final = ", which cannot be enforced"
 
 
 def literal(text: str) -> Rx:
-    """Returns an expression for one text."""
+    """Returns an expression for a text."""
     return Sequence(tuple(Chars(((ord(char), ord(char)),)) for char in text))
 
 

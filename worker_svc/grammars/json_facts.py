@@ -144,7 +144,7 @@ class Properties:
     others: tuple[Others, ...] = ()
     """Schemas of all remaining properties."""
     some: tuple[Others, ...] = ()
-    """Each describes at least one property."""
+    """Each describes a property or more."""
     names: Conjunction = TRUE
     """Schema of the names."""
     required: tuple[str, ...] = ()
@@ -173,7 +173,7 @@ class Properties:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Parts of a value that some schema has described, for `unevaluatedProperties` and `unevaluatedItems`."""
+    """Parts of a value that some schema describes, for `unevaluatedProperties` and `unevaluatedItems`."""
 
     names: frozenset[str] = frozenset()
     """Names of properties."""
@@ -184,7 +184,7 @@ class Evaluated:
     items: int = 0
     """The number of first items."""
     matching: tuple[Conjunction, ...] = ()
-    """Schemas; items that match one are described."""
+    """Schemas; items matching any of them are described."""
     all_items: bool = False
     """Whether that is all items."""
 
@@ -227,7 +227,7 @@ class Facts:
         return met.pruned()
 
     def pruned(self) -> "Facts | None":
-        """Returns the facts without types that plainly have no value; `None` if no type is left."""
+        """Returns the facts without types plainly lacking values; `None` if no type is left."""
         types = self.types
         if self.values is not None:
             kept = {key: value for key, value in self.values.items() if self._allows(value)}

@@ -1,7 +1,7 @@
 """Writes JSON schemas as rules of an llguidance grammar (Lark).
 
-Properties follow the schema's order, those that it does not list come last, and no listed name occurs twice.
-White space is free up to a limit. Rules that nothing finite satisfies are removed with their users.
+Properties follow the schema's order, unlisted properties come last, and no listed name occurs twice.
+White space is free up to a limit. Rules without a finite text are removed with their users.
 """
 
 import json
@@ -210,7 +210,7 @@ class _Object:
     others: tuple[tuple[Rx, Conjunction], ...]
     """Expression for further names, and the schema of their values."""
     some: tuple[tuple[Rx, Conjunction], ...] = ()
-    """If not empty: further properties, of which one is present."""
+    """If not empty: further properties, any of which is present."""
     least: int = 0
     most: int | None = None
 
@@ -511,13 +511,13 @@ class JsonWriter:
     def _classes(
         self, properties: Properties, listed: Iterable[str], schema: Conjunction, some: Others | None = None
     ) -> tuple[tuple[Rx, Conjunction], ...]:
-        """Returns the kinds of names that are not listed, and the schemas of their values.
+        """Returns the kinds of unlisted names, and the schemas of their values.
 
         Args:
             properties: the facts about the object.
-            listed: names that are left out.
+            listed: names left out.
             schema: the object's schema, for errors.
-            some: narrows the names to those that it describes.
+            some: narrows the names to those described here.
         """
         patterns = dict.fromkeys(rx for rx, _ in properties.patterns)
         for each in properties.others:
@@ -631,7 +631,7 @@ def value_text(value: Any) -> str:
 
 
 def texts_terminal(texts: Sequence[str]) -> str:
-    """Returns the body of a terminal for one of some texts."""
+    """Returns the body of a terminal for any of some texts."""
     return "(" + " | ".join(json.dumps(text).replace("\x7f", "\\u007f") for text in texts) + ")"
 
 

@@ -37,7 +37,7 @@ from worker_svc.grammars.json_numbers import Numbers
 from worker_svc.grammars.refusals import refuse_schema, shown
 
 Alternatives: TypeAlias = Sequence[Facts]
-"""Values that fit at least one of some facts."""
+"""Values fitting any of some facts."""
 
 _EVERY: Final[Alternatives] = (Facts(),)
 _TYPE_NAMES: Final[Mapping[str, frozenset[str]]] = {
@@ -137,7 +137,7 @@ class Schemas:
         return self._known[key]
 
     def tracked(self, schema: Conjunction) -> Alternatives:
-        """Returns the alternatives of a conjunction of one schema, with the parts that it evaluates."""
+        """Returns the alternatives of a conjunction of one schema, with the parts evaluated."""
         if schema >= FALSE:
             return ()
         return self._product(*(self._literal(each, tracked=True) for each in schema), where="$")
@@ -204,7 +204,7 @@ class Schemas:
         return next((self._nodes[number] for number, _, holds in schema if holds), schema == TRUE)
 
     def made(self, node: Mapping[str, Any], like: Mapping[str, Any]) -> Any:
-        """Returns a schema that the document does not contain; `like` is the schema that it stands for."""
+        """Returns a schema outside the document; `like` is the schema it replaces."""
         key = id(like), identity(node)
         if key not in self._made:
             self.documents._index(node, self.documents.base(like), self.documents.place(like))  # noqa: SLF001

@@ -9,7 +9,7 @@ from worker_svc.devices.upload import upload
 
 
 class Masks:
-    """One bit per token and row, set where the token is allowed.
+    """A bit per token and row, set where the token is allowed.
 
     Lives on the host, where matchers write it.
     """

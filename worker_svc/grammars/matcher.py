@@ -122,7 +122,7 @@ class Matcher:
         return False
 
     def take_chain(self, masks: torch.Tensor, row: int, room: int, min_tokens: int) -> tuple[int, ...]:
-        """Accepts and returns the tokens that follow without a choice, or stays and returns none.
+        """Accepts and returns the forced tokens, or stays and returns none.
 
         Takes a chain of at least `min_tokens`, or of two if it reaches the end of the sequence. A chain has
         at most `MAX_JUMP` tokens, or `min_tokens` if that is more.
@@ -131,7 +131,7 @@ class Matcher:
             masks: masks as for `fill_mask`; `row` is overwritten.
             row: index into `masks`.
             room: largest number of tokens to accept.
-            min_tokens: length of the shortest chain to take that does not reach the end.
+            min_tokens: shortest chain to take if it does not reach the end.
         """
         chain: list[int] = []
         with self._budget:

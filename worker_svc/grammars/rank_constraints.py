@@ -44,7 +44,7 @@ class LeadingConstraints:
         self._own.release(slot)
 
     def any_constrained(self, slots: Sequence[int]) -> bool:
-        """Whether at least one of the slots is constrained, or should have been."""
+        """Whether any of the slots is constrained, or should have been."""
         return self._own.any_constrained(slots) or not self._refused.keys().isdisjoint(slots)
 
     def choose(
@@ -84,7 +84,7 @@ class FollowingConstraints:
         self._slots.discard(slot)
 
     def any_constrained(self, slots: Sequence[int]) -> bool:
-        """Whether at least one of the slots is constrained."""
+        """Whether any of the slots is constrained."""
         return not self._slots.isdisjoint(slots)
 
     def choose(
