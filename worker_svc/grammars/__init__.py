@@ -5,7 +5,7 @@ schema is indexed (`json_documents`), taken apart (`json_schema`) into `json_fac
 (`json_grammar`, `json_numbers`, `formats`); `tags` writes structural tags, and `expressions` with `charsets`
 handles regular expressions. `special_tokens` gives an xgrammar tag's special tokens a text. `compiler`
 caches compiled grammars; `compile_client` gets them from processes of `compile_server`. `constraints`
-chooses the tokens of a step with one `matcher` per slot and the `masks`; `rank_constraints` stands between
+chooses the tokens of a step with a `matcher` per slot and the `masks`; `rank_constraints` stands between
 in a replica of several ranks. Only this package imports the engines. Imported by `execution` and `api`;
 imports only `devices`, `protos` and `ranks.channel`. This file imports nothing, because the compiling
 processes must not load torch.

@@ -34,7 +34,7 @@ def complement(chars: Iterable[tuple[int, int]]) -> Charset:
 
 
 def difference(chars: Charset, removed: Charset) -> Charset:
-    """Returns the characters of `chars` that are not in `removed`."""
+    """Returns the characters of `chars` outside `removed`."""
     return complement(union([*complement(chars), *removed]))
 
 
@@ -78,7 +78,7 @@ def category(name: str) -> Charset:
 
 
 def class_text(chars: Charset) -> str:
-    """Returns an expression for one character of `chars`, in printable ASCII without a slash."""
+    """Returns an expression for a character of `chars`, in printable ASCII without a slash."""
     if len(chars) == 1 and chars[0][0] == chars[0][1]:
         return _point_text(chars[0][0])
     return "[" + "".join(

@@ -93,11 +93,11 @@ class _Process:
 
 
 class Compilation:
-    """A grammar that is being compiled or waits for a thread."""
+    """A grammar being compiled or waiting for a thread."""
 
     def __init__(self) -> None:
         self.future: Future[int] = Future()
-        """Resolves to the bytes that the grammar occupies."""
+        """Resolves to the grammar's size in bytes."""
         self.callers = 1
         """Number of waiting callers."""
         self.abandoned = False
@@ -137,7 +137,7 @@ class GrammarVocabulary:
 
 
 class _LarkVocabulary:
-    """A vocabulary in the form that llguidance reads. Special tokens are matched by their ids alone."""
+    """A vocabulary in llguidance's form. Special tokens are matched by their ids alone."""
 
     bos_token_id = None
 
@@ -158,7 +158,7 @@ class _LarkVocabulary:
 
 
 class CompileClient:
-    """Owns the processes, at most one for each thread of the caller."""
+    """Owns the processes, at most as many as the caller's threads."""
 
     def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
         """Starts the first process and reads the vocabulary from it.
@@ -296,7 +296,7 @@ def _cores_busy(spec: Spec) -> Overloaded:
 
 
 def _death_error(spec: Spec, status: int, limits: CompilerLimits) -> TriptychError:
-    """Returns the error for a process that ended without an answer."""
+    """Returns the error for a process ending without an answer."""
     if status == -signal.SIGPROF:
         return refusal(
             f"the {spec.kind} cannot be compiled: it takes more than {limits.cpu_s:g} s of CPU time"

@@ -83,9 +83,9 @@ class CompilerVocabulary(NamedTuple):
     tokenizer: Any
     """xgrammar's `TokenizerInfo`."""
     end_ids: list[int]
-    """Tokens that end a sequence."""
+    """Tokens ending a sequence."""
     specials: dict[str, int]
-    """Ids of special tokens that do not end a sequence, by their text."""
+    """Ids of special tokens not ending a sequence, by their text."""
     lengths: Any
     """Length of each token's text, at most 255; uint8 [vocab]."""
 
@@ -186,7 +186,7 @@ def compile_lowered(core: Any, compiler: Any, source: Source, text: str) -> Any:
 
     Args:
         core: xgrammar's compiled module.
-        compiler: one of its compilers.
+        compiler: a compiler of that module.
         source: kind of `text`.
         text: the lowered text, from `spec.lower`.
     """

@@ -44,7 +44,7 @@ class GrammarCompiler:
         Args:
             folder: the model's folder, with its `tokenizer.json`.
             vocab_size: width of the model's logits.
-            end_ids: tokens that end a sequence.
+            end_ids: tokens ending a sequence.
             limits: limits on time and memory.
         """
         # Here, and not with the first grammar, because steps may be running then.
@@ -161,7 +161,7 @@ class GrammarCompiler:
             self._bytes += size
 
     def _leave(self, key: bytes, future: "Future[int]") -> None:
-        """Removes one caller.
+        """Removes a caller.
 
         The last caller cancels a queued compilation or kills the process of a running one.
         """

@@ -8,10 +8,10 @@ distribution is the same as with the mask applied first:
 - Sampled: an allowed token is drawn with its own probability, or, after a rejected draw, with its share of
   the allowed tokens. Together that is its share of the allowed tokens.
 
-Filters that compare tokens (`top_p`, `top_k`, `min_p`) need the mask first.
+Filters comparing tokens (`top_p`, `top_k`, `min_p`) need the mask first.
 
-Forced tokens need no draw. They are searched while a device that runs ahead still computes the
-step's logits, so that only the look-up of drawn tokens delays the next step.
+Forced tokens need no draw. They are searched while a device running ahead still computes the step's logits,
+so that only the look-up of drawn tokens delays the next step.
 """
 
 import contextlib
@@ -42,14 +42,14 @@ mask are masked. The caller does not modify the result.
 
 @dataclass(frozen=True)
 class Choice:
-    """The tokens chosen in one step."""
+    """The tokens chosen in a step."""
 
     tokens: torch.Tensor
     """int64 [bucket]; -1 where no token is allowed. The row of a slot with an error is meaningless."""
     values: Sequence[int]
     """The same on the host."""
     forced: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Tokens that the grammar forces after the chosen one, by slot."""
+    """Tokens forced after the chosen token, by slot."""
     errors: Mapping[int, TriptychError] = field(default_factory=dict)
     """Why a slot got no token, by slot."""
 
@@ -89,9 +89,9 @@ class Constraints:
             num_slots: slots of the batch.
             max_rows: largest number of rows in a step.
             vocab_size: width of the logits.
-            end_ids: tokens that end a sequence.
+            end_ids: tokens ending a sequence.
             device: device of the logits.
-            min_jump: shortest chain of forced tokens to emit at once; 0 emits only chains that end the
+            min_jump: shortest chain of forced tokens to emit at once; 0 emits only chains ending the
                 sequence.
         """
         self._compiler = compiler
@@ -105,7 +105,7 @@ class Constraints:
         self.num_forced = 0
         """Tokens emitted without a forward pass."""
         self.seconds = 0.0
-        """Time that matching and masks took, in which other threads may have run, too."""
+        """Time for matching and masks, in which other threads may have run, too."""
 
     def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:
         """Constrains a slot, starting after the tokens already generated.
@@ -138,10 +138,10 @@ class Constraints:
 
         Args:
             slots: slots of the rows without padding.
-            logits: float32 [bucket, vocab]; rows that get a mask are modified.
+            logits: float32 [bucket, vocab]; rows with a mask are modified.
             draw: draws from `logits`.
             masked_first: whether a row's filters need the mask first.
-            room: tokens that fit into each slot's sequence after the chosen one.
+            room: tokens fitting into each slot's sequence after the chosen token.
         """
         step = _Step(slots, [self._matchers[slot] for slot in slots])
         self._take_chains(step, room)
@@ -167,7 +167,7 @@ class Constraints:
         return Choice(step.written(tokens), step.values, step.forced, step.errors)
 
     def _take_chains(self, step: "_Step", room: Sequence[int]) -> None:
-        """Takes the tokens that follow without a choice, if there are enough of them."""
+        """Takes forced tokens, if there are enough of them."""
         if not self._min_jump:
             return
         rows = [row for row in step.rows if room[row] > 0 and not step.matchers[row].ended]
@@ -222,7 +222,7 @@ class Constraints:
 
 
 class _Step:
-    """The rows of one step while their tokens are chosen."""
+    """The rows of a step while their tokens are chosen."""
 
     def __init__(self, slots: Sequence[int], matchers: Sequence[Matcher | None]) -> None:
         """Starts without tokens.
@@ -235,7 +235,7 @@ class _Step:
         self.matchers = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
         """The constrained rows' matchers."""
         self.rows = list(self.matchers)
-        """Constrained rows, ascending, without those that failed or whose token is settled."""
+        """Constrained rows, ascending, without failed rows and rows with a settled token."""
         self.values: list[int] = []
         """The tokens of all rows, once `read` was called."""
         self.forced: dict[int, tuple[int, ...]] = {}
@@ -243,7 +243,7 @@ class _Step:
         self.errors: dict[int, TriptychError] = {}
         """See `Choice`."""
         self.seconds = 0.0
-        """Time that matching and masks took."""
+        """Time for matching and masks."""
         # Tokens that differ from the drawn ones, by row.
         self._replaced: dict[int, int] = {}
 
@@ -260,11 +260,11 @@ class _Step:
             self.values[row] = token
 
     def replace(self, row: int, token: int) -> None:
-        """Gives a row another token than the drawn one."""
+        """Gives a row another token than the drawn token."""
         self.values[row] = self._replaced[row] = token
 
     def written(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the drawn tokens with the replaced ones written over them."""
+        """Returns the drawn tokens with replacements written over them."""
         if not self._replaced:
             return tokens
         rows, values = upload([tuple(self._replaced), tuple(self._replaced.values())], tokens.device)
@@ -278,7 +278,7 @@ class _Step:
                 self.matchers[row].charge(seconds)
 
     def sound(self, rows: list[int]) -> list[int]:
-        """Returns the rows that did not fail."""
+        """Returns the rows without failures."""
         return [row for row in rows if self.slots[row] not in self.errors] if self.errors else rows
 
     @contextlib.contextmanager

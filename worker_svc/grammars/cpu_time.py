@@ -25,7 +25,7 @@ class BatchClock:
     def shares(self) -> Sequence[float]:
         """Returns the CPU time of each part in seconds; nothing if the pass was short enough to be free.
 
-        A part that another process interrupted has a larger share. All shares together are the pass's CPU
+        A part interrupted by another process gets a larger share. All shares together are the pass's CPU
         time.
         """
         spent_s = time.thread_time() - self._cpu_s

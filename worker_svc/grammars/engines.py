@@ -50,7 +50,7 @@ class Grammar(Protocol):
     """A compiled grammar."""
 
     num_bytes: int
-    """Memory that it occupies."""
+    """Memory in bytes."""
 
     def start(self) -> Position:
         """Returns the position before the first token."""

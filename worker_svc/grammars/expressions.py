@@ -27,7 +27,7 @@ from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_EXPANDED, MAX_NESTI
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set."""
+    """A character of a set."""
 
     chars: Charset
 
@@ -133,7 +133,7 @@ def parse_search(pattern: str) -> Rx:
 
 
 class _Parser:
-    """Recursive descent over one expression."""
+    """Recursive descent over an expression."""
 
     def __init__(self, pattern: str) -> None:
         self._text = pattern
@@ -398,7 +398,7 @@ def matches(tree: Rx, text: str) -> bool:
 
 
 def _ends(tree: Rx, text: str, starts: frozenset[int]) -> frozenset[int]:
-    """Returns where matches that begin at `starts` may end."""
+    """Returns where matches beginning at `starts` may end."""
     match tree:
         case Chars(chars):
             return frozenset(
@@ -479,7 +479,7 @@ def terminal(tree: Rx, *, in_json: bool) -> str:
 
 
 def _plain(tree: Rx, in_json: bool) -> str | None:
-    """Returns an expression without operators that only terminals have; `None` if it needs one."""
+    """Returns an expression without operators of terminals alone; `None` if it needs them."""
     match tree:
         case Chars(chars):
             return _chars_text(chars, in_json)

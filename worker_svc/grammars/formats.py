@@ -1,4 +1,4 @@
-"""Expressions for the `format` keyword. Each matches only texts that every strict parser accepts.
+"""Expressions for the `format` keyword. Each matches only texts accepted by every strict parser.
 
 This may be less than the standard allows. The expressions built into xgrammar 0.2.8 are not used: they allow
 30 February and IPv4 addresses such as 01.2.3.4.

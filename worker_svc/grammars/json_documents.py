@@ -20,7 +20,7 @@ _MAX_SCHEMAS: Final = 4000
 
 
 class Documents:
-    """The schema resources of one document, by URI (2020-12, section 8)."""
+    """The schema resources of a document, by URI (2020-12, section 8)."""
 
     def __init__(self, root: Any) -> None:
         """Indexes a document.
@@ -37,7 +37,7 @@ class Documents:
         self._resources.setdefault(_ROOT, root)
 
     def base(self, node: Mapping[str, Any]) -> str:
-        """Returns the URI of the resource that a schema is part of."""
+        """Returns the URI of a schema's resource."""
         return self._bases[id(node)]
 
     def place(self, node: Any) -> str:
@@ -45,7 +45,7 @@ class Documents:
         return self._places.get(id(node), "$")
 
     def resolve(self, reference: Any, node: Mapping[str, Any]) -> Any:
-        """Returns the schema that a `$ref` in `node` names.
+        """Returns the schema named by a `$ref` in `node`.
 
         Raises:
             InvalidArgument: it is not part of the document.
@@ -72,7 +72,7 @@ class Documents:
         return found
 
     def resolve_dynamic(self, reference: Any, node: Mapping[str, Any], scope: tuple[str, ...]) -> Any:
-        """Returns the schema that a `$dynamicRef` in `node` names.
+        """Returns the schema named by a `$dynamicRef` in `node`.
 
         Args:
             reference: its value.
@@ -129,7 +129,7 @@ class Documents:
 
 
 def _children(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the schemas directly inside a schema, with the step of the path that leads there."""
+    """Yields the schemas directly inside a schema, with the step of the path to it."""
     for keyword, value in node.items():
         if keyword in _SCHEMA and isinstance(value, dict):
             yield f".{keyword}", value

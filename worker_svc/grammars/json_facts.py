@@ -15,7 +15,7 @@ from worker_svc.grammars.json_numbers import Numbers
 Literal: TypeAlias = tuple[int, tuple[str, ...], bool]
 """A schema's id, the resources entered on the way to it, and whether a value must match it or must not."""
 Conjunction: TypeAlias = frozenset[Literal]
-"""Schemas that hold together."""
+"""Schemas holding together."""
 TRUE: Final[Conjunction] = frozenset()
 """Holds for every value."""
 FALSE: Final[Conjunction] = frozenset({(0, (), False)})
@@ -66,7 +66,7 @@ class Contains:
     """How many items match a schema."""
 
     start: int
-    """Index of the first item that counts."""
+    """Index of the first counted item."""
     schema: Conjunction
     """The schema."""
     least: int = 1
@@ -111,7 +111,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Others:
-    """Properties that are not listed and match none of some expressions, and a schema for their values."""
+    """Unlisted properties matching none of some expressions, and a schema for their values."""
 
     names: frozenset[str]
     """Listed names."""
@@ -148,7 +148,7 @@ class Properties:
     names: Conjunction = TRUE
     """Schema of the names."""
     required: tuple[str, ...] = ()
-    """Names of properties that are present."""
+    """Names of present properties."""
     least: int = 0
     """The fewest properties."""
     most: int | None = None
@@ -198,14 +198,14 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Facts:
-    """One alternative of a schema."""
+    """An alternative of a schema."""
 
     types: frozenset[str] = TYPES
-    """Types that values may have."""
+    """Types of the values."""
     values: Mapping[Any, Any] | None = None
     """If only some values without parts are allowed: these, by `identity`."""
     excluded: frozenset[Any] = frozenset()
-    """Identities of values that are not allowed."""
+    """Identities of forbidden values."""
     numbers: Numbers = Numbers()  # noqa: RUF009 - frozen
     texts: Texts = Texts()
     items: Items = Items()

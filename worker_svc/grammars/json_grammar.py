@@ -74,7 +74,7 @@ Symbol: TypeAlias = str | Repeated
 
 @dataclass(frozen=True)
 class _Option:
-    """One way to continue a rule."""
+    """A way to continue a rule."""
 
     symbols: tuple[Symbol, ...]
     condition: str = ""
@@ -109,7 +109,7 @@ class GrammarWriter:
         self._rules.setdefault(name, []).append(_Option(tuple(symbols), condition))
 
     def add_body(self, body: str) -> str:
-        """Returns the rule with a body that is written elsewhere, such as `%json`."""
+        """Returns the rule with a body written elsewhere, such as `%json`."""
         return self._bodies.setdefault(body, self.new_rule("n"))
 
     def terminal(self, body: str) -> str:
@@ -150,7 +150,7 @@ class GrammarWriter:
         return good
 
     def text(self, start: str) -> str:
-        """Returns the grammar that begins with a rule."""
+        """Returns the grammar beginning with a rule."""
         lines = [f"start: {start}"]
         reached, pending = {start}, [start]
         while pending:
@@ -216,7 +216,7 @@ class _Object:
 
 
 class JsonWriter:
-    """Writes the rules of one schema."""
+    """Writes the rules of a schema."""
 
     def __init__(self, schema: Any, writer: GrammarWriter) -> None:
         self._schemas = Schemas(schema)
@@ -255,7 +255,7 @@ class JsonWriter:
         refuse_schema(self._schemas.place(schema), what)
 
     def _options(self, facts: Facts, schema: Conjunction) -> Iterator[tuple[Symbol, ...]]:
-        """Yields the ways to write a value that fits some facts."""
+        """Yields the ways to write a value fitting some facts."""
         if facts.values is not None:
             values = sorted(
                 map(value_text, facts.values.values()), key=lambda text: text in ("null", "true", "false")

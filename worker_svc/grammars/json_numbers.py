@@ -39,9 +39,9 @@ class Numbers:
     high: Bound | None = None
     """The greatest number."""
     multiples: frozenset[Decimal] = frozenset()
-    """Numbers that divide all members."""
+    """Divisors of all members."""
     never_multiples: frozenset[Decimal] = frozenset()
-    """Numbers that divide no member."""
+    """Divisors of no member."""
 
     def meet(self, other: "Numbers") -> "Numbers":
         """Returns the numbers in both sets."""

@@ -56,7 +56,7 @@ _MAX_BRANCHES: Final = 100
 
 
 class Schemas:
-    """The schemas of one document."""
+    """The schemas of a document."""
 
     def __init__(self, root: Any) -> None:
         """Indexes a document.
@@ -143,7 +143,7 @@ class Schemas:
         return self._product(*(self._literal(each, tracked=True) for each in schema), where="$")
 
     def _product(self, *factors: Alternatives, where: str) -> Alternatives:
-        """Returns the alternatives of values that fit all factors."""
+        """Returns the alternatives of values fitting all factors."""
         found: Alternatives = _EVERY
         for factor in factors:
             if len(factor) == 1 and factor[0] == _EVERY[0]:
@@ -160,7 +160,7 @@ class Schemas:
         return found
 
     def product(self, *factors: Alternatives, where: str) -> Alternatives:
-        """Returns the alternatives of values that fit all factors."""
+        """Returns the alternatives of values fitting all factors."""
         return self._product(*factors, where=where)
 
     def overlap(self, one: Conjunction, other: Conjunction) -> bool:
@@ -239,7 +239,7 @@ class Schemas:
 
 
 class _Reader:
-    """Reads one schema."""
+    """Reads a schema."""
 
     def __init__(
         self, schemas: Schemas, node: Mapping[str, Any], scope: tuple[str, ...], where: str, *, tracked: bool
@@ -251,7 +251,7 @@ class _Reader:
         self._tracked = tracked or any(name in node for name in ("unevaluatedProperties", "unevaluatedItems"))
 
     def holds(self) -> Alternatives:
-        """Returns the alternatives of values that match."""
+        """Returns the alternatives of matching values."""
         found = self._product(*(read() for read in self._keywords()))
         return self._unevaluated_items(self._unevaluated_properties(found, holds=True), holds=True)
 

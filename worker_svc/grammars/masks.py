@@ -32,7 +32,7 @@ class Masks:
 
     @property
     def spare_row(self) -> int:
-        """Index of a row that no step uses."""
+        """Index of a row unused by steps."""
         return len(self.rows) - 1
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:

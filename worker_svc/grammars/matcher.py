@@ -1,4 +1,4 @@
-"""One request's position in its grammar."""
+"""A request's position in its grammar."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +69,7 @@ class Matcher:
         return self._ended
 
     def charge(self, seconds: float) -> None:
-        """Counts CPU time that the caller measured against the budget."""
+        """Counts CPU time measured by the caller against the budget."""
         self._budget.charge(seconds)
 
     def accept(self, token: int) -> bool:
@@ -95,7 +95,7 @@ class Matcher:
         return True
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
-        """Writes one bit per allowed token into `masks[row]`, int32 [rows, ceil(vocab / 32)]."""
+        """Writes a bit per allowed token into `masks[row]`, int32 [rows, ceil(vocab / 32)]."""
         with self._budget:
             self._position.fill_mask(masks, row)
 
@@ -232,7 +232,7 @@ def _unsigned_words(masks: torch.Tensor, row: int) -> npt.NDArray[np.uint32]:
 
 
 def _only_token(words: npt.NDArray[np.uint32]) -> int | None:
-    """Returns the only token that a mask allows; `None` if it allows several or none."""
+    """Returns the only token allowed by a mask; `None` if it allows several or none."""
     if np.count_nonzero(words) != 1:
         return None
     index = int(words.argmax())

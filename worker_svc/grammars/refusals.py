@@ -1,15 +1,15 @@
-"""Errors for constraints that cannot be enforced."""
+"""Errors for unenforceable constraints."""
 
 from typing import Any, Final, NoReturn
 
 from protos.errors import InvalidArgument
 
 PARAM: Final = "structured_output"
-"""The request parameter that every refusal names."""
+"""The request parameter named by every refusal."""
 
 
 def refusal(message: str) -> InvalidArgument:
-    """Returns an error that names the request parameter."""
+    """Returns an error naming the request parameter."""
     return InvalidArgument(message, param=PARAM)
 
 

@@ -19,7 +19,7 @@ from worker_svc.grammars.refusals import refusal, shown
 from worker_svc.grammars.tags import TagWriter, check_fields, needs_xgrammar
 
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
-"""The kinds of constraint that a request may send."""
+"""The kinds of constraint in a request."""
 Source = Literal["lark", "ebnf", "tag"]
 """llguidance's grammars; xgrammar's grammars and structural tags."""
 
@@ -110,7 +110,7 @@ def lower(
     Args:
         spec: the constraint.
         specials: ids of the model's special tokens by their text.
-        end_ids: tokens that end a sequence.
+        end_ids: tokens ending a sequence.
         id_of: returns the id of the token with a text, or raises `InvalidArgument`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Special tokens that a structural tag writes or names.
+"""Special tokens written or named by a structural tag.
 
 A grammar's vocabulary gives special tokens no text, so grammars never allow them: clients do not read them.
 But a model trained to start its calls with the token [TOOL_CALLS] should not have to spell it letter by

@@ -63,7 +63,7 @@ _UNENFORCED: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def needs_xgrammar(tag: Any) -> bool:
-    """Whether a structural tag contains a part that llguidance cannot match."""
+    """Whether a structural tag contains a part beyond llguidance."""
     if isinstance(tag, list):
         return any(map(needs_xgrammar, tag))
     if not isinstance(tag, dict):
@@ -74,7 +74,7 @@ def needs_xgrammar(tag: Any) -> bool:
 
 
 def check_fields(tag: dict[str, Any], *, by_xgrammar: bool = False) -> None:
-    """Checks that each field of a part of a structural tag can be enforced.
+    """Refuses fields of a part of a structural tag without an effect.
 
     Raises:
         InvalidArgument: a field is unknown or cannot be enforced.
@@ -99,7 +99,7 @@ def check_fields(tag: dict[str, Any], *, by_xgrammar: bool = False) -> None:
 
 
 class TagWriter:
-    """Writes the rules of one structural tag."""
+    """Writes the rules of a structural tag."""
 
     def __init__(
         self, writer: GrammarWriter, specials: Mapping[str, int], end_ids: Sequence[int],
@@ -110,7 +110,7 @@ class TagWriter:
         Args:
             writer: collects the rules.
             specials: ids of special tokens by their text.
-            end_ids: tokens that end a sequence.
+            end_ids: tokens ending a sequence.
             id_of: returns the id of the token with a text, or raises `InvalidArgument`.
         """
         self._writer = writer
@@ -389,7 +389,7 @@ def _limit(tag: dict[str, Any], name: str, largest: int) -> int | None:
 
 
 def _without(excludes: Sequence[str], free: Rx = ANY) -> Rx:
-    """Returns an expression for texts of `free` that contain none of some texts."""
+    """Returns an expression for texts of `free` without some texts."""
     parts = tuple(Not(Joined((ANY, literal(each), ANY))) for each in dict.fromkeys(excludes) if each)
     return AllOf((free, *parts)) if parts else free
 
