@@ -112,7 +112,7 @@ class Schemas:
         if schema not in self._conjunctions:
             if schema >= FALSE:
                 return ()
-            self._conjunctions[schema] = self._product(
+            self._conjunctions[schema] = self.product(
                 *(self._literal(each, tracked=False) for each in sorted(schema, key=lambda each: (not each[2], each[:2]))),
                 where=self.place(schema),
             )  # fmt: skip
@@ -140,9 +140,9 @@ class Schemas:
         """Returns the alternatives of a conjunction of one schema, with the parts evaluated."""
         if schema >= FALSE:
             return ()
-        return self._product(*(self._literal(each, tracked=True) for each in schema), where="$")
+        return self.product(*(self._literal(each, tracked=True) for each in schema), where="$")
 
-    def _product(self, *factors: Alternatives, where: str) -> Alternatives:
+    def product(self, *factors: Alternatives, where: str) -> Alternatives:
         """Returns the alternatives of values fitting all factors."""
         found: Alternatives = _EVERY
         for factor in factors:
@@ -158,10 +158,6 @@ class Schemas:
                     where, f"has more than {_MAX_ALTERNATIVES} alternatives; describe less of the output"
                 )
         return found
-
-    def product(self, *factors: Alternatives, where: str) -> Alternatives:
-        """Returns the alternatives of values fitting all factors."""
-        return self._product(*factors, where=where)
 
     def overlap(self, one: Conjunction, other: Conjunction) -> bool:
         """Whether a value may match both; never false by mistake."""
@@ -252,7 +248,7 @@ class _Reader:
 
     def holds(self) -> Alternatives:
         """Returns the alternatives of matching values."""
-        found = self._product(*(read() for read in self._keywords()))
+        found = self.product(*(read() for read in self._keywords()))
         return self._unevaluated_items(self._unevaluated_properties(found, holds=True), holds=True)
 
     def fails(self) -> Alternatives:
@@ -264,7 +260,7 @@ class _Reader:
         ):  # fmt: skip
             found += failing()
         if "unevaluatedProperties" in self._node or "unevaluatedItems" in self._node:
-            rest = self._product(*(read() for read in self._keywords()))
+            rest = self.product(*(read() for read in self._keywords()))
             found += self._unevaluated_properties(rest, holds=False)
             found += self._unevaluated_items(self._unevaluated_properties(rest, holds=True), holds=False)
         return [replace(each, evaluated=Evaluated()) for each in found]
@@ -277,7 +273,7 @@ class _Reader:
 
     # -- parts of a schema
 
-    def _product(self, *factors: Alternatives) -> Alternatives:
+    def product(self, *factors: Alternatives) -> Alternatives:
         return self._schemas.product(*factors, where=self._where)
 
     def _refuse(self, what: str) -> Any:
@@ -363,7 +359,7 @@ class _Reader:
         return lists
 
     def _value(self) -> Alternatives:
-        return self._product(*(
+        return self.product(*(
             [*self._simple(values), *(each for value in values for each in self._structured(value, holds=True))]
             for values in self._allowed()
         ))  # fmt: skip
@@ -395,7 +391,7 @@ class _Reader:
         found: list[Facts] = []
         for values in self._allowed():
             simple = frozenset(identity(value) for value in values if not isinstance(value, list | dict))
-            found += self._product(
+            found += self.product(
                 (Facts(excluded=simple),),
                 *(self._structured(value, holds=False) for value in values if isinstance(value, list | dict)),
             )
@@ -614,13 +610,13 @@ class _Reader:
                     continue
                 factors.append([absent, _present(*dependent, name)])
             else:
-                factors.append([absent, *self._product(self._inside(dependent), (_present(name),))])
-        return self._product(*factors)
+                factors.append([absent, *self.product(self._inside(dependent), (_present(name),))])
+        return self.product(*factors)
 
     # -- combinations
 
     def _references(self) -> Alternatives:
-        return self._product(*(self._inside(target) for target in self._targets()))
+        return self.product(*(self._inside(target) for target in self._targets()))
 
     def _targets(self) -> list[Any]:
         documents, found = self._schemas.documents, []
@@ -640,7 +636,7 @@ class _Reader:
             factors.append(self._one_of(self._listed("oneOf")))
         if "not" in self._node:
             factors.append(self._inside(self._node["not"], holds=False))
-        return self._product(*factors)
+        return self.product(*factors)
 
     def _any_of(self, branches: list[Any]) -> Alternatives:
         if not self._tracked:
@@ -650,7 +646,7 @@ class _Reader:
         found: list[Facts] = []
         for count in range(1, len(branches) + 1):
             for chosen in combinations(range(len(branches)), count):
-                found += self._product(*(
+                found += self.product(*(
                     self._inside(branch, holds=index in chosen) for index, branch in enumerate(branches)
                 ))  # fmt: skip
         return found
@@ -666,7 +662,7 @@ class _Reader:
                 for at, other in enumerate(branches)
                 if at != index and self._schemas.overlap(parts[index], parts[at])
             ]
-            found += self._product(self._inside(branch), *others)
+            found += self.product(self._inside(branch), *others)
         return found
 
     def _condition(self) -> Alternatives:
@@ -676,8 +672,8 @@ class _Reader:
         if then is True and otherwise is True and not self._tracked:
             return _EVERY
         return [
-            *self._product(self._inside(self._node["if"]), self._inside(then)),
-            *self._product(self._inside(self._node["if"], holds=False), self._inside(otherwise)),
+            *self.product(self._inside(self._node["if"]), self._inside(then)),
+            *self.product(self._inside(self._node["if"], holds=False), self._inside(otherwise)),
         ]
 
     def _wrong_combination(self) -> Alternatives:
@@ -685,24 +681,22 @@ class _Reader:
         for each in [*self._targets(), *(self._listed("allOf") if "allOf" in node else ())]:
             found += self._inside(each, holds=False)
         if "anyOf" in node:
-            found += self._product(*(self._inside(each, holds=False) for each in self._listed("anyOf")))
+            found += self.product(*(self._inside(each, holds=False) for each in self._listed("anyOf")))
         if "oneOf" in node:
             branches = self._listed("oneOf")[: _MAX_BRANCHES + 1]
-            found += self._product(*(self._inside(each, holds=False) for each in branches))
+            found += self.product(*(self._inside(each, holds=False) for each in branches))
             for one, other in combinations(branches, 2):
                 if self._schemas.overlap(self._part(one), self._part(other)):
-                    found += self._product(self._inside(one), self._inside(other))
+                    found += self.product(self._inside(one), self._inside(other))
         if "not" in node:
             found += self._inside(node["not"])
         if "if" in node:
             then, otherwise = node.get("then", True), node.get("else", True)
-            found += self._product(self._inside(node["if"]), self._inside(then, holds=False))
-            found += self._product(
-                self._inside(node["if"], holds=False), self._inside(otherwise, holds=False)
-            )
+            found += self.product(self._inside(node["if"]), self._inside(then, holds=False))
+            found += self.product(self._inside(node["if"], holds=False), self._inside(otherwise, holds=False))
         for name, dependent in self._dependents():
             if not isinstance(dependent, list):
-                found += self._product((_present(name),), self._inside(dependent, holds=False))
+                found += self.product((_present(name),), self._inside(dependent, holds=False))
         return found
 
     # -- unevaluated parts
@@ -721,7 +715,7 @@ class _Reader:
             extra = Properties(others=others) if holds else Properties(some=others)
             kinds = TYPES if holds else frozenset({"object"})
             if holds or schema != FALSE:
-                changed += self._product(
+                changed += self.product(
                     (facts,), (Facts(kinds, properties=extra, evaluated=Evaluated(all_names=True)),)
                 )
         return changed
@@ -746,7 +740,7 @@ class _Reader:
             else:
                 extra = Items(contains=(Contains(seen.items, schema),))
             kinds = TYPES if holds else frozenset({"array"})
-            changed += self._product(
+            changed += self.product(
                 (facts,), (Facts(kinds, items=extra, evaluated=Evaluated(all_items=True)),)
             )
         return changed

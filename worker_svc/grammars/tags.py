@@ -94,8 +94,12 @@ def check_fields(tag: dict[str, Any], *, by_xgrammar: bool = False) -> None:
     if by_xgrammar and tag.get("max_tokens") is not None:
         raise refusal(f"structural_tag has max_tokens in {kind} together with a grammar; omit one of them")
     if kind in ("any_text", "any_tokens"):
-        _limit(tag, "max_chars", MAX_EXPANDED)
-        _limit(tag, "max_tokens", MAX_EXPANDED)
+        for name in ("max_chars", "max_tokens"):
+            most = tag.get(name)
+            if most is not None and (type(most) is not int or not 0 <= most <= MAX_EXPANDED):
+                raise refusal(
+                    f"structural_tag has a {name} that is not a whole number from 0 to {MAX_EXPANDED}"
+                )
 
 
 class TagWriter:
@@ -175,7 +179,7 @@ class TagWriter:
     def _free(self, tag: dict[str, Any], is_last: bool) -> Sequence[Symbol]:
         if not is_last:
             raise refusal("structural_tag has an any_text before another part; put it into a tag with an end")
-        return self._terminal(_free_text(tag))
+        return self._terminal(_without(_strings(tag, "excludes"), _free_text(tag)))
 
     def _regular(self, tag: Any) -> Rx | None:
         """Returns a part as an expression, if it is a text without special tokens, or an expression."""
@@ -287,16 +291,11 @@ class TagWriter:
         if not end:
             return self._form(content, is_last=is_last)
         if not isinstance(end, str):
-            rest = self._edge(end)
-            if free:
-                check_fields(content)
-                return (*self._terminal(_free_text(content)), *rest)
-            return (*self._form(content, is_last=False), *rest)
+            return (*self._form(content, is_last=free), *self._edge(end))
         if free:
             self._count += 1
             check_fields(content)
-            text = _any_text(_limit(content, "max_chars", MAX_EXPANDED))
-            return (self._until([end], _strings(content, "excludes"), {end: [()]}, text),)
+            return (self._until([end], _strings(content, "excludes"), {end: [()]}, _free_text(content)),)
         rx = self._regular(content)
         if rx is None or self._special.search(end):
             return (*self._form(content, is_last=False), *self._text(end))
@@ -373,19 +372,8 @@ class TagWriter:
         return several if tag.get("at_least_one") else (self._rule([several, ()]),)
 
 
-def _any_text(max_chars: int | None) -> Rx:
-    return Repeat(Chars(ALL), 0, max_chars)
-
-
 def _free_text(tag: dict[str, Any]) -> Rx:
-    return _without(_strings(tag, "excludes"), _any_text(_limit(tag, "max_chars", MAX_EXPANDED)))
-
-
-def _limit(tag: dict[str, Any], name: str, largest: int) -> int | None:
-    value = tag.get(name)
-    if value is not None and (type(value) is not int or not 0 <= value <= largest):
-        raise refusal(f"structural_tag has a {name} that is not a whole number from 0 to {largest}")
-    return value
+    return Repeat(Chars(ALL), 0, tag.get("max_chars"))
 
 
 def _without(excludes: Sequence[str], free: Rx = ANY) -> Rx:

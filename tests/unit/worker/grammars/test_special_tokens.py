@@ -179,12 +179,13 @@ def test_only_literal_texts_of_a_tag_are_markers() -> None:
 def test_free_text_before_a_special_token_is_limited(
     model: tuple[GrammarCompiler, tokenizers.Tokenizer],
 ) -> None:
-    """The limit holds whether the end is one token or spelled."""
+    """The limit holds whether a text or a token ends the tag."""
     compiler, tokenizer = model
     tag = {"type": "tag", "begin": "", "content": {"type": "any_text", "max_chars": 3}, "end": "</think>"}
-    for text, accepted in (("</think>", True), ("abc</think>", True), ("abcd</think>", False)):
-        matcher = matcher_of(compiler, spec(tag))
-        assert accepts(matcher, tokenizer.encode(text).ids) is accepted
+    for end in ("</think>", {"type": "token", "token": "</think>"}):
+        for text, accepted in (("</think>", True), ("abc</think>", True), ("abcd</think>", False)):
+            matcher = matcher_of(compiler, spec({**tag, "end": end}))
+            assert accepts(matcher, tokenizer.encode(text).ids) is accepted
 
 
 def test_white_space_in_a_tags_json_is_limited(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
