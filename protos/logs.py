@@ -22,21 +22,25 @@ LogLevel = Annotated[
 ]
 
 
+# A full disk, and a stream that is closed while the process ends.
+_UNWRITABLE = (OSError, ValueError)
+
+
 class _UnfailingStream:
-    """Writes to a stream, and drops what cannot be written: a full disk must not cost a request."""
+    """Writes to a stream, and drops unwritable text: a full disk must not cost a request."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
         """Writes `text`, or drops it."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_UNWRITABLE):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flushes the stream if it can be written."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(*_UNWRITABLE):
             self._stream.flush()
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import deploy
-from deploy import secure_files
 from deploy.argument_parser import ArgumentParser
-from protos.errors import ConfigurationRefused
 
 # pip writes these into an installation; they are not part of the wheel.
 _WRITTEN_BY_PIP = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}
@@ -68,6 +66,10 @@ def secure(argv: list[str]) -> int:
     Returns:
         The exit code: 0; 1 if the folder cannot be written, 2 for a bad host.
     """
+    # Imported here: compose files are written before any service's packages are installed.
+    from deploy import secure_files
+    from protos.errors import ConfigurationRefused
+
     parser = ArgumentParser(
         prog="triptych secure-files",
         description="Makes certificates, a service token and an API key that protect a deployment."

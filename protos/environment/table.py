@@ -9,9 +9,6 @@ from enum import StrEnum
 from importlib.resources import files
 from typing import Any, Final
 
-from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
-
 HIDDEN: Final = "********"
 """Stands for a secret value."""
 FAMILIES: Final = ("VLLM_", "RBLN_", "TORCH_RBLN_", "SENDNN_INFERENCE_", "TORCH_SENDNN_")
@@ -132,6 +129,9 @@ def check(environment: Mapping[str, str], report: Callable[[Reading], None]) -> 
     readings = read(environment)
     for reading in readings:
         if reading.kind is Kind.REJECTED:
+            # Imported here: the command line reads this table before gRPC is installed.
+            from protos.errors import ConfigurationRefused
+
             raise ConfigurationRefused(str(reading))
     for reading in readings:
         if reading.kind in (Kind.IGNORED, Kind.UNKNOWN):
@@ -144,6 +144,9 @@ def check_for_service(environment: Mapping[str, str]) -> None:
     Raises:
         ConfigurationRefused: A variable is rejected.
     """
+    # Imported here, as above.
+    from protos.logs import get_logger
+
     log = get_logger()
     check(
         environment,

@@ -81,12 +81,14 @@ def compare_weights(config: Any, arguments: Mapping[str, Any], layout: RankLayou
     """
     if arguments["dummy_weights"]:
         return frozenset()
-    from worker_svc.vllm_adapter.comparison import compare
+    from worker_svc.vllm_adapter.comparison import Copies, compare
 
     whole = config if layout.world_size == 1 else configure(**arguments, layout=RankLayout())
+    building = Copies()
     with _without_memory(RankLayout(), then=layout) as nowhere:
-        model = _initialize(whole, arguments["device"], nowhere)
-        ignored = compare(whole, model)
+        with building:
+            model = _initialize(whole, arguments["device"], nowhere)
+        ignored = compare(whole, model, building)
     # Layers register here by name, and would meet themselves when they are built.
     whole.compilation_config.static_forward_context.clear()
     whole.compilation_config.static_all_moe_layers.clear()

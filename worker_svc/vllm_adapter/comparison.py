@@ -47,7 +47,7 @@ class _Source:
     shape: tuple[int, ...]
     """In the file."""
     tensor: torch.Tensor
-    """As loaded; kept, so that no other tensor gets its identity."""
+    """As loaded."""
     read: dict[_Region, int] = field(default_factory=dict)
     """Copied regions with their numbers of elements."""
     targets: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -56,13 +56,15 @@ class _Source:
     """Whether another tensor was computed from it, so that its copies say nothing of its shape."""
 
 
-class _Copies(TorchDispatchMode):
+class Copies(TorchDispatchMode):
     """Notes which regions of stored tensors are copied, and which regions of parameters are written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sources: dict[int, _Source] = {}
         self.written: dict[int, dict[_Region, int]] = {}
+        # A freed tensor's identity could be given to another one.
+        self._kept: list[torch.Tensor] = []
 
     def __torch_dispatch__(
         self, func: Any, _: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -99,6 +101,7 @@ class _Copies(TorchDispatchMode):
         for source in given:
             if len(given) == 1 and result.numel() == source.tensor.numel():
                 self.sources[_identity(result)] = source
+                self._kept.append(result)
             else:
                 source.is_derived = True
 
@@ -111,12 +114,13 @@ def _region(tensor: torch.Tensor) -> _Region:
     return int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride())
 
 
-def compare(config: Any, model: torch.nn.Module) -> frozenset[str]:
+def compare(config: Any, model: torch.nn.Module, building: Copies) -> frozenset[str]:
     """Compares the files of a model with the layers of its configuration.
 
     Args:
         config: vLLM's.
         model: the whole model on the meta device.
+        building: the copies of the model's constructor, which reads poolers' weights from other folders.
 
     Returns:
         The names of the files' ignored tensors.
@@ -134,6 +138,9 @@ def compare(config: Any, model: torch.nn.Module) -> frozenset[str]:
         if not again or len(unknown) > _MOST_UNKNOWN:
             break
     form.finish()
+    run.copies.written |= {
+        key: value for key, value in building.written.items() if key not in run.copies.written
+    }
     return _judge(run, model, checkpoint)
 
 
@@ -143,7 +150,7 @@ class _DryRun:
     def __init__(
         self, model: torch.nn.Module, checkpoint: Checkpoint, take: TakeTensor, unknown: dict[str, None]
     ) -> None:
-        self.copies = _Copies()
+        self.copies = Copies()
         self.unknown = unknown
         """Names of tensors and modules outside the model's layers."""
         self.consumed: set[str] = set()
@@ -268,9 +275,8 @@ def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint) -> froz
             expected = next(iter(source.targets.values())) if len(source.read) == 1 else None
             raise _wrong_shape(source.name, source.shape, expected)
     stored = {name for shard in checkpoint.shards for name in shard.tensors}
-    ignored = frozenset(
-        name for name in stored if name not in sources or not (sources[name].read or sources[name].is_derived)
-    )
+    used = {source.name for source in sources.values() if source.read or source.is_derived}
+    ignored = frozenset(stored - used - run.consumed)
     missing: list[str] = []
     for name, parameter in model.named_parameters():
         identity = _identity(parameter)

@@ -288,8 +288,8 @@ def test_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_parsers.check("--tool-call-parser", "hermes")
 
 
-def test_only_two_places_import_vllm() -> None:
-    """Only the worker's adapter and this module import vLLM."""
+def test_only_three_places_import_vllm() -> None:
+    """Only the worker's adapter, the command that runs vLLM's bench and this module import vLLM."""
     root = ROOT
     importing = {
         "worker_svc/vllm_adapter" if "vllm_adapter" in path.parts else str(path.relative_to(root))
@@ -300,7 +300,9 @@ def test_only_two_places_import_vllm() -> None:
             for line in path.read_text().splitlines()
         )
     }
-    assert importing == {"gateway/tools/vllm_parsers.py", "worker_svc/vllm_adapter"}
+    assert importing == {
+        "deploy/client_commands/bench.py", "gateway/tools/vllm_parsers.py", "worker_svc/vllm_adapter",
+    }  # fmt: skip
 
 
 def test_the_gateways_own_parsers_import_neither_vllm_nor_torch() -> None:

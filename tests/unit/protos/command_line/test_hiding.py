@@ -41,7 +41,6 @@ def test_a_refusal_shows_no_secret(flags: list[str]) -> None:
         ("serve --model m --admin-api-key one hush", "the model is given twice: ******** and --model m"),
         ("gateway --admin-api-key one hush", "unrecognized arguments: ********"),
         ("chat --apikey hush", "unrecognized arguments: --apikey; did you mean --api-key?"),
-        ("bench --api-ky=hush", "--api-ky; did you mean --api-key?"),
         ("chat --api-key one hush", "triptych chat: unrecognized arguments: ********"),
         ("chat --m=hush", "ambiguous option: --m could match --"),
     ],
