@@ -19,7 +19,6 @@ from gateway.http.listeners import ServerTls, listen, unix_listener
 from gateway.http.protocol import BoundedProtocol
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.request_table import unread_limits
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
 from protos import logs
@@ -134,7 +133,6 @@ def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
         parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
-        unread=unread_limits(settings.max_unread_tokens_per_answer, settings.max_unread_answer_tokens),
         security=settings.link_security(),
     )
 

@@ -38,6 +38,7 @@ from gateway.text.tokenization import TextCodec, TextWorker
 from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
 from protos.logs import get_logger
+from protos.overload.unread import UnreadLimits
 from protos.tracing.tracer import Tracer
 
 # Opens the OpenAPI document.
@@ -124,11 +125,13 @@ def _assemble(
         template=read_template(settings.chat_template),
         on_unusable=on_unusable,
     )
+    most, flag = settings.max_unread_answer_bytes, "--max-unread-answer-bytes"
+    unread = UnreadLimits(per_reader=most, total=most, flags=(flag, flag), unit="bytes")
     measured = Metrics(
         lambda: watcher.model_name,
         lambda: client.num_pending,
         lambda: len(client.parking),
-        client.unread,
+        unread,
         lambda: watcher.max_model_len,
     )
     text_worker = TextWorker(settings.max_waiting_texts)
@@ -138,6 +141,7 @@ def _assemble(
         client,
         watcher,
         measured,
+        unread,
         text_worker,
         ChatEncoder(settings, text_worker),
         KeyStore.of(settings, clock, shared and shared / "keys"),

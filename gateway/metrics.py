@@ -211,8 +211,8 @@ class _SlowReaders(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields both metrics, for a scrape."""
         yield GaugeMetricFamily(
-            "triptych:gateway_unread_tokens",
-            "Tokens that wait for HTTP clients that read slowly.",
+            "triptych:gateway_unread_bytes",
+            "Bytes of streams not yet read by slow HTTP clients.",
             value=self._unread.num_tokens,
         )
         yield CounterMetricFamily(

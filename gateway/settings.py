@@ -49,8 +49,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "max_parked_requests",
             "max_connections",
             "max_waiting_texts",
-            "max_unread_tokens_per_answer",
-            "max_unread_answer_tokens",
+            "max_unread_answer_bytes",
         ),
         Group.ADDRESSES: (
             "host",
@@ -247,22 +246,14 @@ class Settings(CallSecuritySettings, SecuritySettings):
         ),
     ] = 256
 
-    max_unread_tokens_per_answer: Annotated[
+    max_unread_answer_bytes: Annotated[
         int,
         Field(
-            ge=256,
-            description="Tokens of one answer that may wait for a client that reads slowly, log-probabilities"
-            " counted too; beyond them the answer ends with an error, and its request is aborted.",
+            ge=4096,
+            description="Most bytes of streams not yet read by slow clients, all together; beyond them the stream"
+            " with the most unread bytes ends with an error, and its request is aborted.",
         ),
-    ] = 1 << 16
-    max_unread_answer_tokens: Annotated[
-        int,
-        Field(
-            ge=256,
-            description="Tokens that may wait for all clients together; beyond them the answer with the most"
-            " unread tokens ends in the same way.",
-        ),
-    ] = 1 << 20
+    ] = 64 << 20
 
     chat_template: Annotated[
         str | None,

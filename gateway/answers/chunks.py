@@ -13,7 +13,7 @@ import orjson
 from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import StreamWriter
+from gateway.answers.streaming import ResponseWriter
 from gateway.http.errors import error_body
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from protos.errors import TriptychError
@@ -195,7 +195,7 @@ class CompletionChunks(Chunks):
         return self._choice(choice if reason is None else {**choice, "stop_reason": stop_reason})
 
 
-class ChunkWriter(StreamWriter):
+class ChunkWriter(ResponseWriter):
     """Writes a stream of chunks that ends with ``[DONE]``."""
 
     def __init__(

@@ -1,10 +1,11 @@
 """The running answer to one HTTP request: turns events into text, usage and measurements."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from gateway.answers.answer_reader import ThinkingMeter
 from gateway.answers.prompt import Prompt
@@ -12,7 +13,7 @@ from gateway.answers.sequence_text import Delta, SequenceText
 from gateway.http.errors import internal
 from gateway.metrics import Metrics
 from gateway.parsers.events import ToolParser
-from gateway.scheduler_link.pending_request import RequestGroup, SequenceEvent
+from gateway.scheduler_link.pending_request import SequenceEvent, Subscription
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
 from gateway.text.detokenizer import Detokenizer
@@ -52,6 +53,19 @@ class Timing:
     """When the HTTP request arrived, by ``clock``."""
 
 
+class Sink(Protocol):
+    """Takes the deltas of an answer."""
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        """Returns the bytes for deltas; may be called from a thread, once at a time."""
+
+    def put(self, part: bytes) -> None:
+        """Takes the next bytes, perhaps none."""
+
+    def end(self, error: TriptychError | None) -> None:
+        """Takes the end of the answer, or its failure."""
+
+
 @dataclass(slots=True)
 class Generation:
     """The running answer to one HTTP request: n sequences per prompt, numbered prompt by prompt.
@@ -59,7 +73,7 @@ class Generation:
     Leaving it as a context manager aborts all sequences that still run.
     """
 
-    group: RequestGroup
+    subscription: Subscription
     sequences: list[SequenceText]
     prompts: list[Prompt]
     n: int
@@ -75,12 +89,19 @@ class Generation:
     """Time from the request's arrival to the first token of any sequence."""
     finish_reasons: list[str] = field(default_factory=list)
     """Why its sequences ended, in that order."""
+    _sink: "Sink" = field(init=False)
+    _num_running: int = 0
+    _is_plain: bool = False
+    _ended: bool = False
     _has_failed: bool = False
+    _backlog: list[tuple[int, SequenceEvent | int]] = field(default_factory=list)
+    """Events that wait for the report of their prompt."""
+    _reporting: asyncio.Task[None] | None = None
 
     @classmethod
     def begin(
         cls,
-        group: RequestGroup,
+        subscription: Subscription,
         body: SamplingRequest,
         served: ServedModel,
         worker: TextWorker,
@@ -94,7 +115,7 @@ class Generation:
         """Returns the answer to requests that have been submitted.
 
         Args:
-            group: the requests, one per prompt.
+            subscription: the requests, one per prompt.
             body: the HTTP request behind them.
             served: the model.
             worker: runs long work.
@@ -109,7 +130,7 @@ class Generation:
         """
         prompts = [
             Prompt.of(pending, echoes[index] if echoes is not None else None)
-            for index, pending in enumerate(group.requests)
+            for index, pending in enumerate(subscription.requests)
         ]
         sequences = [
             SequenceText.of(index * body.n + sequence, body, served, prompt, markers, first=not sequence)
@@ -121,7 +142,7 @@ class Generation:
                 one.thinking = ThinkingMeter(thinking[one.index // body.n]())
         make = partial(served.text.detokenizers.make, skip_special_tokens=body.skip_special_tokens)
         return cls(
-            group,
+            subscription,
             sequences,
             prompts,
             body.n,
@@ -138,7 +159,9 @@ class Generation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.group.abort()
+        self.subscription.abort()
+        if self._reporting is not None:
+            self._reporting.cancel()
         self._count_unfinished()
 
     def _count_unfinished(self) -> None:
@@ -155,98 +178,101 @@ class Generation:
         """Whether the first delta of each sequence reports all tokens of its prompt."""
         return self.prompts[0].echo is not None and self.sequences[0].num_logprobs is not None
 
-    async def deltas(self) -> list[Delta]:
-        """Waits for deltas of any sequence; returns an empty list once all have finished.
+    def start(self, sink: "Sink") -> None:
+        """Pushes the deltas of all events, past and future, to ``sink``."""
+        self._sink = sink
+        self._num_running = len(self.sequences)
+        self._is_plain = not self.prompt_only and all(sequence.is_plain for sequence in self.sequences)
+        self.subscription.attach(self)
 
-        Raises:
-            TriptychError: if the request failed.
-        """
-        try:
-            while events := await self.group.take():
-                answers = self._answer_events(events)
-                if self.reports_prompts:
-                    await self._report_prompts({index // self.n for index, _ in answers})
-                if deltas := list(self._new_deltas(answers)):
-                    return deltas
-        except TriptychError as error:
-            self._has_failed = not isinstance(error, Aborted)
-            if error.param == "structured_output":
-                error.param = self.constraint_param  # the client's name for it
-            raise
-        return []
-
-    def stream_to(self, is_ready: Callable[[], bool], write: Callable[[Delta], None]) -> None:
-        """Hands the deltas of plain tokens to ``write`` as they arrive, while :meth:`deltas` waits.
-
-        No task has to wake up for them: most of a stream costs half as much. :meth:`deltas` returns the rest.
-
-        Args:
-            is_ready: whether ``write`` can take a delta now.
-            write: takes a delta with text; its failure ends the answer.
-        """
-        if self.prompt_only or not all(sequence.is_plain for sequence in self.sequences):
+    def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+        """Turns events into deltas for the sink. The hot path: plain tokens need a few operations each."""
+        if self.reports_prompts:
+            self._backlog += events
+            if self._reporting is None:
+                self._reporting = asyncio.create_task(self._report(), name="report-prompts")
             return
-        sequences, clock = self.sequences, self.timing.clock
+        if deltas := self._deltas(events):
+            self._sink.put(self._sink.encode(deltas))
+        self._finish()
 
-        def on_token(index: int, token_id: int) -> bool:
-            sequence = sequences[index]
-            if sequence.to_echo or not is_ready():
-                return False
-            if sequence.finished:
-                return True
-            self._measure(sequence, clock(), 1)
-            try:
-                if text := sequence.push_token(token_id):
-                    write(Delta(index, text))
-            except Exception as error:  # noqa: BLE001 - other streams must go on, whatever the bug
-                get_logger().exception("a token could not be written")
-                self.fail(internal(error))
-            return True
+    def end(self, error: TriptychError) -> None:
+        """Ends the sink with ``error``, unless the answer is complete."""
+        if self._ended:
+            return
+        self._ended = True
+        self._has_failed = not isinstance(error, Aborted)
+        if error.param == "structured_output":
+            error.param = self.constraint_param  # the client's name for it
+        self._sink.end(error)
 
-        self.group.listen(on_token)
+    def _finish(self) -> None:
+        if not (self._num_running or self._ended):
+            self._ended = True
+            self._sink.end(None)
 
-    def interrupt(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Lets :meth:`deltas` await ``call``, if it waits for events, before it waits on."""
-        self.group.interrupt(call)
-
-    def _answer_events(self, events: Sequence[tuple[int, SequenceEvent]]) -> list[tuple[int, SequenceEvent]]:
-        """Returns the events that bring tokens or an end.
-
-        The others concern only the prompt; the group has collected their log-probabilities.
-        """
-        for index, event in events:
-            prompt = self.prompts[index // self.n]
-            if prompt.num_cached_tokens is None:
-                prompt.num_cached_tokens = event.num_cached_tokens
-            prompt.replica_id = prompt.replica_id or event.replica_id
-        return [(index, event) for index, event in events if event.token_ids or event.finish_reason]
-
-    async def _report_prompts(self, numbers: set[int]) -> None:
-        """Fills the reports of prompts whose answers begin, once per prompt; in a thread if that is slow."""
-        count = self.sequences[0].num_logprobs or 0
-        for prompt in (self.prompts[number] for number in numbers):
-            if prompt.reports is None:
-                size, make = len(prompt.token_ids) * (count + 1), self.make_detokenizer()
-                await self.worker.finish(size, partial(prompt.report, make, count))
-
-    def _new_deltas(self, events: Sequence[tuple[int, SequenceEvent]]) -> Iterator[Delta]:
-        now = self.timing.clock()
+    def _deltas(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> list[Delta]:
+        now, deltas = self.timing.clock(), []
         for index, event in events:
             sequence = self.sequences[index]
-            if sequence.finished:
+            if isinstance(event, int):
+                if sequence.finished:
+                    continue
+                if self._is_plain and not sequence.to_echo:
+                    self._measure(sequence, now, 1)
+                    if text := sequence.push_token(event):
+                        deltas.append(Delta(index, text))
+                    continue
+                deltas.append(self._delta(sequence, SequenceEvent((event,)), now))
                 continue
-            before = sequence.num_tokens
-            delta = sequence.push(event)
-            if sequence.thinking is not None:
-                sequence.thinking.feed(delta.text, sequence.num_tokens)
-            delta = self._with_prompt(sequence, delta)
-            if sequence.num_tokens > before:
-                self._measure(sequence, now, sequence.num_tokens - before)
-            if delta.finish_reason is not None:
-                if not event.finish_reason:
-                    self.group.finish(index)
-                self._count_end(sequence, delta.finish_reason, now)
-            yield delta
+            self._note_prompt(index, event)
+            # Other events concern only the prompt.
+            if not sequence.finished and (event.token_ids or event.finish_reason):
+                deltas.append(self._delta(sequence, event, now))
+        return deltas
+
+    def _delta(self, sequence: SequenceText, event: SequenceEvent, now: float) -> Delta:
+        before = sequence.num_tokens
+        delta = sequence.push(event)
+        if sequence.thinking is not None:
+            sequence.thinking.feed(delta.text, sequence.num_tokens)
+        delta = self._with_prompt(sequence, delta)
+        if sequence.num_tokens > before:
+            self._measure(sequence, now, sequence.num_tokens - before)
+        if delta.finish_reason is not None:
+            self._num_running -= 1
+            if not event.finish_reason:
+                self.subscription.finish(sequence.index)
+            self._count_end(sequence, delta.finish_reason, now)
+        return delta
+
+    def _note_prompt(self, index: int, event: SequenceEvent) -> None:
+        prompt = self.prompts[index // self.n]
+        if prompt.num_cached_tokens is None:
+            prompt.num_cached_tokens = event.num_cached_tokens
+        prompt.replica_id = prompt.replica_id or event.replica_id
+
+    async def _report(self) -> None:
+        """Works off events whose deltas report prompts. Long reports are made and encoded in a thread."""
+        try:
+            while self._backlog:
+                events, self._backlog = self._backlog, []
+                count = self.sequences[0].num_logprobs or 0
+                for prompt in {
+                    index // self.n: self.prompts[index // self.n] for index, _ in events
+                }.values():
+                    if prompt.reports is None:
+                        size, make = len(prompt.token_ids) * (count + 1), self.make_detokenizer()
+                        await self.worker.finish(size, partial(prompt.report, make, count))
+                deltas = self._deltas(events)
+                size = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
+                self._sink.put(await self.worker.finish(size, partial(self._sink.encode, deltas)))
+            self._finish()
+        except Exception as error:  # noqa: BLE001 - the client must not wait in vain, whatever the bug
+            get_logger().exception("the prompts could not be reported")
+            self.fail(internal(error))
+        finally:
+            self._reporting = None
 
     def _count_end(self, sequence: SequenceText, reason: str, now: float) -> None:
         """Counts a sequence that has ended by itself, and its prompt with the last one."""
@@ -291,8 +317,8 @@ class Generation:
         sequence.last_at = now
 
     def fail(self, error: TriptychError) -> None:
-        """Ends the answer from outside; :meth:`deltas` raises ``error``."""
-        self.group.fail(error)
+        """Ends the answer from outside."""
+        self.subscription.fail(error)
 
     @property
     def usage(self) -> Usage:

@@ -6,15 +6,14 @@ Streams are server-sent events. Each protocol has a writer of its own for them.
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.answers.generation import Generation, Usage
 from gateway.answers.idle_watch import IdleWatch
-from gateway.answers.logprobs import TokenReport
 from gateway.answers.sequence_text import Delta
 from gateway.http.errors import ClientGone, note_error
 from gateway.http.event_streams import (
@@ -26,10 +25,18 @@ from gateway.http.event_streams import (
 from gateway.http.middleware import note
 from gateway.http.protocol import BodyWriter
 from protos.errors import TriptychError
+from protos.overload.unread import UnreadLimits
 
 
-class StreamWriter(ABC):
-    """Writes one streamed answer as server-sent events, in the form of one protocol."""
+class ResponseWriter(ABC):
+    """Writes the body of one answer in the form of one protocol."""
+
+    streams: ClassVar[bool] = True
+    """Whether :meth:`write` returns events; otherwise :meth:`end` returns the whole body."""
+
+    def headers(self, size: int) -> Sequence[tuple[bytes, bytes]]:  # noqa: ARG002 - streams have no length
+        """Returns the headers about the body, given the size of a collected one."""
+        return STREAM_HEADERS
 
     def begin(self) -> bytes:
         """Returns the events before the first delta."""
@@ -41,7 +48,7 @@ class StreamWriter(ABC):
 
     @abstractmethod
     def end(self, usage: Usage) -> bytes:
-        """Returns the events that end the stream, after the last delta of every sequence."""
+        """Returns the end of the body, after the last delta of every sequence."""
 
     @abstractmethod
     def error(self, error: TriptychError) -> bytes:
@@ -50,6 +57,62 @@ class StreamWriter(ABC):
     def keep_alive(self) -> bytes:
         """Returns bytes without meaning that keep an idle connection open; after :meth:`begin`."""
         return KEEP_ALIVE
+
+    def effort(self) -> int:
+        """Estimates the work of :meth:`end`, in characters."""
+        return 0
+
+
+class CollectedWriter(ResponseWriter):
+    """Appends the deltas of each sequence, and writes one JSON body at the end."""
+
+    streams = False
+
+    def __init__(
+        self, num_sequences: int, body: Callable[[list[Delta]], bytes], effort: Callable[[], int]
+    ) -> None:
+        """Starts without text.
+
+        Args:
+            num_sequences: of the answer.
+            body: encodes the answer, given the whole of each sequence as one delta.
+            effort: estimates the work of the parts of the body besides the deltas.
+        """
+        self._body = body
+        self._effort = effort
+        self._parts: list[list[Delta]] = [[] for _ in range(num_sequences)]
+
+    def headers(self, size: int) -> Sequence[tuple[bytes, bytes]]:
+        """Returns type and length."""
+        return ((b"content-type", b"application/json"), (b"content-length", b"%d" % size))
+
+    def write(self, delta: Delta) -> bytes:
+        """Appends a delta."""
+        self._parts[delta.sequence].append(delta)
+        return b""
+
+    def end(self, usage: Usage) -> bytes:  # noqa: ARG002 - the body reads it
+        """Returns the body."""
+        return self._body(
+            [
+                parts[-1]._replace(
+                    text="".join(part.text for part in parts),
+                    tokens=tuple(token for part in parts for token in part.tokens),
+                    token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+                )
+                for parts in self._parts
+            ]
+        )
+
+    def error(self, error: TriptychError) -> bytes:
+        """Never called: a collected answer that fails has no body yet."""
+        raise AssertionError from error
+
+    def effort(self) -> int:
+        """Counts characters, tokens and their log-probabilities."""
+        deltas = [delta for parts in self._parts for delta in parts]
+        tokens = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
+        return self._effort() + tokens + sum(len(delta.text) + len(delta.token_ids) for delta in deltas)
 
 
 T = TypeVar("T")
@@ -114,87 +177,111 @@ def noted(scope: Scope, generation: Generation) -> Iterator[None]:
         )
 
 
-async def collect(generation: Generation, scope: Scope, receive: Receive) -> list[Delta]:
-    """Returns the whole text of each sequence, with its tokens if they are reported.
+class Answer(Response):
+    """Answers with a generation: streamed as it grows, or collected.
 
-    Raises:
-        TriptychError: if the request failed; ``ClientGone`` if the client disconnected.
-    """
-    texts: list[list[str]] = [[] for _ in generation.sequences]
-    tokens: list[list[TokenReport]] = [[] for _ in generation.sequences]
-    ids: list[list[int]] = [[] for _ in generation.sequences]
-    ends: dict[int, Delta] = {}
-    with generation, noted(scope, generation):
-        async with ends_with_client(receive, generation):
-            while deltas := await generation.deltas():
-                for delta in deltas:
-                    texts[delta.sequence].append(delta.text)
-                    tokens[delta.sequence] += delta.tokens
-                    ids[delta.sequence] += delta.token_ids
-                    if delta.finish_reason is not None:
-                        ends[delta.sequence] = delta
-    return [
-        ends[index]._replace(text="".join(parts), tokens=tuple(tokens[index]), token_ids=tuple(ids[index]))
-        for index, parts in enumerate(texts)
-    ]
-
-
-class EventStream(Response):
-    """Streams a generation as server-sent events.
-
-    The status line waits for the first event, so that a refused request gets its proper status, or for the
-    first comment that keeps the connection open. Written directly against ASGI: a generator behind
-    ``StreamingResponse`` costs several times as much per token.
+    The generation pushes deltas, and the writer encodes them. The bytes go straight to the connection while
+    the client reads; otherwise they wait in a buffer, bounded in bytes, for the response's task. The status
+    line waits for the first event, so that a refused request gets its own status.
     """
 
     def __init__(
         self,
         generation: Generation,
-        writer: StreamWriter,
+        writer: ResponseWriter,
+        unread: UnreadLimits,
         headers: Mapping[str, str] | None = None,
         *,
         keep_alive_s: float = 0,
     ) -> None:
-        """Prepares the stream.
+        """Prepares the answer.
 
         Args:
             generation: the running answer.
-            writer: writes its events.
+            writer: writes its body.
+            unread: bounds the bytes not yet read by clients.
             headers: further headers.
-            keep_alive_s: seconds without an event after which the stream gets a comment; 0: never.
+            keep_alive_s: seconds without an event after which a stream gets a comment; 0: never.
         """
         super().__init__(status_code=200)
         self._generation = generation
         self._writer = writer
         self._more_headers = headers or {}
         self._keep_alive_s = keep_alive_s
+        self._unread = unread.reader(self._on_slow_reader)
+        self._buffer: list[bytes] = []
+        self._wake = asyncio.Event()
+        self._connection: BodyWriter | None = None
+        self._opened = False
         self._began = False
+        self._waits = False
+        """Whether the response's task waits, so that bytes may overtake it."""
+        self._ended = False
+        self._error: Exception | None = None
+        self._idle: IdleWatch | None = None
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        """Encodes deltas in the writer's form."""
+        write = self._writer.write
+        if self._opened and len(deltas) == 1:
+            return write(deltas[0])
+        return self._opening() + b"".join(map(write, deltas))
+
+    def put(self, part: bytes) -> None:
+        """Writes the next bytes of a stream."""
+        if self._waits and self._connection is not None and self._connection.is_ready():
+            if part:
+                self._connection.write(part)
+                if self._idle is not None:
+                    self._idle.wrote()
+            return
+        if not self._writer.streams:
+            return
+        self._buffer.append(part)
+        self._unread.add(len(part))
+        self._wake.set()
+
+    def end(self, error: TriptychError | None) -> None:
+        """Ends the answer, with ``error`` if it failed."""
+        self._ended, self._error = True, error
+        self._wake.set()
+
+    def _on_slow_reader(self, error: TriptychError) -> None:
+        self._buffer.clear()
+        self._generation.fail(error)
+
+    def _keep_alive(self) -> None:
+        self.put(self._opening() + self._writer.keep_alive())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the stream to its end."""
+        """Answers until the generation ends or the client disconnects."""
         generation = self._generation
         with generation, noted(scope, generation):
             async with ends_with_client(receive, generation):
-                idle = self._idle_watch(send) if self._keep_alive_s else None
+                self._connection = BodyWriter.of(scope)
+                if self._keep_alive_s and self._writer.streams:
+                    self._idle = IdleWatch(self._keep_alive_s, self._keep_alive)
                 try:
-                    await self._run(scope, send, idle)
+                    await self._run(scope, send)
                 finally:
-                    if idle is not None:
-                        idle.stop()
+                    self._unread.close()
+                    if self._idle is not None:
+                        self._idle.stop()
 
-    async def _run(self, scope: Scope, send: Send, idle: IdleWatch | None) -> None:
-        generation, writer = self._generation, self._writer
+    async def _run(self, scope: Scope, send: Send) -> None:
         try:
-            deltas = await generation.deltas()
-            await self._begin(send)
-            self._write_at_once(scope, idle)
-            while deltas:
-                if body := await self._encode(deltas):
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-                    if idle is not None:
-                        idle.wrote()
-                deltas = await generation.deltas()
-            last = writer.end(generation.usage)
+            self._generation.start(self)
+            while not self._ended or self._buffer:
+                await self._send_buffer(send)
+                self._waits = self._began and not self._buffer
+                if not (self._ended or self._buffer):
+                    await self._wake.wait()
+                self._waits = False
+                self._wake.clear()
+            if self._error is not None:
+                raise self._error
+            last = await self._generation.worker.finish(self._writer.effort(), self._last)
+            await self._begin(send, len(last))
         except ClientGone:
             if not self._began:
                 raise
@@ -205,46 +292,34 @@ class EventStream(Response):
                 raise
             seen = as_stream_error(error)
             note_error(scope, seen)
-            last = writer.error(seen)
+            last = self._writer.error(seen)
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _begin(self, send: Send) -> None:
-        """Sends the status line, and the events before the first delta, unless they have been sent."""
+    def _last(self) -> bytes:
+        return self._opening() + self._writer.end(self._generation.usage)
+
+    def _opening(self) -> bytes:
+        """Returns the events before the first delta, once."""
+        if self._opened:
+            return b""
+        self._opened = True
+        return self._writer.begin()
+
+    async def _begin(self, send: Send, size: int) -> None:
+        """Sends the status line, unless it has been sent."""
         if self._began:
             return
-        headers = [*STREAM_HEADERS, *encoded(self._more_headers)]
+        headers = [*self._writer.headers(size), *encoded(self._more_headers)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         self._began = True
-        if begin := self._writer.begin():
-            await send({"type": "http.response.body", "body": begin, "more_body": True})
 
-    def _idle_watch(self, send: Send) -> IdleWatch:
-        async def keep_alive() -> None:
-            await self._begin(send)
-            await send({"type": "http.response.body", "body": self._writer.keep_alive(), "more_body": True})
-
-        return IdleWatch(self._keep_alive_s, lambda: self._generation.interrupt(keep_alive))
-
-    def _write_at_once(self, scope: Scope, idle: IdleWatch | None) -> None:
-        """Lets plain tokens go straight to the connection from now on."""
-        connection = BodyWriter.of(scope)
-        if connection is None:
+    async def _send_buffer(self, send: Send) -> None:
+        if not self._buffer:
             return
-        encode = self._writer.write
-        write = connection.write if idle is None else idle.noting(connection.write)
-
-        def on_delta(delta: Delta) -> None:
-            if body := encode(delta):
-                write(body)
-
-        self._generation.stream_to(connection.is_ready, on_delta)
-
-    async def _encode(self, deltas: list[Delta]) -> bytes:
-        if not self._generation.reports_prompts:
-            return self._encoded(deltas)
-        # The reports of a long prompt are megabytes: they are encoded in a thread.
-        size = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
-        return await self._generation.worker.finish(size, lambda: self._encoded(deltas))
-
-    def _encoded(self, deltas: list[Delta]) -> bytes:
-        return b"".join(map(self._writer.write, deltas))
+        await self._begin(send, 0)
+        parts, self._buffer = self._buffer, []
+        if body := b"".join(parts):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._unread.remove(len(body))
+            if self._idle is not None:
+                self._idle.wrote()

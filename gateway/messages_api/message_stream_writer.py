@@ -9,7 +9,7 @@ from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.delta_reader import DeltaReader
 from gateway.answers.generation import Usage
 from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import StreamWriter
+from gateway.answers.streaming import ResponseWriter
 from gateway.messages_api.answer_body import (
     StopReason,
     input_of,
@@ -36,7 +36,7 @@ def error_event(error: TriptychError) -> bytes:
     return encode_event("error", **error_body(error))
 
 
-class MessageStreamWriter(StreamWriter):
+class MessageStreamWriter(ResponseWriter):
     """Writes the blocks of one message. One is open at a time."""
 
     def __init__(

@@ -9,7 +9,7 @@ from gateway.answers.delta_reader import DeltaReader
 from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import StreamWriter
+from gateway.answers.streaming import ResponseWriter
 from gateway.parsers.events import CallRevoked, CallStart, Event, Text
 from gateway.responses_api.answer_body import ResponseObject, error_event
 from gateway.responses_api.output_items import CustomCallItem, MessageItem, OutputItem, Status
@@ -17,7 +17,7 @@ from gateway.schemas.answers import ChatToken
 from protos.errors import TriptychError
 
 
-class ResponseStreamWriter(StreamWriter):
+class ResponseStreamWriter(ResponseWriter):
     """Writes typed, numbered events; there is no terminator after the last one."""
 
     def __init__(self, response: ResponseObject, reader: DeltaReader | None, reporter: Reporter) -> None:

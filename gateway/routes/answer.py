@@ -12,7 +12,7 @@ from gateway.answers.chunks import Chunks, ChunkWriter
 from gateway.answers.generation import Generation, Timing, Usage
 from gateway.answers.logprobs import Reporter
 from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import EventStream, StreamWriter, collect
+from gateway.answers.streaming import Answer, CollectedWriter, ResponseWriter
 from gateway.auth.identity import account_of
 from gateway.auth.rate_limits import charge
 from gateway.chat_prompts import ChatInput
@@ -97,7 +97,7 @@ class AnswerFormat(NamedTuple):
     """How one endpoint writes its answers."""
 
     id_prefix: str
-    stream: Callable[[StreamStart], StreamWriter]
+    stream: Callable[[StreamStart], ResponseWriter]
     """Makes the writer of a streamed answer."""
     body: Callable[[str, int, str, list[Delta], CollectedExtras], bytes]
     """Encodes a collected answer from its id, time of creation, model, whole texts and extras."""
@@ -219,18 +219,18 @@ async def respond(
         start = StreamStart(
             answer_id, created, model, reporter, lambda: generation.usage, fingerprint, prompt_of
         )
-        idle_s = context.settings.sse_keep_alive_interval
-        return EventStream(generation, form.stream(start), form.headers, keep_alive_s=idle_s)
-    ends = await collect(generation, request.scope, request.receive)
+        writer = form.stream(start)
+    else:
 
-    def encode() -> bytes:
-        prompt_logprobs = _prompt_logprobs(body, generation, reporter)
-        ids = prompts if body.return_token_ids else None
-        extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n, fingerprint, ids)
-        return form.body(answer_id, created, model, ends, extras)
+        def encode(ends: list[Delta]) -> bytes:
+            prompt_logprobs = _prompt_logprobs(body, generation, reporter)
+            ids = prompts if body.return_token_ids else None
+            extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n, fingerprint, ids)
+            return form.body(answer_id, created, model, ends, extras)
 
-    content = await context.text_worker.finish(_effort(body, generation, ends), encode)
-    return Response(content, headers=form.headers, media_type="application/json")
+        writer = CollectedWriter(len(generation.sequences), encode, lambda: _prompt_effort(body, generation))
+    idle_s = context.settings.sse_keep_alive_interval
+    return Answer(generation, writer, context.unread, form.headers, keep_alive_s=idle_s)
 
 
 async def _begin(
@@ -284,15 +284,11 @@ def _prompt_logprobs(
     return [reporter.prompt(prompt.token_ids, prompt.logprobs, count) for prompt in generation.prompts]
 
 
-def _effort(body: SamplingRequest, generation: Generation, ends: Sequence[Delta]) -> int:
-    """Estimates the work of encoding a collected answer: its characters, plus its log-probabilities."""
-    chars = sum(len(end.text) for end in ends)
-    reported = sum(len(end.tokens) for end in ends) * (1 + (body.num_logprobs or 0))
-    reported += sum(len(end.token_ids) for end in ends)
+def _prompt_effort(body: SamplingRequest, generation: Generation) -> int:
+    """Estimates the work of encoding the log-probabilities of prompts."""
     if body.prompt_logprobs is None:
-        return chars + reported
-    prompt_tokens = sum(len(prompt.token_ids) for prompt in generation.prompts)
-    return chars + reported + prompt_tokens * (1 + body.prompt_logprobs)
+        return 0
+    return sum(len(prompt.token_ids) for prompt in generation.prompts) * (1 + body.prompt_logprobs)
 
 
 def unique_wire_id(request: Request) -> str:

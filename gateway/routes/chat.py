@@ -12,7 +12,7 @@ from gateway.answers.answer_reader import CollectedMessage, finish_reason
 from gateway.answers.chat_stream_writer import ChatStreamWriter
 from gateway.answers.chunks import ChatChunks, last_error
 from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import StreamWriter
+from gateway.answers.streaming import ResponseWriter
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond_to_chat
 from gateway.routes.context import context_of
 from gateway.routes.openapi import api_router, documented, event_stream
@@ -43,7 +43,7 @@ def _format(body: ChatCompletionRequest, plan: AnswerPlan) -> AnswerFormat:
     return AnswerFormat("chatcmpl-", partial(_stream, body, plan), partial(_collected_body, plan))
 
 
-def _stream(body: ChatCompletionRequest, plan: AnswerPlan, start: StreamStart) -> StreamWriter:
+def _stream(body: ChatCompletionRequest, plan: AnswerPlan, start: StreamStart) -> ResponseWriter:
     chunks = ChatChunks(
         *start[:3],
         with_usage=body.include_usage,

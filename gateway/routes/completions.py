@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from gateway.answers.chunks import CompletionChunks, last_error
 from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import StreamWriter
+from gateway.answers.streaming import ResponseWriter
 from gateway.routes.answer import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond
 from gateway.routes.context import context_of, generating_model
 from gateway.routes.openapi import api_router, documented, event_stream
@@ -89,7 +89,7 @@ def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
         )
 
 
-def _stream(body: CompletionRequest, start: StreamStart) -> StreamWriter:
+def _stream(body: CompletionRequest, start: StreamStart) -> ResponseWriter:
     chunks = CompletionChunks(
         *start[:3],
         with_usage=body.include_usage,

@@ -18,6 +18,7 @@ from gateway.settings import Settings
 from gateway.shared_metrics import SharedMetrics
 from gateway.text.tokenization import TextWorker
 from protos.logs import get_logger
+from protos.overload.unread import UnreadLimits
 from protos.triptych.v1.inference_pb2 import LoraInfo
 
 M = TypeVar("M", bound=RequestModel)
@@ -31,6 +32,8 @@ class Context:
     client: InferenceClient
     watcher: ServedModelWatcher
     metrics: Metrics
+    unread: UnreadLimits
+    """Bytes of answers not yet read by clients."""
     text_worker: TextWorker
     chat_encoder: ChatEncoder
     keys: KeyStore

@@ -15,12 +15,11 @@ import grpc.aio
 
 from gateway.scheduler_link.connection import Connection
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.pending_request import RequestGroup
+from gateway.scheduler_link.pending_request import Subscription
 from gateway.scheduler_link.pool_calls import pool_all
-from gateway.scheduler_link.request_table import Outbox, RequestTable
+from gateway.scheduler_link.request_table import InFlightRequests, Outbox
 from gateway.scheduler_link.tokenizer_download import download_tokenizer
 from protos.errors import TriptychError, Unavailable, from_rpc_error
-from protos.overload.unread import UnreadLimits
 from protos.security.links import PLAIN, LinkSecurity
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -48,8 +47,6 @@ class InferenceClient:
 
     parking: Parking
     """The new requests that wait for a scheduler with a ready worker."""
-    unread: UnreadLimits
-    """What waits for HTTP clients."""
 
     def __init__(
         self,
@@ -58,7 +55,6 @@ class InferenceClient:
         resume_timeout_s: float = 60.0,
         call_timeout_s: float = 5.0,
         parking: Parking | None = None,
-        unread: UnreadLimits | None = None,
         security: LinkSecurity = PLAIN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,7 +65,6 @@ class InferenceClient:
             resume_timeout_s: how long running requests wait for a lost scheduler.
             call_timeout_s: deadline of unary calls.
             parking: the places of new requests that wait for a scheduler; ``None``: as many as by default.
-            unread: bounds what waits for HTTP clients; ``None``: as by default.
             security: how the connection is protected.
             clock: monotonic seconds.
         """
@@ -80,8 +75,7 @@ class InferenceClient:
         self._clock = clock
         self._outbox = Outbox()
         self.parking = parking if parking is not None else Parking()
-        self._table = RequestTable(self._outbox, self.parking, resume_timeout_s, unread)
-        self.unread = self._table.unread
+        self._table = InFlightRequests(self._outbox, self.parking, resume_timeout_s)
         self._connection = Connection(address, self._outbox, self._table, clock)
         self._task: asyncio.Task[None] | None = None
         self._channel: grpc.aio.Channel
@@ -112,7 +106,7 @@ class InferenceClient:
         """Requests that have not finished, parked ones included."""
         return len(self._table)
 
-    def submit(self, requests: Sequence[inference.GenerateRequest]) -> RequestGroup:
+    def submit(self, requests: Sequence[inference.GenerateRequest]) -> Subscription:
         """Sends requests whose events one reader receives together.
 
         While no scheduler is connected, or the scheduler has no ready worker, the requests are parked.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import grpc.aio
 
 from gateway.scheduler_link.jitter import jittered
-from gateway.scheduler_link.request_table import Outbox, RequestTable
+from gateway.scheduler_link.request_table import InFlightRequests, Outbox
 from protos import wire
 from protos.errors import (
     SchemaMismatch,
@@ -51,7 +51,7 @@ class Connection:
         self,
         address: str,
         outbox: Outbox,
-        table: RequestTable,
+        table: InFlightRequests,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares the connection; :meth:`run` opens it.

@@ -1,13 +1,14 @@
-"""Requests under way on the Connect stream, and the groups that receive their events."""
+"""Requests under way on the Connect stream, and the subscriptions that receive their events."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol, Self
 
+from gateway.http.errors import internal
 from protos.errors import Internal, TriptychError
 from protos.limits import MAX_REQUEST_ID_BYTES
-from protos.overload.unread import UnreadLimits
+from protos.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -16,9 +17,6 @@ MAX_REQUEST_ID: Final = MAX_REQUEST_ID_BYTES - 16
 
 # The largest age that the schema allows: a week.
 _LONGEST_AGE_MS: Final = 7 * 24 * 3600 * 1000
-
-# Plain tokens that are counted as unread at a time; counting each would cost as much as handing it out.
-_COUNTED_TOGETHER: Final = 64
 
 
 class SequenceEvent(NamedTuple):
@@ -68,7 +66,6 @@ class PendingRequest:
         "deadline",
         "ended",
         "first_index",
-        "group",
         "handles",
         "held_events",
         "n",
@@ -77,14 +74,15 @@ class PendingRequest:
         "received",
         "request",
         "retry",
+        "subscription",
     )
 
     request: inference.GenerateRequest
     """The request as it was last sent."""
-    group: "RequestGroup"
+    subscription: "Subscription"
     """Receives the events."""
     first_index: int
-    """The number of its first sequence in the group."""
+    """The number of its first sequence in the subscription."""
     n: int
     """How many sequences it has."""
     received: list[list[int]]
@@ -95,9 +93,9 @@ class PendingRequest:
     """Log-probabilities of the prompt's tokens but the first, as far as they have arrived."""
     handles: dict[int, int]
     """What stands for each sequence on the open stream, by sequence."""
-    held_events: list[tuple[int, SequenceEvent]]
+    held_events: list[tuple[int, SequenceEvent | int]]
     """Events that arrived before the prompt's log-probabilities were complete, each with its sequence's
-    number in the group."""
+    number in the subscription."""
     accepted: bool
     """Whether a scheduler has taken it: after further errors it then waits instead of failing."""
     deadline: asyncio.TimerHandle | None
@@ -107,9 +105,11 @@ class PendingRequest:
     retry: asyncio.TimerHandle | None
     """Runs until a refused request is sent again."""
 
-    def __init__(self, request: inference.GenerateRequest, group: "RequestGroup", first_index: int) -> None:
+    def __init__(
+        self, request: inference.GenerateRequest, subscription: "Subscription", first_index: int
+    ) -> None:
         self.request = request
-        self.group = group
+        self.subscription = subscription
         self.first_index = first_index
         self.n = request.n or 1
         self.received = [[] for _ in range(self.n)]
@@ -233,33 +233,37 @@ def _age_ms(seconds: float) -> int:
     return min(int(1000 * seconds), _LONGEST_AGE_MS)
 
 
-def _weight(event: SequenceEvent) -> int:
-    """Returns the tokens of an event, at least 1, and its log-probabilities."""
-    return max(1, len(event.token_ids)) + sum(1 + len(entry.top_token_ids) for entry in event.logprobs)
+class Receiver(Protocol):
+    """Takes the events of a subscription as they arrive."""
+
+    def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+        """Takes events in order, each with its sequence's number; a plain token comes as its id."""
+
+    def end(self, error: TriptychError) -> None:
+        """Takes the error that ends the requests, after all earlier events."""
 
 
-class RequestGroup:
-    """Requests that were submitted together, and their events for one reader.
+class Subscription:
+    """Requests submitted together, and the receiver of their events.
 
-    Sequences are numbered across the group, in the order of the requests.
+    Sequences are numbered across the requests, in their order. Events are pushed: a receiver runs within the
+    delivery of a step, so it must not block.
     """
 
     requests: list[PendingRequest]
-    """The group's requests, in the order in which they were given."""
+    """The requests, in the order given."""
 
     def __init__(
         self,
         requests: Sequence[inference.GenerateRequest],
         abort: Callable[[PendingRequest, int | None], None],
-        limits: UnreadLimits,
     ) -> None:
-        """Creates a group without events.
+        """Creates a subscription without a receiver.
 
         Args:
             requests: the requests to send.
             abort: drops a request, or one of its sequences, here and at the scheduler; does nothing for
                 finished ones.
-            limits: bounds the events that may wait for the reader.
         """
         self.requests = []
         self._sequences: list[tuple[PendingRequest, int]] = []
@@ -268,139 +272,74 @@ class RequestGroup:
             self.requests.append(pending)
             self._sequences += [(pending, sequence) for sequence in range(pending.n)]
         self._abort = abort
-        self._unread = limits.reader(self._on_slow_reader)
-        self._num_taken = 0
-        # The number of waiting events with which the next plain tokens are counted.
-        self._next_count = _COUNTED_TOGETHER
         self._unfinished = set(range(len(self._sequences)))
-        self._may_hold = not all(pending.prompt_complete for pending in self.requests)
-        # A plain token becomes an event when it is taken, so that a step's tokens are handed out quickly.
+        self._awaits_prompts = not all(pending.prompt_complete for pending in self.requests)
         self._events: list[tuple[int, SequenceEvent | int]] = []
+        self._receiver: Receiver | None = None
         self._error: TriptychError | None = None
-        self._listener: Callable[[int, int], bool] | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._interruption: Callable[[], Awaitable[None]] | None = None
 
-    async def take(self) -> list[tuple[int, SequenceEvent]]:
-        """Waits for events and returns all there are, each with its sequence's number.
-
-        Returns an empty list once all sequences have finished.
-
-        Raises:
-            TriptychError: if a request failed; the others of the group have been aborted.
-            Overloaded: if the reader came too late, and too many events waited. They are gone.
-        """
-        self._next_count = _COUNTED_TOGETHER
-        self._unread.remove(self._num_taken)
-        self._num_taken = 0
-        while not self._events and self._error is None and self._unfinished:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-            self._waiter = None
-            if self._interruption is not None:
-                call, self._interruption = self._interruption, None
-                await call()
-        if self._events:
-            events, self._events = self._events, []
-            self._num_taken = self._unread.num
-            self._next_count = _COUNTED_TOGETHER
-            return [
-                (index, SequenceEvent((event,)) if isinstance(event, int) else event)
-                for index, event in events
-            ]
+    def attach(self, receiver: Receiver) -> None:
+        """Pushes all events, past and future, to ``receiver``."""
+        self._receiver = receiver
+        self.flush()
         if self._error is not None:
-            raise self._error
-        if any(pending.held_events for pending in self.requests):
-            raise Internal("the scheduler ended a request before it sent all log-probabilities of its prompt")
-        return []
+            receiver.end(self._error)
 
-    def listen(self, listener: Callable[[int, int], bool]) -> None:
-        """Hands plain tokens to ``listener`` while the reader waits, without waking it.
+    def push(self, index: int, event: SequenceEvent | int, *, hold: bool = False) -> None:
+        """Pushes an event of sequence ``index``, or a plain token.
+
+        Events wait until all log-probabilities of their prompt have arrived, with which an answer begins.
 
         Args:
-            listener: gets a sequence's number and its token; returns whether it has taken the token. The
-                reader gets the others, and all further events.
+            index: the sequence's number.
+            event: the event, or a token's id.
+            hold: keep the event for the next :meth:`flush`, which must follow soon.
         """
-        self._listener = listener
-
-    def interrupt(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Lets the reader await ``call`` before it waits on. Does nothing if it does not wait."""
-        if self._waiter is not None:
-            self._interruption = call
-            self.wake()
-
-    def put_token(self, index: int, token_id: int) -> None:
-        """Adds one token of sequence ``index``: the most frequent event, with nothing but a token."""
-        if self._may_hold:
-            self.put(index, SequenceEvent((token_id,)))
-            return
-        if (
-            self._listener is not None
-            and self._waiter is not None
-            and not self._events
-            and self._listener(index, token_id)
-        ):
-            return
-        self.hold_token(index, token_id)
-        self.wake()
-
-    def hold_token(self, index: int, token_id: int) -> None:
-        """Adds a token as :meth:`put_token` does, but wakes no reader; :meth:`wake` must follow soon."""
-        if self._may_hold:
-            self.put(index, SequenceEvent((token_id,)))
-            return
-        self._events.append((index, token_id))
-        if self._waiter is None and len(self._events) >= self._next_count:
-            self._next_count += _COUNTED_TOGETHER
-            self._unread.add(_COUNTED_TOGETHER)
-
-    def put(self, index: int, event: SequenceEvent) -> None:
-        """Adds an event of sequence ``index``.
-
-        Events wait until all log-probabilities of their prompt have arrived, so that readers know them before
-        an answer begins.
-        """
-        if event.finish_reason:
+        if not isinstance(event, int) and event.finish_reason:
             self._unfinished.discard(index)
-        pending, _ = self._sequences[index]
-        if pending.prompt_complete:
-            if pending.held_events:
-                self._events += pending.held_events
-                pending.held_events.clear()
-            self._events.append((index, event))
-            if self._waiter is None:
-                self._next_count += 1
-                self._unread.add(_weight(event))
-        else:
+        if self._awaits_prompts:
+            pending, _ = self._sequences[index]
             pending.held_events.append((index, event))
-        self.wake()
+            if not pending.prompt_complete:
+                if not self._unfinished:
+                    self.fail(
+                        Internal("the scheduler ended a request without all log-probabilities of its prompt")
+                    )
+                return
+            self._events += pending.held_events
+            pending.held_events.clear()
+        else:
+            self._events.append((index, event))
+        if not hold:
+            self.flush()
+
+    def flush(self) -> None:
+        """Pushes the events held."""
+        if self._receiver is None or not self._events:
+            return
+        events, self._events = self._events, []
+        try:
+            self._receiver.receive(events)
+        except Exception as error:  # noqa: BLE001 - other requests of the step must go on, whatever the bug
+            get_logger().exception("an event could not be received")
+            self.fail(internal(error))
 
     def fail(self, error: TriptychError) -> None:
-        """Ends the group with ``error``.
-
-        Earlier events are still delivered, unless they wait for their prompt.
-        """
+        """Ends the requests with ``error``, after the events that do not wait for their prompt."""
         self.abort()
-        if self._error is None:
-            self._error = error
-        self.wake()
-
-    def _on_slow_reader(self, error: TriptychError) -> None:
-        self._events.clear()
-        self.fail(error)
+        if self._error is not None:
+            return
+        self._error = error
+        self.flush()
+        if self._receiver is not None:
+            self._receiver.end(error)
 
     def abort(self) -> None:
-        """Drops all requests that have not finished; they deliver no further events."""
-        self._unread.close()
+        """Drops all unfinished requests; they deliver no further events."""
         for pending in self.requests:
             self._abort(pending, None)
 
     def finish(self, index: int) -> None:
-        """Aborts sequence ``index`` and counts it as finished: its reader found a stop string."""
+        """Aborts sequence ``index`` and counts it as finished: its receiver found a stop string."""
         self._unfinished.discard(index)
         self._abort(*self._sequences[index])
-
-    def wake(self) -> None:
-        """Wakes the reader if it waits."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -10,9 +10,8 @@ from typing import Final
 
 from gateway.scheduler_link.jitter import jittered
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, SequenceEvent
+from gateway.scheduler_link.pending_request import PendingRequest, SequenceEvent, Subscription
 from protos.errors import Aborted, InvalidArgument, Overloaded, TriptychError, Unavailable, from_proto
-from protos.overload.unread import UnreadLimits
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.wire import MAX_MESSAGE_BYTES
@@ -64,61 +63,48 @@ _HOLD_S: Final = 0.02
 _MAX_REQUEST_BYTES: Final = MAX_MESSAGE_BYTES - 1024
 
 
-def unread_limits(per_answer: int = 1 << 16, total: int = 1 << 20) -> UnreadLimits:
-    """Returns the bounds on tokens that wait for HTTP clients: of one answer, and of all together."""
-    flags = ("--max-unread-tokens-per-answer", "--max-unread-answer-tokens")
-    return UnreadLimits(per_reader=per_answer, total=total, flags=flags)
-
-
-class RequestTable:
+class InFlightRequests:
     """The requests of this process that have not finished."""
 
-    unread: UnreadLimits
-    """What waits for HTTP clients."""
-
-    def __init__(
-        self, outbox: Outbox, parking: Parking, resume_timeout_s: float, unread: UnreadLimits | None = None
-    ) -> None:
+    def __init__(self, outbox: Outbox, parking: Parking, resume_timeout_s: float) -> None:
         """Creates an empty table.
 
         Args:
             outbox: takes messages for the scheduler.
             parking: the places of new requests that wait for a scheduler with a ready worker.
             resume_timeout_s: how long an interrupted request waits for a scheduler before it fails.
-            unread: bounds what waits for HTTP clients; ``None``: as by default.
         """
-        self.unread = unread or unread_limits()
         self._outbox = outbox
         self._parking = parking
         self._resume_timeout_s = resume_timeout_s
         self._pending: dict[str, PendingRequest] = {}
-        # While tokens wait for one another: the groups that have some, and the timer that ends it.
-        self._holding: set[RequestGroup] = set()
+        # While tokens wait for one another: the subscriptions that have some, and the timer that ends it.
+        self._holding: set[Subscription] = set()
         self._release: asyncio.TimerHandle | None = None
-        # By handle on the open stream: the received tokens of a sequence, its group, and its number there.
-        self._by_handle: dict[int, tuple[list[int], RequestGroup, int]] = {}
+        # By handle on the open stream: the received tokens of a sequence, its subscription, its number.
+        self._by_handle: dict[int, tuple[list[int], Subscription, int]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def submit(self, requests: Sequence[inference.GenerateRequest]) -> RequestGroup:
-        """Sends ``requests``; the group that it returns receives their events.
+    def submit(self, requests: Sequence[inference.GenerateRequest]) -> Subscription:
+        """Sends ``requests``; the subscription receives their events.
 
         While no stream is open, the requests are parked; the caller has made sure that there is room.
         """
-        group = RequestGroup(requests, self.abort, self.unread)
+        subscription = Subscription(requests, self.abort)
         park_until = asyncio.get_running_loop().time() + self._parking.timeout_s
-        for pending in group.requests:
+        for pending in subscription.requests:
             pending.park_until = park_until
             if not self._outbox.is_open and self._parking.enter(pending):
                 self._mark_lost(pending)
             self._send(pending)
-        return group
+        return subscription
 
     def fail_all(self, error: TriptychError) -> None:
         """Ends every request with ``error``."""
         for pending in list(self._pending.values()):
-            pending.group.fail(error)
+            pending.subscription.fail(error)
 
     def _on_accepted(self, pending: PendingRequest) -> None:
         """Frees the request's place: from now on it is as safe as a running one."""
@@ -130,7 +116,7 @@ class RequestTable:
         self._pending[pending.wire_id] = pending
         if pending.request.ByteSize() > _MAX_REQUEST_BYTES:
             # The transport would refuse the message, and break the stream of all requests.
-            pending.group.fail(
+            pending.subscription.fail(
                 InvalidArgument(
                     "the request, with the tokens generated so far, exceeds what one message holds; "
                     "send a shorter prompt or a smaller n"
@@ -159,13 +145,11 @@ class RequestTable:
             found = by_handle.get(handle)
             if found is None:
                 continue  # aborted here; the abort is still on its way
-            received, group, index = found
+            received, subscription, index = found
             received.append(token_id)
+            subscription.push(index, token_id, hold=holding)
             if holding:
-                group.hold_token(index, token_id)
-                self._holding.add(group)
-            else:
-                group.put_token(index, token_id)
+                self._holding.add(subscription)
         for part in response.events:
             pending = self._pending.get(part.request_id)
             if pending is not None:
@@ -177,8 +161,8 @@ class RequestTable:
     def _release_tokens(self) -> None:
         self._release = None
         holding, self._holding = self._holding, set()
-        for group in holding:
-            group.wake()
+        for subscription in holding:
+            subscription.flush()
 
     def _deliver_event(self, pending: PendingRequest, event: inference.GenerateEvent) -> None:
         if event.HasField("error"):
@@ -193,16 +177,16 @@ class RequestTable:
             return  # for the next scheduler, not for the client
         index = pending.first_index + event.sequence
         if event.handle:
-            self._by_handle[event.handle] = (pending.received[event.sequence], pending.group, index)
+            self._by_handle[event.handle] = (pending.received[event.sequence], pending.subscription, index)
             pending.handles[event.sequence] = event.handle
         if event.finish_reason:
             self._drop_handle(pending, event.sequence)
             if pending.finished:
                 self._forget(pending)
             if event.finish_reason == pb.FINISH_REASON_ABORT:
-                pending.group.fail(Aborted("the request was aborted at the scheduler"))
+                pending.subscription.fail(Aborted("the request was aborted at the scheduler"))
                 return
-        pending.group.put(index, SequenceEvent.of(event))
+        pending.subscription.push(index, SequenceEvent.of(event))
 
     def _drop_handle(self, pending: PendingRequest, sequence: int) -> None:
         handle = pending.handles.pop(sequence, None)
@@ -223,7 +207,7 @@ class RequestTable:
             pending.retry = later(jittered(pause), self._retry, pending)
         else:
             self._forget(pending)
-            pending.group.fail(error)
+            pending.subscription.fail(error)
 
     def _may_wait(self, pending: PendingRequest, error: TriptychError) -> bool:
         """Returns whether a request that was refused or failed is sent again later.
@@ -276,7 +260,7 @@ class RequestTable:
         pending.deadline = loop.call_at(until, self._give_up, pending)
 
     def _give_up(self, pending: PendingRequest) -> None:
-        pending.group.fail(
+        pending.subscription.fail(
             self._parking.expired()
             if pending in self._parking
             else Unavailable(

@@ -27,19 +27,21 @@ class UnreadLimits:
     num_ended: int
     """Readers that were ended because they were too slow."""
 
-    def __init__(self, *, per_reader: int, total: int, flags: tuple[str, str]) -> None:
+    def __init__(self, *, per_reader: int, total: int, flags: tuple[str, str], unit: str = "tokens") -> None:
         """Starts without readers.
 
         Args:
             per_reader: tokens that may wait for one reader.
             total: tokens that may wait for all readers. The slowest reader is ended when there are more.
             flags: the settings' flags, for errors.
+            unit: the unit of all counts.
         """
         self.num_tokens = 0
         self.num_ended = 0
         self.per_reader = per_reader
         self.total = total
         self._flags = flags
+        self._unit = unit
         self.behind = set()
 
     def reader(self, on_end: Callable[[TriptychError], None]) -> "UnreadTokens":
@@ -53,10 +55,10 @@ class UnreadLimits:
     def check(self, last: "UnreadTokens") -> None:
         """Ends a reader if a bound is exceeded, given the one whose count has grown."""
         if last.num > self.per_reader:
-            self._end(last, f"more than {self.per_reader} tokens of it wait", self._flags[0])
+            self._end(last, f"more than {self.per_reader} {self._unit} of it wait", self._flags[0])
         elif self.num_tokens > self.total:
             slowest = max(self.behind, key=lambda reader: reader.num)
-            detail = f"{slowest.num} tokens of it and {self.num_tokens} of all clients wait"
+            detail = f"{slowest.num} {self._unit} of it and {self.num_tokens} of all clients wait"
             self._end(slowest, detail, self._flags[1])
 
     def _end(self, reader: "UnreadTokens", detail: str, flag: str) -> None:

@@ -30,7 +30,7 @@ from typing import Final, Protocol
 import structlog
 
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.request_table import Outbox, RequestTable
+from gateway.scheduler_link.request_table import InFlightRequests, Outbox
 from protos.errors import Unavailable
 from protos.kv_groups import GroupKind
 from protos.overload.unread import UnreadLimits
@@ -51,6 +51,7 @@ from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import decode_buckets
 from scheduler_svc.shapes.geometry import Geometry, KvGroup
 from tests.bench.support.report import report
+from tests.support.gateway.event_reader import EventReader
 from tests.support.scheduler import vllm_peer
 
 SIZES: Final = (1, 32, 128, 512, 1024)
@@ -273,14 +274,14 @@ def mixed(num_requests: int) -> tuple[float, float]:
 
 def stream(steps: int) -> tuple[float, float]:
     """Returns the median microseconds in which a step's tokens are encoded and decoded, without gRPC."""
-    table = RequestTable(Outbox(), Parking(0, 0.0), 60.0)
+    table = InFlightRequests(Outbox(), Parking(0, 0.0), 60.0)
     encoder, encode_us, decode_us = ConnectEncoder(), [], []
 
     async def run() -> None:
         group_of_one = [
             inference_pb2.GenerateRequest(request_id=f"request-{row}") for row in range(STREAM_ROWS)
         ]
-        groups = [table.submit([request]) for request in group_of_one]
+        groups = [EventReader(table.submit([request])) for request in group_of_one]
         ids = [request.request_id for request in group_of_one]
         for message in encoder.encode([Event(name, (7,), first=True) for name in ids]):
             table.deliver(message)

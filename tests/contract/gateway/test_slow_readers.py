@@ -63,22 +63,22 @@ async def metrics_of(gateway: Gateway) -> bytes:
 async def test_an_answer_that_is_not_read_ends() -> None:
     """Its request is aborted, long before --write-timeout-s; the client finds the error when it reads on."""
     async with (
-        stack(max_unread_tokens_per_answer=5000) as (scheduler, gateway),
+        stack(max_unread_answer_bytes=500_000) as (scheduler, gateway),
         asked(gateway, 9_000_000) as answer,
     ):
         await scheduler.until(lambda: len(scheduler.aborted) == 1)
         text = await rest(answer)
-        assert b"--max-unread-tokens-per-answer" in text
+        assert b"--max-unread-answer-bytes" in text
         assert gateway.client.num_pending == 0
         metrics = await metrics_of(gateway)
         assert b"triptych:gateway_slow_readers_total 1.0" in metrics
-        assert b"triptych:gateway_unread_tokens 0.0" in metrics
+        assert b"triptych:gateway_unread_bytes 0.0" in metrics
 
 
 async def test_a_client_that_reads_gets_more_than_may_wait() -> None:
     """Only what waits is bounded."""
     async with (
-        stack(max_unread_tokens_per_answer=5000) as (scheduler, gateway),
+        stack(max_unread_answer_bytes=500_000) as (scheduler, gateway),
         asked(gateway, 20_000, reads=True) as answer,
     ):
         scheduler.step_s = 0.02
@@ -87,10 +87,10 @@ async def test_a_client_that_reads_gets_more_than_may_wait() -> None:
 
 
 async def test_too_much_for_all_clients_ends_the_slowest_answer() -> None:
-    """The answer with the most unread tokens ends; the other one goes on."""
-    async with stack(max_unread_answer_tokens=5000) as (scheduler, gateway), asked(gateway, 400) as other:
+    """The answer with the most unread bytes ends; the other one goes on."""
+    async with stack(max_unread_answer_bytes=500_000) as (scheduler, gateway), asked(gateway, 400) as other:
         await scheduler.until(lambda: len(scheduler.requests) == 1)
         async with asked(gateway, 9_000_000) as slow:
             await scheduler.until(lambda: len(scheduler.aborted) == 1)
-            assert b"--max-unread-answer-tokens" in await rest(slow)
+            assert b"--max-unread-answer-bytes" in await rest(slow)
         assert b"[DONE]" in await rest(other)

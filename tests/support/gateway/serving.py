@@ -20,7 +20,6 @@ from gateway.app import create_app
 from gateway.http.listeners import listen
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.request_table import unread_limits
 from gateway.settings import Settings
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from worker_svc.model_files import demo_models as models
@@ -133,7 +132,6 @@ async def running_gateway(
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
         parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
-        unread=unread_limits(settings.max_unread_tokens_per_answer, settings.max_unread_answer_tokens),
     )
     app = create_app(settings, client)
     listener = listen("127.0.0.1", 0)

@@ -3,13 +3,19 @@
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from gateway.metrics import _INTER_TOKEN, Metrics
-from gateway.scheduler_link.request_table import unread_limits
+from protos.overload.unread import UnreadLimits
 
 GAPS = [0.0, 0.01, 0.010001, 0.3, 79.9, 80.0, 1e9]
 
 
 def make_metrics(*, longest: int = 1000) -> Metrics:
-    return Metrics(lambda: "m", lambda: 0, lambda: 0, unread_limits(), lambda: longest)
+    return Metrics(
+        lambda: "m",
+        lambda: 0,
+        lambda: 0,
+        UnreadLimits(per_reader=9, total=9, flags=("", "")),
+        lambda: longest,
+    )
 
 
 def lines(text: bytes, name: str) -> list[str]:

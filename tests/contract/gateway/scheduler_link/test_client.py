@@ -14,8 +14,7 @@ from gateway.scheduler_link import tokenizer_download
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.connection import Connection
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.pending_request import RequestGroup
-from gateway.scheduler_link.request_table import Outbox, RequestTable
+from gateway.scheduler_link.request_table import InFlightRequests, Outbox
 from protos.errors import (
     Aborted,
     Internal,
@@ -27,6 +26,7 @@ from protos.errors import (
 )
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
+from tests.support.gateway.event_reader import EventReader
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import smollm2_folder
 
@@ -66,7 +66,7 @@ async def connected(port: int, *, resume_timeout_s: float = 10.0) -> AsyncIterat
         await client.close()
 
 
-async def tokens_of(group: RequestGroup) -> list[list[int]]:
+async def tokens_of(group: EventReader) -> list[list[int]]:
     """Returns all tokens of each request, in order."""
     found: list[list[int]] = [[] for _ in group.requests]
     while events := await group.take():
@@ -78,7 +78,7 @@ async def tokens_of(group: RequestGroup) -> list[list[int]]:
 async def test_a_request_runs(scheduler: FakeScheduler) -> None:
     """Tokens arrive in order; the first event describes the prompt."""
     async with serving(scheduler) as server, connected(server.port) as client:
-        group = client.submit([request()])
+        group = EventReader(client.submit([request()]))
         events = []
         while batch := await group.take():
             events += batch
@@ -92,7 +92,10 @@ async def test_many_requests_share_one_stream(scheduler: FakeScheduler) -> None:
     """Fifty concurrent requests of different lengths do not mix."""
     async with serving(scheduler) as server, connected(server.port) as client:
         lengths = [1 + n % 20 for n in range(50)]
-        groups = [client.submit([request(f"r{n}", max_tokens=length)]) for n, length in enumerate(lengths)]
+        groups = [
+            EventReader(client.submit([request(f"r{n}", max_tokens=length)]))
+            for n, length in enumerate(lengths)
+        ]
         results = await asyncio.gather(*(tokens_of(group) for group in groups))
         assert [result[0] for result in results] == [REPLY[:length] for length in lengths]
 
@@ -100,7 +103,9 @@ async def test_many_requests_share_one_stream(scheduler: FakeScheduler) -> None:
 async def test_requests_of_one_group_are_told_apart(scheduler: FakeScheduler) -> None:
     """Each event carries its request's index."""
     async with serving(scheduler) as server, connected(server.port) as client:
-        found = await tokens_of(client.submit([request("a", max_tokens=2), request("b", max_tokens=5)]))
+        found = await tokens_of(
+            EventReader(client.submit([request("a", max_tokens=2), request("b", max_tokens=5)]))
+        )
         assert found == [REPLY[:2], REPLY[:5]]
 
 
@@ -108,7 +113,7 @@ async def test_an_aborted_group_aborts_its_requests(scheduler: FakeScheduler) ->
     """The aborts reach the scheduler."""
     scheduler.pause_after = 3
     async with serving(scheduler) as server, connected(server.port) as client:
-        group = client.submit([request("a"), request("b")])
+        group = EventReader(client.submit([request("a"), request("b")]))
         await group.take()
         group.abort()
         await scheduler.until(lambda: sorted(scheduler.aborted) == ["a", "b"])
@@ -118,8 +123,8 @@ async def test_an_aborted_group_aborts_its_requests(scheduler: FakeScheduler) ->
 async def test_finished_requests_are_not_aborted(scheduler: FakeScheduler) -> None:
     """A finished request is not aborted at the scheduler."""
     async with serving(scheduler) as server, connected(server.port) as client:
-        await tokens_of(client.submit([request("a")]))
-        await tokens_of(client.submit([request("b")]))
+        await tokens_of(EventReader(client.submit([request("a")])))
+        await tokens_of(EventReader(client.submit([request("b")])))
         assert scheduler.aborted == []
 
 
@@ -136,9 +141,9 @@ async def test_a_refused_request_fails_alone_and_typed(
     """A refusal leaves other requests on the stream alone; its type, parameter and delay arrive."""
     scheduler.refuse = lambda r: error if r.request_id == "bad" else None
     async with serving(scheduler) as server, connected(server.port) as client:
-        good = client.submit([request("good")])
+        good = EventReader(client.submit([request("good")]))
         with pytest.raises(type(error), match=error.message) as caught:
-            await tokens_of(client.submit([request("bad")]))
+            await tokens_of(EventReader(client.submit([request("bad")])))
         assert (caught.value.param, caught.value.retry_after_ms) == (error.param, error.retry_after_ms)
         assert await tokens_of(good) == [REPLY]
 
@@ -149,7 +154,7 @@ async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
     await client.start()
     try:
         with pytest.raises(Unavailable):
-            client.submit([request()])
+            EventReader(client.submit([request()]))
         with pytest.raises(Unavailable):
             await client.get_load()
     finally:
@@ -163,7 +168,7 @@ async def test_a_broken_stream_is_a_pause(scheduler: FakeScheduler) -> None:
     """
     scheduler.break_after = 5
     async with serving(scheduler) as server, connected(server.port) as client:
-        assert await tokens_of(client.submit([request("a")])) == [REPLY]
+        assert await tokens_of(EventReader(client.submit([request("a")]))) == [REPLY]
         again = scheduler.requests[-1]
         assert again.request_id == "a.r1"
         (part,) = again.resumed
@@ -177,7 +182,7 @@ async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> Non
     async with serving(scheduler) as server:
         port = server.port
         async with connected(port) as client:
-            group = client.submit([request("a")])
+            group = EventReader(client.submit([request("a")]))
             reader = asyncio.create_task(tokens_of(group))
             await scheduler.until(lambda: bool(scheduler.requests))
             while len(group.requests[0].received[0]) < 4:
@@ -196,7 +201,7 @@ async def test_the_scheduler_ends_a_request_whose_last_event_was_lost(scheduler:
     """The client resubmits all tokens, and the scheduler answers with the finish reason."""
     scheduler.pause_after = 5
     async with serving(scheduler) as server, connected(server.port) as client:
-        group = client.submit([request("a", max_tokens=6)])
+        group = EventReader(client.submit([request("a", max_tokens=6)]))
         while len(group.requests[0].received[0]) < 5:
             await asyncio.sleep(0.01)
         # Pretend that the last token came without its finish reason before the stream broke.
@@ -215,13 +220,13 @@ async def _first_answer(client: InferenceClient) -> None:
     """Sends requests until one is accepted, and waits for its end."""
     for _ in range(500):
         try:
-            await _drained(client.submit([request()]))
+            await _drained(EventReader(client.submit([request()])))
             return
         except Unavailable:
             await asyncio.sleep(0.01)
 
 
-async def _drained(group: RequestGroup) -> None:
+async def _drained(group: EventReader) -> None:
     while await group.take():
         pass
 
@@ -230,7 +235,7 @@ async def test_a_lost_scheduler_is_given_up_in_the_end(scheduler: FakeScheduler)
     """After the resume timeout the request fails with a retryable error."""
     scheduler.pause_after = 4
     async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.2) as client:
-        group = client.submit([request("a")])
+        group = EventReader(client.submit([request("a")]))
         await scheduler.until(lambda: bool(scheduler.requests))
         await group.take()
         await server.stop(0)
@@ -248,7 +253,7 @@ async def test_a_resumed_request_may_wait_its_turn(scheduler: FakeScheduler) -> 
 
     scheduler.break_after, scheduler.refuse = 5, hold
     async with serving(scheduler) as server, connected(server.port, resume_timeout_s=1.0) as client:
-        reader = asyncio.create_task(tokens_of(client.submit([request("a")])))
+        reader = asyncio.create_task(tokens_of(EventReader(client.submit([request("a")]))))
         await scheduler.until(lambda: len(scheduler.requests) == 2)
         done, _ = await asyncio.wait([reader], timeout=1.5)
         assert not done
@@ -262,7 +267,7 @@ async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeSchedule
     scheduler.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed else None
     async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.3) as client:
         with pytest.raises(Unavailable, match="could not be resumed within"):
-            await asyncio.wait_for(tokens_of(client.submit([request("a")])), 10)
+            await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 10)
         assert len(scheduler.requests) > 2
         assert client.num_pending == 0
 
@@ -272,19 +277,19 @@ async def test_an_unexpected_exception_is_a_pause(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """A bug while events are delivered, or while requests are resubmitted, costs only a reconnect."""
-    works, faults = getattr(RequestTable, method), [RuntimeError("a bug")]
+    works, faults = getattr(InFlightRequests, method), [RuntimeError("a bug")]
 
-    def fails_once(table: RequestTable, given: object, **options: bool) -> None:
+    def fails_once(table: InFlightRequests, given: object, **options: bool) -> None:
         if faults:
             raise faults.pop()
         works(table, given, **options)
 
-    monkeypatch.setattr(RequestTable, method, fails_once)
+    monkeypatch.setattr(InFlightRequests, method, fails_once)
     scheduler.break_after = 5 if method == "_resubmit" else None
     async with serving(scheduler) as server, connected(server.port) as client:
-        assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
+        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 20) == [REPLY]
         assert not faults
-        assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
+        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("b")]))), 20) == [REPLY]
 
 
 async def test_a_request_that_cannot_be_written_is_a_pause(
@@ -303,9 +308,9 @@ async def test_a_request_that_cannot_be_written_is_a_pause(
     async with serving(scheduler) as server, connected(server.port) as client:
         # The transport decides whether the first stream's request reaches the scheduler before the stream is
         # cut.
-        assert await asyncio.wait_for(tokens_of(client.submit([request("a")])), 20) == [REPLY]
+        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 20) == [REPLY]
         assert not faults
-        assert await asyncio.wait_for(tokens_of(client.submit([request("b")])), 20) == [REPLY]
+        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("b")]))), 20) == [REPLY]
 
 
 async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeScheduler) -> None:
@@ -314,12 +319,12 @@ async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeSch
     async with serving(scheduler) as server, connected(server.port) as client:
         attempts: asyncio.Queue[None] = asyncio.Queue()
         client.on_connect(lambda: attempts.put_nowait(None))
-        running = asyncio.create_task(tokens_of(client.submit([request("a")])))
+        running = asyncio.create_task(tokens_of(EventReader(client.submit([request("a")]))))
         await scheduler.until(lambda: scheduler.break_after is None)
         scheduler.schema_revision += 1
         for _ in range(3):
             await attempts.get()
-        new = asyncio.create_task(tokens_of(client.submit([request("b")])))
+        new = asyncio.create_task(tokens_of(EventReader(client.submit([request("b")]))))
         await attempts.get()
         scheduler.schema_revision -= 1
         assert await asyncio.wait_for(running, 20) == [REPLY]
@@ -328,8 +333,8 @@ async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeSch
 
 async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:
     """A request that another client aborted does not look finished."""
-    table = RequestTable(Outbox(), Parking(), resume_timeout_s=1.0)
-    group = table.submit([request("a")])
+    table = InFlightRequests(Outbox(), Parking(), resume_timeout_s=1.0)
+    group = EventReader(table.submit([request("a")]))
     event = inference.GenerateEvent(request_id="a", finish_reason=pb.FINISH_REASON_ABORT)
     table.deliver(inference.ConnectResponse(events=[event]))
     with pytest.raises(Aborted):

@@ -8,10 +8,10 @@ import pytest
 
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.pending_request import RequestGroup
 from protos.errors import Overloaded, Unavailable
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
+from tests.support.gateway.event_reader import EventReader
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import smollm2_folder
 
@@ -57,7 +57,7 @@ async def started(
         await client.close()
 
 
-async def tokens_of(group: RequestGroup) -> list[list[int]]:
+async def tokens_of(group: EventReader) -> list[list[int]]:
     """Returns all tokens of each request, in order."""
     found: list[list[int]] = [[] for _ in group.requests]
     async with asyncio.timeout(20):
@@ -70,7 +70,10 @@ async def tokens_of(group: RequestGroup) -> list[list[int]]:
 async def test_requests_wait_for_a_scheduler_that_is_away(scheduler: FakeScheduler, port: int) -> None:
     """They run as soon as it is there."""
     async with started(port) as client:
-        groups = [client.submit([request("a")]), client.submit([request("b"), request("c")])]
+        groups = [
+            EventReader(client.submit([request("a")])),
+            EventReader(client.submit([request("b"), request("c")])),
+        ]
         assert len(client.parking) == 3
         async with serving(scheduler, port):
             assert [await tokens_of(group) for group in groups] == [[REPLY], [REPLY, REPLY]]
@@ -82,7 +85,7 @@ async def test_requests_wait_for_a_worker(scheduler: FakeScheduler, port: int) -
     refusals = iter([Unavailable("no worker is ready yet", retry_after_ms=20)] * 3)
     scheduler.refuse = lambda _: next(refusals, None)
     async with serving(scheduler, port), started(port) as client:
-        assert await tokens_of(client.submit([request()])) == [REPLY]
+        assert await tokens_of(EventReader(client.submit([request()]))) == [REPLY]
         assert len(scheduler.requests) == 4
         assert len(client.parking) == client.num_pending == 0
 
@@ -90,16 +93,16 @@ async def test_requests_wait_for_a_worker(scheduler: FakeScheduler, port: int) -
 async def test_places_are_bounded(scheduler: FakeScheduler, port: int) -> None:
     """A request without a place is refused at once, with the time to wait; freed places are given again."""
     async with started(port, Parking(max_requests=2)) as client:
-        first = client.submit([request("a")])
+        first = EventReader(client.submit([request("a")]))
         with pytest.raises(Unavailable, match="no further request can wait") as caught:
-            client.submit([request("b"), request("c")])
+            EventReader(client.submit([request("b"), request("c")]))
         assert caught.value.retry_after_ms
-        client.submit([request("b")])
+        EventReader(client.submit([request("b")]))
         with pytest.raises(Unavailable):
             await client.pool([pool_request()], vector_size=4)
         first.abort()
         assert len(client.parking) == 1
-        client.submit([request("d")])
+        EventReader(client.submit([request("d")]))
         assert client.num_pending == 2
 
 
@@ -107,10 +110,10 @@ async def test_a_refused_request_without_a_place_fails(scheduler: FakeScheduler,
     """It fails with the scheduler's own error."""
     scheduler.refuse = lambda _: Unavailable("no worker is ready yet", retry_after_ms=2000)
     async with serving(scheduler, port), started(port, Parking(max_requests=1)) as client:
-        client.submit([request("a")])
+        EventReader(client.submit([request("a")]))
         await scheduler.until(lambda: len(scheduler.requests) == 1)
         with pytest.raises(Unavailable, match="no worker is ready yet") as caught:
-            await tokens_of(client.submit([request("b")]))
+            await tokens_of(EventReader(client.submit([request("b")])))
         assert caught.value.retry_after_ms == 2000
 
 
@@ -123,7 +126,7 @@ async def test_the_time_is_bounded(scheduler: FakeScheduler, port: int, away: bo
             await stack.enter_async_context(serving(scheduler, port))
         client = await stack.enter_async_context(started(port, Parking(timeout_s=0.3)))
         with pytest.raises(Unavailable, match=r"no worker became ready within 0\.3 s") as caught:
-            await tokens_of(client.submit([request()]))
+            await tokens_of(EventReader(client.submit([request()])))
         assert caught.value.retry_after_ms
         assert len(client.parking) == client.num_pending == 0
 
@@ -132,7 +135,7 @@ async def test_an_overloaded_scheduler_is_not_waited_for(scheduler: FakeSchedule
     """A full queue refuses parked requests, too: parking does not lengthen the queue."""
     scheduler.refuse = lambda _: Overloaded("full", retry_after_ms=700)
     async with started(port) as client:
-        group = client.submit([request()])
+        group = EventReader(client.submit([request()]))
         async with serving(scheduler, port):
             with pytest.raises(Overloaded):
                 await tokens_of(group)
@@ -145,7 +148,7 @@ async def test_a_request_that_the_scheduler_has_taken_frees_its_place(
     """A long queue at the scheduler costs no places, and its loss is a pause as for running requests."""
     scheduler.pause_after = 0
     async with started(port, Parking(timeout_s=1.0)) as client:
-        group = client.submit([request()])
+        group = EventReader(client.submit([request()]))
         async with serving(scheduler, port):
             await scheduler.until(lambda: len(scheduler.requests) == 1)
             async with asyncio.timeout(10):
@@ -162,7 +165,7 @@ async def test_a_scheduler_that_dies_again_at_once_is_a_pause(scheduler: FakeSch
     """A request that was sent but not taken is still parked, and is sent to the next scheduler as new."""
     scheduler.pause_after, scheduler.acknowledge = 0, False
     async with started(port) as client:
-        group = client.submit([request()])
+        group = EventReader(client.submit([request()]))
         async with serving(scheduler, port):
             await scheduler.until(lambda: len(scheduler.requests) == 1)
         assert len(client.parking) == 1
@@ -184,7 +187,7 @@ async def test_only_requests_that_were_taken_claim_an_age(
         client.on_connect(connected.set)
         async with serving(scheduler, port):
             await connected.wait()
-            group = client.submit([request()])
+            group = EventReader(client.submit([request()]))
             assert len(client.parking) == 0
             await scheduler.until(lambda: len(scheduler.requests) == 1)
             (pending,) = group.requests

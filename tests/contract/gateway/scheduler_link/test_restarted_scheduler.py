@@ -7,14 +7,14 @@ from structlog.testing import capture_logs
 
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.pending_request import RequestGroup
-from gateway.scheduler_link.request_table import Outbox, RequestTable
+from gateway.scheduler_link.request_table import InFlightRequests, Outbox
 from protos.errors import NotFound
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.wire import SCHEMA_REVISION
 from scheduler_svc.api import inference as scheduler_inference
 from scheduler_svc.settings import Settings
+from tests.support.gateway.event_reader import EventReader
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import joined, run_scheduler
@@ -30,7 +30,7 @@ def request(name: str, token: int) -> inference.GenerateRequest:
     )
 
 
-async def tokens_of(group: RequestGroup, begun: asyncio.Event) -> list[int]:
+async def tokens_of(group: EventReader, begun: asyncio.Event) -> list[int]:
     """Returns all tokens of a group of one request; tells when the first has arrived."""
     found: list[int] = []
     while events := await group.take():
@@ -62,7 +62,9 @@ async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_hol
         await connected.wait()
         worker = FakeWorker(hold_at_step=12)
         async with joined(first, worker):
-            groups = [client.submit([request(name, 20 + number)]) for number, name in enumerate(names)]
+            groups = [
+                EventReader(client.submit([request(name, 20 + number)])) for number, name in enumerate(names)
+            ]
             begun = [asyncio.Event() for _ in names]
             answers = [asyncio.create_task(tokens_of(*pair)) for pair in zip(groups, begun, strict=True)]
             drawn = await seeds_of(worker, 4)
@@ -101,7 +103,7 @@ async def test_an_answer_goes_on_with_the_same_version_of_its_adapter(version: s
         await client.start()
         worker = FakeWorker(hold_at_step=12, max_loras=2, max_cpu_loras=2, sources={"/a": "old"})
         async with joined(first, worker):
-            answer = asyncio.create_task(tokens_of(client.submit([asked]), begun))
+            answer = asyncio.create_task(tokens_of(EventReader(client.submit([asked])), begun))
             await begun.wait()
             await first.server.stop(0)
     try:
@@ -116,7 +118,7 @@ async def test_an_answer_goes_on_with_the_same_version_of_its_adapter(version: s
                     await answer
             fresh = request("fresh", 20)
             fresh.lora_name = "a"
-            assert await tokens_of(client.submit([fresh]), begun) == expected_tokens(
+            assert await tokens_of(EventReader(client.submit([fresh])), begun) == expected_tokens(
                 [20] * 4, 40, weights=version
             )
     finally:
@@ -127,8 +129,8 @@ async def test_losses_are_for_the_next_scheduler_and_not_for_the_reader() -> Non
     """An event that counts lost workers reaches no reader; the request repeats it when it is sent again."""
     outbox = Outbox()
     outbox.open()
-    table = RequestTable(outbox, Parking(), resume_timeout_s=1.0)
-    group = table.submit([request("r", 5)])
+    table = InFlightRequests(outbox, Parking(), resume_timeout_s=1.0)
+    group = EventReader(table.submit([request("r", 5)]))
     await outbox.take()
     events = [
         inference.GenerateEvent(request_id="r", worker_losses=1),

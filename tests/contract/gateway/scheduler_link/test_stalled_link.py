@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from gateway.scheduler_link.client import InferenceClient
-from gateway.scheduler_link.pending_request import RequestGroup
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.wire import CHANNEL_OPTIONS
 from scheduler_svc.settings import Settings
 from tests.support.campaign.processes.link import Link
+from tests.support.gateway.event_reader import EventReader
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import RunningScheduler, joined, run_scheduler
@@ -21,7 +21,7 @@ _REQUESTS = 8
 _TOKENS = 800
 
 
-async def tokens_of(group: RequestGroup) -> list[int]:
+async def tokens_of(group: EventReader) -> list[int]:
     found: list[int] = []
     while events := await group.take():
         found += [token for _, event in events for token in event.token_ids]
@@ -67,7 +67,9 @@ async def test_a_gateway_that_could_not_read_sends_its_requests_again(
                 )
                 for number in range(_REQUESTS)
             ]
-            answers = [asyncio.create_task(tokens_of(client.submit([request]))) for request in requests]
+            answers = [
+                asyncio.create_task(tokens_of(EventReader(client.submit([request])))) for request in requests
+            ]
             while len(scheduler.engine.live()) < _REQUESTS:
                 await asyncio.sleep(0.01)
             link.silence()

@@ -1,19 +1,18 @@
 """Groups of pending requests, and how a lost request is resumed."""
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 
-from gateway.scheduler_link.pending_request import PendingRequest, RequestGroup, SequenceEvent
-from gateway.scheduler_link.request_table import unread_limits
-from protos.errors import Internal, Overloaded
+from gateway.scheduler_link.pending_request import PendingRequest, SequenceEvent, Subscription
+from protos.errors import Internal, Overloaded, TriptychError
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
+from tests.support.gateway.event_reader import EventReader
 
 
-def make(
-    size: int = 1, n: int | None = None, per_answer: int = 1000
-) -> tuple[RequestGroup, list[tuple[int, int | None]]]:
+def make(size: int = 1, n: int | None = None) -> tuple[EventReader, list[tuple[int, int | None]]]:
     """Returns a group and its aborts.
 
     Each abort is the first sequence of its request in the group, and the aborted sequence (None: all).
@@ -24,7 +23,7 @@ def make(
     def abort(pending: PendingRequest, sequence: int | None) -> None:
         aborted.append((pending.first_index, sequence))
 
-    return RequestGroup(requests, abort, unread_limits(per_answer)), aborted
+    return EventReader(Subscription(requests, abort)), aborted
 
 
 def event(
@@ -33,8 +32,8 @@ def event(
     return inference.GenerateEvent(token_ids=tokens, finish_reason=reason, sequence=sequence)
 
 
-def put(group: RequestGroup, index: int, arrived: inference.GenerateEvent) -> None:
-    group.put(index, SequenceEvent.of(arrived))
+def put(group: EventReader, index: int, arrived: inference.GenerateEvent) -> None:
+    group.subscription.push(index, SequenceEvent.of(arrived))
 
 
 async def test_events_that_wait_are_taken_together() -> None:
@@ -185,18 +184,18 @@ def test_partial_prompt_logprobs_are_requested_again() -> None:
     assert not pending.request.sampling.HasField("prompt_logprobs")
 
 
-def make_with_prompt_logprobs(size: int = 1) -> RequestGroup:
+def make_with_prompt_logprobs(size: int = 1) -> EventReader:
     """Returns requests of two sequences that ask for the log-probabilities of three tokens."""
     sampling = pb.SamplingParams(prompt_logprobs=1)
     requests = [
         inference.GenerateRequest(request_id=f"r{index}", n=2, prompt_token_ids=[1, 2, 3], sampling=sampling)
         for index in range(size)
     ]
-    return RequestGroup(requests, lambda *_: None, unread_limits())
+    return EventReader(Subscription(requests, lambda *_: None))
 
 
 def deliver(
-    group: RequestGroup, index: int, arrived: inference.GenerateEvent, prompt_logprobs: int = 0
+    group: EventReader, index: int, arrived: inference.GenerateEvent, prompt_logprobs: int = 0
 ) -> None:
     """Delivers an event as the client does, with further log-probabilities of the prompt."""
     arrived.prompt_logprobs.extend(pb.TokenLogprobs() for _ in range(prompt_logprobs))
@@ -261,73 +260,35 @@ async def test_sequences_are_numbered_across_requests() -> None:
     assert await group.take() == []
 
 
-async def test_a_reader_that_comes_too_late() -> None:
-    """It finds an error instead of the events, and the request has been aborted."""
-    group, aborted = make(per_answer=200)
-    put(group, 0, event(1))
-    await group.take()
-    for token in range(150):
-        group.put_token(0, token)
-    put(group, 0, event(*range(50)))
-    await asyncio.sleep(0)
-    assert not aborted
-    for token in range(64):
-        group.put_token(0, token)
-    await asyncio.sleep(0)
-    assert aborted == [(0, None)]
-    with pytest.raises(Overloaded, match="--max-unread-tokens-per-answer"):
-        await group.take()
+async def test_a_receiver_that_fails_ends_its_own_requests() -> None:
+    """The other requests of the step go on, and the requests that fail are aborted."""
+
+    class Broken(EventReader):
+        def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+            raise ZeroDivisionError
+
+    aborted: list[int | None] = []
+    requests = [inference.GenerateRequest(request_id="r")]
+    reader = Broken(Subscription(requests, lambda _, sequence: aborted.append(sequence)))
+    put(reader, 0, event(1))
+    with pytest.raises(Internal, match="ZeroDivisionError"):
+        await reader.take()
+    assert aborted == [None]
 
 
-async def test_log_probabilities_count_as_unread() -> None:
-    """They take more memory than tokens."""
-    group, aborted = make(per_answer=10)
-    put(group, 0, event(1))
-    await group.take()
-    put(group, 0, inference.GenerateEvent(token_ids=[1], logprobs=[pb.TokenLogprobs(top_token_ids=[0] * 9)]))
-    await asyncio.sleep(0)
-    assert aborted
+def test_a_late_receiver_gets_everything() -> None:
+    """Events and failure that came before it."""
+    subscription = Subscription([inference.GenerateRequest(request_id="r")], lambda *_: None)
+    subscription.push(0, 5)
+    subscription.fail(Overloaded("full"))
+    seen: list[object] = []
 
+    class Recorder:
+        def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+            seen.extend(events)
 
-async def test_what_a_reader_waits_for_is_not_unread() -> None:
-    """The events that a reader has taken count until its next take."""
-    limits = unread_limits(100)
-    group = RequestGroup([inference.GenerateRequest()], lambda *_: None, limits)
-    reader = asyncio.create_task(group.take())
-    await asyncio.sleep(0)
-    for token in range(500):
-        group.put_token(0, token)
-    assert len(await reader) == 500
-    for token in range(70):
-        group.put_token(0, token)
-    await group.take()
-    assert limits.num_tokens == 64
-    put(group, 0, event(1))
-    await group.take()
-    assert limits.num_tokens == 1
-    group.abort()
-    assert limits.num_tokens == 0
+        def end(self, error: TriptychError) -> None:
+            seen.append(error.message)
 
-
-async def test_a_listener_takes_tokens_while_the_reader_waits() -> None:
-    """Plain tokens go to the listener without waking the reader, which gets what is left, in order."""
-    group, _ = make()
-    heard: list[int] = []
-
-    def hear(_: int, token_id: int) -> bool:
-        if token_id < 10:
-            heard.append(token_id)
-        return token_id < 10
-
-    group.listen(hear)
-    group.put_token(0, 1)  # no reader waits yet
-    assert await group.take() == [(0, SequenceEvent((1,)))]
-    reader = asyncio.create_task(group.take())
-    await asyncio.sleep(0)
-    group.put_token(0, 2)
-    group.put_token(0, 3)
-    assert heard == [2, 3]
-    group.put_token(0, 10)
-    group.put_token(0, 4)  # behind a token that the reader has not taken
-    assert await reader == [(0, SequenceEvent((10,))), (0, SequenceEvent((4,)))]
-    assert heard == [2, 3]
+    subscription.attach(Recorder())
+    assert seen == [(0, 5), "full"]

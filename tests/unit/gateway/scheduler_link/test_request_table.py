@@ -1,24 +1,23 @@
 """Requests under way: what a refusal does to a parked one, and the delivery of tokens in columns."""
 
-import asyncio
-import resource
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 
 from gateway.scheduler_link import request_table
 from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.request_table import Outbox, RequestTable
+from gateway.scheduler_link.pending_request import SequenceEvent
+from gateway.scheduler_link.request_table import InFlightRequests, Outbox
 from protos.errors import InvalidArgument, TimedOut, Unavailable
-from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
+from tests.support.gateway.event_reader import EventReader
 
 
 async def test_a_request_is_taken_when_the_scheduler_says_so() -> None:
     """Its write does not mean that. The reader does not see the event, and the place is free again."""
     parking, outbox = Parking(4, 30.0), Outbox()
-    table = RequestTable(outbox, parking, 60.0)
-    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5])])
+    table = InFlightRequests(outbox, parking, 60.0)
+    group = EventReader(table.submit([inference.GenerateRequest(prompt_token_ids=[5])]))
     (pending,) = group.requests
     outbox.open()
     table.resubmit_all()
@@ -37,9 +36,10 @@ async def test_a_request_that_no_message_holds_fails_alone(monkeypatch: pytest.M
     """Its answer has grown so long that it cannot be sent again; the other requests of the stream can."""
     monkeypatch.setattr(request_table, "_MAX_REQUEST_BYTES", 300)
     outbox = Outbox()
-    table = RequestTable(outbox, Parking(4, 30.0), 60.0)
+    table = InFlightRequests(outbox, Parking(4, 30.0), 60.0)
     long, short = (
-        table.submit([inference.GenerateRequest(request_id=name, prompt_token_ids=[5])]) for name in "ab"
+        EventReader(table.submit([inference.GenerateRequest(request_id=name, prompt_token_ids=[5])]))
+        for name in "ab"
     )
     event = inference.GenerateEvent(request_id="a", token_ids=[70_000] * 200)
     table.deliver(inference.ConnectResponse(events=[event]))
@@ -55,8 +55,8 @@ async def test_a_request_that_no_message_holds_fails_alone(monkeypatch: pytest.M
 
 async def test_columns_reach_their_sequences() -> None:
     """A handle stands for one sequence until that ends or is aborted; other handles are skipped."""
-    table = RequestTable(Outbox(), Parking(4, 30.0), 60.0)
-    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5], n=2)])
+    table = InFlightRequests(Outbox(), Parking(4, 30.0), 60.0)
+    group = EventReader(table.submit([inference.GenerateRequest(prompt_token_ids=[5], n=2)]))
     (pending,) = group.requests
     first = [
         inference.GenerateEvent(
@@ -82,42 +82,17 @@ async def test_columns_reach_their_sequences() -> None:
 
 async def test_columns_of_different_lengths_are_refused() -> None:
     """They cannot be told apart, so the stream must break."""
-    table = RequestTable(Outbox(), Parking(4, 30.0), 60.0)
+    table = InFlightRequests(Outbox(), Parking(4, 30.0), 60.0)
     with pytest.raises(ValueError, match="zip"):
         table.deliver(inference.ConnectResponse(handles=[1, 2], token_ids=[3]))
-
-
-def resident_mb() -> float:
-    """Returns the memory that the process holds, MiB."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-
-async def test_an_unread_event_does_not_keep_its_message() -> None:
-    """A small event that waits for its reader costs its own size, not that of its step's message."""
-    table = RequestTable(Outbox(), Parking(4, 30.0), 60.0)
-    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5])])
-    (pending,) = group.requests
-    own = inference.GenerateEvent(
-        request_id=pending.wire_id, token_ids=[1], logprobs=[pb.TokenLogprobs(rank=1)]
-    )
-    # This gateway has aborted the request that the event belongs to.
-    other = inference.GenerateEvent(request_id="other", token_ids=[2**31] * 200_000)
-    data = inference.ConnectResponse(events=[own, other]).SerializeToString()
-    before = resident_mb()
-    for _ in range(200):
-        table.deliver(inference.ConnectResponse.FromString(data))
-    grown_mb = resident_mb() - before
-    assert len(await group.take()) == 200
-    assert grown_mb < 40  # the 200 messages have 200 MB
-    group.abort()
 
 
 async def test_a_request_that_waited_too_long_is_not_sent_again() -> None:
     """The scheduler has accepted it, but its error is for the client."""
     outbox = Outbox()
-    table = RequestTable(outbox, Parking(4, 30.0), 60.0)
+    table = InFlightRequests(outbox, Parking(4, 30.0), 60.0)
     outbox.open()
-    group = table.submit([inference.GenerateRequest(request_id="a", prompt_token_ids=[5])])
+    group = EventReader(table.submit([inference.GenerateRequest(request_id="a", prompt_token_ids=[5])]))
     taken = inference.GenerateEvent(request_id="a", accepted=True)
     failed = inference.GenerateEvent(request_id="a", error=TimedOut("too long").to_proto())
     table.deliver(inference.ConnectResponse(events=[taken, failed]))
@@ -133,9 +108,9 @@ async def test_a_resubmitted_request_says_how_long_it_has_been_silent(
     now_s = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
     outbox = Outbox()
-    table = RequestTable(outbox, Parking(4, 30.0), 60.0)
+    table = InFlightRequests(outbox, Parking(4, 30.0), 60.0)
     outbox.open()
-    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5])])
+    group = EventReader(table.submit([inference.GenerateRequest(prompt_token_ids=[5])]))
     (pending,) = group.requests
     silent_ms = []
     for waited_s, token_ids in ((5.0, []), (7.0, [9]), (11.0, []), (13.0, []), (17.0, [8]), (19.0, [])):
@@ -151,32 +126,27 @@ async def test_a_resubmitted_request_says_how_long_it_has_been_silent(
 
 
 async def test_a_gateway_that_is_behind_hands_tokens_out_together() -> None:
-    """While messages wait, a reader gets the tokens of several together; afterwards each at once again."""
-    table = RequestTable(Outbox(), Parking(4, 30.0), 60.0)
-    group = table.submit([inference.GenerateRequest(prompt_token_ids=[5])])
-    (pending,) = group.requests
+    """While messages wait, a receiver gets several tokens at once; afterwards each on its own again."""
+    received: list[list[tuple[int, SequenceEvent | int]]] = []
+
+    class Recorder(EventReader):
+        def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+            received.append(list(events))
+            super().receive(events)
+
+    table = InFlightRequests(Outbox(), Parking(4, 30.0), 60.0)
+    reader = Recorder(table.submit([inference.GenerateRequest(prompt_token_ids=[5])]))
+    (pending,) = reader.requests
     first = inference.GenerateEvent(request_id=pending.wire_id, token_ids=[6], handle=1)
     table.deliver(inference.ConnectResponse(events=[first]))
-    await group.take()
-    heard: list[int] = []
-
-    def hear(_: int, token_id: int) -> bool:
-        heard.append(token_id)
-        return True
-
-    group.listen(hear)
-    reader = asyncio.create_task(group.take())
-    await asyncio.sleep(0)
     for token_id, behind in ((7, False), (8, True), (9, False)):
         table.deliver(inference.ConnectResponse(handles=[1], token_ids=[token_id]), behind=behind)
-    assert heard == [7]
-    assert [event.token_ids for _, event in await reader] == [(8,), (9,)]
-    reader = asyncio.create_task(group.take())
-    await asyncio.sleep(0)
+    assert received[1:] == [[(0, 7)]]
+    await reader.take()
+    assert [event.token_ids for _, event in await reader.take()] == [(8,), (9,)]
     table.deliver(inference.ConnectResponse(handles=[1], token_ids=[10]))
-    assert heard == [7, 10]
-    group.abort()
-    reader.cancel()
+    assert received[1:] == [[(0, 7)], [(0, 8), (0, 9)], [(0, 10)]]
+    reader.abort()
 
 
 class FailingScheduler:
@@ -185,8 +155,10 @@ class FailingScheduler:
     def __init__(self) -> None:
         self.outbox = Outbox()
         self.outbox.open()
-        self.table = RequestTable(self.outbox, Parking(4, 30.0), 60.0)
-        self.group = self.table.submit([inference.GenerateRequest(request_id="a", prompt_token_ids=[5])])
+        self.table = InFlightRequests(self.outbox, Parking(4, 30.0), 60.0)
+        self.group = EventReader(
+            self.table.submit([inference.GenerateRequest(request_id="a", prompt_token_ids=[5])])
+        )
         (self.pending,) = self.group.requests
 
     def fail(self, *, token_id: int | None = None, taken: bool = True) -> None:
