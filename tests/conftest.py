@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
@@ -66,6 +67,15 @@ def pytest_collection_finish() -> None:
     """Exempts modules and collected tests from garbage collections: they live as long as the process."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def default_logs() -> Iterator[None]:
+    """Undoes a service's configuration of logs, which would write to the test's closed stream."""
+    yield
+    if structlog.is_configured():
+        structlog.reset_defaults()
+        structlog.contextvars.clear_contextvars()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -179,8 +178,6 @@ def test_extra_weights_are_ignored(llama: Path, tmp_path: Path, capsys: pytest.C
         llama, tmp_path / "model", lambda tensors: {**tensors, **{n: t.clone() for n, t in extra.items()}}
     )
     (folder / "adapter_model.safetensors").write_bytes(b"")
-    # Process-wide: another test may have sent the logs elsewhere.
-    structlog.reset_defaults()
     open_model(folder).load_weights()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "extra_weights_ignored" in line]
     assert all(
