@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from gateway.quoting import quote
 from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.closing import closed
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -84,7 +85,9 @@ class ResponseFormat(RequestModel):
                 return pb.StructuredOutput(json_object=True)
             case "json_schema":
                 assert self.json_schema is not None
-                return pb.StructuredOutput(json_schema=_json(self.json_schema.schema_, "response_format"))
+                return pb.StructuredOutput(
+                    json_schema=_json(closed(self.json_schema.schema_), "response_format")
+                )
             case "structural_tag":
                 tag = self.model_dump(include={"type", "format", "structures", "triggers"}, exclude_none=True)
                 return pb.StructuredOutput(structural_tag=_json(tag, "response_format"))
@@ -99,7 +102,7 @@ class StructuredOutputs(RequestModel):
         ),
         "disable_additional_properties": Unserved(
             (False,),
-            "a schema allows unlisted properties unless it sets additionalProperties to false",
+            "plain objects allow their listed properties only, others what their schema says",
         ),
         "whitespace_pattern": Unserved((), "the model chooses the white space between the parts of JSON"),
     }
@@ -141,7 +144,9 @@ class StructuredOutputs(RequestModel):
             InvalidArgument: if a schema is too deep or too large to send.
         """
         if self.json_ is not None:
-            text = self.json_ if isinstance(self.json_, str) else _json(self.json_, "structured_outputs")
+            text = (
+                self.json_ if isinstance(self.json_, str) else _json(closed(self.json_), "structured_outputs")
+            )
             return pb.StructuredOutput(json_schema=text)
         if self.choice is not None:
             return pb.StructuredOutput(choice=pb.Choices(values=self.choice))

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.closing import BY_NAME
 from gateway.schemas.sampling import or_default
 
 MAX_TOOLS: Final = 128
@@ -83,10 +84,6 @@ _ANNOTATIONS: Final = frozenset({
 # Keywords whose values are data. Of these, null is a value of the first two.
 _MAY_BE_NULL: Final = frozenset({"const", "default"})
 _DATA: Final = _MAY_BE_NULL | {"enum", "example", "examples"}
-BY_NAME: Final = frozenset({
-    "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
-})  # fmt: skip
-"""Keywords of JSON Schema with a schema for each name."""
 
 
 def _without_nulls(schema: Any) -> Any:

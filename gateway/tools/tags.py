@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gateway.parsers.reasoning import THINK, Marks, Thinking
-from gateway.schemas.tools import BY_NAME
+from gateway.schemas.closing import BY_NAME, SCHEMAS, closed
 from protos.triptych.v1 import common_pb2 as pb
 
 Tag: TypeAlias = dict[str, Any]
@@ -18,12 +18,6 @@ Tag: TypeAlias = dict[str, Any]
 # Keywords of JSON Schema that do not constrain values. They are removed, because long texts would use up the
 # compiler's limits.
 _ANNOTATIONS: Final = frozenset({"$comment", "default", "description", "examples", "title"})
-# Keywords with a schema or a list of schemas. Values of keywords that are neither here nor in ``BY_NAME``
-# (``enum``, ``const`` and so on) are data, even if they look like schemas.
-_SCHEMAS: Final = frozenset({
-    "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items", "not", "oneOf", "prefixItems",
-    "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
-})  # fmt: skip
 
 
 class Callee(NamedTuple):
@@ -117,8 +111,8 @@ def _literal(text: str) -> str:
 
 
 def json_schema(schema: Any) -> Tag:
-    """Returns a tag for JSON that matches ``schema``, an object or a boolean."""
-    return {"type": "json_schema", "json_schema": _without_annotations(schema)}
+    """Returns a tag for JSON that matches ``schema``, an object or a boolean, with plain objects closed."""
+    return {"type": "json_schema", "json_schema": closed(_without_annotations(schema))}
 
 
 def _without_annotations(schema: Any) -> Any:
@@ -128,7 +122,7 @@ def _without_annotations(schema: Any) -> Any:
         return schema
     kept: dict[str, Any] = {}
     for keyword, value in schema.items():
-        if keyword in _SCHEMAS:
+        if keyword in SCHEMAS:
             kept[keyword] = _without_annotations(value)
         elif keyword in BY_NAME and isinstance(value, Mapping):
             kept[keyword] = {name: _without_annotations(item) for name, item in value.items()}

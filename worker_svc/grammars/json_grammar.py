@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _WS: Final = rf"[ \t\n\r]{{0,{MAX_WHITESPACE}}}"
 _PUNCTUATION: Final = {
-    "COMMA": f"/{_WS},{_WS}/", "COLON": f"/{_WS}:{_WS}/", "OPEN_OBJECT": rf"/\{{{_WS}/", "CLOSE_OBJECT": rf"/{_WS}\}}/",
+    "COMMA": f"/,{_WS}/", "COLON": f"/:{_WS}/", "OPEN_OBJECT": rf"/\{{{_WS}/", "CLOSE_OBJECT": rf"/{_WS}\}}/",
     "OPEN_ARRAY": rf"/\[{_WS}/", "CLOSE_ARRAY": rf"/{_WS}\]/",
 }  # fmt: skip
 _MAX_RULES: Final = 10_000

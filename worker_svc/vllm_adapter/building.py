@@ -84,7 +84,7 @@ def compare_weights(config: Any, arguments: Mapping[str, Any], layout: RankLayou
     from worker_svc.vllm_adapter.comparison import Copies, compare
 
     whole = config if layout.world_size == 1 else configure(**arguments, layout=RankLayout())
-    building = Copies()
+    building = Copies(fills=False)
     with _without_memory(RankLayout(), then=layout) as nowhere:
         with building:
             model = _initialize(whole, arguments["device"], nowhere)

@@ -59,8 +59,10 @@ class _Source:
 class Copies(TorchDispatchMode):
     """Notes which regions of stored tensors are copied, and which regions of parameters are written."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, fills: bool = True) -> None:
+        """Notes nothing yet; ``fills`` says whether filled regions count as written, such as padding."""
         super().__init__()
+        self._fills = fills
         self.sources: dict[int, _Source] = {}
         self.written: dict[int, dict[_Region, int]] = {}
         # A freed tensor's identity could be given to another one.
@@ -80,7 +82,8 @@ class Copies(TorchDispatchMode):
                 source.read[_region(args[1])] = args[1].numel()
                 source.targets[_identity(args[0])] = tuple(args[0].shape)
         elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            self._write(args[0])
+            if self._fills:
+                self._write(args[0])
         elif isinstance(result, torch.Tensor):
             self._derive(args, result)
         return result

@@ -17,6 +17,9 @@ from tests.support.gateway.serving import Stack, running_stack
 from tests.support.gateway.tool_requests import accepts, byte_compiler
 from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
 
+# The grammar of the tool's arguments: listed properties only.
+CLOSED = {**WEATHER["function"]["parameters"], "additionalProperties": False}
+
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 PATH = "/v1/chat/completions"
@@ -184,7 +187,7 @@ async def test_required_uses_the_models_own_format(stack: Stack) -> None:
         '<tool_call>\n{"name": "get_weather", "arguments": ',
         '<tool_call>\n{"name": "get_time", "arguments": ',
     ]
-    assert calls["tags"][0]["content"]["json_schema"] == WEATHER["function"]["parameters"]
+    assert calls["tags"][0]["content"]["json_schema"] == CLOSED
     assert (calls["at_least_one"], calls["stop_after_first"]) == (True, False)
     assert form["elements"][0]["content"]["begin"] == "<think>"
     await collected(stack, tool_choice="required", parallel_tool_calls=False)
@@ -212,7 +215,7 @@ async def test_strict_applies_to_optional_calls(stack: Stack) -> None:
     form = structural_tag(stack)["format"]["elements"][-1]
     assert (form["type"], form["triggers"]) == ("triggered_tags", ["<tool_call>"])
     schemas = [tag["content"]["json_schema"] for tag in form["tags"]]
-    assert schemas == [WEATHER["function"]["parameters"], {"type": "object"}]
+    assert schemas == [CLOSED, {"type": "object"}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -241,7 +244,7 @@ async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) 
     answer = await ask(tool_choice={"type": "function", "function": {"name": "get_weather"}})
     assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
     assert structural_tag(plain)["format"] == {
-        "type": "json_schema", "json_schema": WEATHER["function"]["parameters"],
+        "type": "json_schema", "json_schema": CLOSED,
     }  # fmt: skip
 
 

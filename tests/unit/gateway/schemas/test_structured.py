@@ -13,7 +13,7 @@ from gateway.schemas.structured import MAX_TEXT
 from protos.errors import InvalidArgument, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 
-SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}, "additionalProperties": False}
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:
