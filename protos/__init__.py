@@ -1,13 +1,11 @@
-"""The seam between the services: everything that both ends of a connection must agree on.
+"""The seam between the services: the common ground of both ends of a connection.
 
-`triptych/v1` has the schema and its generated stubs (`generate`). `limits` and `validation` hold the bounds
+`triptych/v1` is the schema with its generated stubs (`generate`). `limits` and `validation` hold the bounds
 of requests and enforce them; `steps` and `step_messages` are step plans and results, as types and as
-messages; `kv_groups` has the kinds of KV groups. `errors` is the tree of failures that cross a service's
-border. `wire` has the schema revision, message sizes and keepalive, `server` a gRPC server with health and
-reflection, `overload` the bounds that protect a service from its clients. `settings` and `logs` serve all
-services in the same way.
-
-All packages import this one; it imports none of them.
+messages; `kv_groups` lists the kinds of KV groups. `errors` is the tree of failures between services. `wire`
+defines the schema revision, message sizes and keepalive, `server` a gRPC server with health and reflection,
+`overload` the protection from clients. `settings` and `logs` serve all services alike. All packages import
+this package; it imports none of them.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""Failures that cross a service's border.
+"""Failures between services.
 
 ::
 
     TriptychError
     ├── InvalidArgument        the request can never succeed as written
-    │   ├── Unsupported        a parameter known to the schema that this build does not serve
+    │   ├── Unsupported        a parameter of the schema, unserved by this build
     │   └── ContextExceeded    prompt, or prompt plus output, beyond the context
     ├── NotFound               no such model, adapter or request
     ├── Overloaded             queues are full; retry later
@@ -12,14 +12,14 @@
     ├── TimedOut               the request waited longer than a setting allows; retry later
     ├── Unauthenticated        the call lacks the service token of the peer
     ├── SchemaMismatch         the two ends were built from different schemas
-    ├── ConfigurationRefused   settings that do not work together or on this device
-    ├── Unimplemented          a method that this build does not serve
+    ├── ConfigurationRefused   settings unfit for one another or for this device
+    ├── Unimplemented          a method unserved by this build
     ├── Aborted                aborted by the client, a closed stream or a deadline
     └── Internal               a bug or a fault inside Triptych
 
 Every class has its code in ``triptych.v1.ErrorCode``, its gRPC status and its HTTP status. An error travels
 as a ``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's
-status. gRPC loses a status above 8 KiB, so the texts of one take at most 2 KiB together.
+status. gRPC loses a status above 8 KiB, so its texts take at most 2 KiB together.
 """
 
 from typing import ClassVar, Final, NoReturn, cast
@@ -43,7 +43,7 @@ _TEXTLESS_STATUS: Final = 256
 
 
 class TriptychError(Exception):
-    """A failure, with a code for programs and one line for people."""
+    """A failure, with a code for programs and a line for people."""
 
     code: ClassVar[pb.ErrorCode.ValueType] = pb.ERROR_CODE_INTERNAL
     grpc_code: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
@@ -54,7 +54,7 @@ class TriptychError(Exception):
         """Makes an error; ``str()`` returns its message."""
         super().__init__(message)
         self.message = message
-        """What was wrong and what to change, in one line."""
+        """Cause and remedy, in a line."""
         self.param = param
         """Public name of the offending parameter; empty if there is none."""
         self.retry_after_ms = retry_after_ms

@@ -11,9 +11,9 @@ class GroupKind(enum.Enum):
     FULL = "full"
     """Every token is kept, in paged blocks."""
     PAGED_WINDOW = "paged_window"
-    """Append-only paged blocks; blocks behind the window may be freed."""
+    """Append-only paged blocks; blocks before the window may be freed."""
     IN_PLACE_WINDOW = "in_place_window"
-    """One block a request. It holds the tokens of one window, oldest first, which slide with every step."""
+    """A block per request with the tokens of a window, oldest first, which slide with every step."""
 
 
 _TO_PROTO = {

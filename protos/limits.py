@@ -1,7 +1,7 @@
 """Limits of requests, for all three services.
 
-The schema holds the bounds of message fields, as ``(bounds)`` options; this module reads them, so that each
-number is written once. Limits that belong to no single field are constants here.
+The schema holds the bounds of message fields, as ``(bounds)`` options; this module reads them, so each
+number is written once. Limits of no single field are constants here.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object per line, with the request's id on every line about a request.
+"""Structured logs: a JSON object per line, with the request's id on every line about a request.
 
 :func:`bind_request` keeps the request id in a context variable, so it follows awaits and tasks. Between
 services it travels in the messages, because one stream carries many requests.
@@ -47,7 +47,7 @@ class _UnfailingStream:
 def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat = "json") -> None:
     """Sends the logs of this process to standard error, and warnings of libraries that use ``logging``.
 
-    Lines that cannot be written, such as to a full disk, are dropped.
+    Unwritable lines, such as to a full disk, are dropped.
 
     Args:
         service: "gateway", "scheduler" or "worker"; every line has it.
@@ -92,5 +92,5 @@ def bind_request(request_id: str) -> AbstractContextManager[Any]:
 
 
 def request_id() -> str:
-    """Returns the id that :func:`bind_request` has bound; empty outside of a request."""
+    """Returns the id bound by :func:`bind_request`; empty outside of a request."""
     return str(structlog.contextvars.get_contextvars().get("request_id", ""))

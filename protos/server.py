@@ -31,7 +31,7 @@ def _is_listening(path: Path) -> bool:
 
 
 class Server:
-    """Serves some servicers beside ``grpc.health.v1`` and reflection.
+    """Serves some servicers, ``grpc.health.v1`` and reflection.
 
     Health starts as NOT_SERVING, and only :meth:`set_serving` changes it: a running process need not be
     healthy.
@@ -51,7 +51,7 @@ class Server:
             service_names: full names of the services, for health and reflection ("triptych.v1.Inference").
             register: adds the servicers; called once.
             max_concurrent_rpcs: calls that may run at once.
-            security: what connections and calls must have.
+            security: the protection of connections and calls.
         """
         self._names = tuple(service_names)
         self._security = security
@@ -72,14 +72,14 @@ class Server:
 
         Args:
             host: the address to listen on.
-            port: the port to listen on; 0 for one that the system chooses.
+            port: the port to listen on; 0 for any free port.
             path: the Unix socket to listen on, too.
 
         Returns:
             The bound port.
 
         Raises:
-            ConfigurationRefused: one of the addresses cannot be bound.
+            ConfigurationRefused: an address cannot be bound.
         """
         await self.set_serving(False)
         if path is not None:
@@ -99,7 +99,7 @@ class Server:
         return self.port
 
     def _bind_socket(self, path: Path) -> None:
-        """Binds a Unix socket; replaces one that no process listens on."""
+        """Binds a Unix socket; replaces a socket without a listener."""
         path = path.absolute()
         try:
             if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
@@ -135,7 +135,7 @@ def check_addresses(host: str, port: int, path: Path | None = None, security: Li
     """Binds a server's addresses for a moment.
 
     Raises:
-        ConfigurationRefused: one of the addresses cannot be bound.
+        ConfigurationRefused: an address cannot be bound.
     """
 
     async def bind() -> None:

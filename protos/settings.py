@@ -1,7 +1,6 @@
 """Settings of the services.
 
-A flag comes before a ``TRIPTYCH_*`` variable, that before the variable of another stack, and that before the
-file of ``--config``.
+The order is flag, ``TRIPTYCH_*`` variable, variable of another stack, file of ``--config``.
 """
 
 import json
@@ -73,10 +72,10 @@ class ServiceSettings(BaseSettings):
     also_set_by: ClassVar[Mapping[str, str]] = {}
     """By field: another field whose flag, variable or file entry may set it."""
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {}
-    """The fields under each heading of ``--help``; every field has one heading."""
+    """The fields under each heading of ``--help``; every field belongs to a heading."""
     fixed: ClassVar[Mapping[str, str]] = {}
-    """Inherited fields that the program sets itself, each with the reason. They have no flag and no
-    variable. With an empty reason, a subclass lets the user set a field again."""
+    """Inherited fields set by the program, each with the reason; without flag and variable. With an empty
+    reason, a subclass lets the user set a field again."""
 
     section: ClassVar[str] = ""
     """The section of a configuration file with the fields of the class that declares it."""
@@ -114,7 +113,7 @@ class ServiceSettings(BaseSettings):
 
 
 def declared(cls: type[BaseSettings], variable: str) -> dict[Any, Any]:
-    """Merges one of the class variables above over a settings class and its bases; the subclass wins."""
+    """Merges a class variable above over a settings class and its bases; the subclass wins."""
     merged: dict[Any, Any] = {}
     for base in reversed(cls.__mro__):
         merged |= vars(base).get(variable, {})
@@ -204,7 +203,7 @@ class _ReferenceNames(PydanticBaseSettingsSource):
 
 
 class _FromFile(PydanticBaseSettingsSource):
-    """What the configuration file of the class that is being loaded sets."""
+    """The values of the configuration file for the loading class."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
         return _file_values.get().get(field_name), field_name, False
@@ -325,10 +324,10 @@ def load(cls: type[S], argv: Sequence[str] | None = None, foreign: ForeignFlags 
     Args:
         cls: the settings class.
         argv: the command line without the program's name.
-        foreign: flags of another program that the command accepts, too, and that a file may set.
+        foreign: accepted flags of another program, also allowed in a file.
 
     Raises:
-        ConfigurationRefused: A setting is bad or unknown. The message is one line that names it.
+        ConfigurationRefused: A setting is bad or unknown. The message names it in a line.
         SystemExit: With code 0, after ``--help``.
     """
     given = list(sys.argv[1:] if argv is None else argv)
@@ -395,7 +394,7 @@ def sections_of(cls: type[ServiceSettings]) -> dict[str, dict[str, str]]:
 
 
 def _values_of(file: ConfigFile, cls: type[ServiceSettings], foreign: ForeignFlags | None) -> dict[str, Any]:
-    """Returns what a file sets, by field."""
+    """Returns the values of a file, by field."""
     fixed = fixed_fields(cls)
     theirs = {flag[2:].replace("-", "_"): flag for flag in foreign.flags} if foreign else {}
     own = {name for name in cls.model_fields if name not in fixed} | theirs.keys()
@@ -415,7 +414,7 @@ def _hides(cls: type[ServiceSettings], error: ValidationError) -> bool:
 def _refusal(
     cls: type[ServiceSettings], error: ValidationError, file: ConfigFile | None, flags: Collection[str]
 ) -> ConfigurationRefused:
-    """Returns the one line that says where the first bad value was set."""
+    """Returns the line about the source of the first bad value."""
     first = error.errors(include_url=False)[0]
     text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if not first["loc"]:  # settings that contradict each other: the text names them

@@ -87,7 +87,7 @@ def shape_from_proto(signature: common_pb2.GraphSignature) -> PoolShape:
 
 
 def result_to_proto(plan: StepPlan, result: StepResult) -> worker_pb2.StepResult:
-    """Returns a result's message; it is compact if one token per slot is the whole result."""
+    """Returns a result's message; compact if a token per slot is the whole result."""
     message = worker_pb2.StepResult(
         step=result.step, lease_index=result.lease_index, last=result.last, execute_us=result.execute_us,
         void=result.void,
@@ -137,7 +137,7 @@ def _report_from_proto(message: worker_pb2.WorkerReport) -> WorkerReport:
 
 
 def one_token_each(work: Work | None, outputs: Sequence[SlotOutput]) -> Sequence[int]:
-    """Returns the tokens if the outputs are one for each slot of the work, in its order, and nothing else."""
+    """Returns the tokens if the outputs are only a token for each slot of the work, in its order."""
     if work is None or isinstance(work, Pool):
         return ()
     slots = slots_of(work)

@@ -44,7 +44,7 @@ class Admission:
     """Leading tokens with keys and values in the blocks."""
     sampling: common_pb2.SamplingParams
     blocks: Mapping[int, Sequence[int]]
-    """First block ids, by KV group. The null block stands for blocks behind a paged window."""
+    """First block ids, by KV group. The null block stands for blocks before a paged window."""
     request_id: str = ""
     """For logs."""
     sequence: int = 0
@@ -66,7 +66,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Blocks appended to a slot's table of one KV group."""
+    """Blocks appended to a slot's table of a KV group."""
 
     slot: int
     group_id: int
@@ -75,7 +75,7 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """One chunk of one request, at batch size 1."""
+    """A chunk of a request, at batch size 1."""
 
     slot: int
     start: int
@@ -88,7 +88,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One token for each of some slots, at a compiled batch size."""
+    """A token for each of some slots, at a compiled batch size."""
 
     slots: Sequence[int]
     positions: Sequence[int]
@@ -96,7 +96,7 @@ class Decode:
     bucket: int
     """Rows of the graph; at least the number of slots."""
     lease: int = 1
-    """Steps that the worker may run in a row, each one position further, before it needs the next plan."""
+    """Consecutive steps, each a position further, before the worker needs the next plan."""
 
     def next(self) -> "Decode":
         """Returns the following step of the lease."""
@@ -112,7 +112,7 @@ class PoolShape:
     batch: int
     """Rows; of a packed shape the most texts."""
     packed: bool = False
-    """Whether texts follow one another without padding between them. Otherwise each has a row."""
+    """Whether texts are packed without padding between them. Otherwise each takes a row."""
 
     @property
     def num_tokens(self) -> int:
@@ -131,13 +131,12 @@ def format_shapes(shapes: Sequence[PoolShape]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """All tokens of some slots, in one static shape of a pooling model."""
+    """All tokens of some slots, in a static shape of a pooling model."""
 
     slots: Sequence[int]
     shape: PoolShape
-    """Has at least one row per slot, and no slot has more tokens than its rows.
-
-    A packed shape has at least as many tokens as all slots together.
+    """At least a row per slot, and no slot longer than a row. A packed shape holds at least the tokens of
+    all slots together.
     """
 
 
@@ -146,7 +145,7 @@ Work = Prefill | Decode | Pool
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, in the order in which the worker applies it: release, copy, place, admit, grow, the work."""
+    """A step, in the worker's order of application: release, copy, place, admit, grow, the work."""
 
     step: int
     """Number of the plan on its stream, from 1."""
@@ -163,15 +162,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SlotOutput:
-    """The output of a step for one slot."""
+    """The output of a step for a slot."""
 
     slot: int
     token_ids: Sequence[int] = ()
-    """The sampled token, then the tokens that the request's grammar forces behind it."""
+    """The sampled token, then the tokens forced by the request's grammar."""
     logprobs: Sequence[common_pb2.TokenLogprobs] = ()
-    """One per token, if the request asked for them."""
+    """Per token, if requested."""
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
-    """One for each prompt token that follows a token of the step's chunk, if the request asked for them."""
+    """For each prompt token after a token of the step's chunk, if requested."""
     error: TriptychError | None = None
     """This slot alone failed; it has no tokens."""
     pooled: Sequence[float] = ()
@@ -180,7 +179,7 @@ class SlotOutput:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """What a worker counts, for metrics. Counters begin with the stream."""
+    """A worker's counts, for metrics. Counters begin with the stream."""
 
     late_graphs: int = 0
     """Graphs that were made while serving."""
@@ -194,11 +193,11 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A worker's answer to a plan, or to one step of the plan's lease."""
+    """A worker's answer to a plan, or to a step of the plan's lease."""
 
     step: int
     token_ids: Sequence[int] = ()
-    """The common case, without outputs: one sampled token for each slot of the plan's work, in its order."""
+    """The common case, without outputs: a sampled token for each slot of the plan's work, in its order."""
     outputs: Sequence[SlotOutput] = ()
     """Every other case, by slot; includes failed admissions."""
     error: TriptychError | None = None
@@ -212,7 +211,7 @@ class StepResult:
     void: bool = False
     """Whether the work of a plan that continues another did not run."""
     report: WorkerReport | None = None
-    """What the worker has counted; set about once a second."""
+    """The worker's counts; set about once a second."""
 
 
 def slots_of(work: Work | None) -> Sequence[int]:

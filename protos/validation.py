@@ -1,4 +1,4 @@
-"""Validates requests where they enter, with one set of rules for gateways and direct gRPC clients.
+"""Validates requests on entry, by the same rules for gateways and direct gRPC clients.
 
 All functions are pure. :func:`check_generate`, :func:`check_pool` and :func:`check_fields` need only the
 message; :func:`check_token_ids` and :func:`check_ids` need the size of the model's vocabulary.
@@ -28,7 +28,7 @@ def check_generate(request: inference_pb2.GenerateRequest) -> None:
     """Checks a request without knowing the model.
 
     Raises:
-        InvalidArgument: naming the field, its bounds and what was sent.
+        InvalidArgument: naming the field, its bounds and the sent value.
     """
     check_fields(request)
     if request.sampling.HasField("structured_output"):
@@ -40,7 +40,7 @@ def check_pool(request: inference_pb2.PoolRequest) -> None:
     """Checks a pooling request without knowing the model.
 
     Raises:
-        InvalidArgument: naming the field, its bounds and what was sent.
+        InvalidArgument: naming the field, its bounds and the sent value.
     """
     check_fields(request)
     if request.task and request.task not in common_pb2.PoolTask.values():
@@ -61,7 +61,7 @@ def check_fields(message: Message, *, entries: bool = True) -> None:
         entries: whether to check the messages in repeated fields, too; their number is always checked.
 
     Raises:
-        InvalidArgument: naming the field, its bounds and what was sent.
+        InvalidArgument: naming the field, its bounds and the sent value.
     """
     for found in _walk(message, entries=entries):
         _check_value(found)
@@ -94,12 +94,12 @@ def check_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
 def count_values(
     request: inference_pb2.PoolRequest | common_pb2.PoolingParams, num_tokens: int, vector_size: int
 ) -> int:
-    """Returns how many values the result of a pooling request has.
+    """Returns the number of values in a pooling request's result.
 
     Args:
-        request: names the task and how many values of a vector to keep.
+        request: names the task and the number of values to keep.
         num_tokens: of its prompt.
-        vector_size: values of one of the model's vectors.
+        vector_size: values of a vector of the model.
     """
     size = request.dimensions or vector_size
     return size * num_tokens if request.task in TOKEN_TASKS else size
@@ -115,7 +115,7 @@ def requested_features(sampling: common_pb2.SamplingParams) -> frozenset[str]:
 
 
 class _Found(NamedTuple):
-    """A field with bounds, and its value in one message."""
+    """A field with bounds, and its value in a message."""
 
     name: str
     """Name to report: for entries of a repeated field, the name of that field."""
@@ -148,7 +148,7 @@ def _walk(message: Message, entry_of: str = "", *, entries: bool = True) -> Iter
 
 @cache
 def _fields(message: Descriptor) -> tuple[tuple[FieldDescriptor, FieldBounds | None], ...]:
-    """Returns the fields that have bounds, or that hold messages."""
+    """Returns the fields with bounds or messages."""
     bounds = bounds_of(message)
     return tuple(
         (field, bounds.get(field.name))

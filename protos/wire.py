@@ -90,7 +90,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 def file_chunks(name: str, data: bytes) -> Iterator[common_pb2.FileChunk]:
-    """Yields a file in messages; an empty file is one message."""
+    """Yields a file in messages; an empty file gives a single message."""
     for start in range(0, max(len(data), 1), FILE_CHUNK_BYTES):
         end = start + FILE_CHUNK_BYTES
         yield common_pb2.FileChunk(name=name, data=data[start:end], last=end >= len(data))

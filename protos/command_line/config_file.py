@@ -10,12 +10,12 @@ from protos.command_line.yaml_text import parse_yaml
 from protos.errors import ConfigurationRefused
 
 SECTIONS = ("gateway", "scheduler", "worker", "launcher")
-"""The sections that a file may have, so that one file serves all services."""
+"""The sections of a file, so a single file serves all services."""
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What a configuration file sets."""
+    """The values of a configuration file."""
 
     path: Path
     shared: Mapping[str, Any]
@@ -43,11 +43,11 @@ class ConfigFile:
         return cls(path, top, sections)
 
     def values(self, fields: Mapping[str, Mapping[str, str]], own: Collection[str]) -> dict[str, Any]:
-        """Returns the values for one command, by field.
+        """Returns the values for a command, by field.
 
         Args:
-            fields: the sections that the command reads, and for each name in them its field.
-            own: names that the top level may set.
+            fields: the command's sections, and for each name in them its field.
+            own: names allowed at the top level.
 
         Raises:
             ConfigurationRefused: A name is unknown, or two sections differ about one field.

@@ -1,4 +1,4 @@
-"""`--help=WORD`: the part of the help that a word names, as `vllm serve` has it."""
+"""`--help=WORD`: the part of the help named by a word, as in `vllm serve`."""
 
 import textwrap
 from argparse import Action, ArgumentParser, _ArgumentGroup
@@ -10,14 +10,14 @@ _FULL: Final = ("all", "page")
 
 
 class SearchableHelp(ArgumentParser):
-    """A parser whose help can be asked for one heading, or for the flags that have a word in their name."""
+    """A parser with help for a heading, or for flags by a word in their name."""
 
     def found(self, word: str, foreign: Mapping[str, str]) -> str:
-        """Returns the part of the help that a word names, or one line that says that there is none.
+        """Returns the part of the help named by a word, or a line about its absence.
 
         Args:
             word: `listgroup`, `all`, `page`, a heading, or a part of a flag's name, in any case.
-            foreign: flags of another program that the command takes, and what each is here.
+            foreign: accepted flags of another program, and the meaning of each here.
         """
         word = _plain(word).strip("-")
         if word in _FULL:

@@ -1,4 +1,4 @@
-"""Hides what may be secret in texts about a command line, which end up in logs."""
+"""Hides possible secrets in texts about a command line, which end up in logs."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ def without_users(text: str) -> str:
 
 
 def words_shown(words: Iterable[str], given: Sequence[str]) -> str:
-    """Returns words of a command line as one text, without those that may be the values of a secret.
+    """Returns words of a command line as text, without possible values of a secret.
 
     Args:
         words: the words, none of them a flag.

@@ -9,10 +9,10 @@ _LIKENESS = 0.7
 
 
 def unknown_arguments(arguments: Sequence[str], known: Collection[str], given: Sequence[str]) -> str:
-    """Returns the refusal of arguments that no flag takes; it names a flag without its value.
+    """Returns the refusal of unknown arguments; it names a flag without its value.
 
     Args:
-        arguments: what is left of the command line.
+        arguments: the rest of the command line.
         known: all flags.
         given: the whole command line.
     """
@@ -27,6 +27,6 @@ def unknown_arguments(arguments: Sequence[str], known: Collection[str], given: S
 
 
 def similar(name: str, known: Collection[str]) -> str | None:
-    """Returns the known name that is most like `name`, if one is."""
+    """Returns the known name most like `name`, if any."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS)
     return found[0] if found else None

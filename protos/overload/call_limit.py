@@ -16,9 +16,9 @@ _RETRY_AFTER_MS: Final = 1000
 
 
 class CallLimit(grpc.aio.ServerInterceptor):
-    """Refuses calls above a number, with a typed error that names the setting.
+    """Refuses calls above a number, with a typed error and the setting's name.
 
-    The server's own ``maximum_concurrent_rpcs`` would refuse them with a text that says nothing.
+    The server's own ``maximum_concurrent_rpcs`` would refuse them without a reason.
     """
 
     def __init__(self, max_calls: int) -> None:
@@ -37,7 +37,7 @@ class CallLimit(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Returns the method's handler, or one that refuses the call."""
+        """Returns the method's handler, or a refusing handler."""
         if handler_call_details.method != _EXEMPT:
             if self._running >= self._max_calls:
                 return grpc.stream_stream_rpc_method_handler(self._refuse)

@@ -73,7 +73,7 @@ class UnreadLimits:
 
 
 class UnreadTokens:
-    """Counts what waits for one reader."""
+    """Counts a reader's unread output."""
 
     __slots__ = ("_limits", "closed", "num", "on_end")
 
@@ -112,6 +112,6 @@ class UnreadTokens:
             self._limits.behind.discard(self)
 
     def close(self) -> None:
-        """Forgets the reader and what waits for it."""
+        """Forgets the reader and its unread output."""
         self.remove(self.num)
         self.closed = True

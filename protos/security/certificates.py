@@ -17,7 +17,8 @@ class CertificatePaths:
     ca: Path
     """The certificates that sign those of peers."""
     cert: Path | None = None
-    """The service's own certificate, followed by intermediate ones; `None` for a client that shows none."""
+    """The service's own certificate, followed by intermediate certificates; `None` for a client without a
+    certificate."""
     key: Path | None = None
     """The key of `cert`."""
 
@@ -44,17 +45,17 @@ class Certificates:
         self._files = WatchedFiles(files, lambda: _read(paths))
 
     def version(self) -> int:
-        """Looks at the files; returns a number that grows when they have changed."""
+        """Looks at the files; returns a number that grows with every change."""
         self._files.get()
         return self._files.version
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Returns what a new channel needs."""
+        """Returns the credentials of a new channel."""
         pems = self._files.get()
         return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
     def server_credentials(self, *, require_client_cert: bool) -> grpc.ServerCredentials:
-        """Returns what a server's port needs. Each new connection uses the files as they are then."""
+        """Returns the credentials of a server's port. Each new connection uses the current files."""
         seen = self._files.version
 
         def changed() -> grpc.ServerCertificateConfiguration | None:

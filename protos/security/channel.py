@@ -15,9 +15,9 @@ _LONG_S: Final = 1e9
 
 
 class SecuredChannel(grpc.aio.Channel):
-    """Passes calls on to a plain channel of gRPC, which it replaces when the certificates have changed.
+    """Passes calls on to a plain channel of gRPC, and replaces it after changes of the certificates.
 
-    Calls that run stay on the channel on which they began.
+    Running calls stay on their channel.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SecuredChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        """Closes all channels, after ``grace`` seconds at most, and cancels what still runs."""
+        """Closes all channels, after ``grace`` seconds at most, and cancels running calls."""
         await self._channel.close(grace)
         for call in list(self._calls):
             call.cancel()
@@ -92,15 +92,15 @@ class SecuredChannel(grpc.aio.Channel):
         await self.current().channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a method that takes one message and returns one."""
+        """Returns a method from a message to a message."""
         return _Method(self, "unary_unary", args, kwargs)
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a method that takes one message and returns several."""
+        """Returns a method from a message to several messages."""
         return _Method(self, "unary_stream", args, kwargs)
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a method that takes several messages and returns one."""
+        """Returns a method from several messages to a message."""
         return _Method(self, "stream_unary", args, kwargs)
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:

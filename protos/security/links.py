@@ -1,4 +1,4 @@
-"""What a service's security settings make of its gRPC server and its channels."""
+"""Protected gRPC servers and channels, by a service's security settings."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from protos.wire import CHANNEL_OPTIONS, is_unix, open_channel
 
 @dataclass(frozen=True)
 class LinkSecurity:
-    """How the gRPC connections of a service are protected. Without arguments, they are not.
+    """The protection of a service's gRPC connections; none without arguments.
 
-    Unix sockets have no TLS: their files' permissions protect them. Calls through them have the token, too.
+    Unix sockets have no TLS: their files' permissions protect them. Calls through them carry the token, too.
     """
 
     certificates: Certificates | None = None
     """For TLS; `None` for plain connections."""
     tokens: ServiceTokens | None = None
-    """What calls send, and what a server asks of them; `None` for no check."""
+    """Tokens that calls send and a server requires; `None` for no check."""
     require_client_cert: bool = False
-    """Whether a server refuses clients without a certificate that the CA has signed."""
+    """Whether a server refuses clients without a certificate signed by the CA."""
     peer_name: str | None = None
-    """The name that the certificates of servers must have; `None` for the host that is called."""
+    """Expected name in the servers' certificates; `None` for the called host."""
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """Opens a channel to another service.
@@ -60,7 +60,7 @@ class LinkSecurity:
         return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", self.peer_name))
 
     def interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
-        """Returns what checks the calls of a server."""
+        """Returns the interceptors of a server."""
         return () if self.tokens is None else (TokenCheck(self.tokens),)
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
@@ -71,7 +71,7 @@ class LinkSecurity:
         return server.add_secure_port(address, credentials)
 
     def warn_if_open(self, host: str) -> None:
-        """Logs one warning if other machines can call a server without proof, or read its traffic."""
+        """Logs a warning if other machines can call a server without proof, or read its traffic."""
         if _is_loopback(host):
             return
         lacking = []

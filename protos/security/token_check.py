@@ -22,13 +22,13 @@ _LOG_EVERY_S: Final = 10.0
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):
-    """Lets calls pass that have one of the service's tokens, and health checks."""
+    """Admits calls with a token of the service, and health checks."""
 
     def __init__(self, tokens: ServiceTokens, clock: Callable[[], float] = time.monotonic) -> None:
         """Checks for these tokens.
 
         Args:
-            tokens: what calls must have.
+            tokens: the accepted tokens.
             clock: monotonic seconds.
         """
         self._tokens = tokens
@@ -44,7 +44,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Returns the method's handler, or one that refuses the call."""
+        """Returns the method's handler, or a refusing handler."""
         method = str(handler_call_details.method)
         if method == _OPEN:
             return await continuation(handler_call_details)

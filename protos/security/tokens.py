@@ -1,4 +1,4 @@
-"""The service token: a secret that the services of one deployment share."""
+"""The service token: a secret shared by the services of a deployment."""
 
 import hmac
 import re
@@ -16,17 +16,18 @@ _SCHEME: Final = "Bearer "
 
 
 class ServiceTokens:
-    """The tokens that a service accepts; it sends the first one."""
+    """A service's accepted tokens; it sends the first."""
 
     def __init__(self, *, token: str | None = None, file: Path | None = None) -> None:
         """Reads the tokens.
 
         Args:
             token: the only token.
-            file: holds one token a line, and may change. Empty lines and lines with `#` are skipped.
+            file: holds a token per line, and may change. Empty lines and lines with `#` are skipped.
 
         Raises:
-            ConfigurationRefused: the file cannot be read, or a token is none. The message names no token.
+            ConfigurationRefused: the file cannot be read, or a token is malformed. The message names no
+                token.
         """
         self._fixed = (_checked(token.encode(), "--service-token"),) if token is not None else ()
         self._file = WatchedFiles((file,), lambda: _read(file)) if file is not None else None
@@ -37,7 +38,7 @@ class ServiceTokens:
         return _SCHEME + self._current()[0].decode()
 
     def accepts(self, authorization: str) -> bool:
-        """Whether metadata has one of the tokens; compares in constant time."""
+        """Whether metadata contains an accepted token; compares in constant time."""
         given = authorization.removeprefix(_SCHEME).encode()
         matches = [hmac.compare_digest(given, token) for token in self._current()]
         return any(matches) and authorization.startswith(_SCHEME)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class WatchedFiles(Generic[T]):
-    """The content of some files, as one value. It may be read from any thread."""
+    """The content of some files, as a value. Any thread may read it."""
 
     version: int
     """Grows whenever the content has changed."""

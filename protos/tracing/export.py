@@ -45,7 +45,7 @@ class OtlpSpan:
         self.tracestate = carrier.get("tracestate", "")
 
     def child(self, name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
-        """Writes a whole span, a child of this one."""
+        """Writes a whole child span."""
         span = self._tracer.start_span(name, self._context, attributes=attributes, start_time=start_ns)
         span.end(end_ns)
 
@@ -121,7 +121,7 @@ class OtlpTracer:
         return OtlpSpan(self._tracer, span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Exports what is left, for a moment at most."""
+        """Exports the rest, for a moment at most."""
         closing = threading.Thread(target=self._provider.shutdown, name="close-tracer", daemon=True)
         closing.start()
         closing.join(_CLOSE_S)

@@ -1,4 +1,4 @@
-"""What services know of tracing: tracers and spans, without OpenTelemetry."""
+"""The services' view of tracing: tracers and spans, without OpenTelemetry."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ OtlpEndpoint = Annotated[str, AfterValidator(_check)]
 
 
 class Span(Protocol):
-    """A sampled span that has begun. Times are nanoseconds since 1970."""
+    """A begun, sampled span. Times are nanoseconds since 1970."""
 
     @property
     def traceparent(self) -> str:
@@ -35,7 +35,7 @@ class Span(Protocol):
         """The vendors' part of the trace context; often empty."""
 
     def child(self, name: str, start_ns: int, end_ns: int, attributes: Attributes) -> None:
-        """Writes a whole span, a child of this one."""
+        """Writes a whole child span."""
 
     def event(self, name: str, time_ns: int) -> None:
         """Adds an event."""
@@ -48,7 +48,7 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    """Writes the spans of one service. Exporting happens in a thread, and what does not fit is dropped."""
+    """Writes the spans of a service. A thread exports them, and drops them when its queue is full."""
 
     def begin(
         self, name: str, traceparent: str, tracestate: str = "", *, start_ns: int, serves_http: bool = False
@@ -67,4 +67,4 @@ class Tracer(Protocol):
         """
 
     def close(self) -> None:
-        """Exports what is left, for a moment at most."""
+        """Exports the rest, for a moment at most."""
