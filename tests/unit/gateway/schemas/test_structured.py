@@ -29,7 +29,7 @@ def chat(**fields: Any) -> ChatCompletionRequest:
         ({"response_format": {"type": "json_object"}}, pb.StructuredOutput(json_object=True)),
         ({"response_format": {"type": "json_schema", "json_schema": {
             "name": "n", "description": "d", "strict": True, "schema": SCHEMA}}},
-         pb.StructuredOutput(json_schema='{"type":"object","properties":{"b":{},"a":{}}}')),
+         pb.StructuredOutput(json_schema=orjson.dumps(SCHEMA).decode())),
         ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
          pb.StructuredOutput(structural_tag='{"type":"structural_tag","format":{"type":"any_text"}}')),
         ({"structured_outputs": {"json": SCHEMA}}, pb.StructuredOutput(json_schema=orjson.dumps(SCHEMA).decode())),
