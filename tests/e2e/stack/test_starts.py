@@ -15,8 +15,6 @@ from tests.e2e.stack.test_up import QUICK, ask, launcher, read_until
 pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(120)]
 
 _WEIGHTS = "model.safetensors"
-# More than a gRPC status can carry.
-_LONG = 8 << 10
 
 
 @pytest.fixture
@@ -61,7 +59,7 @@ def _break_template(model: Path) -> None:
 @pytest.mark.parametrize(
     ("add", "name"),
     [
-        pytest.param(_add_tensor, "value_head", marks=pytest.mark.slow),
+        pytest.param(_add_tensor, "value_head.weight", marks=pytest.mark.slow),
         (_add_adapter, "adapter_model.safetensors"),
     ],
 )
@@ -80,26 +78,21 @@ def test_extra_weights_are_named_and_ignored(
 
 
 @pytest.mark.parametrize(
-    ("damage", "reason", "length"),
+    ("damage", "service", "reason"),
     [
-        (_rename_layers, "check architectures in config.json", _LONG),
-        pytest.param(_break_template, "chat template cannot be compiled: line 1", 0, marks=pytest.mark.slow),
+        (_rename_layers, "worker-0", "the weights lack model.layers.0.self_attn.q_proj.weight"),
+        pytest.param(_break_template, "gateway", "chat template cannot be compiled: line 1", marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_an_unusable_model_ends_the_start(
-    model: Path, tmp_path: Path, damage: Callable[[Path], None], reason: str, length: int
+    model: Path, tmp_path: Path, damage: Callable[[Path], None], service: str, reason: str
 ) -> None:
-    """The launcher exits with 2 and the whole reason in one line, within a second of its cause."""
+    """The launcher exits with 2 and the whole reason in one line, soon after the service's last word."""
     damage(model)
     with launcher(tmp_path / "run", *QUICK, "--model", str(model)) as process:
-        read_until(process, "load 1/1")
-        if not length:
-            read_until(process, "ready")
-        since = time.monotonic()
         _, errors = process.communicate(timeout=60)
-        took_s = time.monotonic() - since
+        took_s = time.time() - (tmp_path / "run" / f"{service}.log").stat().st_mtime
     assert process.returncode == 2, errors
     assert errors.count("\n") == 1
     assert reason in errors
-    assert len(errors) > length
     assert took_s < 3, "a second, and the end of the services on a busy machine"
