@@ -2,7 +2,6 @@
 
 `__main__` reads `settings` and runs `service`, which joins the rooms. From the top down: `api`
 (gRPC), `execution` (plans), `vllm_adapter`, then `pooling`, `graphs`, `sampling`, `grammars` and
-`model_files` side by side, then `devices`, then `shapes`. `phases` times a configuration, `log_silencing`
-quiets libraries, and vLLM calls the entry point `vllm_platform`. Only `deploy` imports this package; it
-imports `protos`.
+`model_files` side by side, then `devices`, then `shapes`. `phases` times a configuration, and
+vLLM calls the entry point `vllm_platform`. Only `deploy` imports this package; it imports `protos`.
 """

@@ -12,9 +12,8 @@ from protos.logs import configure
 from protos.settings import load
 from worker_svc.api.model_thread import MODEL_THREAD
 from worker_svc.api.watchdog import EXIT_CODE, WorkerFailed
-from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings
-from worker_svc.vllm_platform import PLATFORM_VARIABLE
+from worker_svc.vllm_platform import PLATFORM_VARIABLE, silence_libraries
 
 # Beginnings of the names of threads that may be in torch when the process ends. The last two wait for other
 # ranks.

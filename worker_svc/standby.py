@@ -6,6 +6,7 @@ when a worker has died. The standby then runs the worker's command in this same 
 """
 
 import gc
+import importlib
 import os
 import sys
 import threading
@@ -18,11 +19,17 @@ from protos.logs import configure, get_logger
 from protos.settings import load
 from worker_svc import __main__ as worker
 from worker_svc.settings import Settings
-from worker_svc.standby_orders import Orders
+from worker_svc.standby_messages import Orders
 
 # A running worker comes first, and under full load the imports still end within minutes.
 _NICENESS = 10
 _BAD_SETTING = 2
+# Modules that a worker imports in functions.
+_IMPORTED_LATE = (
+    "worker_svc.vllm_adapter.attention",
+    "worker_svc.vllm_adapter.weights",
+    "xgrammar",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,9 +70,7 @@ def _import(settings: Settings) -> None:
     started = time.monotonic()
     try:
         worker.prepare_process()
-        from worker_svc import preloading
-
-        preloading.import_for(settings)
+        _import_worker(settings)
     except ConfigurationRefused as error:
         _say(error.message)
         os._exit(_BAD_SETTING)
@@ -77,6 +82,37 @@ def _import(settings: Settings) -> None:
     gc.collect()
     gc.freeze()
     get_logger().info("standby_ready", import_s=round(time.monotonic() - started, 2))
+
+
+def _import_worker(settings: Settings) -> None:
+    """Imports the services' modules, vLLM with our platform, and the model's class.
+
+    Opens no device: not even CUDA is initialized.
+
+    Raises:
+        ConfigurationRefused: The model or vLLM is missing.
+    """
+    # Importing the service imports most of a worker.
+    from worker_svc import service  # noqa: F401
+    from worker_svc.devices import choose_device
+    from worker_svc.model_files import loader
+    from worker_svc.vllm_adapter import startup
+    from worker_svc.vllm_adapter.configuration import register_model_class
+
+    folder = loader.resolve(
+        settings.model,
+        settings.revision,
+        load_format=settings.load_format,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    startup.prepare(choose_device(settings.device))
+    register_model_class(
+        folder,
+        trust_remote_code=settings.trust_remote_code,
+        language_model_only=settings.language_model_only,
+    )
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
 
 
 def _say(message: str) -> None:

@@ -1,11 +1,13 @@
-"""The target of the entry point `vllm.platform_plugins`: tells vLLM which platform class to load.
+"""Set-up of processes that import vLLM: the entry point `vllm.platform_plugins`, and quiet logs.
 
 vLLM calls `register` in every process that imports it. That includes processes without a worker (`vllm
 serve` in the same environment) and the subprocess in which vLLM inspects model classes. So this module
 imports almost nothing, and an environment variable, which subprocesses inherit, tells whether a worker runs.
 """
 
+import logging
 import os
+import warnings
 from typing import Final
 
 # Set by vllm_adapter.startup only; not a user setting.
@@ -21,3 +23,13 @@ _PLATFORMS: Final = {
 def register() -> str | None:
     """Returns the import path of the platform class, or `None` if this process is not a worker."""
     return _PLATFORMS.get(os.environ.get(PLATFORM_VARIABLE, ""))
+
+
+def silence_libraries() -> None:
+    """Silences libraries except for errors. Call it before vLLM and transformers are imported."""
+    for name in ("vllm", "transformers", "torch", "torch._library.triton", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings.filterwarnings("ignore", module=r"(vllm|transformers|torch)\b")

@@ -23,8 +23,8 @@ from protos.errors import ConfigurationRefused, TriptychError
 from protos.logs import configure
 from protos.settings import CONFIG_VARIABLE, load
 from scheduler_svc.settings import Settings as SchedulerSettings
-from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings as WorkerSettings
+from worker_svc.vllm_platform import silence_libraries
 
 if TYPE_CHECKING:
     from protos.triptych.v1 import worker_pb2

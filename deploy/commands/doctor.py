@@ -25,8 +25,8 @@ from protos.errors import ConfigurationRefused
 from protos.logs import configure
 from protos.settings import CONFIG_VARIABLE, Group, ServiceSettings, given_flags, load
 from scheduler_svc.settings import Settings as SchedulerSettings
-from worker_svc.log_silencing import silence_libraries
 from worker_svc.settings import Settings as WorkerSettings
+from worker_svc.vllm_platform import silence_libraries
 
 _JSON: Final = "--json"
 

@@ -81,8 +81,8 @@ def _check_served(source: Path) -> None:
     if not read_config(source).get("architectures"):
         return  # nothing to check, so vLLM need not be imported, which takes seconds
     from worker_svc.devices import choose_device
-    from worker_svc.log_silencing import silence_libraries
     from worker_svc.vllm_adapter import startup
+    from worker_svc.vllm_platform import silence_libraries
 
     silence_libraries()
     startup.prepare(choose_device("auto"))

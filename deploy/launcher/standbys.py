@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from deploy.launcher.deaths import BAD_SETTING, RestartPolicy, describe_death
 from deploy.launcher.process import Child, ChildSpec
-from worker_svc.standby_orders import Orders
+from worker_svc.standby_messages import Orders
 
 # Resident memory of a process that has imported what a worker needs.
 _STANDBY_MIB = 450

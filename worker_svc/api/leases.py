@@ -11,13 +11,13 @@ from protos.logs import get_logger
 from protos.step_messages import result_to_proto
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult, slots_of
 from protos.wire import MAX_MESSAGE_BYTES
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 
 
 class Launcher(Protocol):
     """What runs the steps: a configured `execution.worker.Worker`."""
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Applies a plan and hands its step to the device."""
         ...
 
@@ -49,7 +49,7 @@ class _Step:
 
     plan: StepPlan
     index: int
-    launched: LaunchedStep | Exception
+    launched: PendingStep | Exception
     since: float
     goes_on: bool
     """Whether another step of the plan follows, unless the scheduler must see this one's result first."""
@@ -107,7 +107,7 @@ class PlanRunner:
         for index in range(lease):
             since = time.perf_counter()
             launched = self._launch(step, leased=index > 0)
-            deferred = isinstance(launched, LaunchedStep) and launched.runs_ahead
+            deferred = isinstance(launched, PendingStep) and launched.runs_ahead
             last = index + 1 == lease
             if not last or not deferred:
                 self._thread.settle()
@@ -127,7 +127,7 @@ class PlanRunner:
             assert isinstance(step.work, Decode)
             step = StepPlan(plan.step, work=step.work.next())
 
-    def _launch(self, step: StepPlan, *, leased: bool) -> LaunchedStep | Exception:
+    def _launch(self, step: StepPlan, *, leased: bool) -> PendingStep | Exception:
         try:
             return self._worker.launch(step, leased=leased)
         except Exception as error:  # noqa: BLE001 - any exception fails this step only
@@ -154,13 +154,13 @@ class PlanRunner:
         """Waits for a step's result and hands it over. All results before it have been handed over."""
         plan, launched = step.plan, step.launched
         # A plan that could not be applied fails all the same: its admissions may be lost.
-        if self._is_void(plan, step.index) and (step.index or isinstance(launched, LaunchedStep)):
+        if self._is_void(plan, step.index) and (step.index or isinstance(launched, PendingStep)):
             self._broken = plan.step
-            if isinstance(launched, LaunchedStep):
+            if isinstance(launched, PendingStep):
                 # Ranks report their results in order: one that is not read would be taken for the next one's.
                 launched.discard(plan.work)
             if step.index == 0:
-                assert isinstance(launched, LaunchedStep)
+                assert isinstance(launched, PendingStep)
                 self._hand_over(plan, StepResult(plan.step, (), _refusals(plan, launched), void=True))
             return
         try:
@@ -192,7 +192,7 @@ class PlanRunner:
         self._hand_over(step.plan, result)
 
 
-def _refusals(plan: StepPlan, launched: LaunchedStep) -> Sequence[SlotOutput]:
+def _refusals(plan: StepPlan, launched: PendingStep) -> Sequence[SlotOutput]:
     """Returns the outputs of a step that say which of the plan's admissions were refused."""
     admitted = {admission.slot for admission in plan.admit}
     return [output for output in launched.outputs if output.error is not None and output.slot in admitted]

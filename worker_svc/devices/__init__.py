@@ -1,10 +1,10 @@
 """Devices: the kernels of models, with their interface in `base`.
 
 `attention` defines the kernels' arguments. `cpu`, `cuda` and `rbln` are folders with a `device` module each.
-`gathered` and `in_place` are attention in plain PyTorch: the fallback of devices without such kernels, and
-the reference of tests. `expert_routing` chooses a token's experts. `upload` copies the host's values to a
-device without waiting for it. The rooms above import this one; it imports `shapes`, `settings` and `protos`
-only.
+`gather_attention`, `mla` and `sliding_window` are attention in plain PyTorch: the fallback of devices without
+such kernels, and the reference of tests. `expert_routing` chooses a token's experts. `upload` copies the
+host's values to a device without waiting for it. The rooms above import this one; it imports `shapes`,
+`settings` and `protos` only.
 """
 
 import os

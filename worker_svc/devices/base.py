@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional
 
 from protos.kv_groups import GroupKind
-from worker_svc.devices.adapter_stack import AdapterStack, StackShape, mask_of
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan, RowsPlan, StepInput
+from worker_svc.devices.lora_stack import AdapterStack, StackShape, mask_of
 from worker_svc.devices.quantized import QuantizedProducts
 from worker_svc.shapes.geometry import KvGroup
 

@@ -9,7 +9,7 @@ import torch
 from protos.errors import Internal
 from protos.steps import StepPlan
 from worker_svc.graphs.capture import Recording
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
 
@@ -79,7 +79,7 @@ class Engine(Protocol[G]):
         """
         ...
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Applies a plan and hands its step to the device.
 
         Args:

@@ -14,8 +14,8 @@ from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.graphs.compilation import Compilation
 from worker_svc.graphs.graph_runner import GraphOptions
-from worker_svc.launched_step import LaunchedStep
 from worker_svc.lora.store import AdapterStore
+from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout
@@ -175,7 +175,7 @@ class GenerationEngine:
         known = self.group.exchange(json.dumps(sorted(signatures)).encode())
         return frozenset.intersection(*(frozenset(json.loads(each)) for each in known))
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Hands one step to the device; see `Runner.launch`."""
         if self._runner is None:
             raise Internal("the worker is not configured")

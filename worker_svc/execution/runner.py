@@ -34,8 +34,8 @@ from worker_svc.execution.token_selection import (
 from worker_svc.grammars.constraints import StepConstraints
 from worker_svc.grammars.spec import spec_of
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
-from worker_svc.launched_step import LaunchedStep
 from worker_svc.lora.store import AdapterStore
+from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Progress
 from worker_svc.ranks.group import RankGroup
 from worker_svc.sampling.logprobs import compute_logprobs
@@ -138,7 +138,7 @@ class Runner:
         return self.launch(plan).wait(plan.work)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Applies a plan and hands its step to the device.
 
         A request whose admission is refused fails alone. The rest of the plan, and plans that were sent
@@ -160,12 +160,12 @@ class Runner:
         except Internal as error:
             raise PlanRefused(error.message) from error
         if work is None:
-            return LaunchedStep(refused, has_work=False)
+            return PendingStep(refused, has_work=False)
         launched = self._prefill(work) if isinstance(work, Prefill) else self._decode(work)
         if not self._stage.layout.is_last_stage:
             return launched
         whole = work is plan.work and not refused
-        return launched if whole else LaunchedStep([*refused, *launched.wait(work)])
+        return launched if whole else PendingStep([*refused, *launched.wait(work)])
 
     def _apply_plan(self, plan: StepPlan) -> tuple[Prefill | Decode | None, list[SlotOutput]]:
         """Applies all of a plan but its work. Returns the work that is left, and the refused admissions."""
@@ -264,19 +264,19 @@ class Runner:
             self._release(request.slot)
             raise
 
-    def _prefill(self, work: Prefill) -> LaunchedStep:
+    def _prefill(self, work: Prefill) -> PendingStep:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
         (first,) = self._stage.receive(self._geometry.chunk) or (tokens,)
         hidden = self._steps.run_chunk(work, first, positions, inputs)
         if not self._stage.layout.is_last_stage:
             self._batch.advance_prefill(work, None)
             self._stage.pass_on(work, hidden.to(self._device.torch_device))
-            return LaunchedStep()
+            return PendingStep()
         prompt_logprobs = self._prompt_logprobs.compute(work, hidden)
         if not work.sample:
             self._batch.advance_prefill(work, None)
             if prompt_logprobs:
-                return LaunchedStep([SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
+                return PendingStep([SlotOutput(work.slot, (), prompt_logprobs=prompt_logprobs)])
             return self._read_later(positions[:0])
         last = slice(work.num_tokens - 1, work.num_tokens)
         logits, *best = self._steps.logits_and_best(hidden.to(self._device.torch_device)[last])
@@ -286,23 +286,23 @@ class Runner:
         if selection.is_plain and not prompt_logprobs:
             return self._read_later(selection.tokens[:1])
         (output,) = self._selector.outputs([work.slot], selection, compute_logprobs)
-        return LaunchedStep([replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output])
+        return PendingStep([replace(output, prompt_logprobs=prompt_logprobs) if prompt_logprobs else output])
 
-    def _read_later(self, tokens: torch.Tensor) -> LaunchedStep:
+    def _read_later(self, tokens: torch.Tensor) -> PendingStep:
         """Starts to copy tokens to the host; reading none of them waits for the step, too."""
         read = self._device.start_reading(tokens)
-        return LaunchedStep(
+        return PendingStep(
             read_tokens=lambda: cast("list[int]", read().tolist()), runs_ahead=self._device.runs_ahead
         )
 
-    def _decode(self, work: Decode) -> LaunchedStep:
+    def _decode(self, work: Decode) -> PendingStep:
         rows = self._rows_of(work)
         adapters = self._adapters is not None and self._batch.has_adapters(work.slots)
         given = self._stage.receive(work.bucket)
         if not self._stage.layout.is_last_stage:
             (states,) = self._steps.stage_step(work.bucket, adapters=adapters)(rows, *given)
             self._stage.pass_on(work, states)
-            return LaunchedStep()
+            return PendingStep()
         step = self._steps.decode_step(work.bucket, adapters=adapters)
         logits, positions, *tokens = step.forward(rows, *given)
         argmax = tokens[0] if tokens else None
@@ -311,7 +311,7 @@ class Runner:
         self._batch.advance_decode(work.slots)
         if selection.is_plain:
             return self._read_later(selection.tokens[: len(work.slots)])
-        return LaunchedStep(list(self._selector.outputs(work.slots, selection, step.compute_logprobs)))
+        return PendingStep(list(self._selector.outputs(work.slots, selection, step.compute_logprobs)))
 
     def _rows_of(self, work: Decode) -> torch.Tensor:
         """Returns the slots of a step's rows, int64 [bucket]. Steps with the same slots share a tensor."""

@@ -27,12 +27,12 @@ from worker_svc.grammars.constraints import Constraints, StepConstraints
 from worker_svc.grammars.rank_constraints import FollowingConstraints, LeadingConstraints
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
-from worker_svc.launched_step import LaunchedStep
 from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.lora.store import AdapterStore
 from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.model_files.weights_digest import dummy_digest, start_digest
+from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phase, PhaseProgress, Phases
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.ranks.group import RankGroup
@@ -266,7 +266,7 @@ class Worker:
         self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result(), copies)
         return self._ready
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Hands one step to the device; see `Engine.launch`.
 
         Raises:

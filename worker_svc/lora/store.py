@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable
-from worker_svc.devices.adapter_stack import LayerWeights
+from worker_svc.devices.lora_stack import LayerWeights
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits, read_adapter
 from worker_svc.lora.source import find_files
 

@@ -9,7 +9,7 @@ from protos.steps import StepPlan
 from worker_svc.devices.base import Device
 from worker_svc.graphs.compilation import Compilation
 from worker_svc.graphs.graph_runner import GraphOptions
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.pooling.pool_runner import PoolingModel, PoolRunner
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
@@ -105,12 +105,12 @@ class PoolingEngine:
             checked.write(self._runner.graphs.checked)
         return geometry
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Runs a step; see `PoolRunner.execute`. Pooling knows no leases."""
         del leased
         if self._runner is None:
             raise Internal("the worker is not configured")
-        return LaunchedStep(self._runner.execute(plan))
+        return PendingStep(self._runner.execute(plan))
 
     def reset(self) -> None:
         """Frees every slot."""

@@ -11,7 +11,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_adapter.configuration import configure
-from worker_svc.vllm_adapter.pooling.colbert import project_late
+from worker_svc.vllm_adapter.pooling_head import project_late
 
 
 def names_of_states(model: Any, model_config: Any) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ def _initialize(config: Any, device: Device, where: torch.device) -> Any:
         if config.model_config.is_moe and device.name == "cpu":
             import worker_svc.vllm_adapter.layers.cpu_moe
         if config.model_config.use_mla:
-            import worker_svc.vllm_adapter.layers.latent_attention  # noqa: F401 - registers on import, in seconds
+            import worker_svc.vllm_adapter.layers.mla  # noqa: F401 - registers on import, in seconds
         if "ColBERT" in config.model_config.architecture:
             project_late()
         return initialize_model(vllm_config=config)

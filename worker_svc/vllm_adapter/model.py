@@ -28,10 +28,10 @@ from worker_svc.vllm_adapter.building import (
 )
 from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
 from worker_svc.vllm_adapter.description import describe, is_experts, measure
-from worker_svc.vllm_adapter.pooling.head import PoolingHead, describe_pooling
+from worker_svc.vllm_adapter.pooling_head import PoolingHead, describe_pooling
 
 if TYPE_CHECKING:
-    from worker_svc.vllm_adapter.layers.adapted_layers import AdaptedLayers
+    from worker_svc.vllm_adapter.layers.lora import AdaptedLayers
 
 
 # Packed texts have a third number: where they start.
@@ -149,7 +149,7 @@ class VllmModel:
             return
         if self._pooling is not None:
             raise ConfigurationRefused("--enable-lora needs a model that generates tokens; omit it")
-        from worker_svc.vllm_adapter.layers.adapted_layers import AdaptedLayers
+        from worker_svc.vllm_adapter.layers.lora import AdaptedLayers
 
         self.adapted = layers = AdaptedLayers(
             self._model,

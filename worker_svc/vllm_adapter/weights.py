@@ -13,8 +13,7 @@ from protos.logs import get_logger
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantized.mxfp4 import Mxfp4Experts
 from worker_svc.quantized.stored_tensors import StoredLayers
-from worker_svc.vllm_adapter.architectures import text_weight
-from worker_svc.vllm_adapter.configuration import is_text_model
+from worker_svc.vllm_adapter.configuration import is_text_model, text_weight
 
 ShardProgress = Callable[[int, int, str], None]
 """Called with the number of shards read, the total, and the name of the next file."""

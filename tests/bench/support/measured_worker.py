@@ -29,7 +29,7 @@ from worker_svc.__main__ import main as worker_main
 from worker_svc.devices import open_device
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.worker import Worker
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import AttentionLayer, Geometry, PoolGeometry, group_layers
@@ -82,7 +82,7 @@ class MeasuredWorker(Worker):
         self._file = file
         self._steps: list[tuple[int, int, float, float]] = []
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """See the base class."""
         start = time.monotonic()
         launched = super().launch(plan, leased=leased)
@@ -163,7 +163,7 @@ class NullEngine:
             (blocks,),
         )
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Waits for the step's time; a plan without work takes none."""
         del leased
         until = time.monotonic() + self._step_s
@@ -173,9 +173,9 @@ class NullEngine:
             case Prefill(sample=sample):
                 tokens = [TOKEN] if sample else []
             case _:
-                return LaunchedStep()
+                return PendingStep()
         time.sleep(max(0.0, until - time.monotonic()))
-        return LaunchedStep(read_tokens=lambda: tokens) if tokens else LaunchedStep()
+        return PendingStep(read_tokens=lambda: tokens) if tokens else PendingStep()
 
     def reset(self) -> None:
         """Does nothing: there is no state."""

@@ -17,7 +17,7 @@ import torch
 from protos.steps import Admission, Decode, Prefill, StepPlan
 from tests.support.sampling_params import sampling_params
 from worker_svc.execution.worker import Worker
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.ranks import operators
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry
@@ -36,7 +36,7 @@ class Steps:
         self._groups = range(len(worker.groups))
         self._number = 0
 
-    def _launch(self, *, leased: bool = False, **fields: Any) -> tuple[StepPlan, LaunchedStep]:
+    def _launch(self, *, leased: bool = False, **fields: Any) -> tuple[StepPlan, PendingStep]:
         self._number += not leased
         plan = StepPlan(self._number, **fields)
         return plan, self._worker.launch(plan, leased=leased)
@@ -62,7 +62,7 @@ class Steps:
         works = [
             Decode(batch, [self._context] * len(batch), bucket, steps if leases else 1) for batch in batches
         ]
-        waiting: list[tuple[Decode, LaunchedStep]] = []
+        waiting: list[tuple[Decode, PendingStep]] = []
         tokens: list[list[int]] = []
 
         def read() -> None:

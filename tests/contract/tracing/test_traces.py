@@ -30,7 +30,7 @@ from tests.support.tracing.collector import Collector, ReceivedSpan, running_col
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -192,8 +192,8 @@ async def test_a_worker_writes_the_steps_of_a_request() -> None:
     class Steps:
         """Samples one token for each slot."""
 
-        def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
-            return LaunchedStep(read_tokens=lambda: [7] if isinstance(plan.work, Decode) else [])
+        def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
+            return PendingStep(read_tokens=lambda: [7] if isinstance(plan.work, Decode) else [])
 
         def report(self) -> WorkerReport:
             raise OSError("no memory to count")

@@ -17,7 +17,7 @@ from protos.triptych.v1 import worker_pb2
 from tests.support.ranks.fake_ranks import ApartError
 from tests.support.ranks.rank_server import RankServers, rank_servers
 from worker_svc.api import following
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 
@@ -246,10 +246,10 @@ async def test_an_adapter_leaves_behind_the_plan_that_places_it(
         engine: Any = servers.workers[1]._engine
         launch = engine.launch
 
-        def launch_late(plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+        def launch_late(plan: StepPlan, *, leased: bool = False) -> PendingStep:
             assert gate.wait(20)
             hosts[1].placed += [one.adapter_id for one in plan.place if hosts[1].holds(one.adapter_id)]
-            return cast("LaunchedStep", launch(plan, leased=leased))
+            return cast("PendingStep", launch(plan, leased=leased))
 
         engine.launch = launch_late
         stream = Stream(servers, leases=False)

@@ -14,7 +14,7 @@ from tests.support.worker.parity_process import Job, differences
 from tests.support.zoo import families
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.settings import Backend
-from worker_svc.vllm_adapter.architectures import text_weight
+from worker_svc.vllm_adapter.configuration import text_weight
 
 pytestmark = [
     pytest.mark.e2e,

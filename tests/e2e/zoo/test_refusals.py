@@ -10,7 +10,7 @@ from protos.errors import ConfigurationRefused
 from tests.support.zoo import families
 from worker_svc.devices import open_device
 from worker_svc.vllm_adapter import startup
-from worker_svc.vllm_adapter.architectures import TEXT_MODELS
+from worker_svc.vllm_adapter.configuration import TEXT_MODELS
 from worker_svc.vllm_adapter.model import VllmModel
 
 pytestmark = [

@@ -9,7 +9,7 @@ from tests.support.paths import ROOT
 from tests.support.zoo import families
 from tests.support.zoo.gpu_stand_in import refusals
 from tests.support.zoo.table import REFUSALS, ROWS, Row
-from worker_svc.vllm_adapter.architectures import TEXT_MODELS
+from worker_svc.vllm_adapter.configuration import TEXT_MODELS
 
 SMALL = families.FAMILIES | families.MULTIMODAL
 

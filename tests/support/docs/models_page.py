@@ -3,7 +3,7 @@
 from tests.support.docs.pages import NOTICE, page, table
 from tests.support.zoo import families
 from tests.support.zoo.table import REFUSALS, ROWS
-from worker_svc.vllm_adapter.architectures import TEXT_MODELS
+from worker_svc.vllm_adapter.configuration import TEXT_MODELS
 
 _BEFORE = """# Models
 

@@ -14,7 +14,7 @@ from typing import Final, NoReturn, cast
 
 from protos.steps import Decode, StepPlan, StepResult, Work
 from worker_svc.execution.engine import PlanRefused
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.ranks.channel import Channel
 from worker_svc.ranks.layout import RankLayout
 
@@ -181,7 +181,7 @@ class FakeSteps:
         # The position of each decoding slot.
         self._next: dict[int, int] = {}
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Launches a step."""
         if REFUSED_SLOT in plan.release:
             raise PlanRefused("the plan contradicts earlier plans")
@@ -191,17 +191,17 @@ class FakeSteps:
         step = (plan.step, leased, *_places(work))
         self._ranks.note(self._layout.rank, step)
         if work is None:
-            return LaunchedStep(has_work=False)
+            return PendingStep(has_work=False)
         for slot, position in _places(work):
             if position != self._next.setdefault(slot, position):
                 self._ranks.fail(f"{self._layout} launches {step}, but slot {slot} is at {self._next[slot]}")
         self._ranks.launch_together(self._layout.rank, step)
         if not self._layout.is_last_stage:
             self._pending.append(_Pending(plan))
-            return LaunchedStep()
+            return PendingStep()
         self._advance(_places(work))
         tokens = [position for _, position in _places(work)]
-        return LaunchedStep(read_tokens=lambda: tokens, runs_ahead=self._runs_ahead)
+        return PendingStep(read_tokens=lambda: tokens, runs_ahead=self._runs_ahead)
 
     def apply(self, result: StepResult) -> None:
         """Takes the result of the oldest pending step, and no other's."""

@@ -20,7 +20,7 @@ from tests.support.lockstep import Lockstep
 from tests.support.scheduler.factories import ListSink, expected_tokens
 from tests.support.scheduler.simulated_device import SimulatedDevice
 from worker_svc.api.leases import PlanRunner
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 
 
 class Stream:
@@ -122,7 +122,7 @@ class ModelWorker:
         with capture_logs():  # a failed step is logged with its traceback
             self._resume()
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """See `worker_svc.api.leases.Launcher`; waits for its turn."""
         assert self._running is not None
         self._running.pause()
@@ -136,11 +136,11 @@ class ModelWorker:
         if self._fails and not ahead:
             raise RuntimeError("the step failed")
         if result.outputs:
-            return LaunchedStep(result.outputs)
+            return PendingStep(result.outputs)
         if ahead:
-            return LaunchedStep(read_tokens=partial(_read, result.token_ids, self._fails), runs_ahead=True)
+            return PendingStep(read_tokens=partial(_read, result.token_ids, self._fails), runs_ahead=True)
         slots = slots_of(plan.work) if result.token_ids else ()
-        return LaunchedStep(
+        return PendingStep(
             [SlotOutput(slot, (token,)) for slot, token in zip(slots, result.token_ids, strict=True)]
         )
 

@@ -14,7 +14,7 @@ from protos.steps import StepPlan
 from tests.support.worker.fake_worker import FakeWorker
 from worker_svc import __main__, service
 from worker_svc.execution.worker import Ready
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
@@ -43,13 +43,13 @@ class FailingWorker(FakeWorker):
             threading.Event().wait()
         return super().configure(geometry, progress, epoch=epoch)
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         if KIND == "hang":
             threading.Event().wait()
         if KIND == "native":  # keeps the interpreter's lock
             ctypes.PyDLL(None).sleep(NATIVE_SLEEP_S)
         if KIND == "hang-reading" and plan.work is not None:
-            return LaunchedStep(read_tokens=_hang, runs_ahead=True)
+            return PendingStep(read_tokens=_hang, runs_ahead=True)
         if KIND == "broken":
             raise RuntimeError("the device is gone")
         return super().launch(plan, leased=leased)

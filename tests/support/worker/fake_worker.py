@@ -4,7 +4,7 @@ import threading
 
 from protos.steps import Decode, StepPlan, WorkerReport
 from worker_svc.execution.worker import Ready
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import Geometry, PoolGeometry
@@ -49,15 +49,15 @@ class FakeWorker:
         self.geometry = geometry
         return Ready(geometry, (64,), {"load": 0.5}, "ab12", "tensors")
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         del leased
         if plan.work is None:
-            return LaunchedStep()
+            return PendingStep()
         if self.step_error is not None:
             raise self.step_error
         assert isinstance(plan.work, Decode)
         positions = plan.work.positions
-        return LaunchedStep(read_tokens=lambda: positions)
+        return PendingStep(read_tokens=lambda: positions)
 
     def report(self) -> WorkerReport:
         return WorkerReport()

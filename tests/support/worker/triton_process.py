@@ -15,13 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from worker_svc.devices.attention import AttentionParams
-from worker_svc.devices.cuda import (
-    triton_adapters,
-    triton_attention,
-    triton_kernels,
-    triton_quantized,
-    triton_quantized_kernels,
-)
+from worker_svc.devices.cuda import lora_stack, triton_attention, triton_quantized
 
 HOPPER = GPUTarget("cuda", 90, 32)
 PROCESSORS = 132
@@ -68,7 +62,7 @@ def attention(
     if query_len > 1:
         constants |= {"key": None, "value": None}
     options = {"num_warps": launch.warps, "num_stages": triton_attention.STAGES}
-    return compiled(triton_kernels.attend_kernel, types, constants, **options), launch
+    return compiled(triton_attention.attend_kernel, types, constants, **options), launch
 
 
 def quantized() -> dict[str, Any]:
@@ -83,17 +77,17 @@ def quantized() -> dict[str, Any]:
         outputs, wide, warps = triton_quantized.one_row_launch(16 * tiles)
         constants = product | {"WORDS": 16 * tiles, "N": outputs, "W": wide}
         made[f"one row, {bits} bits"] = compiled(
-            triton_quantized_kernels.one_row_kernel, pointers | {"words": "*i32"}, constants, num_warps=warps
+            triton_quantized.one_row_kernel, pointers | {"words": "*i32"}, constants, num_warps=warps
         )
         outputs, splits, warps = triton_quantized.many_rows_launch(32, inputs, inputs)
         constants = product | {"TILES": tiles, "M": 32, "N": outputs, "SPLITS": splits}
         made[f"many rows, {bits} bits"] = compiled(
-            triton_quantized_kernels.many_rows_kernel, pointers | {"lanes": "*i16"}, constants,
+            triton_quantized.many_rows_kernel, pointers | {"lanes": "*i16"}, constants,
             num_warps=warps, num_stages=triton_quantized.STAGES,
         )  # fmt: skip
         constants = common | {"TILES": tiles, "N": 16, "W": 128}
         made[f"dequantize, {bits} bits"] = compiled(
-            triton_quantized_kernels.dequantize_kernel, pointers | {"lanes": "*i16"}, constants
+            triton_quantized.dequantize_kernel, pointers | {"lanes": "*i16"}, constants
         )
     return made
 
@@ -118,14 +112,14 @@ def main() -> None:
         if name == "decode, split":
             constants = {"HEAD_SIZE": 64, "D": 64, "SPLITS": launch.splits, "PARTS": launch.splits}
             types = dict.fromkeys(("partial", "maxima", "sums"), "*fp32") | {"output": "*bf16"}
-            kernels["combine"] = compiled(triton_kernels.combine_kernel, types, constants)
+            kernels["combine"] = compiled(triton_attention.combine_kernel, types, constants)
     types = dict.fromkeys(("base", "inner", "b", "bias", "out"), "*bf16") | {"slots": "*i32"}
     constants = {"END0": 2048, "END1": 2560, "END2": 3072, "END3": 3072}
     constants |= {"COLUMNS": 64, "RANK": 16, "HAS_BIAS": True, "ROWS": 16, "N": 64, "K": 64}
-    kernels["adapters"] = compiled(triton_adapters.expand_kernel, types, constants)
+    kernels["adapters"] = compiled(lora_stack.expand_kernel, types, constants)
     types = dict.fromkeys(("key", "value", "cache"), "*bf16") | {"slots": "*i64"}
     constants = {"HEAD_SIZE": 64, "KV_HEADS": 8, "BLOCK_SIZE": 128, "ELEMENTS": 512}
-    kernels["write"] = compiled(triton_kernels.write_kernel, types, constants)
+    kernels["write"] = compiled(triton_attention.write_kernel, types, constants)
     kernels |= quantized()
     print(json.dumps({name: kernel.metadata.shared for name, kernel in kernels.items()}))
 

@@ -16,16 +16,22 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
-from worker_svc.devices import gathered, in_place, latent
-from worker_svc.devices.adapter_stack import AdapterStack, StackShape
+from worker_svc.devices import gather_attention, mla, sliding_window
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import Device
-from worker_svc.devices.cpu.adapter_stack import PackedStack
-from worker_svc.devices.cpu.adapter_stack import serves as serves_adapters
 from worker_svc.devices.cpu.kernels import ops
-from worker_svc.devices.cpu.kernels.plans import AttentionPlan, TextsPlan
-from worker_svc.devices.cpu.kernels.program import Kernels, Program, serves, serves_texts
+from worker_svc.devices.cpu.kernels.program import (
+    AttentionPlan,
+    Kernels,
+    Program,
+    TextsPlan,
+    serves,
+    serves_texts,
+)
+from worker_svc.devices.cpu.lora_stack import PackedStack
+from worker_svc.devices.cpu.lora_stack import serves as serves_adapters
 from worker_svc.devices.cpu.quantized import CpuProducts
+from worker_svc.devices.lora_stack import AdapterStack, StackShape
 from worker_svc.shapes.geometry import KvGroup
 
 # vLLM registers its compiled kernels in this namespace.
@@ -103,10 +109,10 @@ class CpuDevice(Device):
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """See the base class. A paged block holds, for each head, all keys and then all values."""
         if group.kind is GroupKind.IN_PLACE_WINDOW:
-            return in_place.cache_shape(group, num_blocks)
+            return sliding_window.cache_shape(group, num_blocks)
         layer = group.layers[0]
         if layer.latent:
-            return latent.cache_shape(group, num_blocks, block_size)
+            return mla.cache_shape(group, num_blocks, block_size)
         return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -127,10 +133,10 @@ class CpuDevice(Device):
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
         """See the base class."""
         if isinstance(step, InPlaceInput):
-            return in_place.InPlacePlan.of(group, step)
+            return sliding_window.InPlacePlan.of(group, step)
         layer = group.layers[0]
         if layer.latent:
-            return latent.LatentPlan.of(step, block_size=block_size)
+            return mla.LatentPlan.of(step, block_size=block_size)
         kernels = _kernels_for(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype, block_size)
         if kernels and not layer.alibi:
             return kernels.plan(block_size, step)
@@ -148,11 +154,11 @@ class CpuDevice(Device):
 
     def attend(self, call: AttentionCall, plan: Any) -> None:
         """See the base class."""
-        if isinstance(plan, in_place.InPlacePlan):
-            in_place.attend(call, plan)
+        if isinstance(plan, sliding_window.InPlacePlan):
+            sliding_window.attend(call, plan)
             return
-        if isinstance(plan, latent.LatentPlan):
-            latent.attend(call, plan)
+        if isinstance(plan, mla.LatentPlan):
+            mla.attend(call, plan)
             return
         if isinstance(plan, AttentionPlan):
             kernels = ops.kernels()
@@ -256,7 +262,7 @@ def _attend_paged(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor,
     _vllm_ops.cpu_attention_with_kv_cache(
         query, keys, values, output, step.query_start, step.seq_lens, params.scale,
         True,  # causal
-        gathered.slopes_on(query.device, params.slopes) if params.slopes else None,
+        gather_attention.slopes_on(query.device, params.slopes) if params.slopes else None,
         params.window or -1, step.block_table, params.softcap, plan.schedule, call.sinks,
         None,  # no per-request causality
         1.0, 1.0, "auto",

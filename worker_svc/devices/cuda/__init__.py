@@ -1,5 +1,5 @@
 """Device cuda.
 
-`device` captures CUDA graphs, `triton_attention` chooses each launch of paged attention,
-`triton_kernels` has the kernels.
+`device` captures CUDA graphs. `triton_attention`, `triton_quantized` and `lora_stack` contain and launch our
+Triton kernels.
 """

@@ -9,11 +9,11 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
-from worker_svc.devices import gathered, in_place, latent
-from worker_svc.devices.adapter_stack import AdapterStack, StackShape
+from worker_svc.devices import gather_attention, mla, sliding_window
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cuda.quantized import TritonProducts
+from worker_svc.devices.lora_stack import AdapterStack, StackShape
 from worker_svc.shapes.geometry import KvGroup
 
 # Some kernels compile or tune themselves on their first call, which a capture cannot contain.
@@ -140,21 +140,21 @@ class CudaDevice(Device):
         A block holds each head's keys, then each head's values, so a head's tile is contiguous.
         """
         if group.kind is GroupKind.IN_PLACE_WINDOW:
-            return in_place.cache_shape(group, num_blocks)
+            return sliding_window.cache_shape(group, num_blocks)
         layer = group.layers[0]
         if layer.latent:
-            return latent.cache_shape(group, num_blocks, block_size)
+            return mla.cache_shape(group, num_blocks, block_size)
         return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
 
     def adapter_stack(self, shape: StackShape) -> AdapterStack:
         """See the base class."""
-        from worker_svc.devices.cuda.adapter_stack import TritonStack
+        from worker_svc.devices.cuda.lora_stack import TritonStack
 
         return TritonStack(shape, self.torch_device)
 
     def adapter_bytes(self, shape: StackShape) -> int:
         """See the base class."""
-        from worker_svc.devices.cuda.adapter_stack import TritonStack
+        from worker_svc.devices.cuda.lora_stack import TritonStack
 
         return TritonStack.num_bytes(shape)
 
@@ -168,11 +168,11 @@ class CudaDevice(Device):
         A plan holds only tensors of fixed shapes, so captured steps can take it as arguments.
         """
         if isinstance(step, InPlaceInput):
-            return in_place.InPlacePlan.of(group, step)
+            return sliding_window.InPlacePlan.of(group, step)
         if group.layers[0].latent:
-            return latent.LatentPlan.of(step)
+            return mla.LatentPlan.of(step)
         if group.layers[0].alibi:
-            return gathered.GatheredPlan.of(step)
+            return gather_attention.GatheredPlan.of(step)
         # Imported here, because Triton is missing or slow to import on machines without a GPU.
         from worker_svc.devices.cuda.triton_attention import TritonPlan
 
@@ -180,14 +180,14 @@ class CudaDevice(Device):
 
     def attend(self, call: AttentionCall, plan: Any) -> None:
         """See the base class."""
-        if isinstance(plan, in_place.InPlacePlan):
-            in_place.attend(call, plan)
+        if isinstance(plan, sliding_window.InPlacePlan):
+            sliding_window.attend(call, plan)
             return
-        if isinstance(plan, latent.LatentPlan):
-            latent.attend(call, plan)
+        if isinstance(plan, mla.LatentPlan):
+            mla.attend(call, plan)
             return
-        if isinstance(plan, gathered.GatheredPlan):
-            gathered.attend(replace(call, cache=call.cache.transpose(2, 3)), plan)
+        if isinstance(plan, gather_attention.GatheredPlan):
+            gather_attention.attend(replace(call, cache=call.cache.transpose(2, 3)), plan)
             return
         from worker_svc.devices.cuda import triton_attention
 

@@ -17,7 +17,6 @@ from torch import _dynamo as dynamo
 
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
-from worker_svc.devices.adapter_stack import AdapterStack, StackShape
 from worker_svc.devices.attention import (
     AttentionCall,
     AttentionParams,
@@ -34,12 +33,12 @@ from worker_svc.devices.base import (
     ExpertActivation,
     by_row,
 )
+from worker_svc.devices.lora_stack import AdapterStack, StackShape
+from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
+from worker_svc.devices.rbln.experts import emit_experts
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
-from worker_svc.devices.rbln.ops import registry
-from worker_svc.devices.rbln.ops.argmax import emit_argmax
-from worker_svc.devices.rbln.ops.experts import emit_experts
-from worker_svc.devices.rbln.ops.signatures import CUSTOM, TRITON, Namespace
+from worker_svc.devices.rbln.operators import CUSTOM, TRITON, Namespace, emit_argmax
 from worker_svc.devices.rbln.quantized import NpuProducts
 from worker_svc.devices.rbln.vendor import Vendor
 from worker_svc.shapes.geometry import NULL_BLOCK, KvGroup
@@ -122,7 +121,7 @@ class RblnDevice(Device):
         if not self._is_check:
             self._vendor.check()
             return
-        registry.register_all()
+        operators.register_all()
 
     @property
     def collectives(self) -> str:
@@ -376,7 +375,7 @@ class RblnDevice(Device):
             states = states.view(rows, query_len, kv_heads * heads, params.head_size).transpose(1, 2)
             return states.reshape(rows, kv_heads, heads, query_len, params.head_size)
 
-        attended = registry.emit(
+        attended = operators.emit(
             self.namespace,
             operator,
             {

@@ -27,7 +27,7 @@ from protos.step_messages import plan_from_proto, plan_to_proto, result_from_pro
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from worker_svc.execution.engine import PlanRefused
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.ranks.group import RankGroup
 
 _PLAN, _NEXT, _RESET, _BEGIN, _UNLOAD = b"p", b"n", b"r", b"c", b"u"
@@ -40,7 +40,7 @@ GiveUp = Callable[[str], None]
 class Steps(Protocol):
     """What runs the steps of one rank: `execution.generation.GenerationEngine`."""
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Applies a plan and hands its step to the device."""
         ...
 
@@ -85,7 +85,7 @@ class Leader:
         # Results that were not applied yet, arrived or not.
         self._unapplied = 0
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Announces a step and launches it; see `Engine.launch`.
 
         Raises:
@@ -108,7 +108,7 @@ class Leader:
         if self._group.layout.is_last_stage or not launched.has_work:
             return launched
         self._unapplied += 1
-        return LaunchedStep(read_result=self._wait_for_result, runs_ahead=True)
+        return PendingStep(read_result=self._wait_for_result, runs_ahead=True)
 
     def _announce(self, kind: bytes, results: Sequence[StepResult], message: bytes = b"") -> None:
         """Tells the other ranks what comes next, and applies the results that all ranks apply before it."""
@@ -305,7 +305,7 @@ class Follower:
             self._unload_calls.clear()
             self._unload_generation += 1
 
-    def _launch(self, kind: bytes, message: bytes) -> LaunchedStep:
+    def _launch(self, kind: bytes, message: bytes) -> PendingStep:
         if kind == _PLAN:
             self._plan = plan_from_proto(worker_pb2.StepPlan.FromString(message))
         else:

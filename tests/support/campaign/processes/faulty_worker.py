@@ -14,7 +14,7 @@ from protos.steps import Decode, Prefill, StepPlan
 from tests.support.campaign.processes.tiny_chat_model import SPECIAL
 from worker_svc import service
 from worker_svc.execution.worker import Worker
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 from worker_svc.settings import Settings
 
 POISON: Final = (SPECIAL.index("<pad>"),) * 2
@@ -56,7 +56,7 @@ class FaultyWorker(Worker):
         self._last_decode = -1
         self._poisoned: set[int] = set()
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Runs a step, unless the device fails."""
         started = time.monotonic()
         self._obey(plan)

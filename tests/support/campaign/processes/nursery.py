@@ -109,8 +109,8 @@ def main() -> int:
 
 def _import() -> None:
     from worker_svc import service  # noqa: F401 - imports what a worker needs
-    from worker_svc.log_silencing import silence_libraries
     from worker_svc.vllm_adapter import model, startup  # noqa: F401
+    from worker_svc.vllm_platform import silence_libraries
 
     silence_libraries()
     startup.prepare("cpu")

@@ -11,7 +11,7 @@ from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import sampling_params
 from worker_svc.api import leases
 from worker_svc.api.leases import PlanRunner
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 
 
 @dataclass
@@ -32,22 +32,22 @@ class StubWorker:
     """("launch" or "read", position of the first slot)."""
     grown: list[Growth] = field(default_factory=list)
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         assert not (leased and plan.grow)
         self.grown += plan.grow
         if plan.step in self.refusals:
-            return LaunchedStep(self.refusals[plan.step])
+            return PendingStep(self.refusals[plan.step])
         if not isinstance(plan.work, Decode):
-            return LaunchedStep()
+            return PendingStep()
         positions = plan.work.positions
         self.log.append(("launch", positions[0]))
         if self.launch_fails_at in positions:
             raise self.error
         if self.forces_at in positions:
-            return LaunchedStep([SlotOutput(1, (7, 8)), SlotOutput(2, (9,))])
+            return PendingStep([SlotOutput(1, (7, 8)), SlotOutput(2, (9,))])
         if self.reports:
             entry = common_pb2.TokenLogprobs(logprob=-1.0, rank=1)
-            return LaunchedStep(
+            return PendingStep(
                 [SlotOutput(at, (token,), (entry,)) for at, token in enumerate(positions, start=1)]
             )
 
@@ -57,7 +57,7 @@ class StubWorker:
                 raise self.error
             return list(positions)
 
-        return LaunchedStep(read_tokens=read, runs_ahead=self.runs_ahead)
+        return PendingStep(read_tokens=read, runs_ahead=self.runs_ahead)
 
 
 @dataclass
@@ -200,7 +200,7 @@ def test_a_lease_that_is_cut_short_is_answered_before_its_void_renewal(runs_ahea
 
 def test_a_chunk_with_log_probabilities_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise every chunk behind it would be void, and so would every chunk behind that one."""
-    outputs = LaunchedStep(
+    outputs = PendingStep(
         [SlotOutput(1, (), prompt_logprobs=[common_pb2.TokenLogprobs(logprob=-1.0, rank=1)])]
     )
     worker = StubWorker()
@@ -248,7 +248,7 @@ def test_a_result_that_no_message_holds_is_the_error_of_its_request(monkeypatch:
     """The stream goes on, and the scheduler learns that the request asks for too much."""
     monkeypatch.setattr(leases, "MAX_MESSAGE_BYTES", 1000)
     entries = [common_pb2.TokenLogprobs(logprob=-1.0, rank=1)] * 200
-    large = LaunchedStep([SlotOutput(1, (5,), prompt_logprobs=entries)])
+    large = PendingStep([SlotOutput(1, (5,), prompt_logprobs=entries)])
     worker = StubWorker()
     monkeypatch.setattr(worker, "launch", lambda *_, **__: large)
     (failed,) = Stream(worker, [StepPlan(3, Prefill(1, 0, 4, sample=True))]).run()
@@ -290,9 +290,9 @@ def test_a_void_plan_that_was_launched_tells_which_admissions_it_refused() -> No
     refusal = SlotOutput(2, (), error=InvalidArgument("the seed is not a number"))
     launch = worker.launch
 
-    def refusing(plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def refusing(plan: StepPlan, *, leased: bool = False) -> PendingStep:
         if plan.admit:
-            return LaunchedStep([refusal, SlotOutput(1, (11,))])
+            return PendingStep([refusal, SlotOutput(1, (11,))])
         return launch(plan, leased=leased)
 
     worker.launch = refusing  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from worker_svc.api import plan_stream
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.plan_stream import PlanStream
 from worker_svc.api.watchdog import FailedSteps
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 
 
 class Echo:
@@ -27,10 +27,10 @@ class Echo:
     def report(self) -> WorkerReport:
         return WorkerReport(late_graphs=self.num_late, process_memory_bytes=7)
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         del leased
         positions = plan.work.positions if isinstance(plan.work, Decode) else ()
-        return LaunchedStep(read_tokens=lambda: positions, runs_ahead=self.runs_ahead)
+        return PendingStep(read_tokens=lambda: positions, runs_ahead=self.runs_ahead)
 
 
 def lease(step: int, *, continues: bool = False) -> worker_pb2.StepPlan:
@@ -120,7 +120,7 @@ async def test_a_report_that_fails_costs_no_result(monkeypatch: pytest.MonkeyPat
 class Crash(Echo):
     """Has a fault that no step's error covers."""
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         raise SystemExit("a fault")
 
 
@@ -197,7 +197,7 @@ async def test_a_result_that_cannot_be_encoded_ends_the_stream() -> None:
         await asyncio.Event().wait()
 
     thread, worker = ModelThread(), Echo()
-    worker.launch = lambda *_, **__: LaunchedStep(read_tokens=lambda: [-1])  # type: ignore[method-assign]
+    worker.launch = lambda *_, **__: PendingStep(read_tokens=lambda: [-1])  # type: ignore[method-assign]
     stream = PlanStream(
         incoming(), worker, thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
     )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker_svc.devices.rbln.ops import registry
-from worker_svc.devices.rbln.ops.signatures import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
+from worker_svc.devices.rbln import operators
+from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
 
 SIZE = 8
 SCALE = 0.4
@@ -18,7 +18,7 @@ PAGED = ("flash_causal_attention_naive", "causal_attention_naive", "flash_attent
 
 @pytest.fixture(autouse=True, scope="module")
 def _registered() -> None:
-    registry.register_all()
+    operators.register_all()
 
 
 @dataclass
@@ -127,7 +127,7 @@ def paged_step(
     given["mask"] = mask
     masked = operator.startswith(("flash_attention", "attention"))
     name = operator if window else f"{operator}_{'prefill' if prefill else 'decode'}"
-    output = registry.emit(checker.namespace, name, given)
+    output = operators.emit(checker.namespace, name, given)
     assert output.shape == given["q"].shape
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         for token in range(count):
@@ -205,7 +205,7 @@ def test_windows_in_paged_blocks(window: int, sinks: int) -> None:
         checker.content(block).fill_(torch.nan)
     given = checker.states(1, 1) | {"window_size": window, "is_causal": True}
     given |= {"seq_idx": checker.integers([[20]]), "block_tables": checker.integers([sequence.blocks])}
-    output = registry.emit(CUSTOM, "sliding_window_attention_v1", given)
+    output = operators.emit(CUSTOM, "sliding_window_attention_v1", given)
     checker.append(sequence, given, 0, 0)
     checker.check(output, given, 0, 0, sequence, range(max(0, 21 - window), 21))
     for block, state in zip(sequence.blocks[:behind], states, strict=True):
@@ -230,7 +230,7 @@ def sliding_step(
         places = torch.arange(window)
         given["attn_mask"] = (places <= given["cache_seq_len"]).float()[:, None, None, :]
     name = f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}"
-    output = registry.emit(checker.namespace, name, given)
+    output = operators.emit(checker.namespace, name, given)
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         for token in range(count):
             checker.append(sequence, given, row, token)
@@ -275,10 +275,10 @@ def test_results_have_the_querys_type() -> None:
     rounded = {
         role: value.float() if role in ("q", "k", "v", "kv_cache") else value for role, value in half.items()
     }
-    result = registry.emit(CUSTOM, "flash_causal_attention_naive_prefill", half)
+    result = operators.emit(CUSTOM, "flash_causal_attention_naive_prefill", half)
     assert result.dtype == torch.bfloat16
     assert torch.equal(
-        result, registry.emit(CUSTOM, "flash_causal_attention_naive_prefill", rounded).bfloat16()
+        result, operators.emit(CUSTOM, "flash_causal_attention_naive_prefill", rounded).bfloat16()
     )
 
 
@@ -307,12 +307,12 @@ def test_wrong_shapes_are_refused(
         role: value,
     }
     with pytest.raises(ValueError, match=message):
-        registry.emit(namespace, operator, given)
+        operators.emit(namespace, operator, given)
     on_meta = {
         role: value.to("meta") if isinstance(value, torch.Tensor) else value for role, value in given.items()
     }
     with pytest.raises(ValueError, match=message):
-        registry.emit(namespace, operator, on_meta)
+        operators.emit(namespace, operator, on_meta)
 
 
 def test_cache_layouts_are_not_mixed_up() -> None:
@@ -320,10 +320,10 @@ def test_cache_layouts_are_not_mixed_up() -> None:
     checker = Checker(CUSTOM, 8)
     given = checker.states(1, 4) | {"seq_idx": checker.integers([[0]]), "block_tables": checker.integers([1])}
     with pytest.raises(ValueError, match="kv_cache must be"):
-        registry.emit(TRITON, "flash_causal_attention_naive_prefill", given)
+        operators.emit(TRITON, "flash_causal_attention_naive_prefill", given)
     given["kv_cache"] = given["kv_cache"].transpose(0, 1)
     with pytest.raises(ValueError, match=r"seq_idx must be torch\.int32|block_tables must be torch\.int32"):
-        registry.emit(TRITON, "flash_causal_attention_naive_prefill", given)
+        operators.emit(TRITON, "flash_causal_attention_naive_prefill", given)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_options_without_a_reference_are_refused(operator: str, role: str, value
     given = checker.states(1, 4) | {"seq_idx": checker.integers([[0]]), "block_tables": checker.integers([1])}
     given |= {"window_size": 4, "is_causal": True, role: value}
     with pytest.raises(ValueError, match=message):
-        registry.emit(CUSTOM, operator, given)
+        operators.emit(CUSTOM, operator, given)
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
-from worker_svc.devices import gathered
+from worker_svc.devices import gather_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
-from worker_svc.devices.cuda import triton_attention, triton_kernels
+from worker_svc.devices.cuda import triton_attention
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.shapes.geometry import AttentionLayer, KvGroup
 
@@ -133,7 +133,7 @@ class Checker:
         self.device.attend(
             AttentionCall(case.params, query, key, value, self.cache, output, self.sinks), plan
         )
-        gathered.attend(AttentionCall(case.params, query.nan_to_num(), key, value, self.reference, expected, self.sinks), gathered.GatheredPlan.of(step))  # fmt: skip
+        gather_attention.attend(AttentionCall(case.params, query.nan_to_num(), key, value, self.reference, expected, self.sinks), gather_attention.GatheredPlan.of(step))  # fmt: skip
         tolerance = TOLERANCE[case.dtype]
         torch.testing.assert_close(output[real], expected[real], atol=tolerance, rtol=tolerance)
         assert not output[~real].any()
@@ -256,7 +256,7 @@ def test_launches_do_not_follow_lengths(monkeypatch: pytest.MonkeyPatch) -> None
             return run
 
     for name in ("write_kernel", "attend_kernel", "combine_kernel"):
-        monkeypatch.setattr(triton_kernels, name, Spy(getattr(triton_kernels, name)))
+        monkeypatch.setattr(triton_attention, name, Spy(getattr(triton_attention, name)))
     seen = []
     for lengths in ([0, 3], [150, 199]):
         step = checker.step([0, 1], lengths, [1, 1], 1)
@@ -310,8 +310,8 @@ def test_one_graph_serves_all_lengths() -> None:
     ):
         mine.copy_(other)
     graph.replay()
-    gathered.attend(
+    gather_attention.attend(
         AttentionCall(checker.case.params, query, key, value, checker.reference, expected, checker.sinks),
-        gathered.GatheredPlan.of(second),
+        gather_attention.GatheredPlan.of(second),
     )
     torch.testing.assert_close(output, expected, atol=3e-2, rtol=3e-2)

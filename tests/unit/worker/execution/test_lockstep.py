@@ -11,7 +11,7 @@ from protos.steps import Decode, StepPlan, StepResult
 from tests.support.ranks.fake_ranks import FakeGroup, FakeSteps, Ranks
 from worker_svc.execution.engine import PlanRefused
 from worker_svc.execution.ranks.lockstep import Follower, Leader
-from worker_svc.launched_step import LaunchedStep
+from worker_svc.pending_step import PendingStep
 
 PLAN = StepPlan(1, work=Decode((0,), (0,), 1, 1))
 
@@ -30,7 +30,7 @@ class FailingSteps:
 
     error: Exception
 
-    def launch(self, plan: StepPlan, *, leased: bool = False) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         raise self.error
 
     def apply(self, result: StepResult) -> None:

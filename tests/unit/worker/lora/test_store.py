@@ -10,7 +10,7 @@ import torch
 
 from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, Unavailable
 from tests.unit.worker.lora.test_checkpoint import PATH, _tensors, _write
-from worker_svc.devices.adapter_stack import LayerWeights
+from worker_svc.devices.lora_stack import LayerWeights
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
 from worker_svc.lora.store import AdapterStore
 

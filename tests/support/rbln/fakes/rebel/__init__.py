@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from worker_svc.devices.rbln.ops import argmax, registry
-from worker_svc.devices.rbln.ops.signatures import CUSTOM, SIGNATURES
+from worker_svc.devices.rbln import operators
+from worker_svc.devices.rbln.operators import CUSTOM, SIGNATURES
 
 __version__ = os.environ.get("FAKE_RBLN_VERSION", "0.12.0")
 
-registry.register(CUSTOM, SIGNATURES[CUSTOM])
-argmax.register()
+operators.register(CUSTOM, SIGNATURES[CUSTOM])
+operators.register_argmax()
 
 
 def get_npu_name(device_id: int = 0) -> str | None:

@@ -10,8 +10,7 @@ from torch.nn import functional
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.devices.cpu.kernels import ops
-from worker_svc.devices.cpu.kernels.plans import TextsPlan
-from worker_svc.devices.cpu.kernels.program import Kernels, Program, serves_texts
+from worker_svc.devices.cpu.kernels.program import Kernels, Program, TextsPlan, serves_texts
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 import rebel
 from rebel import CompileContext
-from worker_svc.devices.rbln.graph_rules import NotLowered, trace
+from worker_svc.devices.rbln.check_backend import NotLowered, trace
 
 OPTIONS = frozenset(
     [

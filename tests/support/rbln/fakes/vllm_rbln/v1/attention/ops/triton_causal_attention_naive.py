@@ -2,7 +2,7 @@
 
 import rebel  # noqa: F401 - the vendor's module imports its Triton
 
-from worker_svc.devices.rbln.ops import registry
-from worker_svc.devices.rbln.ops.signatures import TRITON
+from worker_svc.devices.rbln import operators
+from worker_svc.devices.rbln.operators import TRITON
 
-registry.register(TRITON, ("causal_attention_naive_prefill", "causal_attention_naive_decode"))
+operators.register(TRITON, ("causal_attention_naive_prefill", "causal_attention_naive_decode"))

@@ -2,7 +2,9 @@
 
 import rebel  # noqa: F401 - the vendor's module imports its Triton
 
-from worker_svc.devices.rbln.ops import registry
-from worker_svc.devices.rbln.ops.signatures import TRITON
+from worker_svc.devices.rbln import operators
+from worker_svc.devices.rbln.operators import TRITON
 
-registry.register(TRITON, ("sliding_window_attention_naive_prefill", "sliding_window_attention_naive_decode"))
+operators.register(
+    TRITON, ("sliding_window_attention_naive_prefill", "sliding_window_attention_naive_decode")
+)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from worker_svc.devices import Device, open_device
-from worker_svc.devices.adapter_stack import NO_ADAPTER, AdapterStack, LayerWeights, StackShape
-from worker_svc.devices.cpu.adapter_stack import PackedStack, serves
+from worker_svc.devices.cpu.lora_stack import PackedStack, serves
+from worker_svc.devices.lora_stack import NO_ADAPTER, AdapterStack, LayerWeights, StackShape
 
 CPU: Device = open_device("cpu")
 

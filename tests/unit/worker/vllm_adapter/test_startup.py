@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
-from worker_svc.vllm_adapter import deferred_imports
-from worker_svc.vllm_adapter.deferred_imports import ENGINE_ONLY, deferred
+from worker_svc.vllm_adapter import startup
+from worker_svc.vllm_adapter.startup import ENGINE_ONLY, deferred
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -119,22 +119,22 @@ def test_all_variables_that_the_patches_set_are_set_at_once() -> None:
     assert spec is not None
     assert spec.origin is not None
     patches = Path(spec.origin).with_name("env_override.py").read_text()
-    ours = Path(deferred_imports.__file__).read_text()
+    ours = Path(startup.__file__).read_text()
     assigned = r'^os\.environ(?:\.setdefault\()?\W"?(\w+)"'
     names = re.findall(assigned, patches, re.MULTILINE)
     assert len(names) == 4
     assert [name for name in names if f'"{name}"' not in ours] == []
     switches = re.findall(r'os\.environ\.get\(\s*"(VLLM_\w+)", "0"', patches)
-    assert set(switches) == set(deferred_imports._OTHER_PATCHES)
+    assert set(switches) == set(startup._OTHER_PATCHES)
 
 
-@pytest.mark.parametrize("name", deferred_imports._OTHER_PATCHES)
+@pytest.mark.parametrize("name", startup._OTHER_PATCHES)
 def test_patches_of_something_else_are_not_deferred(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may act long before something compiles, if it ever does."""
     monkeypatch.setenv(name, "1")
-    for module in (deferred_imports._PATCHES, deferred_imports.COMPILER):
+    for module in (startup._PATCHES, startup.COMPILER):
         monkeypatch.delitem(sys.modules, module, raising=False)
     before = dict(os.environ)
     with deferred():
-        assert deferred_imports._PATCHES not in sys.modules
+        assert startup._PATCHES not in sys.modules
     assert dict(os.environ) == before

@@ -9,7 +9,7 @@ from protos.steps import SlotOutput, StepResult, Work, slots_of
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class PendingStep:
     """A launched step: either its outputs, or the way to them."""
 
     outputs: Sequence[SlotOutput] = ()

@@ -1,13 +1,70 @@
-"""LoRA adapters of a layer on a GPU: the A matrices join the layer's weights, a kernel does the rest."""
+"""LoRA adapters of a layer on a GPU: the A matrices join the layer's weights, a Triton kernel does the rest.
+
+The A matrices of all adapters follow the layer's own weights, so a single product computes the layer's
+outputs and the A matrices' products. The kernel then adds the product with the B matrices of each row's
+adapter. A step with adapters launches a small kernel more for each layer, and launches are its cost.
+"""
 
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch.nn import functional
 
-from worker_svc.devices.adapter_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
+from worker_svc.devices.lora_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
+
+
+@triton.jit
+def expand_kernel(
+    base, inner, b, slots, bias, out, rows, base_row, inner_row, out_row,
+    END0: tl.constexpr, END1: tl.constexpr, END2: tl.constexpr, END3: tl.constexpr,
+    COLUMNS: tl.constexpr, RANK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Adds the adapters' products to a layer's outputs. Grid: blocks of up to N outputs, tiles of ROWS rows.
+
+    `base` has the layer's outputs and `inner` the products with the A matrices, COLUMNS for each part of the
+    layer. `b` is [outputs, COLUMNS]. The parts end at END0 to END3, and a block never spans two of them. No
+    load waits for the result of another.
+    """
+    BLOCKS0: tl.constexpr = (END0 + N - 1) // N  # noqa: N806 - constants
+    BLOCKS1: tl.constexpr = BLOCKS0 + (END1 - END0 + N - 1) // N  # noqa: N806
+    BLOCKS2: tl.constexpr = BLOCKS1 + (END2 - END1 + N - 1) // N  # noqa: N806
+    block = tl.program_id(0)
+    part, first, begin, end = 0, 0, 0, END0
+    if block >= BLOCKS2:
+        part, first, begin, end = 3, BLOCKS2, END2, END3
+    elif block >= BLOCKS1:
+        part, first, begin, end = 2, BLOCKS1, END1, END2
+    elif block >= BLOCKS0:
+        part, first, begin, end = 1, BLOCKS0, END0, END1
+    column = begin + (block - first) * N + tl.arange(0, N)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there, inside = row < rows, column < end
+    mask = there[:, None] & inside[None, :]
+    slot = tl.load(slots + row, mask=there, other=-1)
+    sums = tl.load(base + row[:, None] * base_row + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        sums += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    for start in range(0, COLUMNS, K):
+        k = start + tl.arange(0, K)
+        real = k < COLUMNS
+        left = tl.load(
+            inner + row[:, None] * inner_row + part * COLUMNS + k[None, :],
+            mask=there[:, None] & real[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            b + column[None, :] * COLUMNS + k[:, None], mask=inside[None, :] & real[:, None], other=0.0
+        )
+        # Products with other rows' adapters may be anything.
+        left = tl.where(k[None, :] // RANK == slot[:, None], left, 0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    tl.store(out + row[:, None] * out_row + column[None, :], sums.to(out.dtype.element_ty), mask=mask)
+
 
 # Outputs and rows of a program; the fewest rows that tensor cores take.
 _BLOCK, _ROWS = 64, 16
@@ -68,8 +125,6 @@ def _expand(
     base: torch.Tensor, inner: torch.Tensor, b: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None,
     sizes: Sequence[int], rank: int,
 ) -> torch.Tensor:  # fmt: skip
-    from worker_svc.devices.cuda.triton_adapters import expand_kernel
-
     rows, columns = base.shape[0], b.shape[1]
     out = _empty_like_base(base)
     tile = min(_MOST_COLUMNS, max(16, 1 << (columns - 1).bit_length()))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from protos.kv_groups import GroupKind
-from worker_svc.devices import in_place
+from worker_svc.devices import sliding_window
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.shapes.geometry import AttentionLayer, KvGroup
@@ -195,7 +195,7 @@ def test_shapes_do_not_depend_on_lengths() -> None:
     """A plan's shapes depend on the step and the window, so one graph serves all lengths."""
     shapes = set()
     for before, count in itertools.product((0, 3, 8), (1, 4, 5)):
-        plan = in_place.InPlacePlan.of(GROUP, lengths([before], [before + count], [1], 5))
+        plan = sliding_window.InPlacePlan.of(GROUP, lengths([before], [before + count], [1], 5))
         shapes.add(tuple(tuple(tensor.shape) for tensor in vars(plan).values()))
     assert shapes == {((1,), (1, 8), (1, 5, 13), (1, 5), (1, 8))}
 

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from protos.errors import InvalidArgument
-from worker_svc.devices.adapter_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
 from worker_svc.devices.base import Device
+from worker_svc.devices.lora_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
 
 # The names that checkpoints give to the parts of fused layers, where a model's class does not say.

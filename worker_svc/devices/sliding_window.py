@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.devices import gathered
+from worker_svc.devices import gather_attention
 from worker_svc.devices.attention import AttentionCall, InPlaceInput
 from worker_svc.shapes.geometry import KvGroup
 
@@ -77,7 +77,7 @@ def attend(call: AttentionCall, plan: InPlacePlan) -> None:
     cached = cache[plan.blocks].masked_fill_(~plan.cached[:, None, None, :, None], 0)
     # Shape: rows, 2, kv_heads, window + query_len, head_size.
     context = torch.cat((cached, fresh.permute(1, 0, 3, 2, 4)), dim=3)
-    attended = gathered.attention(
+    attended = gather_attention.attention(
         params,
         call.query.view(rows, query_len, params.num_heads, params.head_size).transpose(1, 2),
         context,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_svc.devices.attention import AttentionCall, PagedInput
-from worker_svc.devices.gathered import GatheredPlan
+from worker_svc.devices.gather_attention import GatheredPlan
 from worker_svc.shapes.geometry import KvGroup
 
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from worker_svc.devices.adapter_stack import AdapterStack, LayerWeights, StackShape
 from worker_svc.devices.base import Device
-from worker_svc.devices.cuda.adapter_stack import TritonStack
 from worker_svc.devices.cuda.device import CudaDevice
+from worker_svc.devices.cuda.lora_stack import TritonStack
+from worker_svc.devices.lora_stack import AdapterStack, LayerWeights, StackShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32] + [torch.bfloat16] * (DEVICE.type == "cuda")

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from worker_svc.devices.adapter_stack import AdapterStack, LayerWeights, StackShape
 from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.program import PANEL
+from worker_svc.devices.lora_stack import AdapterStack, LayerWeights, StackShape
 
 _own: Any = torch.ops.triptych_cpu
 

@@ -1,0 +1,314 @@
+"""The operators that rebel-compiler lowers to NPU kernels: arguments, checks of shapes, references in torch.
+
+Each argument of the attention operators has a role, which is the same in every operator (`q`, `scale`, …),
+and a name, which differs between the namespaces. The order of mask, scale and position also differs, so only
+`emit` passes arguments by position. The sources are the wheels vllm-rbln 0.12.0 and 0.11.2;
+`tests/contract/worker/test_rbln_wheels.py` compares with them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from worker_svc.devices.rbln import experts, reference
+
+Namespace = Literal["rbln_custom_ops", "rbln_triton_ops"]
+CUSTOM: Final[Namespace] = "rbln_custom_ops"
+"""The compiler's own kernels. Caches are [blocks, 2, kv_heads, 1, block, head_size]."""
+TRITON: Final[Namespace] = "rbln_triton_ops"
+"""Kernels written in Triton. Caches are [2, blocks, kv_heads, 1, block, head_size], integers int32."""
+
+_TYPES: Final = {
+    "kv_cache": "Tensor(a!)",
+    "window_size": "int",
+    "is_causal": "bool",
+    "attn_mask": "Tensor?",
+    "sinks": "Tensor?",
+    "k_quantize_scale": "Tensor?",
+    "v_quantize_scale": "Tensor?",
+    "cache_dtype": "ScalarType?",
+}
+_DEFAULTS: Final = {"is_causal": "True"}
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of an operator."""
+
+    role: str
+    """The argument's meaning; the same in every operator."""
+    name: str
+    """Its name in the schema."""
+
+    @property
+    def schema(self) -> str:
+        """The argument's part of the operator's schema."""
+        kind = _TYPES.get(self.role, "Tensor")
+        default = _DEFAULTS.get(self.role, "None" if kind.endswith("?") else "")
+        return f"{kind} {self.name}={default}" if default else f"{kind} {self.name}"
+
+
+_STATES: Final = "q k v kv_cache"
+# The arguments after the states: first those of both namespaces, then those of the custom operators only.
+_FULL: Final = {
+    "flash_causal_attention_naive": ("scale seq_idx block_tables dummy", "sinks k_quantize_scale v_quantize_scale cache_dtype"),
+    "causal_attention_naive": ("seq_idx scale block_tables dummy", "sinks"),
+    "flash_attention_naive": ("mask scale seq_idx block_tables dummy", "sinks"),
+    "attention_naive": ("mask seq_idx scale block_tables dummy", "sinks"),
+}  # fmt: skip
+_WINDOW: Final = "cache_seq_len cache_offset scale block_tables dummy"
+_TRITON_NAMES: Final = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "scale": "qk_scale",
+    "block_tables": "block_table",
+}
+
+
+def _arguments(namespace: Namespace, operator: str, roles: str) -> tuple[Argument, ...]:
+    names = dict(_TRITON_NAMES) if namespace == TRITON else {}
+    if namespace == TRITON and operator.startswith("flash"):
+        names["dummy"] = "dummy0"
+    return tuple(Argument(role, names.get(role, role)) for role in roles.split())
+
+
+def _operators(namespace: Namespace) -> dict[str, tuple[Argument, ...]]:
+    roles: dict[str, str] = {}
+    for operator, (shared, custom) in _FULL.items():
+        for phase in ("prefill", "decode"):
+            extra = f" {custom}" if namespace == CUSTOM else ""
+            roles[f"{operator}_{phase}"] = f"{_STATES} {shared}{extra}"
+    for phase, custom in (("prefill", " sinks"), ("decode", " attn_mask sinks")):
+        extra = custom if namespace == CUSTOM else ""
+        roles[f"sliding_window_attention_naive_{phase}"] = f"{_STATES} {_WINDOW}{extra}"
+    if namespace == CUSTOM:
+        roles["sliding_window_attention_v1"] = (
+            f"{_STATES} seq_idx scale block_tables window_size is_causal attn_mask sinks"
+        )
+    return {operator: _arguments(namespace, operator, names) for operator, names in roles.items()}
+
+
+SIGNATURES: Final[dict[Namespace, dict[str, tuple[Argument, ...]]]] = {
+    CUSTOM: _operators(CUSTOM),
+    TRITON: _operators(TRITON),
+}
+"""By namespace and operator, the arguments in order."""
+NAMESPACES: Final = tuple(SIGNATURES)
+
+
+def schema(namespace: Namespace, operator: str) -> str:
+    """Returns the operator's schema in torch's syntax."""
+    arguments = ", ".join(argument.schema for argument in SIGNATURES[namespace][operator])
+    return f"{operator}({arguments}) -> Tensor"
+
+
+_INDICES = ("seq_idx", "block_tables", "cache_seq_len", "cache_offset")
+
+
+def check(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> None:
+    """Refuses arguments that no kernel takes. Checks shapes and types only, never the tensors' contents.
+
+    Raises:
+        ValueError: names the operator, the argument and its expected shape.
+    """
+    query: torch.Tensor = by_role["q"]
+
+    def expect(role: str, what: str, holds: bool) -> None:
+        if not holds:
+            value = by_role[role]
+            found = f"{list(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"{namespace}::{operator}: {role} must be {what}, got {found}")
+
+    expect("q", "[batch, kv_heads, groups, q_len, head_size]", query.dim() == 5)
+    batch, kv_heads, groups, query_len, head_size = query.shape
+    state = (batch, kv_heads, 1, query_len, head_size)
+    for role in ("k", "v"):
+        expect(role, f"{list(state)} {query.dtype}", by_role[role].shape == state)
+    cache: torch.Tensor = by_role["kv_cache"]
+    layout = "2, blocks" if namespace == TRITON else "blocks, 2"
+    two = 0 if namespace == TRITON else 1
+    expect(
+        "kv_cache",
+        f"[{layout}, {kv_heads}, 1, block, {head_size}]",
+        cache.dim() == 6
+        and cache.shape[two] == 2
+        and cache.shape[2:4] == (kv_heads, 1)
+        and cache.shape[5] == head_size,
+    )
+    expect("scale", "a scalar tensor", by_role["scale"].dim() == 0)
+    prefill = operator.endswith("_prefill") or (not operator.endswith("_decode") and query_len > 1)
+    if prefill:
+        expect("q", "of batch 1", batch == 1)
+    else:
+        expect("q", "of one token a row", query_len == 1)
+    _check_positions(namespace, operator, by_role, expect, prefill=prefill)
+    if "mask" in by_role:
+        mask: torch.Tensor = by_role["mask"]
+        expect(
+            "mask",
+            f"[1 or {batch}, 1, 1, {query_len}, max_model_len]",
+            mask.dim() == 5 and mask.shape[0] in (1, batch) and mask.shape[1:4] == (1, 1, query_len),
+        )
+    if by_role.get("sinks") is not None:
+        sinks: torch.Tensor = by_role["sinks"]
+        expect(
+            "sinks",
+            f"[{kv_heads * groups}, sinks]",
+            sinks.dim() == 2 and sinks.shape[0] == kv_heads * groups,
+        )
+    _check_has_reference(namespace, operator, by_role)
+
+
+def _check_positions(
+    namespace: Namespace,
+    operator: str,
+    by_role: Mapping[str, Any],
+    expect: Callable[[str, str, bool], None],
+    *,
+    prefill: bool,
+) -> None:
+    """Checks the block tables and positions, which say where a step's tokens go."""
+    batch = by_role["q"].shape[0]
+    tables: torch.Tensor = by_role["block_tables"]
+    in_place = "cache_seq_len" in by_role
+    if prefill:
+        expect("block_tables", "[1]" if in_place else "[partitions]", tables.dim() == 1)
+    else:
+        expect("block_tables", f"[{batch}, partitions]", tables.dim() == 2 and tables.shape[0] == batch)
+    if in_place or operator.startswith(("causal", "attention")):
+        expect("block_tables", "of one partition", tables.shape[-1] == 1)
+    for role in ("seq_idx", "cache_seq_len", "cache_offset"):
+        if role in by_role:
+            expect(role, f"[{batch}, 1]", by_role[role].shape == (batch, 1))
+    for role in _INDICES:
+        if role in by_role:
+            integers = (torch.int32,) if namespace == TRITON else (torch.int32, torch.int64)
+            expect(role, " or ".join(map(str, integers)), by_role[role].dtype in integers)
+
+
+def _check_has_reference(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> None:
+    """Refuses options that the reference does not implement."""
+    unsupported = {
+        "an 8-bit KV cache": by_role.get("cache_dtype") is not None,
+        "attention without causality": not by_role.get("is_causal", True),
+        "a mask over paged blocks": "window_size" in by_role and by_role.get("attn_mask") is not None,
+    }
+    for what, needed in unsupported.items():
+        if needed:
+            raise ValueError(f"{namespace}::{operator} has no reference for {what}")
+
+
+ARGMAX_NAMESPACE: Final = "rbln"
+ARGMAX: Final = "argmax"
+
+
+def emit_argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Calls the operator on logits [rows, vocab]. Returns token ids [rows]."""
+    operators: Any = torch.ops.rbln
+    tokens: torch.Tensor = operators.argmax(logits)
+    return tokens
+
+
+def register_argmax() -> None:
+    """Registers a reference and a fake, unless the vendor has registered the operator."""
+    if hasattr(torch.ops.rbln, ARGMAX):
+        return
+    library = torch.library.Library(ARGMAX_NAMESPACE, "FRAGMENT")
+    library.define(f"{ARGMAX}(Tensor logits) -> Tensor")
+    library.impl(ARGMAX, lambda logits: logits.argmax(dim=-1), "CPU")
+    torch.library.register_fake(
+        f"{ARGMAX_NAMESPACE}::{ARGMAX}",
+        lambda logits: logits.new_empty(logits.shape[:-1], dtype=torch.int64),
+        lib=library,
+        allow_override=False,
+    )
+    _LIBRARIES.append(library)
+
+
+# Keeps the operators registered.
+_LIBRARIES: list[torch.library.Library] = []
+
+
+def register_all() -> None:
+    """Registers the references of all operators that exist nowhere else."""
+    for namespace, operators in SIGNATURES.items():
+        register(namespace, operators)
+    register_argmax()
+
+
+def register(namespace: Namespace, operators: Iterable[str]) -> None:
+    """Registers a reference and a fake for each operator that is not registered yet.
+
+    The operator for expert layers belongs to the compiler's own kernels.
+    """
+    library = torch.library.Library(namespace, "FRAGMENT")
+    for operator in operators:
+        if hasattr(getattr(torch.ops, namespace), operator):
+            continue  # the vendor's own, or registered before
+        library.define(schema(namespace, operator))
+        library.impl(operator, _reference(namespace, operator), "CPU")
+        torch.library.register_fake(
+            f"{namespace}::{operator}", _fake(namespace, operator), lib=library, allow_override=False
+        )
+    if namespace == CUSTOM:
+        experts.register(library)
+    _LIBRARIES.append(library)
+
+
+def emit(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> torch.Tensor:
+    """Calls an operator.
+
+    Args:
+        namespace: the operator's.
+        operator: its name, with its `_prefill` or `_decode`.
+        by_role: its arguments; missing ones become `None`.
+
+    Returns:
+        The operator's result [batch, kv_heads, groups, q_len, head_size].
+    """
+    arguments = [by_role.get(argument.role) for argument in SIGNATURES[namespace][operator]]
+    result: torch.Tensor = getattr(getattr(torch.ops, namespace), operator)(*arguments)
+    return result
+
+
+def _by_role(namespace: Namespace, operator: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    # torch omits arguments that equal their defaults.
+    return {
+        argument.role: value
+        for argument, value in zip(SIGNATURES[namespace][operator], arguments, strict=False)
+    }
+
+
+def _fake(namespace: Namespace, operator: str) -> Callable[..., torch.Tensor]:
+    def fake(*arguments: Any) -> torch.Tensor:
+        by_role = _by_role(namespace, operator, arguments)
+        check(namespace, operator, by_role)
+        query: torch.Tensor = by_role["q"]
+        return query.new_empty(query.shape)
+
+    return fake
+
+
+def _reference(namespace: Namespace, operator: str) -> Callable[..., torch.Tensor]:
+    def run(*arguments: Any) -> torch.Tensor:
+        given = _by_role(namespace, operator, arguments)
+        check(namespace, operator, given)
+        cache: torch.Tensor = given["kv_cache"]
+        if namespace == TRITON:
+            cache = cache.transpose(0, 1)
+        query, key, value, scale, tables = (given[role] for role in ("q", "k", "v", "scale", "block_tables"))
+        sinks = given.get("sinks")
+        if "cache_seq_len" in given:
+            return reference.sliding(
+                query, key, value, cache, given["cache_seq_len"], given["cache_offset"], scale, tables,
+                mask=given.get("attn_mask"), sinks=sinks,
+            )  # fmt: skip
+        return reference.paged(
+            query, key, value, cache, scale, given["seq_idx"], tables,
+            mask=given.get("mask"), window=given.get("window_size", 0), sinks=sinks,
+        )  # fmt: skip
+
+    return run
