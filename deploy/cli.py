@@ -19,7 +19,7 @@ class _Command:
     function: str
     """MODULE or MODULE:NAME; the name is `main` otherwise. Takes the arguments and returns the exit code."""
     summary: str
-    """One line for `triptych --help`."""
+    """One line for `triptych --help`; empty for a command that only a launcher runs."""
     packages: str = ""
     """Arguments of `triptych install` that install what the command imports."""
 
@@ -36,19 +36,17 @@ _COMMANDS = {
     "gateway": _Command("gateway.__main__", "start the HTTP gateway alone", "gateway"),
     "scheduler": _Command("scheduler_svc.__main__", "start the scheduler alone", "scheduler"),
     "worker": _Command("worker_svc.__main__", "start one worker alone", "worker"),
+    # The launcher's own: a process that becomes a worker when another dies.
+    "standby": _Command("worker_svc.standby", ""),
     "keep-worker": _Command(
         "deploy.commands.keep_worker", "start one worker, and restart it when it dies", "worker"
     ),
-    "chat": _Command("deploy.client_commands.chat", "chat with the model of a running gateway", "client"),
+    "chat": _Command("deploy.commands.chat", "chat with the model of a running gateway", "client"),
     "complete": _Command(
-        "deploy.client_commands.complete", "complete prompts with the model of a running gateway", "client"
+        "deploy.commands.chat:complete", "complete prompts with the model of a running gateway", "client"
     ),
-    "bench": _Command(
-        "deploy.client_commands.bench", "measure a running server with `vllm bench serve`", "worker"
-    ),
-    "run-batch": _Command(
-        "deploy.client_commands.run_batch", "run a file of OpenAI batch requests", "client"
-    ),
+    "bench": _Command("deploy.commands.bench", "measure a running server with `vllm bench serve`", "worker"),
+    "run-batch": _Command("deploy.commands.run_batch", "run a file of OpenAI batch requests", "client"),
     "env": _Command("deploy.commands.env", "describe this machine for a bug report"),
     "doctor": _Command(
         "deploy.commands.doctor", "say what flags and variables mean, and check whether a command would start"
@@ -124,7 +122,8 @@ def _parser() -> ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
-        commands.add_parser(name, help=command.summary)
+        if command.summary:
+            commands.add_parser(name, help=command.summary)
     commands.add_parser("version", help="print the version")
     return parser
 

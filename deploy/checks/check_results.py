@@ -1,15 +1,16 @@
 """Results of checks: lines while they run, or a JSON object at the end."""
 
 import json
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from deploy.checks.setting_sources import SettingSource
-from deploy.launcher.deaths import BAD_SETTING
-from deploy.launcher.supervisor import LaunchError
-from protos.environment.table import Reading
+from deploy.launcher.service_flags import written
+from deploy.launcher.supervisor import BAD_SETTING, LaunchError
+from protos.environment.table import HIDDEN, Reading
 from protos.errors import TriptychError
+from protos.settings import ServiceSettings, declared, is_secret, reference_variables
 
 Status = Literal["ok", "note", "FAILED", "skipped"]
 
@@ -34,6 +35,20 @@ class CheckResult:
 
     def __str__(self) -> str:
         return f"{self.status:<8}{self.name:<20}{self.text}"
+
+
+@dataclass(frozen=True)
+class SettingSource:
+    """A setting, and its flag, variable or file."""
+
+    flag: str
+    value: str
+    """Empty for a switch; a secret is hidden."""
+    source: str
+    """ "command line", a variable's name, or "configuration file"."""
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.value} ".rstrip() + f"  ({self.source})"
 
 
 class Report:
@@ -111,3 +126,30 @@ class Report:
     def _print_json(self) -> None:
         if self._as_json:
             print(json.dumps(self._content, indent=2))
+
+
+def setting_sources(settings: ServiceSettings, flags: Collection[str]) -> list[SettingSource]:
+    """Returns the settings without defaults; `flags` are the fields that the command line sets."""
+    cls = type(settings)
+    sources = []
+    for name in cls.model_fields:
+        if name in settings.model_fields_set:
+            flag, _, value = written(name, getattr(settings, name)).partition("=")
+            shown = HIDDEN if is_secret(cls, name) else value
+            sources.append(SettingSource(flag, shown, _source(cls, name, flags)))
+    return sources
+
+
+def _source(cls: type[ServiceSettings], field: str, flags: Collection[str]) -> str:
+    other = declared(cls, "also_set_by").get(field)
+    fields = [field] if other is None else [field, other]
+    if any(name in flags for name in fields):
+        return "command line"
+    variables = [variable for name in fields for variable in _variables(cls, name)]
+    return next((name for name in variables if os.environ.get(name)), "configuration file")
+
+
+def _variables(cls: type[ServiceSettings], field: str) -> list[str]:
+    """Returns a setting's variables by precedence."""
+    opposite = declared(cls, "reference_opposites").get(field)
+    return [f"TRIPTYCH_{field.upper()}", *([opposite] if opposite else []), *reference_variables(cls, field)]

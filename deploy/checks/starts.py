@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -14,18 +15,16 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 
 from deploy.checks.check_results import CheckFailed, Note, Report
-from deploy.launcher.configuration import configuration
-from deploy.launcher.deaths import BAD_SETTING
 from deploy.launcher.process import ChildSpec
-from deploy.launcher.run_dir import claim
 from deploy.launcher.settings import LaunchSettings, secured
-from deploy.launcher.stack_plan import COMMAND, StackPlan
+from deploy.launcher.stack_plan import COMMAND, StackPlan, claim
+from deploy.launcher.supervisor import BAD_SETTING
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.security.settings import CallSecuritySettings
 from protos.security.token_check import METADATA_KEY
 from protos.settings import ServiceSettings, load
-from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
+from protos.triptych.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
@@ -236,3 +235,25 @@ def _packages(service: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         raise ConfigurationRefused(f"{missing} is not installed; run `triptych install {service}`") from error
+
+
+if TYPE_CHECKING:
+    from worker_svc.execution.worker import Worker
+
+
+def configuration(settings: SchedulerSettings, worker: "Worker") -> worker_pb2.ConfigureRequest:
+    """Returns the configuration of a prepared worker.
+
+    Raises:
+        ConfigurationRefused: the settings contradict the model or the device.
+    """
+    # The worker's room imports torch.
+    from scheduler_svc.convert.model import description_from_proto
+    from scheduler_svc.workers.deployment import Deployment
+    from worker_svc.api.convert import description_to_proto
+
+    description = description_from_proto(description_to_proto(worker, worker_id="", model=""))
+    layout = worker.layout
+    description = replace(description, pipeline_stages=layout.pipeline, tensor_parallel=layout.tensor)
+    request: worker_pb2.ConfigureRequest = Deployment(settings).set_up("", description).request
+    return request

@@ -13,8 +13,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from deploy.checks import starts
-from deploy.checks.check_results import Note, Report
-from deploy.checks.setting_sources import setting_sources
+from deploy.checks.check_results import Note, Report, setting_sources
 from deploy.commands.up import ServeSettings
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings, check_variables
 from deploy.vllm_flags.translate import VllmFlags

@@ -14,12 +14,17 @@ from pathlib import Path
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from deploy.launcher.deaths import BAD_SETTING
 from deploy.launcher.process import worker_spec
 from deploy.launcher.service_flags import kept_worker_flags, secrets_of
 from deploy.launcher.settings import KeepWorkerSettings
-from deploy.launcher.standbys import Standbys, standby_spec
-from deploy.launcher.supervisor import LaunchError, Supervisor, first_launch_error
+from deploy.launcher.supervisor import (
+    BAD_SETTING,
+    LaunchError,
+    Standbys,
+    Supervisor,
+    first_launch_error,
+    standby_spec,
+)
 from protos.errors import ConfigurationRefused
 from protos.security.links import LinkSecurity
 from protos.settings import CONFIG_VARIABLE, load

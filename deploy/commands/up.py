@@ -17,15 +17,20 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from deploy.launcher import service_flags
-from deploy.launcher.deaths import BAD_SETTING
 from deploy.launcher.log_tail import LogTail, progress
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.readiness import Served, wait_for_model
-from deploy.launcher.run_dir import claim, socket_folder
 from deploy.launcher.settings import LaunchSettings, check_variables, secured
-from deploy.launcher.stack_plan import COMMAND, StackPlan
-from deploy.launcher.standbys import Standbys, memory_note, standby_spec
-from deploy.launcher.supervisor import LaunchError, Supervisor, first_launch_error
+from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, socket_folder
+from deploy.launcher.supervisor import (
+    BAD_SETTING,
+    LaunchError,
+    Standbys,
+    Supervisor,
+    first_launch_error,
+    memory_note,
+    standby_spec,
+)
 from deploy.secure_files import SecureFiles
 from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused

@@ -1,17 +1,141 @@
-"""The child processes of `triptych up`: their commands, ports and sockets."""
+"""The resources and child processes of a stack: its folder, sockets, ports and commands."""
 
+import contextlib
+import fcntl
+import os
+import socket
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from deploy.launcher import service_flags
-from deploy.launcher.ports import Ports, free_ports
 from deploy.launcher.process import ChildSpec, worker_spec
+from deploy.launcher.service_flags import LOOPBACK
 from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.supervisor import BAD_SETTING, LaunchError
 from gateway.settings import Settings as GatewaySettings
+from protos.wire import MAX_SOCKET_PATH_BYTES
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
+
+# As long as the longest name of a socket.
+_LONGEST_NAME = "metrics/0123456789ab.sock"
+_LOCK = "launcher.pid"
+
+
+@contextmanager
+def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
+    """Creates and locks the run dir.
+
+    Args:
+        run_dir: the folder.
+        clean: whether to remove the files that an earlier launcher left.
+
+    Raises:
+        LaunchError: Another launcher uses the folder, or it cannot be written.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: what a full disk refuses must not be written again when the file is closed.
+        lock = (run_dir / _LOCK).open("a+b", buffering=0)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            other = lock.read().decode().strip()
+            raise LaunchError(
+                f"the run dir {run_dir} is in use by another `triptych up` (pid {other}); choose another --run-dir",
+                BAD_SETTING,
+            ) from None
+        for kind in ("log", "pid", "sock") if clean else ():
+            for stale in run_dir.glob(f"*.{kind}"):
+                if stale.name != _LOCK:
+                    stale.unlink()
+        try:
+            try:
+                lock.truncate(0)
+                lock.write(f"{os.getpid()}\n".encode())
+            except OSError as error:
+                raise _unwritable(run_dir, error) from error
+            yield
+        finally:
+            (run_dir / _LOCK).unlink(missing_ok=True)
+
+
+def _unwritable(run_dir: Path, error: OSError) -> LaunchError:
+    return LaunchError(f"cannot write to the run dir {run_dir}: {error.strerror}", BAD_SETTING)
+
+
+@contextmanager
+def socket_folder(run_dir: Path) -> Iterator[Path]:
+    """Yields the absolute folder of the services' Unix sockets.
+
+    That is the run dir or, where its path is too long for a socket, a new folder that is removed at the end.
+    """
+    folder = run_dir.absolute()
+    if len(os.fsencode(folder / _LONGEST_NAME)) <= MAX_SOCKET_PATH_BYTES:
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="triptych-") as short:
+        yield Path(short)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports of a stack."""
+
+    http: int
+    """All gateways'; unused with a Unix socket."""
+    scheduler: int
+    workers: tuple[int, ...]
+    """Each rank's, replica by replica."""
+    masters: tuple[int, ...]
+    """Where the ranks of each replica meet."""
+    metrics: tuple[int | None, ...]
+    """Each gateway's own; None for a single gateway with a port that was given none."""
+
+
+@contextlib.contextmanager
+def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
+    """Yields free ports for the services, and holds them until the block ends.
+
+    Raises:
+        LaunchError: A requested address is in use or does not belong to this machine.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def hold(host: str, port: int, flag: str) -> int:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            try:
+                server = stack.enter_context(socket.create_server((host, port), family=family))
+            except OSError as error:
+                reason = error.strerror or error
+                raise LaunchError(
+                    f"cannot listen on {host} port {port}: {reason}; choose another with {flag}", BAD_SETTING
+                ) from error
+            return int(server.getsockname()[1])
+
+        def metrics_port(index: int) -> int | None:
+            first = settings.metrics_port
+            if first is None and settings.gateways == 1 and settings.uds is None:
+                return None
+            return hold(settings.http_host, first + index if first else 0, "--metrics-port")
+
+        yield Ports(
+            hold(LOOPBACK, 0, "") if settings.uds else hold(settings.host, settings.port, "--port or --host"),
+            hold(LOOPBACK, settings.scheduler_port, "--scheduler-port"),
+            tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers * settings.layout.world_size)),
+            tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers)),
+            tuple(metrics_port(index) for index in range(settings.gateways)),
+        )
+
 
 COMMAND = (sys.executable, "-m", "deploy.cli")
 

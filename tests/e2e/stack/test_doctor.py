@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launcher.run_dir import claim
+from deploy.launcher.stack_plan import claim
 from tests.support import tiny_models
 from tests.support.paths import ROOT
 

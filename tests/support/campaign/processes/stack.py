@@ -15,9 +15,8 @@ from typing import Any, Final
 import grpc.aio
 import httpx
 
-from deploy.launcher.deaths import RestartPolicy
 from deploy.launcher.process import ChildSpec
-from deploy.launcher.supervisor import Supervisor
+from deploy.launcher.supervisor import RestartPolicy, Supervisor
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 from protos.wire import open_channel
 from tests.support.campaign.processes.link import Link

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from deploy.checks.setting_sources import setting_sources
+from deploy.checks.check_results import setting_sources
 from deploy.commands import doctor
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.translate import VllmFlags

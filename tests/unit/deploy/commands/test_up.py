@@ -9,8 +9,8 @@ import pytest
 from deploy import cli
 from deploy.commands import up
 from deploy.launcher.readiness import Served
-from deploy.launcher.run_dir import claim
 from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.stack_plan import claim
 from deploy.secure_files import SecureFiles
 
 

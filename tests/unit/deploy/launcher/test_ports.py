@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from deploy.launcher.ports import free_ports
 from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.stack_plan import free_ports
 from deploy.launcher.supervisor import LaunchError
 from protos.settings import load
 

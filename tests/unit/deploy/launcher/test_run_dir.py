@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher.run_dir import claim, socket_folder
+from deploy.launcher.stack_plan import claim, socket_folder
 from deploy.launcher.supervisor import LaunchError
 from protos.wire import MAX_SOCKET_PATH_BYTES
 

@@ -7,10 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.launcher.deaths import RestartPolicy
 from deploy.launcher.process import ChildSpec
-from deploy.launcher.standbys import Standbys, memory_note, standby_spec
-from deploy.launcher.supervisor import Supervisor
+from deploy.launcher.supervisor import RestartPolicy, Standbys, Supervisor, memory_note, standby_spec
 from tests.unit.deploy.launcher.test_supervisor import (
     FOREVER,
     QUICK,

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher.deaths import RestartPolicy
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.process import Child, ChildSpec, describe_exit
-from deploy.launcher.supervisor import LaunchError, Supervisor
+from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor
 
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
 FOREVER = "import signal; print('up', flush=True); signal.pause()"

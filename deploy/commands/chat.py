@@ -1,4 +1,4 @@
-"""`triptych chat`: a conversation with the model of a running gateway."""
+"""`triptych chat` and `triptych complete`: texts by the model of a running gateway."""
 
 import contextlib
 import sys
@@ -11,7 +11,7 @@ from typing import Any
 import openai
 
 from deploy.argument_parser import ArgumentParser
-from deploy.client_commands.server import ERRORS, CommandError, add_flags, first_model, server_of
+from deploy.commands.server import ERRORS, CommandError, add_flags, first_model, server_of
 
 
 @dataclass
@@ -62,10 +62,26 @@ def main(argv: list[str]) -> int:
     def keep(text: str, answer: str) -> None:
         kept.extend([{"role": "user", "content": text}, {"role": "assistant", "content": answer}])
 
-    return run(parser, argv, start, keep)
+    return _run(parser, argv, start, keep)
 
 
-def run(parser: ArgumentParser, argv: list[str], start: Start, keep: Callable[[str, str], None]) -> int:
+def complete(argv: list[str]) -> int:
+    """Completes a prompt, or each line of standard input; returns the exit code of `main`."""
+    parser = ArgumentParser(
+        prog="triptych complete",
+        description="Completes prompts with the model of a running gateway. Ctrl-C ends an answer, a second one"
+        " the program.",
+        epilog='Example: triptych complete -q "The capital of France is" --max-tokens 32',
+    )
+    return _run(
+        parser,
+        argv,
+        lambda client, _, prompt, fields: client.completions.create(prompt=prompt, **fields),
+        lambda *_: None,
+    )
+
+
+def _run(parser: ArgumentParser, argv: list[str], start: Start, keep: Callable[[str, str], None]) -> int:
     """Answers the text of --quick, or each line of standard input; returns the exit code.
 
     Args:

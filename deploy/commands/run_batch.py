@@ -21,7 +21,7 @@ import openai
 from pydantic import BaseModel, Field, PositiveInt, TypeAdapter, ValidationError
 
 from deploy.argument_parser import ArgumentParser
-from deploy.client_commands.server import ERRORS, CommandError, Server, add_flags, first_model, server_of
+from deploy.commands.server import ERRORS, CommandError, Server, add_flags, first_model, server_of
 from deploy.launcher.parent import PARENT_VARIABLE
 
 _START: Final = b'{"id": "batch_req_'  # the beginning of each line of an output
