@@ -20,10 +20,10 @@ from gateway.chat_prompts import ChatEncoder
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import RequestMiddleware
 from gateway.messages_api import routes as messages
-from gateway.metrics import Metrics
-from gateway.operations import health, pages
+from gateway.metrics import Metrics, SharedMetrics
+from gateway.operations import pages
 from gateway.operations import routes as operations
-from gateway.operations.unserved import UNSERVED
+from gateway.operations.routes import UNSERVED
 from gateway.pooling import routes as pooling
 from gateway.pooling import scoring
 from gateway.responses_api import routes as responses
@@ -32,7 +32,6 @@ from gateway.routes.context import Context
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModelWatcher, load_text
 from gateway.settings import Settings
-from gateway.shared_metrics import SharedMetrics
 from gateway.text.chat_template import read_template
 from gateway.text.tokenization import TextCodec, TextWorker
 from gateway.tools import vllm_parsers
@@ -51,7 +50,7 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, completions, messages, responses, pooling, scoring, models, loras, tokenize, health, operations,
+    chat, completions, messages, responses, pooling, scoring, models, loras, tokenize, operations,
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NoReturn, Self
 
-from gateway.security_settings import SecuritySettings
+from gateway.settings import SecuritySettings
 from protos.errors import ConfigurationRefused
 from protos.security.watched_files import WatchedFiles
 

@@ -9,8 +9,14 @@ from typing import Any, Final
 
 import orjson
 
-from gateway.messages_api.blocks import Block, TextBlock
-from gateway.messages_api.schemas import AnthropicTool, AnthropicToolChoice, MessagesRequest, PromptRequest
+from gateway.messages_api.schemas import (
+    AnthropicTool,
+    AnthropicToolChoice,
+    Block,
+    MessagesRequest,
+    PromptRequest,
+    TextBlock,
+)
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.structured import JsonSchema, ResponseFormat
 from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, NamedChoice, Tool

@@ -9,12 +9,16 @@ from starlette.responses import Response
 from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.sequence_text import Delta
 from gateway.http.errors import UnknownRoute, shape_errors
-from gateway.messages_api.answer_body import ID_PREFIX, message_body
-from gateway.messages_api.answers import AnthropicErrorAnswer, MessageAnswer, TokenCount
 from gateway.messages_api.conversion import ConvertedRequest, to_chat
-from gateway.messages_api.error_shape import shape
-from gateway.messages_api.message_stream_writer import MessageStreamWriter, error_event
-from gateway.messages_api.schemas import CountTokensRequest, MessagesRequest, PromptRequest
+from gateway.messages_api.schemas import (
+    AnthropicErrorAnswer,
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    PromptRequest,
+    TokenCount,
+)
+from gateway.messages_api.writer import ID_PREFIX, MessageStreamWriter, error_event, message_body, shape
 from gateway.routes.answer import (
     AnswerFormat,
     CollectedExtras,

@@ -1,6 +1,6 @@
-"""Routes of operators and their tools: health, metrics, settings, caches, and the pages of the API.
+"""Routes of operators and their tools.
 
-``health`` holds the probes, ``routes`` the rest, ``pages`` the documentation, and ``unserved`` the advice for
-missing routes of vLLM's. The application imports this room; it imports the room of the routes and those
+``routes`` serves health, metrics, settings and caches, and advises on missing routes of vLLM's; ``pages``
+serves the documentation. The application imports this room; it imports the room of the routes and those
 below.
 """

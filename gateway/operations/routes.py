@@ -1,6 +1,7 @@
-"""Metrics, versions, settings, the tokenizer, and the caches to empty."""
+"""Health, metrics, versions, settings, the tokenizer, and the caches to empty."""
 
 import platform
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Annotated, Any, Final, cast
 
@@ -16,8 +17,9 @@ from gateway.routes.context import context_of
 from gateway.routes.openapi import api_router, documented
 from gateway.scheduler_link.served_model import ServedModel
 from gateway.version import VERSION, fingerprint
-from protos.errors import TriptychError, Unsupported
+from protos.errors import TriptychError, Unavailable, Unsupported
 from protos.logs import get_logger
+from protos.triptych.v1 import inference_pb2 as inference
 
 router = api_router("Operations")
 
@@ -262,3 +264,95 @@ async def reset_no_cache() -> Response:
     Needs a key with admin rights, or `--dev-mode`.
     """
     return Response(status_code=200)
+
+
+_SERVES = documented(description="A replica is ready. The body is empty.")
+
+
+class ServerLoad(TypedDict):
+    """How busy this gateway is."""
+
+    server_load: Annotated[int, Field(description="HTTP requests under way.")]
+
+
+@router.get("/health", summary="Check health", response_class=Response, responses=_SERVES)
+@router.get("/ready", summary="Check readiness", response_class=Response, responses=_SERVES)
+@router.get("/ping", summary="Check health, as SageMaker does", response_class=Response, responses=_SERVES)
+@router.post("/ping", summary="Check health by POST", response_class=Response, responses=_SERVES)
+async def health(request: Request) -> Response:
+    """Answers 200 without a body if a request sent now would run, otherwise 503 with the reason.
+
+    The check asks the scheduler whether a replica is ready.
+    """
+    context = context_of(request)
+    load = await context.client.get_load()
+    if not any(replica.state == inference.REPLICA_STATE_READY for replica in load.replicas):
+        details = [f"{replica.replica_id}: {replica.detail or 'not ready'}" for replica in load.replicas]
+        raise Unavailable(f"no replica is ready ({'; '.join(details) or 'no worker has registered'})")
+    context.watcher.served()
+    return Response(status_code=200)
+
+
+@router.get(
+    "/live",
+    summary="Check that the gateway lives",
+    response_class=Response,
+    responses=documented(description="The gateway answers. The body is empty."),
+)
+async def live() -> Response:
+    """Answers 200 whatever the state of scheduler and workers, which a restart would not change."""
+    return Response(status_code=200)
+
+
+@router.get("/load", summary="Read the load")
+async def load(request: Request) -> ServerLoad:
+    """Returns the number of HTTP requests under way in this gateway, without this request."""
+    return {"server_load": context_of(request).metrics.num_in_flight - 1}
+
+
+_SLEEP: Final = "replicas do not sleep; stop a worker to free its memory"
+_PAUSE: Final = "the scheduler does not pause; SIGTERM lets a worker finish its requests and end"
+_WEIGHTS: Final = "weights are read at the start alone; start workers with the new model"
+_PROFILE: Final = (
+    "there is no profiler; /metrics has the times of steps, and --otlp-traces-endpoint writes spans"
+)
+_SCALE: Final = "replicas keep their size; start or stop workers with 'triptych worker'"
+_FAULTS: Final = (
+    "the scheduler resumes the requests of lost workers by itself; /health says whether one is ready"
+)
+_AUDIO: Final = "models read and write text alone"
+_RENDER: Final = "/tokenize returns the tokens of a prompt, and /v1/completions takes token ids"
+_COMPARE: Final = "ask /v1/completions for the logprobs of one token, or serve a reranker and use /score"
+
+UNSERVED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("/sleep", "/wake_up", "/release_kv_cache_memory"), _SLEEP),
+    **dict.fromkeys(("/pause", "/resume"), _PAUSE),
+    "/abort_requests": "a client ends its request by closing the connection",
+    **dict.fromkeys(
+        (
+            "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
+            "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
+            "/weight_info", "/weight_checker", "/get_world_size",
+        ),
+        _WEIGHTS,
+    ),
+    "/collective_rpc": "workers run no methods by name; /server_info and /metrics say what runs",
+    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
+    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep"), _SCALE),
+    **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), _FAULTS),
+    "/kv_event_sources": "the scheduler streams KV events over gRPC, at its own address",
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime"), _AUDIO),
+    **dict.fromkeys(
+        (
+            "/v1/chat/completions/render", "/v1/chat/completions/derender", "/v1/completions/render",
+            "/v1/completions/derender", "/v1/messages/render", "/v1/responses/render", "/inference/v1/generate",
+        ),
+        _RENDER,
+    ),
+    **dict.fromkeys(("/generative_scoring", "/v1/systemone"), _COMPARE),
+    "/invocations": "send requests to the routes under /v1/",
+    "/v1/chat/completions/batch": "send each conversation to /v1/chat/completions; they run together",
+    "/v2/embed": "send texts to /v1/embeddings",
+    "/cohere/v2/chat": "send conversations to /v1/chat/completions",
+}  # fmt: skip
+"""The reason for each path, with the advice."""

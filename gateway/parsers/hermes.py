@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.parsers.events import Event, Text
-from gateway.parsers.json_call_parser import JsonCallParser
+from gateway.parsers.json_call import JsonCallParser
 from gateway.parsers.parser_base import split_at
 
 START: Final = "<tool_call>"

@@ -1,4 +1,4 @@
-"""A call written as a JSON object: ``{"name": "f", "arguments": {…}}``."""
+"""Calls that are JSON objects: one call, and the parsers of sequences of them."""
 
 import json
 from collections.abc import Callable, Collection
@@ -6,6 +6,7 @@ from typing import Final
 
 from gateway.parsers.events import CallArguments, CallCounter, CallRevoked, CallStart, Event, Text
 from gateway.parsers.json_scan import ValueScanner, is_object, skip_blanks
+from gateway.parsers.parser_base import ParserBase, State
 
 # Longest member key or function name; anything longer is not a call and need not be held back.
 _MAX_NAME: Final = 512
@@ -210,3 +211,111 @@ class JsonCall:
             self.failed = True
             return at
         return at + 1
+
+
+ARGUMENTS: Final = ("arguments", "parameters")
+
+
+class JsonCallParser(ParserBase):
+    """Reads calls; subclasses find where they begin.
+
+    A call that fails before its announcement is content, and other calls may follow. A call that fails later
+    is revoked, and everything after it is content: a client cannot be corrected.
+    """
+
+    def __init__(
+        self, new_id: Callable[[], str], state: State, *, text: State, behind: State, end: str = ""
+    ) -> None:
+        """Waits for a call.
+
+        Args:
+            new_id: makes ids of calls.
+            state: the first state.
+            text: the state after text that turned out not to be a call.
+            behind: the state after a call. Text set aside at the end was only a separator.
+            end: the marker that may close a call; a part of it at the end of the text is not content.
+        """
+        super().__init__(state)
+        self._counter = CallCounter(new_id)
+        self._call: JsonCall | None = None
+        self._states = (text, behind)
+        self._end_marker = end
+
+    def _open(
+        self,
+        before: str,
+        *,
+        arguments: Collection[str] = ARGUMENTS,
+        others: Collection[str] | None = None,
+        accept: Callable[[str], bool] = bool,
+    ) -> None:
+        """Begins a call after ``before``; see :class:`JsonCall` for the arguments."""
+        self._call = JsonCall(self._counter, arguments=arguments, others=others, accept=accept, before=before)
+        self._state = self._in_call
+
+    def _in_call(self, out: list[Event]) -> bool:
+        call = self._call
+        assert call is not None
+        self._rest = call.feed(self._rest, out)
+        if not call.failed and not call.done:
+            return False
+        text, behind = self._states
+        if call.failed:
+            call.give_up(out)
+            behind = self._content if call.announced else text
+        self._call, self._state = None, behind
+        return True
+
+    def _content(self, out: list[Event]) -> bool:
+        """The last state: all further text is content."""
+        out.append(Text(self._rest))
+        self._rest = ""
+        return False
+
+    def _end(self, out: list[Event]) -> None:
+        if self._call is not None:
+            self._call.finish(out)
+        elif self._state != self._states[1] or not self._end_marker.startswith(self._rest):
+            super()._end(out)
+
+
+class JsonListParser(JsonCallParser):
+    """Reads lists of calls; subclasses find where a list begins."""
+
+    def __init__(self, new_id: Callable[[], str], state: State, *, text: State) -> None:
+        """Waits for a list; ``text`` is the state after it."""
+        super().__init__(new_id, state, text=text, behind=self._behind_item)
+        self._behind_list = text
+
+    def _behind_item(self, _: list[Event]) -> bool:
+        if not self._skip():
+            return False
+        match self._rest[0]:
+            case ",":
+                self._pass(1)
+                self._open(self._passed())
+            case "]":
+                self._passed()
+                self._rest, self._state = self._rest[1:], self._behind_list
+            case _:
+                self._back()
+                self._state = self._behind_list
+        return True
+
+
+class PlainListParser(JsonListParser):
+    """Reads a list that is the whole answer; implements :class:`gateway.parsers.events.ToolParser`."""
+
+    def __init__(self, new_id: Callable[[], str]) -> None:
+        super().__init__(new_id, self._begin, text=self._content)
+
+    def _begin(self, _: list[Event]) -> bool:
+        if not self._skip():
+            return False
+        if self._rest[0] == "[":
+            self._pass(1)
+            self._open(self._passed())
+        else:
+            self._back()
+            self._state = self._content
+        return True

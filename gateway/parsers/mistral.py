@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Text
-from gateway.parsers.json_list import JsonListParser
+from gateway.parsers.json_call import JsonListParser
 from gateway.parsers.json_scan import ValueScanner
 from gateway.parsers.parser_base import split_at
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from gateway.parsers.events import Event, Text
+from gateway.parsers.events import CallArguments, CallCounter, CallStart, Event, Text
 from gateway.parsers.json_scan import skip_blanks
 
 
@@ -105,3 +105,30 @@ class ParserBase:
         self._back()
         if self._rest:
             out.append(Text(self._rest))
+
+
+class NamedToolParser:
+    """Implements :class:`gateway.parsers.events.ToolParser`: all text is arguments."""
+
+    def __init__(self, new_id: Callable[[], str], name: str) -> None:
+        self._counter = CallCounter(new_id)
+        self._name = name
+        self._start: CallStart | None = None
+
+    def feed(self, text: str) -> list[Event]:
+        """Returns ``text`` as arguments."""
+        if self._start is not None:
+            return [CallArguments(self._start.number, text)] if text else []
+        text = text.lstrip()
+        if not text:
+            return []
+        self._start = self._counter.start(self._name)
+        return [self._start, CallArguments(self._start.number, text)]
+
+    def finish(self) -> list[Event]:
+        """Returns nothing: no text is held back."""
+        return []
+
+    def whole(self, text: str) -> list[Event]:
+        """See :meth:`gateway.parsers.events.ToolParser.whole`."""
+        return self.feed(text)

@@ -12,12 +12,10 @@ from gateway.answers.streaming import while_client_waits
 from gateway.auth.identity import account_of
 from gateway.auth.rate_limits import charge
 from gateway.chat_prompts import ChatInput
-from gateway.http.middleware import note
-from gateway.http.tracing import pass_on
-from gateway.pooling.answers import EmbeddingUsage, ListHead
-from gateway.pooling.bodies import EncodedBody, InputBody, PoolingBody
+from gateway.http.middleware import note, pass_on
 from gateway.pooling.encoding import as_bytes, as_json, description
 from gateway.pooling.inputs import Cuts, PoolInput, encode_text
+from gateway.pooling.schemas import EmbeddingUsage, EncodedBody, InputBody, ListHead, PoolingBody
 from gateway.routes.answer import unique_wire_id
 from gateway.routes.context import Context, context_of
 from gateway.scheduler_link.served_model import ServedModel

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from gateway.pooling.bodies import EncodedBody
+from gateway.pooling.schemas import EncodedBody
 from protos.triptych.v1 import inference_pb2 as inference
 
 if TYPE_CHECKING:

@@ -5,9 +5,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.pooling.answers import Classification, ClassificationList, EmbeddingList, PoolingList
-from gateway.pooling.bodies import ClassificationRequest, EmbeddingRequest, PoolingRequest
 from gateway.pooling.call import BYTES, PoolCall, encode_inputs, usage_of
+from gateway.pooling.schemas import (
+    Classification,
+    ClassificationList,
+    ClassificationRequest,
+    EmbeddingList,
+    EmbeddingRequest,
+    PoolingList,
+    PoolingRequest,
+)
 from gateway.routes.context import served_model
 from gateway.routes.openapi import api_router, json_response
 from protos.triptych.v1 import common_pb2 as pb

@@ -15,13 +15,11 @@ from gateway.responses_api.input_items import (
     InputMessage,
     ReasoningItem,
 )
-from gateway.responses_api.request import ResponsesRequest
-from gateway.responses_api.tools import Allowed, full_name
+from gateway.responses_api.schemas import Allowed, ResponsesRequest, full_name
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, Tool
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.content_form import joined
+from gateway.text.chat_template import ChatTemplate, joined
 
 _SYSTEM: Final = ("system", "developer")
 

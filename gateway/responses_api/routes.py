@@ -14,12 +14,15 @@ from gateway.answers.sequence_text import Delta
 from gateway.http.errors import UnknownRoute
 from gateway.parsers.events import Event, Text
 from gateway.quoting import quote
-from gateway.responses_api.answer_body import ResponseObject
-from gateway.responses_api.answers import InputTokens, ResponseAnswer
 from gateway.responses_api.conversion import ResponseAsChat, to_chat
-from gateway.responses_api.output_items import collected
-from gateway.responses_api.request import ResponsesRequest
-from gateway.responses_api.response_stream_writer import ResponseStreamWriter, chat_logprobs, only_error
+from gateway.responses_api.schemas import InputTokens, ResponseAnswer, ResponsesRequest
+from gateway.responses_api.writer import (
+    ResponseObject,
+    ResponseStreamWriter,
+    chat_logprobs,
+    collected,
+    only_error,
+)
 from gateway.routes.answer import (
     AnswerFormat,
     CollectedExtras,

@@ -17,8 +17,7 @@ from gateway.auth.identity import account_of
 from gateway.auth.rate_limits import charge
 from gateway.chat_prompts import ChatInput
 from gateway.http.event_streams import EarlyStream
-from gateway.http.middleware import note
-from gateway.http.tracing import pass_on
+from gateway.http.middleware import note, pass_on
 from gateway.parsers.events import ToolParser
 from gateway.routes.context import context_of, generating_model
 from gateway.routes.request_builder import (

@@ -10,12 +10,11 @@ from gateway.answers.streaming import while_client_waits
 from gateway.auth.key_store import KeyStore
 from gateway.chat_prompts import ChatEncoder
 from gateway.http.middleware import note
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, SharedMetrics
 from gateway.scheduler_link.client import InferenceClient
 from gateway.scheduler_link.served_model import ServedModel, ServedModelWatcher
 from gateway.schemas.base import IgnoredFields, RequestModel, parse
 from gateway.settings import Settings
-from gateway.shared_metrics import SharedMetrics
 from gateway.text.tokenization import TextWorker
 from protos.logs import get_logger
 from protos.overload.unread import UnreadLimits

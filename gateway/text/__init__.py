@@ -1,7 +1,6 @@
 """Text and token ids of a model.
 
 ``tokenization`` loads tokenizer files, encodes and decodes; ``detokenizer`` decodes token by token;
-``chat_template`` renders conversations. ``template_probe`` and ``content_form`` examine a template,
-``prompts`` reads the prompts of embedding models, and ``stop_strings`` ends streamed text. The rooms above
-import this room; it imports only the format names and ``quoting``.
+``chat_template`` renders conversations and examines templates, and ``stop_strings`` ends streamed text. The
+rooms above import this room; it imports only the format names and ``quoting``.
 """

@@ -1,12 +1,12 @@
-"""Chat templates: Jinja, rendered as transformers does, without importing it.
+"""Whether a chat template expects a turn's content as text or as a list of parts.
 
-The code follows ``transformers.utils.chat_template_utils``. Importing transformers loads torch where torch is
-installed (175 MB and a second, measured with 5.17). The rendering itself is a page.
+Templates of models with images often show lists only and nothing of a text.
 """
 
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -18,9 +18,75 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+from gateway.format_names import ToolFormat
 from gateway.quoting import clip
-from gateway.text.content_form import ContentForm, joined
 from protos.errors import ConfigurationRefused, InvalidArgument
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+
+_TEXT_PROBE: Final = "content probe"
+
+# A part as Python or JSON writes it, with quotes that a text around it may escape.
+_DUMPED: Final = re.compile(rf"""["']text\\*["']\s*:\s*\\*["']{_TEXT_PROBE}""")
+
+# Roles of OpenAI's API. Templates may know others, such as Llama's "ipython"; clients may make them up.
+_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
+
+
+def joined(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns content as text: its parts with line breaks between them, as in vLLM."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+# Findings that are kept, the latest ones: clients may make up any number of roles.
+_MAX_KEPT: Final = 64
+
+
+class ContentForm:
+    """The parts of each role's content that a template shows; found out at first need."""
+
+    def __init__(self, render: Render) -> None:
+        """Calls ``render`` with short conversations, later."""
+        self._render = render
+        self._shows = functools.lru_cache(_MAX_KEPT)(self._probe)
+
+    def fit(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns ``turn`` with its content in a form that the template shows.
+
+        Raises:
+            InvalidArgument: if the template would drop the turn because it does not know the role.
+        """
+        role, content = turn["role"], turn["content"]
+        if isinstance(content, str):
+            if not content or self._shows(role, parts=False):
+                return turn
+            if self._shows(role, parts=True):
+                return {**turn, "content": [{"type": "text", "text": content}]}
+            if role not in _ROLES:
+                raise InvalidArgument(
+                    f"the model's chat template does not show messages with the role '{clip(role)}'; send another role",
+                    param="messages",
+                )
+            return turn
+        # As in vLLM, a tool's result is always text.
+        if role != "tool" and self._shows(role, parts=True):
+            return turn
+        return self.fit({**turn, "content": joined(content)})
+
+    def _probe(self, role: str, *, parts: bool) -> bool:
+        content = [{"type": "text", "text": _TEXT_PROBE}] if parts else _TEXT_PROBE
+        turn = {"role": role, "content": content}
+        # Most templates want a user's turn after a system's, and before an assistant's.
+        user = {"role": "user", "content": [{"type": "text", "text": "u"}] if parts else "u"}
+        before = [] if role in ("user", "system", "developer") else [user]
+        after = [user] if role in ("system", "developer") else []
+        try:
+            text = self._render([*before, turn, *after])
+        except (InvalidArgument, AttributeError):
+            return False
+        # A template for texts may write a list as Python or JSON does.
+        return _TEXT_PROBE in text and not (parts and _DUMPED.search(text))
+
 
 # Where a last turn ends that the model continues; no conversation has it.
 _MARK: Final = "\ue000continue here\ue000 "
@@ -202,3 +268,72 @@ def read_template(setting: str | None) -> str | None:
     except jinja2.TemplateSyntaxError as error:
         raise ConfigurationRefused(f"--chat-template, line {error.lineno}: {error.message}") from error
     return source
+
+
+_PROBED_NAME: Final = "probe_function"
+_PROBED_CALL: Final[list[dict[str, Any]]] = [
+    {"role": "user", "content": "probe"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                # Nine letters or digits: Mistral's templates refuse other ids.
+                "id": "probe0000",
+                "type": "function",
+                "function": {"name": _PROBED_NAME, "arguments": {"probe_argument": "probe_value"}},
+            }
+        ],
+    },
+]
+_PROBED_TOOLS: Final[list[dict[str, Any]]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": _PROBED_NAME,
+            "description": "probe",
+            "parameters": {"type": "object", "properties": {"probe_argument": {"type": "string"}}},
+        },
+    }
+]
+
+# Ends the thinking of every format in which templates show it.
+_THINKING_END: Final = "</think>"
+
+# How each format writes the probe's call. Patterns include the text in front of a call, because formats share
+# their JSON and differ in their markers.
+_PATTERNS: Final[list[tuple[ToolFormat, re.Pattern[str]]]] = [
+    ("hermes", re.compile(r'<tool_call>\s*\{"name": ?"probe_function", ?"arguments": ?\{"probe')),
+    ("mistral_v13", re.compile(r"\[TOOL_CALLS\] ?probe_function(?:\[CALL_ID\]probe0000)?\[ARGS\] ?\{")),
+    ("mistral_v11", re.compile(r"\[TOOL_CALLS\] ?probe_function ?\{")),
+    ("mistral", re.compile(r'\[TOOL_CALLS\] ?\[ ?\{"name": ?"probe_function", ?"arguments": ?\{')),
+    (
+        "llama3_json",
+        re.compile(
+            r"(?:<\|(?:python_tag|end_header_id|header_end)\|>)\s*"
+            r'\{(?:"type": ?"function", ?)?"name": ?"probe_function", ?"parameters": ?\{'
+        ),
+    ),
+    (
+        "pythonic",
+        re.compile(
+            r"(?:<\|(?:end_header_id|header_end|python_start)\|>)\s*\[probe_function\(probe_argument=[\"']probe"
+        ),
+    ),
+]
+
+
+def tool_format(template: ChatTemplate | None) -> ToolFormat | None:
+    """Returns the format in which ``template`` writes tool calls; ``None`` if it shows no known format."""
+    if template is None or not template.knows_tools:
+        return None
+    try:
+        text = template.render(_PROBED_CALL, add_generation_prompt=False, tools=_PROBED_TOOLS)
+    except InvalidArgument:
+        return None
+    return next((name for name, pattern in _PATTERNS if pattern.search(text)), None)
+
+
+def thinks(template: ChatTemplate | None) -> bool:
+    """Whether ``template`` handles thinking between ``<think>`` and ``</think>``."""
+    return template is not None and _THINKING_END in template.source

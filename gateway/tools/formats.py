@@ -6,8 +6,8 @@ from typing import Final
 
 from gateway.parsers import hermes, llama, mistral, pythonic
 from gateway.parsers.events import ToolParser, call_id, short_call_id
-from gateway.parsers.json_list import PlainListParser
-from gateway.parsers.named_tool import NamedToolParser
+from gateway.parsers.json_call import PlainListParser
+from gateway.parsers.parser_base import NamedToolParser
 from gateway.tools.tags import ArgumentsAlone, Shape
 
 

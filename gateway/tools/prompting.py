@@ -8,8 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.content_form import joined
+from gateway.text.chat_template import ChatTemplate, joined
 from protos.errors import InvalidArgument
 
 _INTRODUCTION: Final = (

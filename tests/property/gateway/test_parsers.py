@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.answers.answer_reader import AnswerReader, CollectedMessage
 from gateway.parsers import events
 from gateway.parsers.json_scan import ValueScanner
-from gateway.parsers.named_tool import NamedToolParser
+from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser
 from gateway.tools.formats import FORMATS, LIST
 

@@ -7,7 +7,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import BaseModel, TypeAdapter
 
-from gateway.messages_api.answers import MessageAnswer
+from gateway.messages_api.schemas import MessageAnswer
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack
 

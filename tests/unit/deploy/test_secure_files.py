@@ -9,7 +9,7 @@ from cryptography import x509
 from deploy import cli, secure_files
 from deploy.launcher.settings import LaunchSettings, secured
 from deploy.secure_files import SERVICE_NAME, make
-from gateway.auth.key_file import digest_of, read_key_file
+from gateway.auth.key_store import digest_of, read_key_file
 from protos.errors import ConfigurationRefused
 from protos.security.certificates import CertificatePaths, Certificates
 from protos.security.tokens import ServiceTokens

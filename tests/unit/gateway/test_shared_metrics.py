@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from gateway.shared_metrics import merged
+from gateway.metrics import merged
 
 
 def text(requests: int, under_way: int, up: int, seconds: float) -> bytes:

@@ -7,7 +7,7 @@ import anthropic
 import pytest
 from pydantic import SecretStr
 
-from gateway.messages_api.answers import AnthropicErrorAnswer
+from gateway.messages_api.schemas import AnthropicErrorAnswer
 from protos.errors import Internal, Overloaded, TimedOut, TriptychError, Unavailable
 from tests.support.gateway.anthropic_types import PATH, streamed, strict_error
 from tests.support.gateway.documented import check_answer

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from gateway.operations.unserved import UNSERVED
+from gateway.operations.routes import UNSERVED
 from tests.support.gateway.serving import TEXT, Stack, running_stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]

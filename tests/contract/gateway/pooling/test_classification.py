@@ -12,9 +12,8 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from gateway.pooling.answers import ClassificationList, PoolingList
-from gateway.pooling.bodies import PoolingRequest
 from gateway.pooling.call import PoolCall
+from gateway.pooling.schemas import ClassificationList, PoolingList, PoolingRequest
 from gateway.text.tokenization import TextWorker
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.documented import check_answer

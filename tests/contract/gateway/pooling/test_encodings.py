@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 import torch
 
-from gateway.pooling.bodies import PoolingRequest
 from gateway.pooling.encoding import as_bytes
+from gateway.pooling.schemas import PoolingRequest
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import Stack, minilm_folder, running_gateway

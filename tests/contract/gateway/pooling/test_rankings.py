@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from gateway.pooling.answers import CohereRerankAnswer, RerankAnswer, ScoreList
+from gateway.pooling.schemas import CohereRerankAnswer, RerankAnswer, ScoreList
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving

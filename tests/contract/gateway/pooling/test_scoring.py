@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from gateway.pooling.answers import RerankAnswer, ScoreList
+from gateway.pooling.schemas import RerankAnswer, ScoreList
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2

@@ -10,7 +10,7 @@ from openai.types.responses.input_token_count_response import InputTokenCountRes
 from pydantic import BaseModel, TypeAdapter
 from tokenizers import Tokenizer
 
-from gateway.responses_api.answers import InputTokens, ResponseAnswer
+from gateway.responses_api.schemas import InputTokens, ResponseAnswer
 from protos.errors import Unavailable
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack

@@ -11,8 +11,7 @@ import pytest
 
 from gateway.auth import key_store
 from gateway.auth.identity import ANY_PRIORITY, Caller
-from gateway.auth.key_file import read_key_file
-from gateway.auth.key_store import KeyStore
+from gateway.auth.key_store import KeyStore, read_key_file
 from gateway.auth.rate_limits import KeyLimiter
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused, Overloaded

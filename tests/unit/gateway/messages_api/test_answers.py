@@ -9,10 +9,8 @@ import pytest
 from gateway.answers.answer_plan import AnswerPlan
 from gateway.answers.generation import Usage
 from gateway.answers.sequence_text import Delta
-from gateway.messages_api.answer_body import StopReason, message_body, usage_body
-from gateway.messages_api.answers import MessageAnswer
-from gateway.messages_api.error_shape import shape
-from gateway.messages_api.message_stream_writer import MessageStreamWriter
+from gateway.messages_api.schemas import MessageAnswer
+from gateway.messages_api.writer import MessageStreamWriter, StopReason, message_body, shape, usage_body
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from protos import errors
 

@@ -9,7 +9,7 @@ import pytest
 from gateway.answers.answer_reader import AnswerReader, CollectedMessage, finish_reason
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.parsers.json_scan import MAX_DEPTH
-from gateway.parsers.named_tool import NamedToolParser
+from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser, thinking_at
 from gateway.schemas.answers import AssistantMessage
 from gateway.tools.formats import FORMATS, LIST

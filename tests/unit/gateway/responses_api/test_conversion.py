@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from gateway.responses_api.conversion import ResponseAsChat, to_chat
-from gateway.responses_api.request import ResponsesRequest
+from gateway.responses_api.schemas import ResponsesRequest
 from gateway.schemas.base import IgnoredFields, parse
 from gateway.text.chat_template import ChatTemplate
 from protos.errors import InvalidArgument

@@ -13,10 +13,8 @@ from gateway.answers.generation import Usage
 from gateway.answers.logprobs import Reporter, TokenReport
 from gateway.answers.sequence_text import Delta
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
-from gateway.responses_api.answer_body import ResponseObject
-from gateway.responses_api.output_items import Output, collected
-from gateway.responses_api.request import ResponsesRequest
-from gateway.responses_api.response_stream_writer import ResponseStreamWriter
+from gateway.responses_api.schemas import ResponsesRequest
+from gateway.responses_api.writer import Output, ResponseObject, ResponseStreamWriter, collected
 from gateway.schemas.base import parse
 from gateway.tools.formats import FORMATS
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.content_form import ContentForm
+from gateway.text.chat_template import ChatTemplate, ContentForm
 from protos.errors import InvalidArgument
 
 TEXTS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.text.prompts import TextPrompts
+from gateway.text.tokenization import TextPrompts
 
 
 @pytest.mark.parametrize(

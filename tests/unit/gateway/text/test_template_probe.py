@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.template_probe import tool_format
+from gateway.text.chat_template import ChatTemplate, tool_format
 from gateway.text.tokenization import TextCodec
 from tests.support.gateway.tool_templates import TEMPLATES, folder_with
 

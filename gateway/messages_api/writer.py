@@ -1,0 +1,324 @@
+"""Writes messages, whole or as events, and errors in the form of Anthropic's API.
+
+Its clients know the status 529 as the one of a service that is overloaded for a moment, and its type names
+what to do: wait and retry.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Literal, NamedTuple
+
+import orjson
+
+from gateway.answers.answer_plan import AnswerPlan
+from gateway.answers.delta_reader import DeltaReader
+from gateway.answers.generation import Usage
+from gateway.answers.sequence_text import Delta
+from gateway.answers.streaming import ResponseWriter
+from gateway.http.errors import Forbidden, PayloadTooLarge, ShapedError, Unauthorized
+from gateway.messages_api.schemas import AnswerBlock, MessageAnswer, MessageHead, TokenCounts
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from protos.errors import InvalidArgument, NotFound, Overloaded, TimedOut, TriptychError, Unavailable
+from protos.logs import request_id
+
+ID_PREFIX: Final = "msg_"
+
+
+class StopReason(NamedTuple):
+    """Why an answer ended."""
+
+    reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    sequence: str | None = None
+    """The stop sequence, if one ended the answer."""
+
+    @classmethod
+    def of(cls, delta: Delta, *, called: bool, complete: bool) -> "StopReason":
+        """Returns the reason of a sequence's last delta.
+
+        A stop sequence that cuts a call short wins over the call, which must not run.
+
+        Args:
+            delta: the last delta.
+            called: whether the answer has calls.
+            complete: whether the last call's input is complete.
+        """
+        if delta.finish_reason == "length":
+            return cls("max_tokens")
+        if called and complete:
+            return cls("tool_use")
+        if isinstance(delta.stop_reason, str):
+            return cls("stop_sequence", delta.stop_reason)
+        return cls("tool_use" if called else "end_turn")
+
+
+def usage_body(usage: Usage) -> TokenCounts:
+    """Returns the token counts. Tokens from the prefix cache are not part of ``input_tokens``.
+
+    No cache entry is created on purpose: every computed prefix is cached, and costs nothing more.
+    """
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.thinking_tokens},
+    }
+
+
+def message_head(answer_id: str, model: str) -> MessageHead:
+    """Returns the fields that begin a message."""
+    return {"id": answer_id, "type": "message", "role": "assistant", "model": model}
+
+
+def signature_of(answer_id: str, index: int) -> str:
+    """Returns what clients send back with a thinking block; it is not verified."""
+    return hashlib.blake2b(f"{answer_id}/{index}".encode(), digest_size=32).hexdigest()
+
+
+def text_block(text: str) -> AnswerBlock:
+    """Returns a block of text."""
+    return {"type": "text", "text": text}
+
+
+def thinking_block(thinking: str, signature: str) -> AnswerBlock:
+    """Returns a block of thinking."""
+    return {"type": "thinking", "thinking": thinking, "signature": signature}
+
+
+def tool_use_block(call: CallStart, arguments: dict[str, Any]) -> AnswerBlock:
+    """Returns a block with a call."""
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
+
+
+def input_of(arguments: str) -> dict[str, Any] | None:
+    """Returns the input of a call; ``None`` if its text is incomplete."""
+    try:
+        found = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def content_of(events: Iterable[Event]) -> list[tuple[Event, str]]:
+    """Returns the first event of each block, in order, with the block's text or arguments."""
+    blocks: list[tuple[Event, list[str]]] = []
+    calls: dict[int, tuple[Event, list[str]]] = {}
+    for event in events:
+        match event:
+            case Text(text) | Reasoning(text):
+                if not blocks or type(blocks[-1][0]) is not type(event):
+                    blocks.append((event, []))
+                blocks[-1][1].append(text)
+            case CallStart(number):
+                calls[number] = (event, [])
+                blocks.append(calls[number])
+            case CallArguments(number, fragment):
+                calls[number][1].append(fragment)
+            case CallRevoked(number, source):
+                blocks[blocks.index(calls.pop(number))] = (Text(source), [source])
+    return [(event, "".join(pieces)) for event, pieces in blocks]
+
+
+def message_body(
+    answer_id: str, model: str, end: Delta, events: Iterable[Event], usage: Usage, *, omit_thinking: bool
+) -> MessageAnswer:
+    """Returns the message that a whole answer is.
+
+    Args:
+        answer_id: its id.
+        model: the model's name, as the client wrote it.
+        end: the answer's only delta.
+        events: thinking, text and calls in the answer.
+        usage: token counts.
+        omit_thinking: leave the text of thinking blocks empty.
+    """
+    content, called, complete = list[AnswerBlock](), False, True
+    for index, (event, text) in enumerate(content_of(events)):
+        if isinstance(event, Reasoning):
+            content.append(thinking_block("" if omit_thinking else text, signature_of(answer_id, index)))
+        elif isinstance(event, CallStart):
+            arguments = input_of(text)
+            called, complete = True, arguments is not None
+            content.append(tool_use_block(event, arguments or {}))
+        else:
+            content.append(text_block(text))
+    stop = StopReason.of(end, called=called, complete=complete)
+    return {
+        **message_head(answer_id, model),
+        # An answer without text has an empty block: clients read the first one.
+        "content": content or [text_block("")],
+        "stop_reason": stop.reason,
+        "stop_sequence": stop.sequence,
+        "usage": {**usage_body(usage), "service_tier": "standard"},
+    }
+
+
+_OVERLOADED_STATUS: Final = 529
+
+# Looked up along a class' bases, as the table of OpenAI's errors.
+_TYPES: Final[dict[type[TriptychError], str]] = {
+    InvalidArgument: "invalid_request_error",
+    PayloadTooLarge: "request_too_large",
+    Unauthorized: "authentication_error",
+    Forbidden: "permission_error",
+    NotFound: "not_found_error",
+    Overloaded: "rate_limit_error",
+    Unavailable: "overloaded_error",
+    TimedOut: "overloaded_error",
+    TriptychError: "api_error",
+}
+
+
+def type_of(error: TriptychError) -> str:
+    """Returns Anthropic's type of an error."""
+    return next(_TYPES[cls] for cls in type(error).__mro__ if cls in _TYPES)
+
+
+def error_body(error: TriptychError) -> dict[str, Any]:
+    """Returns Anthropic's error object."""
+    body = {"type": "error", "error": {"type": type_of(error), "message": error.message}}
+    return {**body, "request_id": request_id()}
+
+
+def shape(error: TriptychError) -> ShapedError:
+    """Returns status, body and headers of an error."""
+    overloaded = isinstance(error, Unavailable | TimedOut)
+    return ShapedError(
+        _OVERLOADED_STATUS if overloaded else error.http_status,
+        error_body(error),
+        {"request-id": request_id()},
+    )
+
+
+def encode_event(kind: str, **fields: Any) -> bytes:
+    """Returns one server-sent event of the type ``kind``."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
+
+
+def error_event(error: TriptychError) -> bytes:
+    """Returns the event that ends a stream that failed."""
+    return encode_event("error", **error_body(error))
+
+
+class MessageStreamWriter(ResponseWriter):
+    """Writes the blocks of one message. One is open at a time."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        model: str,
+        plan: AnswerPlan,
+        usage_so_far: Callable[[], Usage],
+        *,
+        omit_thinking: bool,
+    ) -> None:
+        """Creates a writer.
+
+        Args:
+            answer_id: the message's id.
+            model: the model's name, as the client wrote it.
+            plan: how the text is read.
+            usage_so_far: returns the token counts.
+            omit_thinking: write thinking blocks without their text.
+        """
+        self._answer_id = answer_id
+        self._model = model
+        self._usage_so_far = usage_so_far
+        self._omit_thinking = omit_thinking
+        self._reader = None if plan.plain else DeltaReader(plan.reader())
+        self._stop = StopReason("end_turn")
+        self._index = -1
+        """Of the newest block."""
+        self._open: type[Event] | None = None
+        """The kind of the block that is open."""
+        self._call_blocks: dict[int, int] = {}
+        """The block of each call."""
+        self._arguments: list[str] = []
+        """Of the newest call."""
+        self._before_text = b""
+
+    def begin(self) -> bytes:
+        """Returns the start of the message, and a ping as Anthropic sends it."""
+        usage = {**usage_body(self._usage_so_far()), "output_tokens": 0, "service_tier": "standard"}
+        message = {
+            **message_head(self._answer_id, self._model),
+            "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage,
+        }  # fmt: skip
+        return encode_event("message_start", message=message) + encode_event("ping")
+
+    def write(self, delta: Delta) -> bytes:
+        """Returns the events that the text settles; at the end also the end of the last block."""
+        if self._reader is not None:
+            out = b"".join([self._event(event) for event, _ in self._reader.read(delta)])
+        else:
+            out = self._text(delta.text) if delta.text else b""
+        if delta.finish_reason is None:
+            return out
+        called = self._reader is not None and self._reader.num_calls > 0
+        complete = input_of("".join(self._arguments)) is not None
+        self._stop = StopReason.of(delta, called=called, complete=complete)
+        if self._index < 0:
+            out += self._start(Text, text_block(""))
+        return out + self._close()
+
+    def end(self, usage: Usage) -> bytes:
+        """Returns the stop reason with the token counts, and the end of the message."""
+        stop = {"stop_reason": self._stop.reason, "stop_sequence": self._stop.sequence}
+        return encode_event("message_delta", delta=stop, usage=usage_body(usage)) + encode_event(
+            "message_stop"
+        )
+
+    def error(self, error: TriptychError) -> bytes:
+        """Returns the event that ends a stream that failed."""
+        return error_event(error)
+
+    def keep_alive(self) -> bytes:
+        """Returns a ping: Anthropic's API has no comments."""
+        return encode_event("ping")
+
+    def _event(self, event: Event) -> bytes:
+        match event:
+            case Text(text):
+                return self._text(text)
+            case Reasoning(text):
+                out = b"" if self._open is Reasoning else self._start(Reasoning, thinking_block("", ""))
+                return out if self._omit_thinking else out + self._delta("thinking_delta", thinking=text)
+            case CallStart(number):
+                out = self._start(CallStart, tool_use_block(event, {}))
+                self._call_blocks[number], self._arguments = self._index, []
+                return out
+            case CallArguments(number, fragment):
+                self._arguments.append(fragment)
+                block = self._call_blocks[number]
+                return self._delta("input_json_delta", block, partial_json=fragment)
+            case _:
+                return b""
+
+    def _text(self, text: str) -> bytes:
+        out = b"" if self._open is Text else self._start(Text, text_block(""))
+        return b"%b%b}}\n\n" % (out + self._before_text, orjson.dumps(text))
+
+    def _start(self, kind: type[Event], block: AnswerBlock) -> bytes:
+        """Closes the open block and opens the next one."""
+        out = self._close()
+        self._index, self._open = self._index + 1, kind
+        if kind is Text:
+            # The constant part of most events of a stream.
+            self._before_text = (
+                b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
+                b'"delta":{"type":"text_delta","text":' % self._index
+            )
+        return out + encode_event("content_block_start", index=self._index, content_block=block)
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        out = b""
+        if self._open is Reasoning:
+            out = self._delta("signature_delta", signature=signature_of(self._answer_id, self._index))
+        self._open = None
+        return out + encode_event("content_block_stop", index=self._index)
+
+    def _delta(self, kind: str, index: int | None = None, **fields: str) -> bytes:
+        index = self._index if index is None else index
+        return encode_event("content_block_delta", index=index, delta={"type": kind, **fields})

@@ -1,0 +1,565 @@
+"""Writes responses: their items, the response object, and the events of a stream."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Literal
+
+import orjson
+
+from gateway.answers.delta_reader import DeltaReader
+from gateway.answers.generation import Usage
+from gateway.answers.logprobs import Reporter, TokenReport
+from gateway.answers.sequence_text import Delta
+from gateway.answers.streaming import ResponseWriter
+from gateway.http.errors import row_of
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, merged
+from gateway.responses_api.schemas import (
+    Allowed,
+    CustomTool,
+    IncompleteDetails,
+    Namespace,
+    OutputCustomCall,
+    OutputFunctionCall,
+    OutputItemAnswer,
+    OutputMessage,
+    OutputPart,
+    OutputReasoning,
+    OutputText,
+    ReasoningContent,
+    ResponseAnswer,
+    ResponseFailure,
+    ResponsesRequest,
+    ResponseStatus,
+    ResponseTool,
+    ResponseUsage,
+    ScopedName,
+    SkippedTool,
+    TextFormat,
+    scoped_names,
+)
+from gateway.schemas.answers import ChatToken
+from gateway.schemas.tools import NamedChoice
+from gateway.tools.custom_tools import InputReader
+from protos.errors import InvalidArgument, Overloaded, TriptychError
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+_UNNAMED: Final = ScopedName("")
+
+
+@dataclass(slots=True)
+class OutputItem(ABC):
+    """One item of an answer."""
+
+    event_prefix: ClassVar[str]
+    """What the names of the events about its text begin with."""
+    text_field: ClassVar[str] = "text"
+    """What the event about its whole text calls it."""
+
+    id: str
+    index: int
+    """Its place in the answer."""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its text so far."""
+        return "".join(self.pieces)
+
+    def add(self, piece: str) -> None:
+        """Takes a further piece of its text."""
+        self.pieces.append(piece)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether its text is a part of its content."""
+        return True
+
+    def part(self, text: str) -> OutputPart:
+        """Returns the part of its content with ``text``: all of it, or none yet."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def body(self, status: Status) -> OutputItemAnswer:
+        """Returns the item, without text while it is in progress."""
+
+
+@dataclass(slots=True)
+class MessageItem(OutputItem):
+    """The text of the answer."""
+
+    event_prefix = "response.output_text"
+
+    logprobs: list[ChatToken] = field(default_factory=list)
+
+    def part(self, text: str) -> OutputText:
+        """Returns the part with the text."""
+        logprobs = self.logprobs if text else []
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def body(self, status: Status) -> OutputMessage:
+        """Returns the message."""
+        content = [] if status == "in_progress" else [self.part(self.text)]
+        return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
+
+
+@dataclass(slots=True)
+class ThinkingItem(OutputItem):
+    """Thinking in front of the answer."""
+
+    event_prefix = "response.reasoning_text"
+
+    def part(self, text: str) -> ReasoningContent:
+        """Returns the part with the thinking."""
+        return {"type": "reasoning_text", "text": text}
+
+    def body(self, status: Status) -> OutputReasoning:
+        """Returns the item without a summary or an encrypted form."""
+        content = [] if status == "in_progress" else [self.part(self.text)]
+        return {
+            "id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content,
+            "encrypted_content": None,
+        }  # fmt: skip
+
+
+@dataclass(slots=True)
+class CallItem(OutputItem):
+    """A call of a function."""
+
+    event_prefix = "response.function_call_arguments"
+    text_field = "arguments"
+
+    call_id: str = ""
+    name: ScopedName = _UNNAMED
+    revoked: bool = False
+    """Whether its arguments turned out not to be JSON, when a stream had announced it."""
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether its text is a part of its content."""
+        return False
+
+    def body(self, status: Status) -> OutputItemAnswer:
+        """Returns the call."""
+        body: OutputFunctionCall = {
+            "id": self.id, "type": "function_call", "status": self._status(status), "call_id": self.call_id,
+            "name": self.name.name, "arguments": "" if status == "in_progress" else self.text,
+        }  # fmt: skip
+        if self.name.namespace is not None:
+            body["namespace"] = self.name.namespace
+        return body
+
+    def _status(self, status: Status) -> Status:
+        return "incomplete" if self.revoked and status == "completed" else status
+
+
+@dataclass(slots=True)
+class CustomCallItem(CallItem):
+    """A call of a custom tool, whose text is the input in the arguments."""
+
+    event_prefix = "response.custom_tool_call_input"
+    text_field = "input"
+
+    reader: InputReader = field(default_factory=InputReader)
+
+    def body(self, status: Status) -> OutputItemAnswer:
+        """Returns the call."""
+        body: OutputCustomCall = {
+            "id": self.id, "type": "custom_tool_call", "status": self._status(status), "call_id": self.call_id,
+            "name": self.name.name, "input": "" if status == "in_progress" else self.text,
+        }  # fmt: skip
+        if self.name.namespace is not None:
+            body["namespace"] = self.name.namespace
+        return body
+
+    def add(self, piece: str) -> None:
+        """Takes a further piece of the arguments."""
+        self.pieces.append(self.reader.feed(piece))
+
+
+class Output:
+    """The items of one answer, in order."""
+
+    def __init__(self, answer_id: str, names: Mapping[str, ScopedName]) -> None:
+        """Creates an answer without items.
+
+        Args:
+            answer_id: the items are named after it.
+            names: the client's names of tools by the names that the model knows.
+        """
+        self._names = names
+        self._suffix = answer_id.partition("_")[2]
+        self.items: list[OutputItem] = []
+        self._calls: dict[int, CallItem] = {}
+
+    def take(self, event: Event) -> OutputItem:
+        """Adds an event to the item that it belongs to; that is a new last item if the event begins one."""
+        last = self.items[-1] if self.items else None
+        match event:
+            case Text(text):
+                item = last if isinstance(last, MessageItem) else self.add_message()
+            case Reasoning(text):
+                item = last if isinstance(last, ThinkingItem) else self._add(ThinkingItem(*self._place("rs")))
+            case CallStart(number, call_id, name):
+                scoped = self._names.get(name) or ScopedName(name)
+                kind, prefix = (CustomCallItem, "ctc") if scoped.custom else (CallItem, "fc")
+                call = kind(*self._place(prefix), call_id=call_id, name=scoped)
+                self._calls[number] = call
+                return self._add(call)
+            case CallArguments(number, text):
+                item = self._calls[number]
+            case _:
+                call = self._calls[event.number]
+                call.revoked = True
+                return call
+        item.add(text)
+        return item
+
+    def add_message(self) -> OutputItem:
+        """Returns a new message, after the other items."""
+        return self._add(MessageItem(*self._place("msg")))
+
+    def bodies(self, *, cut: bool) -> list[OutputItemAnswer]:
+        """Returns the items; if the answer was ``cut``, the last one is incomplete."""
+        last = len(self.items) - 1
+        return [item.body("incomplete" if cut and item.index == last else "completed") for item in self.items]
+
+    def _place(self, prefix: str) -> tuple[str, int]:
+        index = len(self.items)
+        return f"{prefix}_{self._suffix}_{index}", index
+
+    def _add(self, item: OutputItem) -> OutputItem:
+        self.items.append(item)
+        return item
+
+
+def settled(events: Sequence[Event]) -> list[Event]:
+    """Returns the events of a whole answer with the text of revoked calls in place of these calls."""
+    revoked = {event.number for event in events if isinstance(event, CallRevoked)}
+    kept: list[Event] = []
+    for event in events:
+        if isinstance(event, CallRevoked):
+            kept.append(Text(event.source))
+        elif not isinstance(event, CallStart | CallArguments) or event.number not in revoked:
+            kept.append(event)
+    return merged(kept)
+
+
+def collected(output: Output, events: Sequence[Event], logprobs: list[ChatToken]) -> Output:
+    """Fills ``output`` with a whole answer. Its log-probabilities are those of the first message."""
+    for event in settled(events):
+        output.take(event)
+    if not output.items:
+        output.add_message()
+    for item in output.items:
+        if isinstance(item, MessageItem):
+            item.logprobs = logprobs
+            break
+    return output
+
+
+# The types of errors that the API knows, by ours; all others are the server's.
+_ERROR_CODES: Final = ((Overloaded, "rate_limit_exceeded"), (InvalidArgument, "invalid_prompt"))
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseObject:
+    """The object that a request is answered with; most fields repeat the request."""
+
+    body: ResponsesRequest
+    answer_id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+
+    def output(self) -> Output:
+        """Returns the answer's items, still none."""
+        return Output(self.answer_id, scoped_names(self.body.tools))
+
+    def in_progress(self) -> ResponseAnswer:
+        """Returns the object of an answer that begins."""
+        return self._object("in_progress", [])
+
+    def ended(self, output: list[OutputItemAnswer], usage: Usage, *, cut: bool) -> ResponseAnswer:
+        """Returns the object of an answer that is complete, or was ``cut`` at its limit of tokens."""
+        if not cut:
+            return self._object("completed", output, usage=_usage(usage))
+        details: IncompleteDetails = {"reason": "max_output_tokens"}
+        return self._object("incomplete", output, usage=_usage(usage), incomplete_details=details)
+
+    def failed(self, output: list[OutputItemAnswer], error: TriptychError) -> ResponseAnswer:
+        """Returns the object of an answer that failed after ``output``."""
+        known = (code for kind, code in _ERROR_CODES if isinstance(error, kind))
+        details: ResponseFailure = {"code": next(known, "server_error"), "message": error.message}
+        return self._object("failed", output, error=details)
+
+    def _object(
+        self,
+        status: ResponseStatus,
+        output: list[OutputItemAnswer],
+        *,
+        usage: ResponseUsage | None = None,
+        error: ResponseFailure | None = None,
+        incomplete_details: IncompleteDetails | None = None,
+    ) -> ResponseAnswer:
+        body = self.body
+        return {
+            "id": self.answer_id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": error,
+            "incomplete_details": incomplete_details,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": self.model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": body.temperature,
+            "text": _text_options(body),
+            "tool_choice": _tool_choice(body),
+            "tools": [_tool(tool) for tool in body.tools if not isinstance(tool, SkippedTool)],
+            "top_logprobs": body.num_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": usage,
+            "user": body.user,
+        }
+
+
+def error_event(error: TriptychError) -> dict[str, Any]:
+    """Returns the fields of the event for an error in mid-stream."""
+    return {"code": row_of(error).code, "message": error.message, "param": error.param or None}
+
+
+def _usage(usage: Usage) -> ResponseUsage:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _text_options(body: ResponsesRequest) -> dict[str, Any]:
+    options: dict[str, Any] = {"format": _text_format(body.text_format)}
+    if body.text is not None and body.text.verbosity is not None:
+        options["verbosity"] = body.text.verbosity
+    return options
+
+
+def _text_format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    return {
+        "type": form.type,
+        "name": form.name or "answer",
+        "description": form.description,
+        "schema": form.schema_,
+        "strict": form.strict,
+    }
+
+
+def _tool(tool: ResponseTool) -> dict[str, Any]:
+    if isinstance(tool, SkippedTool):
+        return {"type": tool.type}
+    if isinstance(tool, Namespace):
+        functions = [_tool(function) for _, function in tool.functions]
+        return {
+            "type": "namespace", "name": tool.name, "description": tool.description or "", "tools": functions,
+        }  # fmt: skip
+    if isinstance(tool, CustomTool):
+        return tool.model_dump(exclude_none=True)
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+
+
+def _tool_choice(body: ResponsesRequest) -> Any:
+    names = scoped_names(body.tools)
+
+    def tool(name: str) -> dict[str, Any]:
+        is_custom = name in names and names[name].custom
+        return {"type": "custom" if is_custom else "function", "name": name}
+
+    match body.tool_choice:
+        case NamedChoice(name):
+            return tool(name)
+        case Allowed(mode, allowed):
+            return {"type": "allowed_tools", "mode": mode, "tools": list(map(tool, allowed))}
+        case choice:
+            return choice or "auto"
+
+
+class ResponseStreamWriter(ResponseWriter):
+    """Writes typed, numbered events; there is no terminator after the last one."""
+
+    def __init__(self, response: ResponseObject, reader: DeltaReader | None, reporter: Reporter) -> None:
+        """Creates a writer.
+
+        Args:
+            response: writes the response object.
+            reader: finds the events in the text; ``None``: all of it is the message.
+            reporter: writes log-probabilities, if they were asked for.
+        """
+        self._response = response
+        self._reader = reader
+        self._reporter = reporter
+        self._output = response.output()
+        self._open: OutputItem | None = None
+        self._delta_head = b""
+        self._began = False
+        self._cut = False
+        self._count = 0
+
+    def begin(self) -> bytes:
+        """Returns the events that show the response object, still empty."""
+        self._began = True
+        response = self._response.in_progress()
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def write(self, delta: Delta) -> bytes:
+        """Returns the events that the text settles; at the end also those that close the last item."""
+        item, text = self._open, delta.text
+        if self._reader is None and item is not None and not (delta.tokens or delta.finish_reason):
+            # Most deltas of most answers.
+            item.pieces.append(text)
+            return self._text_delta(text) if text else b""
+        out: list[bytes] = []
+        for event, tokens in self._events(delta):
+            item = self._output.take(event)
+            if item is self._output.items[-1] and item is not self._open:
+                out += (self._close("completed"), self._opening(item))
+            # Most of a custom call's arguments before its input show nothing.
+            is_shown = bool(item.pieces and item.pieces[-1]) or not isinstance(item, CustomCallItem)
+            if is_shown and not isinstance(event, CallStart | CallRevoked):
+                out.append(self._delta(item, item.pieces[-1], tokens))
+        if delta.finish_reason is not None:
+            self._cut = delta.finish_reason == "length"
+            out.append(self._last(self._reader.take_reports() if self._reader is not None else []))
+        return b"".join(out)
+
+    def _events(self, delta: Delta) -> Iterable[tuple[Event, Sequence[TokenReport]]]:
+        if self._reader is not None:
+            return self._reader.read(delta)
+        return [(Text(delta.text), delta.tokens)] if delta.text or delta.tokens else []
+
+    def end(self, usage: Usage) -> bytes:
+        """Returns the event with the whole response."""
+        response = self._response.ended(self._output.bodies(cut=self._cut), usage, cut=self._cut)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def error(self, error: TriptychError) -> bytes:
+        """Returns the event for the error, and the response that failed if the stream has begun."""
+        if not self._began:
+            return only_error(error)
+        event = self._event("error", **error_event(error))
+        response = self._response.failed(self._output.bodies(cut=True), error)
+        return event + self._event("response.failed", response=response)
+
+    def _last(self, tokens: Sequence[TokenReport]) -> bytes:
+        """Closes the last item; an answer without any has an empty message."""
+        opening = b""
+        if not self._output.items:
+            opening = self._opening(self._output.add_message())
+        item = self._output.items[-1]
+        if tokens and self._reporter.wanted and isinstance(item, MessageItem):
+            opening += self._delta(item, "", tokens)
+        return opening + self._close("incomplete" if self._cut else "completed")
+
+    def _opening(self, item: OutputItem) -> bytes:
+        self._open = item
+        added = self._event(
+            "response.output_item.added", output_index=item.index, item=item.body("in_progress")
+        )
+        if item.has_parts:
+            added += self._event("response.content_part.added", **_place(item), part=item.part(""))
+        # Only the number and the text differ from one delta of an item to the next.
+        kind = f"{item.event_prefix}.delta"
+        fields = {"type": kind, **_place(item)}
+        if isinstance(item, MessageItem):
+            fields["logprobs"] = []
+        self._delta_head = (
+            b"event: "
+            + kind.encode()
+            + b"\ndata: "
+            + orjson.dumps(fields)[:-1]
+            + b',"sequence_number":%d,"delta":'
+        )
+        return added
+
+    def _text_delta(self, text: str) -> bytes:
+        """Returns the event for further text of the open item."""
+        self._count += 1
+        return self._delta_head % (self._count - 1) + orjson.dumps(text) + b"}\n\n"
+
+    def _delta(self, item: OutputItem, text: str, tokens: Sequence[TokenReport]) -> bytes:
+        logprobs = chat_logprobs(self._reporter, tokens) if tokens and isinstance(item, MessageItem) else []
+        if item is self._open and not logprobs:
+            return self._text_delta(text)
+        fields = {**_place(item), "delta": text}
+        if isinstance(item, MessageItem):
+            item.logprobs += logprobs
+            fields["logprobs"] = [_without_bytes(entry) for entry in logprobs]
+        return self._event(f"{item.event_prefix}.delta", **fields)
+
+    def _close(self, status: Status) -> bytes:
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        text = item.text
+        fields = {**_place(item), item.text_field: text}
+        if isinstance(item, MessageItem):
+            fields["logprobs"] = [_without_bytes(entry) for entry in item.logprobs]
+        out = self._event(f"{item.event_prefix}.done", **fields)
+        if item.has_parts:
+            out += self._event("response.content_part.done", **_place(item), part=item.part(text))
+        return out + self._event("response.output_item.done", output_index=item.index, item=item.body(status))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._count += 1
+        return _encode_event(kind, self._count - 1, **fields)
+
+
+def only_error(error: TriptychError) -> bytes:
+    """Returns the event for an error before the response object is known."""
+    return _encode_event("error", 0, **error_event(error))
+
+
+def _encode_event(kind: str, number: int, **fields: Any) -> bytes:
+    data = orjson.dumps({"type": kind, "sequence_number": number, **fields})
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def chat_logprobs(reporter: Reporter, tokens: Sequence[TokenReport]) -> list[ChatToken]:
+    """Returns the log-probabilities of a message's tokens; none if they were not asked for."""
+    reported = reporter.chat(tokens)
+    return [] if reported is None else reported["content"]
+
+
+def _without_bytes(entry: ChatToken) -> dict[str, Any]:
+    """Returns a token's log-probability as events have it."""
+    top = [{"token": likely["token"], "logprob": likely["logprob"]} for likely in entry["top_logprobs"]]
+    return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}
+
+
+def _place(item: OutputItem) -> dict[str, Any]:
+    place: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
+    return {**place, "content_index": 0} if item.has_parts else place
