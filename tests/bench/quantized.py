@@ -41,8 +41,7 @@ from worker_svc.model_files.quantize import (
     quantize_folder,
 )
 from worker_svc.quantized import codes
-from worker_svc.quantized.codes import Scheme
-from worker_svc.quantized.rounding import quantize
+from worker_svc.quantized.codes import Scheme, quantize
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from worker_svc.devices.quantized import QuantizedWeights
-from worker_svc.quantized.codes import Scheme, dequantize
-from worker_svc.quantized.rounding import quantize
+from worker_svc.quantized.codes import Scheme, dequantize, quantize
 
 Stored = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "float"]
 

@@ -56,7 +56,7 @@ class Batch:
         self.sampling = SamplingState(self._tokens, vocabulary)
         self._adapters = torch.full((rows,), NO_ADAPTER, dtype=torch.int32, device=device)
         self._admitted = StagedWrites(
-            [self._tokens, self._computed, self._adapters, self.sampling.columns.rows, *self._tables]
+            [self._tokens, self._computed, self._adapters, self.sampling.parameters.rows, *self._tables]
         )
         self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
         # Copies on the host: plans are checked without waiting for the device. -1 marks a free slot.

@@ -134,7 +134,7 @@ class GenerationEngine:
         geometry = self._fit(geometry)
         blocks = " + ".join(map(str, geometry.num_blocks))
         phases.progress("allocate")(0, 0, f"KV cache of {blocks} blocks")
-        checked = self._compilation.checked_graphs(geometry)
+        checked = self._compilation.verification_cache(geometry)
         self._runner = Runner(
             self._model,
             self._device,

@@ -23,7 +23,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.sampling.footprint import sampling_bytes, state_bytes
+from worker_svc.sampling.state import sampling_bytes, state_bytes
 from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.shapes.model_description import ModelSize
 

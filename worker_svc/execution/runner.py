@@ -38,7 +38,7 @@ from worker_svc.lora.store import AdapterStore
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Progress
 from worker_svc.ranks.group import RankGroup
-from worker_svc.sampling.logprobs import compute_logprobs
+from worker_svc.sampling.sampler import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes.geometry import Geometry, KvGroup
 

@@ -17,12 +17,11 @@ from worker_svc.devices.base import Device
 from worker_svc.devices.upload import upload
 from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, StepConstraints
-from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
-from worker_svc.sampling.sampler import argmax_rows, sample
-from worker_svc.sampling.state import Needs, SamplingBatch
+from worker_svc.sampling.sampler import argmax_rows, compute_logprobs, sample, unpack_logprobs
+from worker_svc.sampling.state import SamplingBatch, SamplingOps
 from worker_svc.shapes.geometry import Geometry
 
-Sample = Callable[[Needs, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
+Sample = Callable[[SamplingOps, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64
 [rows].
 
@@ -223,7 +222,7 @@ def make_sampler(batch: Batch) -> Sample:
     """Returns a function that samples for the slots of a batch."""
 
     def sample_rows(
-        needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        needs: SamplingOps, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return sample(batch.sampling, needs, logits, rows, positions + 1)
 
@@ -276,13 +275,13 @@ def _captured_sampler(
     sample_rows, captured = make_sampler(batch), []
     for needs in batch.sampling.variants():
 
-        def sample_variant(rows: torch.Tensor, needs: Needs = needs) -> tuple[torch.Tensor, ...]:
+        def sample_variant(rows: torch.Tensor, needs: SamplingOps = needs) -> tuple[torch.Tensor, ...]:
             return sample_rows(needs, logits, rows, positions)
 
         captured.append((needs, device.capture(sample_variant, [padding])))
 
     def sample_captured(
-        needs: Needs, _: torch.Tensor, rows: torch.Tensor, __: torch.Tensor
+        needs: SamplingOps, _: torch.Tensor, rows: torch.Tensor, __: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         return next(variant for covered, variant in captured if covered.covers(needs))(rows)
 

@@ -30,8 +30,7 @@ from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
 from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.lora.store import AdapterStore
 from worker_svc.model_files import loader
-from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.model_files.weights_digest import dummy_digest, start_digest
+from worker_svc.model_files.checkpoint import Checkpoint, dummy_digest, start_digest
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phase, PhaseProgress, Phases
 from worker_svc.pooling.engine import PoolingEngine
@@ -58,7 +57,7 @@ class Ready:
     phase_seconds: Mapping[Phase, float]
     """How long each phase of the configuration took."""
     weights_digest: str
-    """Equal for workers with the same weights; see `weights_digest.start_digest`."""
+    """Equal for workers with the same weights; see `checkpoint.start_digest`."""
     block_copies: BlockCopies
     """How the device copies blocks."""
 

@@ -15,7 +15,7 @@ from protos.triptych.v1 import worker_pb2
 from worker_svc.devices.upload import upload
 from worker_svc.grammars.constraints import Choice, Draw, StepConstraints
 from worker_svc.grammars.spec import Spec
-from worker_svc.ranks.channel import Channel
+from worker_svc.ranks.channels import Channel
 
 
 class LeadingConstraints:

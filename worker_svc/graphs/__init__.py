@@ -3,6 +3,6 @@
 `capture` records a step. `replay` runs the recorded kernels again; `graph_partition` and `inductor`
 compile them instead. `graph_runner` builds all graphs before a worker serves and runs them.
 `compilation` decides how steps become graphs, makes them and keeps their code, with `fingerprint`,
-`compile_cache`, `compiler_folders` and `precompiled`. `pooling`, `vllm_adapter`, `execution` and `deploy`
+`compile_cache`, `precompiled` and `verification_cache`. `pooling`, `vllm_adapter`, `execution` and `deploy`
 import this room; it imports `devices` and `shapes`.
 """

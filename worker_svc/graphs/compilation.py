@@ -8,12 +8,11 @@ from typing import Protocol
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 from worker_svc.devices import Device
-from worker_svc.graphs.checked_graphs import CheckedGraphs
 from worker_svc.graphs.compile_cache import CompileCache
-from worker_svc.graphs.compiler_folders import replace_unwritable_cache_dirs
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions, GraphRunner, GraphSignature
-from worker_svc.graphs.precompiled import CompiledCode
+from worker_svc.graphs.precompiled import CompiledCode, replace_unwritable_cache_dirs
+from worker_svc.graphs.verification_cache import VerificationCache
 from worker_svc.phases import Phases, Progress
 from worker_svc.settings import Settings
 from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
@@ -119,11 +118,11 @@ class Compilation:
         cache = CompileCache(folder) if folder else None
         self._code = CompiledCode(cache, self._fields(geometry), required=settings.require_precompiled)
 
-    def checked_graphs(self, geometry: Geometry | PoolGeometry) -> CheckedGraphs:
+    def verification_cache(self, geometry: Geometry | PoolGeometry) -> VerificationCache:
         """Returns which graphs of a geometry were compared with the model in earlier starts."""
         if self._device.has_own_compiler or not self._options.level:
-            return CheckedGraphs(None, {})  # nothing is replayed
-        return CheckedGraphs(self._settings.cache_folder(self._device.name), self._fields(geometry))
+            return VerificationCache(None, {})  # nothing is replayed
+        return VerificationCache(self._settings.cache_folder(self._device.name), self._fields(geometry))
 
     def _fields(self, geometry: Geometry | PoolGeometry) -> dict[str, str]:
         options, settings = self._options, self._settings

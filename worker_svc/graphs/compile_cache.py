@@ -2,10 +2,10 @@
 
 An entry's key is a hash of all dependencies of its code. Compilers use the entry's folder as their own
 cache, so a warm start finds every kernel there. An entry is filled under a temporary name. When it is
-complete, a manifest with the checksum of every file is written and the folder is renamed. So a killed process
-never leaves a partial entry, and the first of two processes that fill the same entry wins. A folder contains
-no absolute paths that matter, so it may be copied to another machine of the same kind. Compilers work on a
-copy of an entry, so an entry never changes, and a file outside its manifest is foreign.
+complete, a manifest with the checksum of every file is written and the folder is renamed. So a killed
+process never leaves a partial entry, and the first of two processes that fill the same entry wins. A folder
+contains no absolute paths that matter, so it may be copied to another machine of the same kind. Compilers
+work on a copy of an entry, so an entry never changes, and a file outside its manifest is foreign.
 """
 
 import contextlib
@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from protos.errors import ConfigurationRefused
-from worker_svc.graphs.compiler_folders import TEMPORARY
 
 MANIFEST: Final = "manifest.json"
+TEMPORARY: Final = "triptych-code-"
+"""The start of the names of temporary folders with compiled code."""
 # Folders older than this were left by a killed process; no compilation takes as long.
 _ABANDONED_S: Final = 6 * 3600.0
 _PENDING: Final = ".filling-"

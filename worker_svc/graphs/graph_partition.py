@@ -1,7 +1,7 @@
 """Partitions a recorded step into graphs for a compiler: a subgraph between two calls of attention.
 
-Decoder layers differ only in their weights. The subgraphs between their calls of attention therefore have the
-same structure and differ in their inputs, so the compiler runs once for all layers.
+Decoder layers differ only in their weights. The subgraphs between their calls of attention therefore have
+the same structure and differ in their inputs, so the compiler runs once for all layers.
 """
 
 import hashlib
@@ -24,8 +24,9 @@ class Subgraph:
     module: fx.GraphModule
     """Takes the inputs in order and returns a tuple of the outputs."""
     inputs: tuple[torch.Tensor, ...]
-    """The recorded tensors: constants such as weights, the step's inputs, results of attention and of earlier
-    subgraphs."""
+    """The recorded tensors: constants such as weights, the step's inputs, results of attention and of
+    earlier subgraphs.
+    """
     outputs: tuple[torch.Tensor, ...]
     """The recorded tensors."""
     structure: str
@@ -79,8 +80,9 @@ class _Builder:
     """Builds a subgraph from operator calls."""
 
     external: set[int]
-    """Ids of the storages that attention writes. They are allocated before the step, so no subgraph allocates
-    them."""
+    """Ids of the storages that attention writes. They are allocated before the step, so no subgraph
+    allocates them.
+    """
     graph: fx.Graph = field(default_factory=fx.Graph)
     """The graph so far."""
     nodes: dict[int, fx.Node] = field(default_factory=dict)

@@ -248,8 +248,8 @@ class GraphRunner:
             signature: the graph's.
             tokens: padding, of the graph's shape.
             places: of these tokens; see `RecordableModel`.
-            plans: of a step of padding. The model runs more than once, and a window in place would slide each
-                time.
+            plans: of a step of padding. The model runs more than once, and a window in place would slide
+                each time.
             *adapters: the selection of LoRA adapters, if the signature has them.
             other: a step with other contents for the comparison; `None` for another token and the next
                 positions.

@@ -23,8 +23,7 @@ from worker_svc.model_files.checkpoint import Checkpoint, Shard
 from worker_svc.quantized import codes
 from worker_svc.quantized.calibration import TOKENS, Calibrated, Progress, calibrate
 from worker_svc.quantized.checkpoint_config import stored_config
-from worker_svc.quantized.codes import Scheme
-from worker_svc.quantized.rounding import quantize
+from worker_svc.quantized.codes import Scheme, quantize
 
 HEAD: Final = Scheme(8, None)
 """The scheme of an output head, whose errors move every logit."""

@@ -96,7 +96,7 @@ class PoolingEngine:
         load()
         phases.finish("load")
         self._check_memory(geometry)
-        checked = self._compilation.checked_graphs(geometry)
+        checked = self._compilation.verification_cache(geometry)
         options = replace(self._options, checked=checked.read())
         self._runner = PoolRunner(self._model, self._device, self._pooling, geometry, options)
         phases.finish("allocate")

@@ -1,7 +1,7 @@
 """Quantized weights: integers of 4 or 8 bits with scales, in the formats of checkpoints.
 
 `checkpoint_config` reads the schemes of a model's layers and refuses all others. `stored_tensors` turns the
-tensors of each format into one form while they are read. `codes` defines schemes and packs integers;
-`rounding` makes them from floating-point weights, and so does `gptq`, with the Hessians of `calibration`.
-`mxfp4` dequantizes the experts of gpt-oss. Imported by `model_files` and `vllm_adapter`; imports `protos`.
+tensors of each format into one form while they are read. `codes` defines schemes and rounds weights to
+integers; `gptq` does so with the Hessians of `calibration`. Imported by `model_files` and `vllm_adapter`;
+imports `protos`.
 """

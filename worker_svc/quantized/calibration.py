@@ -2,11 +2,11 @@
 
 The weight of an error is its effect on the distribution of the next token. To second order, the Fisher
 information gives it: for a row of a matrix, the mean over tokens of g * g * x * x^T. Here x is the layer's
-input, and g the gradient, at that row's output, of the log-probability of a token drawn from the model. As in
-GuidedQuant (Kim et al., 2025, arXiv:2505.07004), rows share the mean of g * g, and a matrix its Hessian.
+input, and g the gradient, at that row's output, of the log-probability of a token drawn from the model. As
+in GuidedQuant (Kim et al., 2025, arXiv:2505.07004), rows share the mean of g * g, and a matrix its Hessian.
 
-Without gradients, the huge activations at the first token of a text would make up most of a Hessian, although
-errors there change little. The text is a file, or written by the model itself.
+Without gradients, the huge activations at the first token of a text would make up most of a Hessian,
+although errors there change little. The text is a file, or written by the model itself.
 """
 
 import re
@@ -199,8 +199,8 @@ def _add(hessian: torch.Tensor, x: torch.Tensor, gradient: torch.Tensor) -> None
 def own_text(model: Any, tokens: int, length: int, progress: Progress) -> torch.Tensor:
     """Returns text written by the model, token ids [rows, length]. It depends on the model alone.
 
-    Each row begins with the beginning-of-sequence token, if any, and a token drawn from the whole vocabulary.
-    The model continues it at temperature 1 and never ends it early.
+    Each row begins with the beginning-of-sequence token, if any, and a token drawn from the whole
+    vocabulary. The model continues it at temperature 1 and never ends it early.
     """
     generator = torch.Generator().manual_seed(0)
     config = model.config.get_text_config()

@@ -10,8 +10,7 @@ from typing import Final
 
 import torch
 
-from worker_svc.quantized.codes import Scheme
-from worker_svc.quantized.rounding import SHARES, ScaleSearch
+from worker_svc.quantized.codes import SHARES, ScaleSearch, Scheme
 
 # Added to the Hessian's diagonal, as a share of its mean. A few thousand tokens give a rough Hessian, and
 # with 0.03 GPTQ overfits it. 0.1 does as well as 0.3.

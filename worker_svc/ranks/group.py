@@ -1,4 +1,4 @@
-"""The group of a replica's ranks: which have joined, and the ways between them."""
+"""The process group of a replica's ranks, and their agreement on flags, packages and devices."""
 
 import json
 import time
@@ -14,10 +14,39 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.logs import get_logger
 from worker_svc.ranks import operators
-from worker_svc.ranks.channel import Channel
-from worker_svc.ranks.facts import refuse_differences
+from worker_svc.ranks.channels import Channel, Links
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.ranks.links import Links
+
+
+def refuse_differences(facts: Sequence[Mapping[str, str]]) -> None:
+    """Compares all ranks' facts with rank 0's; all ranks find the same difference.
+
+    Args:
+        facts: by rank, the facts that must agree.
+
+    Raises:
+        ConfigurationRefused: names the first difference and its ranks.
+    """
+    for key in sorted(set().union(*facts)):
+        values = [each.get(key, "none") for each in facts]
+        other = next((value for value in values if value != values[0]), None)
+        if other is None:
+            continue
+        having, differing = (_ranks(values, value) for value in (values[0], other))
+        raise ConfigurationRefused(
+            f"{having} of the replica {_verb(having)} {key} {values[0]} and {differing} {_verb(differing)} {other};"
+            " start all ranks with the same flags, packages and kind of device"
+        )
+
+
+def _ranks(values: Sequence[str], value: str) -> str:
+    ranks = [str(rank) for rank, each in enumerate(values) if each == value]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+
+
+def _verb(ranks: str) -> str:
+    return "have" if ranks.startswith("ranks") else "has"
+
 
 # Ranks are configured at the same time, but one may still be releasing an earlier configuration.
 _JOIN_S = 120.0

@@ -3,8 +3,8 @@
 `state` holds the slots' parameters as tensors, a row per slot (`parameters` packs a row for a single copy);
 a step gathers its rows. `sampler.sample` applies them in vLLM's order: `adjust` (masks, bad words,
 `min_tokens`, `logit_bias`, penalties), then either the largest logit (greedy) or temperature, `filters`
-(`min_p`, `top_k`, `top_p`; `triton_search` on GPUs) and `draw`. `logprobs` reads the model's own logits,
-before any of this. `workspace` is the steps' memory; `footprint` counts it. A step computes only the needs
-of its rows (`state.Needs`). Nothing here waits for the device, so steps can be captured. Imported by
-`execution`; imports only `devices` and `protos`.
+(`min_p`, `top_k`, `top_p`; `triton_search` on GPUs) and `draw`. Log-probabilities are those of the model's
+own logits, before any of this. `workspace` is the steps' memory, which `state` counts. A step computes only
+the needs of its rows (`state.SamplingOps`). Nothing here waits for the device, so steps can be captured.
+Imported by `execution`; imports only `devices` and `protos`.
 """

@@ -10,12 +10,12 @@ import functools
 
 import torch
 
-from worker_svc.sampling.state import FOREVER, Needs, SamplingState
+from worker_svc.sampling.state import FOREVER, SamplingOps, SamplingState
 
 
 def adjust_logits(
     state: SamplingState,
-    needs: Needs,
+    needs: SamplingOps,
     logits: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
@@ -62,7 +62,11 @@ def _bits_of_bytes(device: torch.device) -> torch.Tensor:
 
 
 def _ban(
-    state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    state: SamplingState,
+    needs: SamplingOps,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
     """Bans the last token of each begun bad word, then early end tokens.
 
@@ -78,7 +82,7 @@ def _ban(
         last = state.tokens[rows[:, None], places.clamp_(min=0)]
         matches = ((prefix == last[:, None, :]) | (prefix < 0)).all(dim=-1)
         start = positions[:, None] - state.ban_prefix_len[:, : needs.bans][rows]
-        active &= matches & (start >= state.columns.prompt_len[rows][:, None])
+        active &= matches & (start >= state.parameters.prompt_len[rows][:, None])
     early = until < FOREVER
     logits.scatter_add_(1, tokens, torch.where(active & ~early, -torch.inf, 0.0))
     before = logits.gather(1, tokens)
@@ -88,7 +92,11 @@ def _ban(
 
 
 def _penalize(
-    state: SamplingState, needs: Needs, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+    state: SamplingState,
+    needs: SamplingOps,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
 ) -> None:
     """Applies the repetition penalty (prompt and output), then frequency and presence penalties (output)."""
     known = state.tokens[:, : needs.history][rows]
@@ -96,8 +104,8 @@ def _penalize(
     ids = torch.where(seen, known, known[:, :1])
     counts = state.counts.view(-1)[rows[:, None] * logits.shape[1] + ids]
     was = logits.gather(1, ids)
-    repetition = state.columns.repetition[rows][:, None]
+    repetition = state.parameters.repetition[rows][:, None]
     value = torch.where(was > 0, was / repetition, was * repetition)
-    value -= state.columns.frequency[rows][:, None] * counts
-    value -= state.columns.presence[rows][:, None] * (counts > 0)
+    value -= state.parameters.frequency[rows][:, None] * counts
+    value -= state.parameters.presence[rows][:, None] * (counts > 0)
     logits.scatter_(1, ids, value)

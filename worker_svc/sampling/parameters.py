@@ -19,7 +19,7 @@ _WORDS = struct.Struct(f"={_ROW.size // 8}q")
 
 
 @dataclass(frozen=True)
-class Columns:
+class SlotParameters:
     """The parameters of each slot: columns of a tensor, so a single copy writes whole slots."""
 
     rows: torch.Tensor
@@ -44,7 +44,7 @@ class Columns:
     """float32 [slots]."""
 
     @classmethod
-    def greedy(cls, num_slots: int, vocab_size: int, device: torch.device) -> "Columns":
+    def greedy(cls, num_slots: int, vocab_size: int, device: torch.device) -> "SlotParameters":
         """Returns slots that sample greedily, with everything else turned off."""
         row = _words(0, 0, vocab_size, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0)
         rows = torch.tensor(row, device=device).repeat(num_slots, 1)
@@ -64,7 +64,7 @@ class Columns:
 
 
 def row_of(request: Admission, vocab_size: int) -> tuple[int, ...]:
-    """Returns a request's row of `Columns.rows`."""
+    """Returns a request's row of `SlotParameters.rows`."""
     sampling = request.sampling
     return _words(
         sequence_seed(sampling.seed, request.sequence),
@@ -98,5 +98,5 @@ def repetition_of(sampling: common_pb2.SamplingParams) -> float:
 
 
 def _words(*values: float) -> tuple[int, ...]:
-    """Returns a row's words from its values in the order of `Columns`."""
+    """Returns a row's words from its values in the order of `SlotParameters`."""
     return _WORDS.unpack(_ROW.pack(*values))

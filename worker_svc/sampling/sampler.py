@@ -1,11 +1,15 @@
-"""Chooses the tokens of a step."""
+"""Chooses a step's tokens and computes their log-probabilities."""
+
+from collections.abc import Sequence
 
 import torch
 
+from protos.limits import MAX_LOGPROBS
+from protos.triptych.v1 import common_pb2
 from worker_svc.sampling.adjust import adjust_logits
 from worker_svc.sampling.draw import draw, draw_keys
 from worker_svc.sampling.filters import apply_filters
-from worker_svc.sampling.state import Needs, Reach, SamplingState
+from worker_svc.sampling.state import FilterScope, SamplingOps, SamplingState
 from worker_svc.sampling.workspace import Tile
 
 # The first pass computes the maximum of each block, which a GPU does many times faster than finding its
@@ -46,7 +50,7 @@ def argmax_of_blocks(logits: torch.Tensor) -> torch.Tensor:
 
 def sample(
     state: SamplingState,
-    needs: Needs,
+    needs: SamplingOps,
     logits: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
@@ -82,13 +86,15 @@ def sample(
     chosen = argmax_rows(adjusted)
     best = adjusted.gather(1, chosen[:, None])
     if needs.random:
-        keys = draw_keys(state.columns.seed[rows], positions, attempt)
+        keys = draw_keys(state.parameters.seed[rows], positions, attempt)
         parts = [
             draw(filtered_masses(state, needs, adjusted[part], best[part], rows[part], tile), keys[part])
             for part, tile in workspace.tiles(logits.shape[0])
         ]
         drawn = torch.cat(parts)
-        chosen = torch.where(state.columns.temperature[rows] == 0, chosen, drawn) if needs.greedy else drawn
+        chosen = (
+            torch.where(state.parameters.temperature[rows] == 0, chosen, drawn) if needs.greedy else drawn
+        )
     if not needs.adjusts:
         return chosen, chosen
     return chosen, torch.where(best[:, 0] == -torch.inf, -1, chosen)
@@ -96,13 +102,13 @@ def sample(
 
 def filtered_masses(
     state: SamplingState,
-    needs: Needs,
+    needs: SamplingOps,
     adjusted: torch.Tensor,
     best: torch.Tensor,
     rows: torch.Tensor,
     tile: Tile,
 ) -> torch.Tensor:
-    """Applies temperature and filters. Returns masses proportional to the probabilities: int64 [rows, vocab].
+    """Applies temperature and filters. Returns masses proportional to probabilities: int64 [rows, vocab].
 
     Args:
         state: the slots' sampling parameters.
@@ -112,16 +118,63 @@ def filtered_masses(
         rows: int64 [rows], the slot of each row.
         tile: memory for as many rows; it holds the result.
     """
-    temperature = state.columns.temperature[rows]
+    temperature = state.parameters.temperature[rows]
     temperature = torch.where(temperature == 0, 1.0, temperature)[:, None]
     # A row without any allowed token has -inf as its largest logit.
     largest = (best / temperature).clamp_(min=torch.finfo(torch.float32).min)
     torch.div(adjusted, temperature, out=tile.weights).sub_(largest).exp_()
     return apply_filters(
         tile,
-        state.columns.min_p[rows] if needs.min_p else None,
-        state.columns.top_k[rows] if needs.top_k else None,
-        state.columns.top_p[rows] if needs.top_p else None,
-        few=needs.top_k == Reach.FEW,
-        nucleus_in_few=needs.top_p == Reach.FEW,
+        state.parameters.min_p[rows] if needs.min_p else None,
+        state.parameters.top_k[rows] if needs.top_k else None,
+        state.parameters.top_p[rows] if needs.top_p else None,
+        few=needs.top_k == FilterScope.FEW,
+        nucleus_in_few=needs.top_p == FilterScope.FEW,
     )
+
+
+def compute_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Computes the log-probabilities of each row as a tensor, for a single copy to the host.
+
+    Args:
+        logits: float32 [rows, vocab].
+        tokens: int64 [rows], the chosen tokens.
+
+    Returns:
+        float64 [rows, 2 + 2 * top]: the token's log-probability and rank, the most probable tokens, best
+        first, and their log-probabilities. float64 holds token ids exactly.
+    """
+    best = logits.amax(dim=-1, keepdim=True)
+    total = (logits - best).exp_().sum(dim=-1, keepdim=True).log_().add_(best)
+    own = logits.gather(1, tokens[:, None])
+    rank = (logits > own).sum(dim=-1, keepdim=True).add_(1)
+    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[-1]), dim=-1)
+    return torch.cat([(own - total).double(), rank.double(), ids.double(), (values - total).double()], dim=-1)
+
+
+def unpack_logprobs(
+    rows: torch.Tensor, counts: Sequence[int | None]
+) -> list[common_pb2.TokenLogprobs | None]:
+    """Converts rows of `compute_logprobs` to the form in which results carry them.
+
+    Args:
+        rows: the result of `compute_logprobs`.
+        counts: how many of the most probable tokens each of the first rows asked for; `None` for no
+            log-probabilities.
+    """
+    unpacked: list[common_pb2.TokenLogprobs | None] = []
+    for count, (logprob, rank, *top) in zip(counts, rows[: len(counts)].tolist(), strict=True):
+        if count is None:
+            unpacked.append(None)
+            continue
+        half = len(top) // 2
+        count = min(count, half)  # noqa: PLW2901 - a small vocabulary has fewer
+        unpacked.append(
+            common_pb2.TokenLogprobs(
+                logprob=logprob,
+                rank=int(rank),
+                top_token_ids=list(map(int, top[:count])),
+                top_logprobs=top[half : half + count],
+            )
+        )
+    return unpacked

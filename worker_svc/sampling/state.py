@@ -1,7 +1,7 @@
 """The sampling parameters of every slot as tensors; a step gathers its rows without a loop.
 
 The small tensors always exist. Tables and counts are allocated at first need, or before graphs are captured;
-`footprint.state_bytes` counts them either way.
+`state_bytes` counts them either way.
 """
 
 import enum
@@ -16,8 +16,8 @@ from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
 from worker_svc.devices.upload import upload
 from worker_svc.sampling.filters import FEW
-from worker_svc.sampling.parameters import Columns, repetition_of, row_of, temperature_of, top_p_of
-from worker_svc.sampling.workspace import Workspace
+from worker_svc.sampling.parameters import SlotParameters, repetition_of, row_of, temperature_of, top_p_of
+from worker_svc.sampling.workspace import WORKSPACE_BYTES, Workspace
 
 # Entries that one request may have, which is the width of the tables. They hold every request that validation
 # accepts. Bans are bad words and, until min_tokens is reached, stop_token_ids and the model's end tokens.
@@ -40,7 +40,7 @@ class SamplingVocabulary:
     """Tokens that end a sequence; `min_tokens` forbids them."""
 
 
-class Reach(enum.IntEnum):
+class FilterScope(enum.IntEnum):
     """The tokens among which a filter searches its threshold."""
 
     NONE = 0
@@ -52,7 +52,7 @@ class Reach(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Needs:
+class SamplingOps:
     """The operations that a step must compute for its rows. A width of 0 turns an operation off."""
 
     random: bool = False
@@ -61,9 +61,9 @@ class Needs:
     """Some rows are greedy."""
     min_p: bool = False
     """Some rows have a `min_p`."""
-    top_k: Reach = Reach.NONE
+    top_k: FilterScope = FilterScope.NONE
     """Where to search the thresholds of `top_k`."""
-    top_p: Reach = Reach.NONE
+    top_p: FilterScope = FilterScope.NONE
     """Where to search the thresholds of `top_p`."""
     masks: bool = False
     """Some rows have `allowed_token_ids`."""
@@ -86,11 +86,13 @@ class Needs:
         """Whether each row takes the most probable token of the unchanged logits."""
         return not (self.random or self.adjusts)
 
-    def __or__(self, other: "Needs") -> "Needs":
+    def __or__(self, other: "SamplingOps") -> "SamplingOps":
         """Returns the needs of both."""
-        return Needs(*(max(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)))
+        return SamplingOps(
+            *(max(getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        )
 
-    def covers(self, other: "Needs") -> bool:
+    def covers(self, other: "SamplingOps") -> bool:
         """Whether a step that computes this satisfies the `other` needs."""
         return self | other == self
 
@@ -99,7 +101,7 @@ class Needs:
 class SamplingBatch:
     """The requirements of a step's rows."""
 
-    needs: Needs
+    needs: SamplingOps
     """The operations to compute."""
     logprobs: Sequence[int | None]
     """`SamplingParams.logprobs` of each real row; `None` for no log-probabilities."""
@@ -144,21 +146,21 @@ class SamplingState:
         rows, device = tokens.shape[0], tokens.device
         self.tokens = tokens
         self.vocabulary = vocabulary
-        self.columns = Columns.greedy(rows, vocabulary.size, device)
+        self.parameters = SlotParameters.greedy(rows, vocabulary.size, device)
         """Each slot's parameters, except those in tables."""
         # Slots with entries in the tables, which the next request in the slot replaces.
         self._listed: set[int] = set()
         self._workspace = Workspace(0, vocabulary.size, device)
         self._has_tables = False
         # Equal needs share one object.
-        self._known_needs: dict[Needs, Needs] = {}
-        self._needs = [self._interned(Needs(greedy=True))] * rows
+        self._known_needs: dict[SamplingOps, SamplingOps] = {}
+        self._needs = [self._interned(SamplingOps(greedy=True))] * rows
         # The position from which on each slot has no bans, and the slots that have not reached theirs.
         self._banned_until = [0] * rows
         self._banned: set[int] = set()
         self._logprobs: list[int | None] = [None] * rows
         self._last_slots: tuple[int, ...] | None = None
-        self._last = SamplingBatch(Needs(), ())
+        self._last = SamplingBatch(SamplingOps(), ())
 
     def allocate(self) -> None:
         """Allocates tables and counts, unless they exist."""
@@ -184,19 +186,24 @@ class SamplingState:
             self._workspace = Workspace(rows, self.vocabulary.size, self.tokens.device)
         return self._workspace
 
-    def variants(self) -> list[Needs]:
+    def variants(self) -> list[SamplingOps]:
         """Returns the needs to capture, cheapest first. Together they cover any step."""
-        full = Needs(
+        full = SamplingOps(
             masks=True,
             bans=MAX_BANS,
             ban_prefix=MAX_BAN_TOKENS - 1,
             biases=MAX_BIASES,
             history=self.tokens.shape[1],
         )
-        drawn = Needs(random=True, greedy=True)
-        few = replace(drawn, min_p=True, top_k=Reach.FEW, top_p=Reach.FEW)
-        filtered = replace(drawn, min_p=True, top_k=Reach.ALL, top_p=Reach.ALL)
-        return [drawn, few, filtered, *(full | each for each in (Needs(greedy=True), drawn, few, filtered))]
+        drawn = SamplingOps(random=True, greedy=True)
+        few = replace(drawn, min_p=True, top_k=FilterScope.FEW, top_p=FilterScope.FEW)
+        filtered = replace(drawn, min_p=True, top_k=FilterScope.ALL, top_p=FilterScope.ALL)
+        return [
+            drawn,
+            few,
+            filtered,
+            *(full | each for each in (SamplingOps(greedy=True), drawn, few, filtered)),
+        ]
 
     def check(self, request: Admission) -> None:
         """Checks that the tables and the vocabulary can hold a request's parameters.
@@ -236,7 +243,7 @@ class SamplingState:
         """Stores the parameters of a request that passed `check`, and counts its sampled tokens.
 
         Returns:
-            The slot's row of `columns.rows`, which the caller writes.
+            The slot's row of `parameters.rows`, which the caller writes.
         """
         self._last_slots = None
         self._set_entries(request)
@@ -295,7 +302,7 @@ class SamplingState:
         return replace(batch, needs=replace(batch.needs, history=history))
 
     def _batch_of(self, slots: Sequence[int]) -> SamplingBatch:
-        needs = Needs()
+        needs = SamplingOps()
         for each in {id(self._needs[slot]): self._needs[slot] for slot in slots}.values():
             needs |= each
         return SamplingBatch(needs, [self._logprobs[slot] for slot in slots])
@@ -324,7 +331,7 @@ class SamplingState:
         rows = torch.full_like(tokens, slot)
         self.count(self._needs[slot], rows, tokens)
 
-    def count(self, needs: Needs, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+    def count(self, needs: SamplingOps, rows: torch.Tensor, tokens: torch.Tensor) -> None:
         """Counts a token per row if the step needs counts. Does not wait for the device.
 
         Args:
@@ -336,23 +343,23 @@ class SamplingState:
             places = rows * self.vocabulary.size + tokens
             self.counts.view(-1).scatter_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
-    def _interned(self, needs: Needs) -> Needs:
+    def _interned(self, needs: SamplingOps) -> SamplingOps:
         return self._known_needs.setdefault(needs, needs)
 
     def _needs_of(
         self, sampling: common_pb2.SamplingParams, bans: Sequence[tuple[Sequence[int], int]]
-    ) -> Needs:
+    ) -> SamplingOps:
         random = temperature_of(sampling) > 0
         penalties = sampling.presence_penalty or sampling.frequency_penalty or repetition_of(sampling) != 1
-        top_k = Reach.NONE
+        top_k = FilterScope.NONE
         if random and 0 < sampling.top_k < self.vocabulary.size:
-            top_k = Reach.FEW if sampling.top_k <= FEW else Reach.ALL
-        return Needs(
+            top_k = FilterScope.FEW if sampling.top_k <= FEW else FilterScope.ALL
+        return SamplingOps(
             random=random,
             greedy=not random,
             min_p=random and sampling.min_p > 0,
             top_k=top_k,
-            top_p=(top_k or Reach.ALL) if random and top_p_of(sampling) < 1 else Reach.NONE,
+            top_p=(top_k or FilterScope.ALL) if random and top_p_of(sampling) < 1 else FilterScope.NONE,
             masks=bool(sampling.allowed_token_ids),
             bans=min(_width(len(bans)), MAX_BANS),
             ban_prefix=max((len(word) - 1 for word, _ in bans), default=0),
@@ -411,3 +418,36 @@ def _width(entries: int) -> int:
     while width < entries:
         width *= 4
     return width
+
+
+# Bytes per element of temporary tensors outside the workspace.
+_MASK = 4 + 1  # [rows, vocab]: values added to logits, and the masks' bytes as indices
+_DRAW = 8  # [rows, vocab]: a padded copy of the masses, where the vocabulary is not a multiple of a block
+_LOGPROBS = 4 + 1 + 8  # [rows, vocab]: exponentials, the comparison for ranks, and temporaries of topk
+_BANS = 4 + 8  # [rows, bans, tokens]: prefixes and comparisons
+_BIASES = 8 + 4 + 8  # [rows, biases]
+_HISTORY = 6 * 8 + 4 * 4  # [rows, longest]: tokens, places, counts and the logits before, between and after
+
+
+def state_bytes(num_slots: int, vocab_size: int) -> int:
+    """Returns the bytes of the tables and counts of `num_slots` slots."""
+    masks = 4 * -(-vocab_size // 32)
+    bans = MAX_BANS * (8 + 8 + 4 * MAX_BAN_TOKENS)
+    return (num_slots + 1) * (4 * vocab_size + masks + MAX_BIASES * (8 + 4) + bans)
+
+
+def sampling_bytes(rows: int, vocab_size: int, longest: int) -> int:
+    """Returns the bytes that sampling a step takes: the workspace and the largest temporary tensors.
+
+    Args:
+        rows: rows of the largest step.
+        vocab_size: width of the logits.
+        longest: tokens of the longest sequence.
+    """
+    temporary = (
+        vocab_size * max(_MASK, _DRAW, _LOGPROBS),
+        MAX_BANS * MAX_BAN_TOKENS * _BANS,
+        MAX_BIASES * _BIASES,
+        longest * _HISTORY,
+    )
+    return rows * vocab_size * WORKSPACE_BYTES + rows * max(temporary)

@@ -18,8 +18,7 @@ from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantized.checkpoint_config import CheckpointQuantization
 from worker_svc.quantized.checkpoint_config import read as read_quantization
 from worker_svc.quantized.codes import Scheme
-from worker_svc.quantized.mxfp4 import is_mxfp4
-from worker_svc.quantized.stored_tensors import quantized_module
+from worker_svc.quantized.stored_tensors import is_mxfp4, quantized_module
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_adapter.startup import deferred
 

@@ -11,7 +11,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
 from worker_svc.lora.checkpoint import LoraLimits
-from worker_svc.pooling.pooler import pool_packed, pool_rows
+from worker_svc.pooling.pool_runner import pool_packed, pool_rows
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.shapes.model_description import (

@@ -11,8 +11,7 @@ from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.quantized.mxfp4 import Mxfp4Experts
-from worker_svc.quantized.stored_tensors import StoredLayers
+from worker_svc.quantized.stored_tensors import Mxfp4Experts, StoredLayers
 from worker_svc.vllm_adapter.configuration import is_text_model, text_weight
 
 ShardProgress = Callable[[int, int, str], None]

@@ -173,7 +173,7 @@ def probabilities(logits: torch.Tensor, fields: dict[str, float]) -> torch.Tenso
     state = SamplingState(tokens, SamplingVocabulary(logits.shape[1]))
     for slot in range(rows):
         parameters = state.set(request(slot, sampling_params(**fields)))  # type: ignore[arg-type]
-        state.columns.rows[slot] = torch.tensor(parameters)
+        state.parameters.rows[slot] = torch.tensor(parameters)
     needs, slots = state.batch(range(rows), [1] * rows).needs, torch.arange(rows, device=device)
     best = logits.amax(dim=-1, keepdim=True)
     masses = [

@@ -18,7 +18,7 @@ from tests.support.worker.harness import Harness, load
 from tests.support.worker.parity_process import Job, differences
 from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
 from tests.support.zoo import families
-from tests.unit.worker.lora.test_targets import CASES, PATHS
+from tests.unit.worker.lora.test_checkpoint import CASES, PATHS
 from worker_svc.devices import open_device
 from worker_svc.execution.memory_budget import working_bytes
 from worker_svc.execution.worker import Worker
@@ -27,9 +27,9 @@ from worker_svc.lora.checkpoint import (
     WEIGHTS,
     AdapterCheckpoint,
     LoraLimits,
+    Targets,
     read_adapter,
 )
-from worker_svc.lora.targets import Targets
 from worker_svc.quantized.codes import Scheme
 from worker_svc.settings import Backend, Settings
 from worker_svc.vllm_adapter.configuration import Dtype

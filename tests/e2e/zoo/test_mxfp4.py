@@ -14,7 +14,7 @@ from tests.support.worker import parity_process
 from tests.support.worker.parity_process import Job, differences
 from tests.support.zoo import families
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.quantized.mxfp4 import BLOCKS, SCALES
+from worker_svc.quantized.stored_tensors import BLOCKS, SCALES
 
 pytestmark = [
     pytest.mark.e2e,

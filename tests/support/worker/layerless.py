@@ -9,7 +9,7 @@ import torch
 from protos.kv_groups import GroupKind
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.graphs.capture import Recorder, Recording
-from worker_svc.pooling.pooler import pool_rows
+from worker_svc.pooling.pool_runner import pool_rows
 from worker_svc.shapes.geometry import AttentionLayer, group_layers
 from worker_svc.shapes.model_description import PoolingMethod
 

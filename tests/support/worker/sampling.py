@@ -34,7 +34,7 @@ def admit(state: SamplingState, admission: Admission) -> None:
     """Stores a request's tokens and parameters as a batch does."""
     state.check(admission)
     state.tokens[admission.slot, : len(admission.token_ids)] = torch.tensor(admission.token_ids)
-    state.columns.rows[admission.slot] = torch.tensor(state.set(admission))
+    state.parameters.rows[admission.slot] = torch.tensor(state.set(admission))
 
 
 def make_state(
@@ -91,7 +91,7 @@ def draw_many(
     drawn = [choose(state, logits.expand(slots, -1), lengths)]
     for _ in range(1, -(-count // slots)):
         # Only the seed differs between slots; admitting every request again would cost more than the draws.
-        state.columns.seed.add_(slots)
+        state.parameters.seed.add_(slots)
         drawn.append(choose(state, logits.expand(slots, -1), lengths))
     return torch.cat(drawn)[:count]
 

@@ -91,8 +91,8 @@ def test_a_copy_writes_what_single_admissions_write() -> None:
     assert (tokens.tolist(), positions.tolist()) == ([111, 108, 115, 0], [11, 8, 15, 0])
     for one, other in zip(together._tables, single._tables, strict=True):
         assert torch.equal(one, other)
-    assert torch.equal(together.sampling.columns.rows, single.sampling.columns.rows)
-    columns = together.sampling.columns
+    assert torch.equal(together.sampling.parameters.rows, single.sampling.parameters.rows)
+    columns = together.sampling.parameters
     assert columns.top_k[[3, 0, 1]].tolist() == [5, 5, 300]
     assert columns.temperature[[3, 0, 1]].tolist() == pytest.approx([0.7, 0.7, 0.0])
     assert columns.top_p[[3, 0, 1]].tolist() == pytest.approx([0.9, 0.9, 1.0])

@@ -9,7 +9,7 @@ from protos.errors import Unavailable
 from worker_svc.grammars.constraints import Choice, StepConstraints
 from worker_svc.grammars.rank_constraints import FollowingConstraints, LeadingConstraints
 from worker_svc.grammars.spec import Spec
-from worker_svc.ranks.channel import Channel
+from worker_svc.ranks.channels import Channel
 
 SPEC = cast("Spec", None)
 LOGITS = torch.zeros(4, 10)

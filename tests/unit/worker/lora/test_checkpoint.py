@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import InvalidArgument, NotFound, TriptychError
-from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, is_named_like, read_adapter
+from worker_svc.lora.checkpoint import CONFIG, WEIGHTS, Targets, is_named_like, read_adapter, read_targets
 
 PATH = "model.layers.0.self_attn.q_proj"
 CONFIGURATION: dict[str, Any] = {
@@ -201,3 +201,44 @@ def test_unserved_tensors(tmp_path: Path, tensors: dict[str, torch.Tensor], text
     rank = 9 if "rank 9" in text else 4
     with pytest.raises(InvalidArgument, match=text):
         read_adapter(_write(tmp_path, tensors, r=rank), name="tuned", max_rank=8)
+
+
+Q0, Q1, V1 = (f"model.layers.{number}.self_attn.{name}" for number, name in ((0, "q_proj"), (1, "q_proj"), (1, "v_proj")))  # fmt: skip
+PATHS = (Q0, Q1, V1, "model.layers.1.mlp.layers.0.up_proj", "lm_head", "q_proj")
+CASES: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"target_modules": ["q_proj", "query_key_value"]}, (Q0, Q1, "q_proj")),
+    ({"target_modules": ["self_attn.q_proj", V1]}, (Q0, Q1, V1)),
+    ({"target_modules": ["roj"]}, ()),
+    ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.1.self_attn.q_proj"]}, (Q0, V1, "q_proj")),
+    ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]}, (Q1, V1, "q_proj")),
+    ({"target_modules": ["q_proj", "v_proj"], "layers_to_transform": 0}, (Q0, "q_proj")),
+    ({"target_modules": ["up_proj", V1], "layers_to_transform": [0]}, (V1,)),
+    ({"target_modules": ["up_proj"], "layers_to_transform": [1]}, (PATHS[3],)),
+    ({"target_modules": ["self_attn.q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"}, (Q1,)),
+    ({"target_modules": ["self_attn.q_proj"], "layers_to_transform": [1], "layers_pattern": ["h", "layers"]}, (Q1,)),
+    ({"target_modules": ["self_attn.q_proj"], "layers_to_transform": [1], "layers_pattern": ["h"]}, ()),
+]  # fmt: skip
+"""Configurations, and the paths among `PATHS` that they name."""
+
+
+@pytest.mark.parametrize(("config", "named"), CASES)
+def test_names_of_layers(config: dict[str, Any], named: tuple[str, ...]) -> None:
+    """Names are whole paths or their ends; numbers and exclusions narrow them down."""
+    targets = read_targets(config)
+    assert isinstance(targets, Targets)
+    assert tuple(path for path in PATHS if targets.include(path)) == named
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": r".*\.q_proj"},
+        {"target_modules": None},
+        {"target_modules": ["q_proj"], "exclude_modules": r".*\.1\..*"},
+        {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": [r"(\w+)+"]},
+        {"target_modules": ["q_proj"], "layers_to_transform": "1"},
+    ],
+)
+def test_expressions_are_not_evaluated(config: dict[str, Any]) -> None:
+    """Nothing is known of their layers, because matching may take for ever."""
+    assert read_targets(config) is None

@@ -15,8 +15,7 @@ from worker_svc.devices import Device, open_device
 from worker_svc.devices.attention import AttentionCall, AttentionParams
 from worker_svc.graphs.capture import NotStatic, Recording
 from worker_svc.graphs.graph_runner import GraphOptions
-from worker_svc.pooling.pool_runner import PoolRunner
-from worker_svc.pooling.pooler import pool_rows
+from worker_svc.pooling.pool_runner import PoolRunner, pool_rows
 from worker_svc.shapes.geometry import PoolGeometry
 from worker_svc.shapes.model_description import PoolingDescription, PoolingMethod
 

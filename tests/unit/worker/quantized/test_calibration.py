@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from protos.errors import ConfigurationRefused
 from tests.support import tiny_models
 from worker_svc.quantized.calibration import Calibrated, calibrate, own_text, text_of
-from worker_svc.quantized.codes import Scheme, dequantize
-from worker_svc.quantized.rounding import quantize
+from worker_svc.quantized.codes import Scheme, dequantize, quantize
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # importing transformers
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from worker_svc.quantized.codes import Scheme, dequantize
+from worker_svc.quantized.codes import Scheme, dequantize, quantize
 from worker_svc.quantized.gptq import quantize_with
-from worker_svc.quantized.rounding import quantize
 
 SCHEMES = (Scheme(4, 32), Scheme(4, None), Scheme(8, 64))
 

@@ -18,8 +18,7 @@ from tests.support.property_settings import scaled
 from tests.support.sampling_params import complete_params
 from tests.support.worker.sampling import make_state, request
 from worker_svc.sampling.adjust import adjust_logits
-from worker_svc.sampling.logprobs import compute_logprobs
-from worker_svc.sampling.sampler import filtered_masses, sample
+from worker_svc.sampling.sampler import compute_logprobs, filtered_masses, sample
 from worker_svc.sampling.state import SamplingState
 from worker_svc.vllm_adapter import startup
 

@@ -12,9 +12,15 @@ from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import changed, complete_params
 from tests.support.worker.sampling import admit, choose, draw_many, make_state, request
 from worker_svc.sampling.filters import find_threshold
-from worker_svc.sampling.logprobs import compute_logprobs, unpack_logprobs
-from worker_svc.sampling.sampler import argmax_of_blocks, argmax_rows, filtered_masses, sample
-from worker_svc.sampling.state import Needs, Reach
+from worker_svc.sampling.sampler import (
+    argmax_of_blocks,
+    argmax_rows,
+    compute_logprobs,
+    filtered_masses,
+    sample,
+    unpack_logprobs,
+)
+from worker_svc.sampling.state import FilterScope, SamplingOps
 from worker_svc.sampling.workspace import Workspace
 
 VOCAB = 50
@@ -191,13 +197,13 @@ def test_searching_few_tokens_keeps_the_same_tokens(kind: str) -> None:
     )]  # fmt: skip
     state = make_state([request(slot, sampling) for slot, sampling in enumerate(each)], 500)
     few = state.batch(list(range(8)), [1] * 8).needs
-    assert (few.top_k, few.top_p) == (Reach.FEW, Reach.FEW)
+    assert (few.top_k, few.top_p) == (FilterScope.FEW, FilterScope.FEW)
     kept = []
     for needs in (
         few,
-        replace(few, top_p=Reach.ALL),
-        replace(few, top_k=Reach.ALL, top_p=Reach.ALL),
-        replace(few, top_k=Reach.ALL),
+        replace(few, top_p=FilterScope.ALL),
+        replace(few, top_k=FilterScope.ALL, top_p=FilterScope.ALL),
+        replace(few, top_k=FilterScope.ALL),
     ):
         ((_, tile),) = state.workspace(8).tiles(8)
         best = logits.amax(dim=-1, keepdim=True)
@@ -285,11 +291,13 @@ def test_needs_are_the_union_of_the_rows() -> None:
     """A step computes everything that any of its rows needs, at the largest width."""
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     lengths = [17] * len(MIXED)
-    assert state.batch([0], lengths).needs == Needs(random=True)
-    assert state.batch([1, 2], lengths).needs == Needs(random=True, top_k=Reach.FEW, top_p=Reach.ALL)
-    assert state.batch([4, 3], lengths).needs == Needs(random=True, greedy=True, min_p=True)
-    assert state.batch([9], lengths).needs == Needs(greedy=True, bans=16, ban_prefix=1, history=64)
-    assert state.batch([7, 8], [5] * 10).needs == Needs(random=True, masks=True, biases=16, history=16)
+    assert state.batch([0], lengths).needs == SamplingOps(random=True)
+    assert state.batch([1, 2], lengths).needs == SamplingOps(
+        random=True, top_k=FilterScope.FEW, top_p=FilterScope.ALL
+    )
+    assert state.batch([4, 3], lengths).needs == SamplingOps(random=True, greedy=True, min_p=True)
+    assert state.batch([9], lengths).needs == SamplingOps(greedy=True, bans=16, ban_prefix=1, history=64)
+    assert state.batch([7, 8], [5] * 10).needs == SamplingOps(random=True, masks=True, biases=16, history=16)
 
 
 def test_bans_end_with_min_tokens() -> None:
@@ -299,10 +307,10 @@ def test_bans_end_with_min_tokens() -> None:
     state = make_state([request(slot, each) for slot, each in enumerate(some)], VOCAB, ends=(2,))
     for slots in ([0], [0, 1], [1, 0]):
         assert state.batch(slots, [3] * 3).needs.bans
-    assert state.batch([0], [4] * 3).needs == Needs(greedy=True)
-    assert state.batch([0, 1], [4] * 3).needs == Needs(greedy=True, random=True, bans=16)
-    assert state.batch([0, 1], [6] * 3).needs == Needs(greedy=True, random=True)
-    assert state.batch([2], [60] * 3).needs == Needs(greedy=True, bans=16)
+    assert state.batch([0], [4] * 3).needs == SamplingOps(greedy=True)
+    assert state.batch([0, 1], [4] * 3).needs == SamplingOps(greedy=True, random=True, bans=16)
+    assert state.batch([0, 1], [6] * 3).needs == SamplingOps(greedy=True, random=True)
+    assert state.batch([2], [60] * 3).needs == SamplingOps(greedy=True, bans=16)
     assert [state.restricts(slot) for slot in range(3)] == [False, False, True]
     logits = torch.zeros(2, VOCAB)
     logits[:, 2] = 9.0
@@ -311,7 +319,7 @@ def test_bans_end_with_min_tokens() -> None:
     admit(state, request(0, least))
     assert choose(state, logits[:1], [1] * 3, [0]).tolist() == [0]
     admit(state, request(0, least, output=(5, 6, 7)))
-    assert state.batch([0], [4] * 3).needs == Needs(greedy=True)
+    assert state.batch([0], [4] * 3).needs == SamplingOps(greedy=True)
 
 
 def test_a_prefill_between_steps_keeps_the_cached_batch() -> None:
@@ -319,7 +327,7 @@ def test_a_prefill_between_steps_keeps_the_cached_batch() -> None:
     state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
     lengths, slots = [4] * len(MIXED), [1, 2, 3]
     first = state.batch(slots, lengths)
-    assert state.batch([0], lengths).needs == Needs(random=True)
+    assert state.batch([0], lengths).needs == SamplingOps(random=True)
     assert state.batch(slots, lengths) is first
     admit(state, request(3, complete_params(temperature=0.0)))
     assert state.batch(slots, lengths).needs.greedy

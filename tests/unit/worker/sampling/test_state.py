@@ -20,16 +20,16 @@ from protos.validation import check_fields
 from tests.support.property_settings import machine
 from tests.support.sampling_params import complete_params
 from tests.support.worker.sampling import LONGEST, admit, choose, expected_logits, make_state, request
-from worker_svc.sampling.footprint import sampling_bytes, state_bytes
-from worker_svc.sampling.logprobs import compute_logprobs
-from worker_svc.sampling.sampler import sample
+from worker_svc.sampling.sampler import compute_logprobs, sample
 from worker_svc.sampling.state import (
     MAX_BAN_TOKENS,
     MAX_BANS,
     MAX_BIASES,
-    Needs,
+    SamplingOps,
     SamplingState,
     SamplingVocabulary,
+    sampling_bytes,
+    state_bytes,
 )
 from worker_svc.sampling.workspace import WORKSPACE_BYTES
 
@@ -168,17 +168,17 @@ def test_absent_parameters_are_off() -> None:
     """Only the temperature has a default that is not neutral: 1."""
     state = make_state([request(0, common_pb2.SamplingParams())], VOCAB)
     values = (
-        state.columns.temperature,
-        state.columns.top_p,
-        state.columns.top_k,
-        state.columns.min_p,
-        state.columns.repetition,
-        state.columns.frequency,
-        state.columns.presence,
+        state.parameters.temperature,
+        state.parameters.top_p,
+        state.parameters.top_k,
+        state.parameters.min_p,
+        state.parameters.repetition,
+        state.parameters.frequency,
+        state.parameters.presence,
     )
     assert [float(each[0]) for each in values] == [1, 1, VOCAB, 0, 1, 0, 0]
     batch = state.batch([0], [1])
-    assert batch.needs == Needs(random=True)
+    assert batch.needs == SamplingOps(random=True)
     assert batch.logprobs == [None]
 
 
@@ -186,8 +186,8 @@ def test_absent_parameters_are_off() -> None:
 def test_a_temperature_that_would_overflow_is_greedy(temperature: float) -> None:
     """Division of logits by such a temperature gives infinities."""
     state = make_state([request(0, common_pb2.SamplingParams(temperature=temperature))], VOCAB)
-    assert float(state.columns.temperature[0]) == 0
-    assert state.batch([0], [1]).needs == Needs(greedy=True)
+    assert float(state.parameters.temperature[0]) == 0
+    assert state.batch([0], [1]).needs == SamplingOps(greedy=True)
 
 
 def test_tables_come_with_the_first_request_that_needs_them() -> None:
@@ -275,7 +275,7 @@ def test_unsupported_parameters_are_refused(fields: dict[str, Any], param: str) 
         admit(state, request(0, complete_params(**fields)))
     assert caught.value.param == param
     assert "\n" not in caught.value.message
-    assert state.batch([0], [1]).needs == Needs(greedy=True)
+    assert state.batch([0], [1]).needs == SamplingOps(greedy=True)
 
 
 def test_tables_hold_the_largest_allowed_requests() -> None:

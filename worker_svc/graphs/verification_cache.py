@@ -1,7 +1,7 @@
-"""Remembers which replays equalled the model, so that a later process with the same model need not compare.
+"""Remembers graphs that equalled the model, so that later processes skip the comparison.
 
-The comparison of a graph with the model's own forward costs two steps, for each graph and at every start. Its
-result depends on code and shapes alone. It is kept in a file whose name is a hash of both.
+The comparison of a graph with the model's forward costs two steps per graph at every start. Its result
+depends only on code and shapes; a hash of both names the file.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from worker_svc.graphs.compile_cache import key_of
 _SOURCES = Path(__file__).parents[1]
 
 
-class CheckedGraphs:
+class VerificationCache:
     """The compared graphs of a model and a geometry."""
 
     def __init__(self, cache: Path | None, fields: Mapping[str, str]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from protos.errors import ConfigurationRefused
-from worker_svc.ranks.facts import refuse_differences
+from worker_svc.ranks.group import refuse_differences
 
 
 def test_equal_facts_are_accepted() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from worker_svc.graphs.compiler_folders import (
+from worker_svc.graphs.precompiled import (
     replace_unwritable_cache_dirs,
     restore_variables,
     set_compiler_cache_dirs,
@@ -128,7 +128,7 @@ def test_the_private_folder_goes_with_the_process(tmp_path: Path, no_folder: Pat
     """Nothing is left after a worker has ended."""
     code = (
         "import os, pathlib\n"
-        "from worker_svc.graphs.compiler_folders import replace_unwritable_cache_dirs\n"
+        "from worker_svc.graphs.precompiled import replace_unwritable_cache_dirs\n"
         "replace_unwritable_cache_dirs()\n"
         "folder = pathlib.Path(os.environ['TRITON_CACHE_DIR'])\n"
         "folder.mkdir()\n"

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from worker_svc.quantized.codes import Scheme, dequantize
-from worker_svc.quantized.rounding import quantize
+from worker_svc.quantized.codes import Scheme, dequantize, quantize
 
 ROWS = 2050
 
