@@ -23,6 +23,9 @@ A field without effect (`metadata`, `service_tier`, `cache_control`, an unknown 
 names all such fields of a request: look there if a mistyped parameter seems to do nothing. A field that would change the output and is not
 served is [refused by name](#parameters-that-are-not-served).
 
+A path may end with a slash, every GET route answers HEAD, and an empty `model` means the served model. Bodies may be compressed
+(`Content-Encoding: gzip` or `deflate`; `--max-body-bytes` bounds them before and after), and a byte-order mark is skipped.
+
 The chat template reads `reasoning_effort` (as `reasoning_effort`, and as `enable_thinking`, off with "none"), `documents` and
 `chat_template_kwargs`; what it does not read changes nothing.
 """
