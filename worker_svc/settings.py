@@ -15,8 +15,16 @@ from protos.logs import LogFormat, LogLevel
 from protos.security.settings import LinkSecuritySettings
 from protos.settings import Group
 from protos.tracing.tracer import OtlpEndpoint
+from worker_svc.devices.registry import DEVICES, DeviceOptions, DeviceSetting, RblnBackend
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.vllm_settings import MAX_GIB, CompilationConfig, check_overrides, literal, vllm_kv_space
+from worker_svc.vllm_settings import (
+    MAX_GIB,
+    CompilationConfig,
+    check_overrides,
+    literal,
+    vllm_kv_space,
+    warn_of_kv_space,
+)
 
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Backend = Literal["auto", "compiled", "eager"]
@@ -142,7 +150,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """A Hugging Face id, a folder with config.json and safetensors, or a .gguf file."""
     revision: str | None = Field(None, min_length=1)
     """Branch, tag or commit of a model on the Hugging Face hub."""
-    device: Literal["auto", "cpu", "cuda", "rbln"] = "auto"
+    device: DeviceSetting = "auto"
     """Device to run on. auto takes a GPU if there is one, else the CPU."""
     tensor_parallel_size: int = Field(1, ge=1, le=1024)
     """Ranks that split every layer of the model between them."""
@@ -236,7 +244,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     rbln_moe_custom_kernel: bool = False
     """Use the vendor's expert operator although --rbln-moe-use-opt-kernel is off. With both off, experts run
     in plain operators."""
-    rbln_backend: Literal["rbln", "rbln-check"] = "rbln"
+    rbln_backend: RblnBackend = DeviceOptions.rbln_backend
     """Compiler of graphs for --device rbln. rbln-check runs them on this CPU and refuses what an NPU cannot
     do; it needs none of the vendor's packages, so it shows whether a model suits an NPU."""
     grammar_threads: int = Field(2, ge=1, le=64)
@@ -344,8 +352,8 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             raise ValueError(f"-O {asked} and --compilation-config's level {config} differ; set one of them")
         level = config if asked is None else asked
         self._check_ranks()
-        if self.device in {"auto", "cpu"} and self.kv_memory is None:
-            vllm_kv_space("cpu")
+        if self.kv_memory is None and (self.device == "auto" or DEVICES[self.device].reads_vllm_kv_space):
+            vllm_kv_space()
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(
                 f"--max-cpu-loras {self.max_cpu_loras} is below --max-loras {self.max_loras};"
@@ -392,6 +400,24 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             )
 
     @property
+    def device_options(self) -> DeviceOptions:
+        """The settings of `open_device`."""
+        return DeviceOptions(
+            local_rank=self.rank if self.local_rank is None else self.local_rank,
+            rank=self.rank,
+            world_size=self.layout.world_size,
+            rbln_backend=self.rbln_backend,
+            rbln_use_custom_kernel=self.rbln_use_custom_kernel,
+            rbln_use_device_tensor=self.rbln_use_device_tensor,
+            rbln_num_devices=self.rbln_num_devices_per_local_rank,
+            compile_only=self.compile_only,
+            compile_strict=self.compile_strict,
+            rbln_moe_use_opt_kernel=self.rbln_moe_use_opt_kernel,
+            rbln_moe_custom_kernel=self.rbln_moe_custom_kernel,
+            cpu_threads=self.cpu_threads,
+        )
+
+    @property
     def layout(self) -> RankLayout:
         """This process' place in its replica."""
         return RankLayout(
@@ -425,7 +451,12 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
 
     def kv_memory_on(self, device: str) -> float | None:
         """Returns the GiB of KV cache on a device, or `None` if --kv-share decides."""
-        return vllm_kv_space(device) if self.kv_memory is None else self.kv_memory or None
+        if self.kv_memory is not None:
+            return self.kv_memory or None
+        if DEVICES[device].reads_vllm_kv_space:
+            return vllm_kv_space()
+        warn_of_kv_space(device)
+        return None
 
     @property
     def digest_folder(self) -> Path:

@@ -94,7 +94,7 @@ def _import_worker(settings: Settings) -> None:
     """
     # Importing the service imports most of a worker.
     from worker_svc import service  # noqa: F401
-    from worker_svc.devices import choose_device
+    from worker_svc.devices.registry import choose_device
     from worker_svc.model_files import loader
     from worker_svc.vllm_adapter import startup
     from worker_svc.vllm_adapter.configuration import register_model_class

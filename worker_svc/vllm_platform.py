@@ -10,19 +10,16 @@ import os
 import warnings
 from typing import Final
 
+from worker_svc.devices.registry import DEVICES
+
 # Set by vllm_adapter.startup only; not a user setting.
 PLATFORM_VARIABLE: Final = "TRIPTYCH_VLLM_PLATFORM"
-
-_PLATFORMS: Final = {
-    "cpu": "worker_svc.vllm_adapter.platform.TriptychCpuPlatform",
-    "cuda": "worker_svc.vllm_adapter.platform.TriptychCudaPlatform",
-    "rbln": "worker_svc.vllm_adapter.platform.TriptychRblnPlatform",
-}
 
 
 def register() -> str | None:
     """Returns the import path of the platform class, or `None` if this process is not a worker."""
-    return _PLATFORMS.get(os.environ.get(PLATFORM_VARIABLE, ""))
+    spec = DEVICES.get(os.environ.get(PLATFORM_VARIABLE, ""))
+    return None if spec is None else f"worker_svc.vllm_adapter.platform.{spec.vllm_platform}"
 
 
 def silence_libraries() -> None:

@@ -57,28 +57,30 @@ class CompilationConfig(BaseModel):
     """Decode buckets to generate kernels for. Default: all."""
 
 
-def vllm_kv_space(device: str) -> float | None:
-    """Returns a device's GiB of VLLM_CPU_KVCACHE_SPACE; `None` if unset, 0 or not for this device.
+def vllm_kv_space() -> float | None:
+    """Returns the GiB of VLLM_CPU_KVCACHE_SPACE; `None` if unset or 0.
 
     Raises:
-        ValueError: The device is a CPU, and the value is not a number of GiB.
+        ValueError: The value is not a number of GiB.
     """
     text = os.environ.get(_KV_SPACE, "").strip()
     try:
         value = float(text or 0)
     except ValueError:
         value = math.nan
-    if device != "cpu":
-        if value:
-            get_logger().warning(
-                "variable_ignored",
-                variable=_KV_SPACE,
-                reason=f"it is for CPUs, not for {device}; set --kv-memory",
-            )
-        return None
     if not 0 <= value <= MAX_GIB:
         raise ValueError(f"{_KV_SPACE} should be a number of GiB from 0 to {MAX_GIB}, got {text!r}")
     return value or None
+
+
+def warn_of_kv_space(device: str) -> None:
+    """Logs that VLLM_CPU_KVCACHE_SPACE, if set, is not for this device."""
+    if os.environ.get(_KV_SPACE, "").strip() not in {"", "0"}:
+        get_logger().warning(
+            "variable_ignored",
+            variable=_KV_SPACE,
+            reason=f"it is for CPUs, not for {device}; set --kv-memory",
+        )
 
 
 def recommended(config: Mapping[str, Any]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from deploy.checks.check_results import CheckFailed, Note, Report
 
 if TYPE_CHECKING:
-    from worker_svc.devices import Device
+    from worker_svc.devices.base import Device
 
 _HEADS, _KV_HEADS, _HEAD_SIZE = 4, 2, 64
 # Kernels in half precision stay well below this; a wrong kernel does not.
@@ -18,7 +18,7 @@ _TOLERANCE = 0.05
 def check(device: "Device", report: Report, *, runs: bool) -> None:
     """Runs all checks; without `runs`, programs are compiled for a device that is not here."""
     report.check("attention", lambda: _attention(device, runs=runs))
-    if device.name == "rbln":
+    if device.has_own_compiler:
         report.check("kept code", lambda: _kept_code(device), needs=("attention",))
 
 

@@ -29,7 +29,7 @@ from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
 if TYPE_CHECKING:
-    from worker_svc.devices import Device
+    from worker_svc.devices.base import Device
     from worker_svc.execution.worker import Worker
 
 _GIB = 2**30
@@ -77,7 +77,7 @@ def _check_stack(settings: LaunchSettings, report: Report) -> "Device | None":
         report.check("scheduler", lambda: _scheduler(scheduler))
         first, *others = plans[0].workers
         device = _check_worker(_settings_of(first, WorkerSettings), report, scheduler, gateway)
-        for spec in others if device is not None and device.name != "cpu" else ():
+        for spec in others if device is not None and device.spec.visible_by else ():
             report.check(spec.name, partial(_check_elsewhere, spec))
         return device
 
@@ -154,10 +154,10 @@ def _model(settings: WorkerSettings) -> str:
 
 def _opened(settings: WorkerSettings, devices: "list[Device]") -> str:
     with _packages("worker"):
-        from worker_svc.devices import device_for
+        from worker_svc.devices import open_device
         from worker_svc.vllm_adapter import startup
 
-        devices.append(device := device_for(settings))
+        devices.append(device := open_device(settings.device, settings.device_options))
         startup.prepare(device.name)
     return _described(device)
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
 from protos.settings import load
+from worker_svc.devices.registry import DEVICES
 from worker_svc.graphs.compile_cache import CompileCache, DamagedEntry, Manifest
 from worker_svc.settings import Settings
-
-_DEVICES = ("cpu", "cuda", "rbln")
 
 
 def main(argv: list[str]) -> int:
@@ -72,7 +71,7 @@ def _caches(folder: Path | None) -> list[CompileCache]:
             raise ConfigurationRefused(f"{folder} is not a folder; check --compile-cache-dir")
         return [CompileCache(folder)]
     settings = load(Settings, ["--model", "any"])
-    folders = [settings.cache_folder(device) for device in _DEVICES]
+    folders = [settings.cache_folder(device) for device in DEVICES]
     return [CompileCache(each) for each in dict.fromkeys(folders) if each is not None]
 
 

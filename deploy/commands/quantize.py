@@ -80,7 +80,7 @@ def _check_served(source: Path) -> None:
 
     if not read_config(source).get("architectures"):
         return  # nothing to check, so vLLM need not be imported, which takes seconds
-    from worker_svc.devices import choose_device
+    from worker_svc.devices.registry import choose_device
     from worker_svc.vllm_adapter import startup
     from worker_svc.vllm_platform import silence_libraries
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, SecretStr
@@ -12,6 +13,7 @@ from protos.errors import ConfigurationRefused
 from protos.settings import ServiceSettings, is_secret, reference_variables
 from protos.wire import unix_address
 from scheduler_svc.settings import Settings as SchedulerSettings
+from worker_svc.devices.registry import DEVICES
 from worker_svc.settings import Settings as WorkerSettings
 
 LOOPBACK = "127.0.0.1"
@@ -19,9 +21,6 @@ LOOPBACK = "127.0.0.1"
 # Running requests may continue this long after Ctrl-C, which is less than the supervisor's grace period.
 _GATEWAY_DRAIN_S = 5.0
 _SCHEDULER_DRAIN_S = 2.0
-# The NPUs of a process, by the vendor's two names. Its runtime prefers the older one, which all releases
-# know.
-_NPU_VARIABLES = ("RBLN_DEVICES", "RBLN_VISIBLE_DEVICES")
 
 
 def gateway_flags(
@@ -96,19 +95,23 @@ def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
     Raises:
         ConfigurationRefused: if too few NPUs are visible.
     """
-    if settings.device == "rbln" and settings.rbln_backend == "rbln":
-        return _npus(settings, index)
-    ranks = settings.layout.world_size
-    if settings.device != "cuda" or ranks > 1 or settings.workers == 1:
+    spec = DEVICES.get(settings.device)
+    if spec is None or not spec.visible_by or settings.device_options.is_simulated:
         return {}
-    visible = _names("CUDA_VISIBLE_DEVICES")
-    return {"CUDA_VISIBLE_DEVICES": visible[index % len(visible)] if visible else str(index)}
+    if spec.is_exclusive:
+        return _npus(settings, spec.visible_by, index)
+    if settings.layout.world_size > 1 or settings.workers == 1:
+        return {}
+    variable = spec.visible_by[0]
+    visible = _names(variable)
+    return {variable: visible[index % len(visible)] if visible else str(index)}
 
 
-def _npus(settings: LaunchSettings, index: int) -> dict[str, str]:
+def _npus(settings: LaunchSettings, variables: Sequence[str], index: int) -> dict[str, str]:
     """Returns the variable with a worker's NPUs: as many as work together as its device."""
     workers, each = settings.workers * settings.layout.world_size, settings.rbln_num_devices_per_local_rank
-    variable, visible = visible_npus()
+    variable = next((name for name in variables if _names(name)), variables[0])
+    visible = _names(variable)
     if visible and len(visible) < workers * each:
         raise ConfigurationRefused(
             f"{variable}={','.join(visible)} lists {len(visible)} NPUs, but {workers * each} are needed, {each} for"
@@ -117,13 +120,7 @@ def _npus(settings: LaunchSettings, index: int) -> dict[str, str]:
     if workers == 1:
         return {}
     own = range(index * each, (index + 1) * each)
-    return {_NPU_VARIABLES[0]: ",".join(visible[place] if visible else str(place) for place in own)}
-
-
-def visible_npus() -> tuple[str, list[str]]:
-    """Returns the variable that lists this process' NPUs, and the list, which is empty if none does."""
-    variable = next((name for name in _NPU_VARIABLES if _names(name)), _NPU_VARIABLES[0])
-    return variable, _names(variable)
+    return {variables[0]: ",".join(visible[place] if visible else str(place) for place in own)}
 
 
 def _names(variable: str) -> list[str]:

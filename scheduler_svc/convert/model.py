@@ -49,7 +49,7 @@ class WorkerDescription:
 
     model: ModelDescription
     device: str
-    """"cpu", "cuda" or "rbln"."""
+    """The name of its kind."""
     limits: DeviceLimits
     groups: tuple[KvGroup, ...]
     """KV groups of the model by id."""

@@ -27,7 +27,8 @@ from protos.steps import Prefill
 from tests.bench.support.report import report
 from tests.bench.support.step_parts import StepParts, TimedModel
 from tests.support.worker.harness import Harness
-from worker_svc.devices import Device, open_device
+from worker_svc.devices import open_device
+from worker_svc.devices.base import Device
 from worker_svc.model_files.demo_models import FetchError, fetch
 from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.vllm_adapter import startup

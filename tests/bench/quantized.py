@@ -30,7 +30,8 @@ from protos.errors import ConfigurationRefused
 from tests.bench.support.report import report
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness
-from worker_svc.devices import Device, open_device
+from worker_svc.devices import open_device
+from worker_svc.devices.base import Device
 from worker_svc.devices.quantized import QuantizedWeights
 from worker_svc.model_files.demo_models import FetchError, fetch
 from worker_svc.model_files.quantize import (

@@ -8,7 +8,7 @@ from protos.logs import get_logger
 from protos.step_messages import shape_from_proto, shape_to_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
 from protos.wire import SCHEMA_REVISION
-from worker_svc.devices import BlockCopies
+from worker_svc.devices.base import BlockCopies
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase

@@ -8,7 +8,7 @@ token each.
 import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -19,36 +19,8 @@ from protos.kv_groups import GroupKind
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan, RowsPlan, StepInput
 from worker_svc.devices.lora_stack import AdapterStack, StackShape, mask_of
 from worker_svc.devices.quantized import QuantizedProducts
+from worker_svc.devices.registry import DeviceOptions, DeviceSpec
 from worker_svc.shapes.geometry import KvGroup
-
-
-@dataclass(frozen=True)
-class DeviceOptions:
-    """Settings that only some devices use."""
-
-    rbln_backend: Literal["rbln", "rbln-check"] = "rbln"
-    """Which backend compiles an NPU's graphs; see the setting of that name."""
-    rbln_use_custom_kernel: bool = False
-    """Whether an NPU's attention runs in Triton kernels."""
-    rbln_use_device_tensor: bool = True
-    """Whether weights, inputs and caches of an NPU's graphs are tensors on it."""
-    rbln_num_devices: int = 1
-    """NPUs combined into a device."""
-    compile_only: bool = False
-    """Compile for a device absent from this machine."""
-    compile_strict: bool = False
-    """Make the device's own compiler refuse graphs that it would otherwise split."""
-    rbln_moe_use_opt_kernel: bool = True
-    """Whether an NPU's expert layers use the vendor's operator."""
-    rbln_moe_custom_kernel: bool = False
-    """Requests the same operator under the plugin's other name for it."""
-    local_rank: int = 0
-    """Index of the process' device among those of its host, modulo their number."""
-    rank: int = 0
-    """This process among those of its replica."""
-    world_size: int = 1
-    """Processes of the replica."""
-
 
 BlockCopies = Literal["none", "tensors", "runtime"]
 """How a device copies blocks: not at all, with tensor operators, or with a call of its runtime."""
@@ -87,8 +59,8 @@ def gated(projected: torch.Tensor, activation: ExpertActivation) -> torch.Tensor
 class Device(abc.ABC):
     """A kind of accelerator. An instance holds no model and no cache."""
 
-    name: ClassVar[str]
-    """As in the setting and on the wire."""
+    spec: ClassVar[DeviceSpec]
+    """The device's row in the registry."""
     torch_device: ClassVar[torch.device]
     """Where weights, caches and the batch's state live."""
     block_size_multiple: ClassVar[int]
@@ -131,6 +103,15 @@ class Device(abc.ABC):
 
     quantized: ClassVar[QuantizedProducts] = QuantizedProducts()
     """Products with quantized weights."""
+
+    def __init__(self, options: DeviceOptions | None = None) -> None:
+        """Allocates nothing; `options` are the defaults if `None`."""
+        self.options = options or DeviceOptions()
+
+    @property
+    def name(self) -> str:
+        """The device's name in the setting and on the wire."""
+        return self.spec.name
 
     def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - optional
         """Sets the folder of compiled code, and drops earlier results of `compile`.

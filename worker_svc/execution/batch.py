@@ -9,8 +9,8 @@ from protos.errors import Internal
 from protos.kv_groups import GroupKind
 from protos.steps import Admission, Decode, Growth, Prefill
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
+from worker_svc.devices.host import upload
 from worker_svc.devices.lora_stack import NO_ADAPTER
-from worker_svc.devices.upload import upload
 from worker_svc.execution.staged_writes import StagedWrites
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
 from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, KvGroup

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
+from worker_svc.devices.host import is_host
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.sampling.state import sampling_bytes, state_bytes
@@ -96,7 +97,7 @@ class MemoryBudget:
 
     def _free(self) -> int | None:
         free = free_memory(self.device)
-        pending = self.before_load and self.device.torch_device.type == "cpu"
+        pending = self.before_load and is_host(self.device.torch_device)
         if free is not None and (pending or self.device.defers_weights):
             free -= self.size.weight_bytes
         return free

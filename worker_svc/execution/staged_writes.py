@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from worker_svc.devices.host import takes_page_locked
+
 
 class StagedWrites:
     """Collects what admissions write to some tensors, so that all of a plan's travel in one copy.
@@ -48,7 +50,7 @@ class StagedWrites:
         places = [torch.arange(place, place + len(words)) for _, place, words in writes]
         values = [torch.tensor(words, dtype=torch.int64) for _, _, words in writes]
         host = torch.cat([*places, *values])
-        if self._device.type == "cuda":
+        if takes_page_locked(self._device):
             # The allocator keeps the memory until the copy is done.
             host = host.pin_memory()
         on_device = host.to(self._device, non_blocking=True).view(2, -1)

@@ -15,7 +15,8 @@ from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.kv_groups import GroupKind
 from protos.logs import get_logger
 from protos.steps import SlotOutput, StepPlan, WorkerReport
-from worker_svc.devices import BlockCopies, Device, device_for
+from worker_svc.devices import open_device
+from worker_svc.devices.base import BlockCopies, Device
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
@@ -158,7 +159,7 @@ class Worker:
         )
         # Damaged or oversized weights are refused before the slow imports.
         checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
-        self.device = device_for(settings)
+        self.device = open_device(settings.device, settings.device_options)
         if checkpoint is not None:
             check_weights(checkpoint, settings.dtype, self.device, ranks=self.layout.world_size)
             self._digest = start_digest([shard.path for shard in checkpoint.shards], settings.digest_folder)

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
-from worker_svc.devices.upload import upload
+from worker_svc.devices.host import upload
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.cpu_time import BatchClock
 from worker_svc.grammars.masks import Masks

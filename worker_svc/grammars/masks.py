@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_svc.devices.upload import upload
+from worker_svc.devices.host import is_host, takes_page_locked, upload
 
 
 class Masks:
@@ -18,9 +18,9 @@ class Masks:
         """Allocates `num_rows` masks for logits on `device`."""
         self._vocab_size = vocab_size
         self._device = device
-        self._has_kernel = device.type == "cpu"
+        self._has_kernel = is_host(device)
         shape = num_rows + 1, math.ceil(vocab_size / 32)
-        pinned = device.type == "cuda"
+        pinned = takes_page_locked(device)
         self.rows = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         """int32 [num_rows + 1, ceil(vocab / 32)]; the last row is spare.
 

@@ -12,7 +12,7 @@ from protos.errors import TriptychError
 from protos.step_messages import result_from_proto, result_to_proto
 from protos.steps import SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
-from worker_svc.devices.upload import upload
+from worker_svc.devices.host import upload
 from worker_svc.grammars.constraints import Choice, Draw, StepConstraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.ranks.channels import Channel

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from protos.errors import ConfigurationRefused
 from protos.logs import get_logger
-from worker_svc.devices import Device
+from worker_svc.devices.base import Device
 from worker_svc.graphs.compile_cache import CompileCache
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions, GraphRunner, GraphSignature

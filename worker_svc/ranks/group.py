@@ -94,7 +94,9 @@ class RankGroup:
         """
         self.layout = layout
         self.epoch = epoch
-        host, link = ("gloo", "nccl" if device.type == "cuda" else "gloo") if master else ("fake", "fake")
+        host = link = "fake"
+        if master:
+            host, link = "gloo", distributed.get_default_backend_for_device(device)
         _meet(layout, host, master, epoch)
         everyone = tuple(range(layout.world_size))
         self._exchange = _group(everyone, host)
@@ -104,7 +106,7 @@ class RankGroup:
         for stage in range(layout.pipeline):
             group = _group(layout.ranks_of(stage), collectives if master else "fake")
             if stage == layout.stage:
-                operators.use_group(group, compiled=compiled)
+                operators.use_group(group, device, compiled=compiled)
                 self.stage = {} if group is None else {str(group.group_name): layout.peers}
                 """By the name of this stage's process group, its ranks; empty for a single rank."""
         last = layout.ranks_of(layout.pipeline - 1)

@@ -35,32 +35,33 @@ class _Stage:
     """Whether the device's own compiler compiles collectives."""
 
 
-def use_group(group: Any, *, compiled: bool) -> None:
+def use_group(group: Any, device: torch.device, *, compiled: bool) -> None:
     """Makes the operators run on a process group of torch.distributed; all its ranks call this together.
 
     Args:
         group: the process group; `None` for a stage of one rank.
+        device: the place of the stage's tensors.
         compiled: whether the device's own compiler compiles the collectives.
     """
     _Stage.group = group
     _Stage.compiled = compiled
     if group is not None and distributed.get_backend(group) == "nccl":
-        _Stage.shared = _shared_memory(group)
+        _Stage.shared = _shared_memory(group, device)
 
 
-def _shared_memory(group: Any) -> torch.Tensor | None:
+def _shared_memory(group: Any, device: torch.device) -> torch.Tensor | None:
     """Allocates memory readable by all ranks of a group; `None` on all ranks if any cannot."""
     from torch.distributed import _symmetric_memory as symmetric
 
     shared: torch.Tensor | None = None
     try:
-        shared = symmetric.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=torch.device("cuda"))
+        shared = symmetric.empty(_ONE_SHOT_BYTES, dtype=torch.uint8, device=device)
         symmetric.rendezvous(shared, group.group_name)
     except RuntimeError as error:
         get_logger().warning("no_shared_memory_between_gpus", reason=str(error).strip().splitlines()[0])
         shared = None
     # Half of a stage must not wait in one kind of all-reduce for the other half.
-    everywhere = torch.tensor([shared is not None], dtype=torch.int32, device="cuda")
+    everywhere = torch.tensor([shared is not None], dtype=torch.int32, device=device)
     distributed.all_reduce(everywhere, distributed.ReduceOp.MIN, group=group)
     return shared if everywhere.item() else None
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from worker_svc.devices.host import is_host
 from worker_svc.sampling.workspace import Tile
 
 # The integer mass of weight 1. The sum over 2**18 tokens stays below 2**63.
@@ -121,7 +122,7 @@ def find_threshold(
     Returns:
         int32 [rows, 1], the bits of the value; 0 or less where all tokens together have less than `wanted`.
     """
-    if bits.is_cuda:
+    if not is_host(bits.device):
         from worker_svc.sampling import triton_search
 
         return triton_search.find_threshold(bits, measure, wanted)

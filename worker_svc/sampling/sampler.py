@@ -6,6 +6,7 @@ import torch
 
 from protos.limits import MAX_LOGPROBS
 from protos.triptych.v1 import common_pb2
+from worker_svc.devices.host import is_host
 from worker_svc.sampling.adjust import adjust_logits
 from worker_svc.sampling.draw import draw, draw_keys
 from worker_svc.sampling.filters import apply_filters
@@ -28,7 +29,7 @@ def argmax_rows(logits: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [rows].
     """
-    if logits.device.type == "cpu":
+    if is_host(logits.device):
         # NumPy's single thread is done before PyTorch has woken a second one.
         return torch.from_numpy(logits.numpy().argmax(axis=-1))
     return argmax_of_blocks(logits)

@@ -14,7 +14,7 @@ from protos.errors import InvalidArgument
 from protos.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
-from worker_svc.devices.upload import upload
+from worker_svc.devices.host import upload
 from worker_svc.sampling.filters import FEW
 from worker_svc.sampling.parameters import SlotParameters, repetition_of, row_of, temperature_of, top_p_of
 from worker_svc.sampling.workspace import WORKSPACE_BYTES, Workspace

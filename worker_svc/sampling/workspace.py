@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from worker_svc.devices.host import is_host
+
 _FLOAT32, _INT32, _INT64 = 4, 4, 8
 # A tile of this size stays in the processor's cache from one operation to the next.
 _CACHE_BYTES = 10 << 20
@@ -35,7 +37,7 @@ class Workspace:
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         """Allocates memory for steps of up to `rows` rows."""
         tile = rows
-        if device.type == "cpu":
+        if is_host(device):
             # At least one row per thread: a single row's histogram is built by one core.
             tile = min(rows, max(torch.get_num_threads(), _CACHE_BYTES // (vocab * _PER_TILE_ELEMENT)))
         self._logits = torch.empty((rows, vocab), device=device)

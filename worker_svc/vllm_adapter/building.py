@@ -64,7 +64,7 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
     vllm.ir.set_default_torch_wrap(False)
     config.kernel_config.ir_op_priority.set_default()
     model = _initialize(config, device, device.torch_device)
-    if device.name == "cpu":
+    if device.spec.has_vllm_kernels:
         from worker_svc.vllm_adapter.layers.cpu_layers import use_own_layer_norms
 
         use_own_layer_norms(model)
@@ -148,7 +148,7 @@ def _initialize(config: Any, device: Device, where: torch.device) -> Any:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), where:
-        if config.model_config.is_moe and device.name == "cpu":
+        if config.model_config.is_moe and device.spec.has_vllm_kernels:
             import worker_svc.vllm_adapter.layers.cpu_moe
         if config.model_config.use_mla:
             import worker_svc.vllm_adapter.layers.mla  # noqa: F401 - registers on import, in seconds

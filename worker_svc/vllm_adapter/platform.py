@@ -7,6 +7,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from protos.errors import ConfigurationRefused
+from worker_svc.devices.registry import CUDA, RBLN
 
 _ATTENTION = "worker_svc.vllm_adapter.attention.TriptychAttentionBackend"
 
@@ -59,6 +60,17 @@ class TriptychCpuPlatform(CpuPlatform):
         """Registers vLLM's kernels and our normalization layers."""
         super().import_ir_kernels()
         import worker_svc.vllm_adapter.layers.cpu_layers  # noqa: F401 - registers on import
+
+    @staticmethod
+    def check_kernels() -> None:
+        """Checks that vLLM's compiled kernels are installed.
+
+        Raises:
+            ConfigurationRefused: They are missing.
+        """
+        from worker_svc.devices.cpu.device import check_kernels
+
+        check_kernels()
 
     @classmethod
     def get_default_ir_op_priority(cls, vllm_config: Any) -> Any:  # noqa: ARG003 - vLLM's interface
@@ -117,9 +129,8 @@ class _NativePlatform(Platform):
 class TriptychCudaPlatform(_NativePlatform):
     """A GPU, without vLLM's compiled CUDA kernels."""
 
-    device_name = "cuda"
-    device_type = "cuda"
-    dispatch_key = "CUDA"
+    device_name = device_type = CUDA.torch_type
+    dispatch_key = device_type.upper()
     dist_backend = "nccl"
 
     @classmethod
@@ -141,9 +152,8 @@ class TriptychCudaPlatform(_NativePlatform):
 class TriptychRblnPlatform(_NativePlatform):
     """An NPU. Weights stay on the host until a graph is compiled."""
 
-    device_name = "cpu"  # torch's name of the tensors' device
-    device_type = "cpu"
-    dispatch_key = "CPU"
+    device_name = device_type = RBLN.torch_type
+    dispatch_key = device_type.upper()
     dist_backend = "gloo"
 
     @classmethod

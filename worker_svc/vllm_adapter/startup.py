@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch
 
 from protos.errors import ConfigurationRefused
+from worker_svc.devices.registry import DEVICES
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 
@@ -38,12 +39,12 @@ def prepare(device_name: str) -> None:
     Raises:
         ConfigurationRefused: if vLLM is missing or does not find our platform.
     """
+    spec = DEVICES[device_name]
     os.environ[PLATFORM_VARIABLE] = device_name
     # Loads no other platform and no LoRA resolvers, which we do not use.
     os.environ["VLLM_PLUGINS"] = "triptych"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if device_name == "rbln":
-        # NPU kernels take keys and values of all heads, so that vLLM must expand latent vectors before them.
+    if spec.expands_latent:
         os.environ["VLLM_MLA_DISABLE"] = "1"
     # vLLM's own handlers would write to stdout; without them its messages reach the root logger.
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
@@ -69,17 +70,15 @@ def prepare(device_name: str) -> None:
             import vllm.model_executor.layers.quantization.online.fp8
             import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
 
-            if device_name != "cpu":
+            if not spec.has_vllm_kernels:
                 import worker_svc.vllm_adapter.layers.static_moe  # noqa: F401 - registers on import
         # Modules live as long as the process; later collections can skip them.
         gc.freeze()
     finally:
         gc.enable()
-    if device_name == "cpu":
-        from worker_svc.devices.cpu.device import check_kernels
-
+    if spec.has_vllm_kernels:
         current_platform.import_kernels()
-        check_kernels()
+        current_platform.check_kernels()
 
 
 ENGINE_ONLY: Final = ("vllm.reasoning", "vllm.v1.structured_output")

@@ -31,7 +31,8 @@ from tests.bench.support.same_tokens import BATCHES, measure_rates
 from tests.support.prompts import PROMPTS
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness
-from worker_svc.devices import Device, open_device
+from worker_svc.devices import open_device
+from worker_svc.devices.base import Device
 from worker_svc.model_files.demo_models import FetchError, fetch
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.configuration import Dtype

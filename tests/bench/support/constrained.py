@@ -32,7 +32,7 @@ from tests.support.worker.grammar_harness import (
     tokenizer,
 )
 from tests.support.worker.harness import Harness, tokens_of
-from worker_svc.devices import Device
+from worker_svc.devices.base import Device
 from worker_svc.grammars.compile_client import CompilerLimits
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.constraints import Constraints

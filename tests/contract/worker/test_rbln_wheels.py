@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protos.kv_groups import GroupKind
 from tests.support.rbln.fake_environment import PACKAGES
 from tests.support.rbln.wheels import WHEELS, Call, IndexUnreachable, Wheel
-from worker_svc.devices import DeviceOptions
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.rbln import experts
 from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
 from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
 from worker_svc.devices.rbln.vendor import TRITON_MODULES, Vendor
+from worker_svc.devices.registry import DeviceOptions
 from worker_svc.shapes.geometry import AttentionLayer, KvGroup
 
 pytestmark = pytest.mark.contract

@@ -9,7 +9,7 @@ from tests.support import tiny_models
 from tests.support.experts import split_experts
 from tests.support.worker import parity_process
 from tests.support.worker.parity_process import Job
-from worker_svc.devices import DeviceName
+from worker_svc.devices.registry import DeviceName
 from worker_svc.settings import Backend
 
 pytestmark = [

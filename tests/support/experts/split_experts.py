@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 
 from tests.support.paths import ROOT
-from worker_svc.devices import DeviceName, DeviceOptions, open_device
+from worker_svc.devices import open_device
+from worker_svc.devices.registry import DeviceName, DeviceOptions
 
 TOKENS, HIDDEN, INNER, SHARED, EXPERTS = 7, 64, 64, 32, 6
 PADDED = 3

@@ -12,8 +12,8 @@ from typing import Literal
 
 from protos.kv_groups import GroupKind
 from tests.support.worker.harness import Harness, load, tokens_of
-from worker_svc.devices import DeviceOptions
 from worker_svc.devices.rbln.device import RblnDevice
+from worker_svc.devices.registry import DeviceOptions
 
 
 @dataclasses.dataclass(frozen=True)

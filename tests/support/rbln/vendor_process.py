@@ -16,9 +16,9 @@ import torch
 from protos.errors import TriptychError
 from protos.kv_groups import GroupKind
 from protos.steps import BlockCopy
-from worker_svc.devices import DeviceOptions
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.rbln.vendor import TRITON_MODULES
+from worker_svc.devices.registry import DeviceOptions
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.shapes.geometry import AttentionLayer, KvGroup
 

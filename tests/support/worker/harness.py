@@ -12,7 +12,9 @@ from protos.kv_groups import GroupKind
 from protos.steps import Admission, Decode, Prefill, SlotOutput, StepPlan
 from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import sampling_params
-from worker_svc.devices import Device, DeviceName, open_device
+from worker_svc.devices import open_device
+from worker_svc.devices.base import Device
+from worker_svc.devices.registry import DeviceName
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.grammars.constraints import Constraints

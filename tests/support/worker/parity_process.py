@@ -21,8 +21,10 @@ from tests.support.paths import ROOT
 from tests.support.reference import Reference
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.harness import Harness, load
-from worker_svc.devices import Device, DeviceName, DeviceOptions, open_device
+from worker_svc.devices import open_device
+from worker_svc.devices.base import Device
 from worker_svc.devices.rbln.device import RblnDevice
+from worker_svc.devices.registry import DeviceName, DeviceOptions
 from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter.configuration import Dtype

@@ -42,7 +42,7 @@ def _refusal(family: str, folder: str) -> str:
 
     is_text = family in families.MULTIMODAL
     try:
-        VllmModel(Path(folder), StandIn(0), dtype="bfloat16", seed=0, language_model_only=is_text)
+        VllmModel(Path(folder), StandIn(), dtype="bfloat16", seed=0, language_model_only=is_text)
     except ConfigurationRefused as refused:
         return refused.message
     return ""

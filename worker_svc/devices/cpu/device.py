@@ -32,6 +32,7 @@ from worker_svc.devices.cpu.lora_stack import PackedStack
 from worker_svc.devices.cpu.lora_stack import serves as serves_adapters
 from worker_svc.devices.cpu.quantized import CpuProducts
 from worker_svc.devices.lora_stack import AdapterStack, StackShape
+from worker_svc.devices.registry import CPU, DeviceSpec
 from worker_svc.shapes.geometry import KvGroup
 
 # vLLM registers its compiled kernels in this namespace.
@@ -57,7 +58,7 @@ class _Plan:
 class CpuDevice(Device):
     """All of the host's processors that this process may use."""
 
-    name: ClassVar[str] = "cpu"
+    spec: ClassVar[DeviceSpec] = CPU
     torch_device: ClassVar[torch.device] = torch.device("cpu")
     block_size_multiple: ClassVar[int] = 32
     default_block_size: ClassVar[int] = 128

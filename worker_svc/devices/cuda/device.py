@@ -14,6 +14,7 @@ from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cuda.quantized import TritonProducts
 from worker_svc.devices.lora_stack import AdapterStack, StackShape
+from worker_svc.devices.registry import CUDA, DeviceOptions, DeviceSpec
 from worker_svc.shapes.geometry import KvGroup
 
 # Some kernels compile or tune themselves on their first call, which a capture cannot contain.
@@ -23,7 +24,7 @@ _RUNS_BEFORE_CAPTURE = 2
 class CudaDevice(Device):
     """A visible GPU."""
 
-    name: ClassVar[str] = "cuda"
+    spec: ClassVar[DeviceSpec] = CUDA
     torch_device: ClassVar[torch.device] = torch.device("cuda")
     block_size_multiple: ClassVar[int] = 16
     default_block_size: ClassVar[int] = 128
@@ -35,9 +36,9 @@ class CudaDevice(Device):
     runs_ahead: ClassVar[bool] = True
     quantized: ClassVar[TritonProducts] = TritonProducts()
 
-    def __init__(self, local_rank: int = 0) -> None:
-        """Allocates nothing yet; selects the GPU at `local_rank`, modulo their number."""
-        self._local_rank = local_rank
+    def __init__(self, options: DeviceOptions | None = None) -> None:
+        """Selects the GPU at the local rank, modulo their number."""
+        super().__init__(options)
         self._pool: Any = None  # of a type that torch keeps private
 
     @property
@@ -66,7 +67,7 @@ class CudaDevice(Device):
     @property
     def _index(self) -> int:
         """The GPU, which is current on the model thread alone: elsewhere, calls without it open GPU 0."""
-        return self._local_rank % torch.cuda.device_count()
+        return self.options.local_rank % torch.cuda.device_count()
 
     def free_memory(self) -> int:
         """See the base class."""

@@ -29,7 +29,6 @@ from worker_svc.devices.base import (
     EXPERT_ACTIVATIONS,
     BlockCopies,
     Device,
-    DeviceOptions,
     ExpertActivation,
     by_row,
 )
@@ -41,6 +40,7 @@ from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory
 from worker_svc.devices.rbln.operators import CUSTOM, TRITON, Namespace, emit_argmax
 from worker_svc.devices.rbln.quantized import NpuProducts
 from worker_svc.devices.rbln.vendor import Vendor
+from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
 from worker_svc.shapes.geometry import NULL_BLOCK, KvGroup
 
 # The head sizes that the kernels are built for.
@@ -80,7 +80,7 @@ class RblnDevice(Device):
     memory: MetaMemory
     """The memory of `rbln-check` for the host's handles of caches."""
 
-    name: ClassVar[str] = "rbln"
+    spec: ClassVar[DeviceSpec] = RBLN
     torch_device: ClassVar[torch.device] = torch.device("cpu")
     block_size_multiple: ClassVar[int] = 1024
     default_block_size: ClassVar[int] = 1024
@@ -98,8 +98,9 @@ class RblnDevice(Device):
 
     def __init__(self, options: DeviceOptions | None = None) -> None:
         """Without options, it uses the vendor's backend and the compiler's own kernels."""
-        self._options = options = options or DeviceOptions()
-        self._is_check = options.rbln_backend == "rbln-check"
+        super().__init__(options)
+        options = self.options
+        self._is_check = options.is_simulated
         self.defers_weights = not self._is_check
         self.namespace = TRITON if options.rbln_use_custom_kernel else CUSTOM
         self.block_dim = 1 if self.namespace == TRITON else 0
@@ -140,11 +141,11 @@ class RblnDevice(Device):
         """
         kernels = "Triton kernels" if self.namespace == TRITON else "compiler kernels"
         experts = "the vendor's experts" if self._has_expert_kernel else "plain experts"
-        strict = ", strict" if self._options.compile_strict else ""
+        strict = ", strict" if self.options.compile_strict else ""
         if self._is_check:
             return f"rbln-check, {kernels}, {experts}{strict}"
         tensors = "device tensors" if self._has_tensors else "meta tensors"
-        chips = f"{self._options.rbln_num_devices} x {self._vendor.chip()}"
+        chips = f"{self.options.rbln_num_devices} x {self._vendor.chip()}"
         return f"{chips}, {tensors}, {kernels}, {experts}{strict}"
 
     def use_code_folder(self, folder: Path | None) -> None:

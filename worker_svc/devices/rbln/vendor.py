@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.base import DeviceOptions
+from worker_svc.devices.registry import DeviceOptions
 
 PACKAGES: Final = ("rebel", "torch_rbln")
 TARGET_VARIABLES: Final = ("RBLN_TARGET_SOC", "RBLN_FORCE_NPU_NAME")

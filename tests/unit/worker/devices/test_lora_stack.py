@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_svc.devices import Device, open_device
+from worker_svc.devices import open_device
+from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.lora_stack import PackedStack, serves
 from worker_svc.devices.lora_stack import NO_ADAPTER, AdapterStack, LayerWeights, StackShape
 

@@ -11,10 +11,11 @@ import torch
 from protos.errors import ConfigurationRefused
 from protos.kv_groups import GroupKind
 from protos.steps import BlockCopy
-from worker_svc.devices import DeviceOptions, gather_attention, open_device, sliding_window
+from worker_svc.devices import gather_attention, open_device, sliding_window
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, RowsPlan
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.device import RblnDevice
+from worker_svc.devices.registry import DeviceOptions
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.shapes.geometry import AttentionLayer, KvGroup, group_layers
 

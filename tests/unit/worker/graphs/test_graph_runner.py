@@ -8,9 +8,9 @@ import torch
 
 from protos.errors import ConfigurationRefused, Internal
 from protos.settings import load
-from worker_svc.devices import DeviceOptions
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.devices.rbln.device import RblnDevice
+from worker_svc.devices.registry import DeviceOptions
 from worker_svc.graphs.capture import NotStatic, Recorder, Recording
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.graphs.replay import KernelGraph, build_kernel_graph

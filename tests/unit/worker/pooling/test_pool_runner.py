@@ -11,8 +11,9 @@ from protos.errors import ConfigurationRefused, Internal
 from protos.steps import Admission, Pool, PoolShape, Prefill, SlotOutput, StepPlan
 from tests.support.sampling_params import pooling_params, sampling_params
 from tests.support.worker.layerless import POISON, Echo, PlainDevice
-from worker_svc.devices import Device, open_device
+from worker_svc.devices import open_device
 from worker_svc.devices.attention import AttentionCall, AttentionParams
+from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import NotStatic, Recording
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.pooling.pool_runner import PoolRunner, pool_rows

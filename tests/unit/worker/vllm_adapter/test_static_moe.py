@@ -7,9 +7,10 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from worker_svc.devices import DeviceOptions, open_device
+from worker_svc.devices import open_device
 from worker_svc.devices.base import ExpertActivation
 from worker_svc.devices.rbln import experts
+from worker_svc.devices.registry import DeviceOptions
 from worker_svc.settings import Settings
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 5, 8, 12, 4, 2
