@@ -17,8 +17,8 @@ import uvicorn
 from gateway.app import create_app
 from gateway.http.listeners import ServerTls, listen, unix_listener
 from gateway.http.protocol import BoundedProtocol
-from gateway.scheduler_link.client import InferenceClient
-from gateway.scheduler_link.parking import Parking
+from gateway.scheduler_client.client import InferenceClient
+from gateway.scheduler_client.startup_queue import StartupQueue
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
 from protos import logs
@@ -132,7 +132,7 @@ def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
         settings.scheduler_address,
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
-        parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
+        startup_queue=StartupQueue(settings.max_parked_requests, settings.park_timeout_s),
         security=settings.link_security(),
     )
 

@@ -16,21 +16,21 @@ from starlette.responses import Response
 from gateway import version
 from gateway.auth.key_store import KeyStore
 from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
-from gateway.chat_prompts import ChatEncoder
+from gateway.generation.chat_prompts import ChatEncoder
+from gateway.generation.context import Context
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import RequestMiddleware
 from gateway.messages_api import routes as messages
 from gateway.metrics import Metrics, SharedMetrics
-from gateway.operations import pages
+from gateway.openai import chat, completions, models
+from gateway.operations import pages, tokenize
 from gateway.operations import routes as operations
 from gateway.operations.routes import UNSERVED
 from gateway.pooling import routes as pooling
 from gateway.pooling import scoring
 from gateway.responses_api import routes as responses
-from gateway.routes import chat, completions, loras, models, tokenize
-from gateway.routes.context import Context
-from gateway.scheduler_link.client import InferenceClient
-from gateway.scheduler_link.served_model import ServedModelWatcher, load_text
+from gateway.scheduler_client.client import InferenceClient
+from gateway.scheduler_client.served_model import ServedModelWatcher, load_text
 from gateway.settings import Settings
 from gateway.text.chat_template import read_template
 from gateway.text.tokenization import TextCodec, TextWorker
@@ -50,7 +50,7 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, completions, messages, responses, pooling, scoring, models, loras, tokenize, operations,
+    chat, completions, messages, responses, pooling, scoring, models, tokenize, operations,
 )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _assemble(
     measured = Metrics(
         lambda: watcher.model_name,
         lambda: client.num_pending,
-        lambda: len(client.parking),
+        lambda: len(client.startup_queue),
         unread,
         lambda: watcher.max_model_len,
     )

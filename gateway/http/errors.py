@@ -19,11 +19,13 @@
 
 import math
 from collections.abc import Callable, MutableMapping
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import orjson
+from pydantic import Field
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from protos.errors import (
     Aborted,
@@ -244,3 +246,20 @@ def sent_method(scope: MutableMapping[str, Any]) -> str:
     """Returns the method that the client sent."""
     method: str = scope.get(METHOD, scope["method"])
     return method
+
+
+class ErrorDetail(TypedDict):
+    """OpenAI's error object."""
+
+    message: Annotated[str, Field(description="One line: what was wrong, and what to change.")]
+    type: Annotated[str, Field(description="OpenAI's error type, for example invalid_request_error.")]
+    param: Annotated[str | None, Field(description="The parameter at fault.")]
+    code: Annotated[
+        str | None, Field(description="OpenAI's error code, for example context_length_exceeded.")
+    ]
+
+
+class ErrorAnswer(TypedDict):
+    """The body of every answer with an error status."""
+
+    error: ErrorDetail

@@ -6,9 +6,19 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers.answer_plan import AnswerPlan
-from gateway.answers.sequence_text import Delta
+from gateway.generation.answer_plan import AnswerPlan
+from gateway.generation.context import context_of, generating_model
+from gateway.generation.respond import (
+    AnswerFormat,
+    CollectedExtras,
+    StreamStart,
+    chat_prompt,
+    kept_alive,
+    respond_to_chat,
+)
+from gateway.generation.sequence_text import Delta
 from gateway.http.errors import UnknownRoute, shape_errors
+from gateway.http.openapi import api_router, documented
 from gateway.messages_api.conversion import ConvertedRequest, to_chat
 from gateway.messages_api.schemas import (
     AnthropicErrorAnswer,
@@ -19,19 +29,9 @@ from gateway.messages_api.schemas import (
     TokenCount,
 )
 from gateway.messages_api.writer import ID_PREFIX, MessageStreamWriter, error_event, message_body, shape
-from gateway.routes.answer import (
-    AnswerFormat,
-    CollectedExtras,
-    StreamStart,
-    chat_prompt,
-    kept_alive,
-    respond_to_chat,
-)
-from gateway.routes.context import context_of, generating_model
-from gateway.routes.openapi import api_router, documented
-from gateway.scheduler_link.served_model import ServedModel
+from gateway.scheduler_client.served_model import ServedModel
 from gateway.text.chat_template import ChatTemplate
-from gateway.tools.skipped_tools import skipped_tools_header
+from gateway.tools.custom_tools import skipped_tools_header
 from protos.logs import request_id
 
 PATH: Final = "/v1/messages"

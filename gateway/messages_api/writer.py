@@ -10,11 +10,11 @@ from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 
-from gateway.answers.answer_plan import AnswerPlan
-from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.generation import Usage
-from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import ResponseWriter
+from gateway.generation.answer_plan import AnswerPlan
+from gateway.generation.answer_reader import DeltaReader
+from gateway.generation.generation import Usage
+from gateway.generation.sequence_text import Delta
+from gateway.generation.streaming import ResponseWriter
 from gateway.http.errors import Forbidden, PayloadTooLarge, ShapedError, Unauthorized
 from gateway.messages_api.schemas import AnswerBlock, MessageAnswer, MessageHead, TokenCounts
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text

@@ -13,9 +13,9 @@ from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from gateway.auth.middleware import check_admin
-from gateway.routes.context import context_of
-from gateway.routes.openapi import api_router, documented
-from gateway.scheduler_link.served_model import ServedModel
+from gateway.generation.context import context_of
+from gateway.http.openapi import api_router, documented
+from gateway.scheduler_client.served_model import ServedModel
 from gateway.version import VERSION, fingerprint
 from protos.errors import TriptychError, Unavailable, Unsupported
 from protos.logs import get_logger

@@ -8,17 +8,17 @@ from typing import Any, Final, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers.streaming import while_client_waits
 from gateway.auth.identity import account_of
 from gateway.auth.rate_limits import charge
-from gateway.chat_prompts import ChatInput
+from gateway.generation.chat_prompts import ChatInput
+from gateway.generation.context import Context, context_of
+from gateway.generation.respond import unique_wire_id
+from gateway.generation.streaming import while_client_waits
 from gateway.http.middleware import note, pass_on
 from gateway.pooling.encoding import as_bytes, as_json, description
 from gateway.pooling.inputs import Cuts, PoolInput, encode_text
 from gateway.pooling.schemas import EmbeddingUsage, EncodedBody, InputBody, ListHead, PoolingBody
-from gateway.routes.answer import unique_wire_id
-from gateway.routes.context import Context, context_of
-from gateway.scheduler_link.served_model import ServedModel
+from gateway.scheduler_client.served_model import ServedModel
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference

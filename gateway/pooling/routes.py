@@ -5,6 +5,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.generation.context import served_model
+from gateway.http.openapi import api_router, json_response
 from gateway.pooling.call import BYTES, PoolCall, encode_inputs, usage_of
 from gateway.pooling.schemas import (
     Classification,
@@ -15,8 +17,6 @@ from gateway.pooling.schemas import (
     PoolingList,
     PoolingRequest,
 )
-from gateway.routes.context import served_model
-from gateway.routes.openapi import api_router, json_response
 from protos.triptych.v1 import common_pb2 as pb
 
 router = api_router("Pooling")

@@ -9,8 +9,7 @@ from typing_extensions import TypedDict
 from gateway.quoting import quote
 from gateway.schemas.base import RequestModel, Unserved, ignore
 from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput
-from gateway.schemas.completions import as_prompts
-from gateway.schemas.sampling import UINT32_MAX, ModelName, or_default
+from gateway.schemas.sampling import UINT32_MAX, ModelName, as_prompts, or_default
 
 
 def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:

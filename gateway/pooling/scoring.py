@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import Request
 
+from gateway.generation.context import served_model
+from gateway.http.openapi import api_router
 from gateway.pooling.call import PoolCall, usage_of
 from gateway.pooling.inputs import Cuts, PoolInput, encode_pair, encode_text, text_ids
 from gateway.pooling.schemas import (
@@ -19,8 +21,6 @@ from gateway.pooling.schemas import (
     ScoreList,
     ScoreRequest,
 )
-from gateway.routes.context import served_model
-from gateway.routes.openapi import api_router
 from gateway.text.tokenization import TextCodec
 from protos.errors import Unsupported
 from protos.triptych.v1 import common_pb2 as pb

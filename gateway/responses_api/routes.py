@@ -7,11 +7,21 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.answers.answer_plan import AnswerPlan
-from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.logprobs import Reporter, TokenReport
-from gateway.answers.sequence_text import Delta
+from gateway.generation.answer_plan import AnswerPlan
+from gateway.generation.answer_reader import DeltaReader
+from gateway.generation.context import context_of, generating_model
+from gateway.generation.logprobs import ChatToken, Reporter, TokenReport
+from gateway.generation.respond import (
+    AnswerFormat,
+    CollectedExtras,
+    StreamStart,
+    chat_prompt,
+    kept_alive,
+    respond_to_chat,
+)
+from gateway.generation.sequence_text import Delta
 from gateway.http.errors import UnknownRoute
+from gateway.http.openapi import api_router, documented
 from gateway.parsers.events import Event, Text
 from gateway.quoting import quote
 from gateway.responses_api.conversion import ResponseAsChat, to_chat
@@ -23,19 +33,8 @@ from gateway.responses_api.writer import (
     collected,
     only_error,
 )
-from gateway.routes.answer import (
-    AnswerFormat,
-    CollectedExtras,
-    StreamStart,
-    chat_prompt,
-    kept_alive,
-    respond_to_chat,
-)
-from gateway.routes.context import context_of, generating_model
-from gateway.routes.openapi import api_router, documented
-from gateway.scheduler_link.served_model import ServedModel
-from gateway.schemas.answers import ChatToken
-from gateway.tools.skipped_tools import skipped_tools_header
+from gateway.scheduler_client.served_model import ServedModel
+from gateway.tools.custom_tools import skipped_tools_header
 from protos.errors import NotFound
 
 PATH: Final = "/v1/responses"

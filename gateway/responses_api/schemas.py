@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, NotRequ
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 from typing_extensions import TypedDict
 
+from gateway.generation.logprobs import ChatToken
 from gateway.quoting import clip, quote
 from gateway.responses_api.input_items import InputItems
-from gateway.schemas.answers import ChatToken
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import TEMPLATE_UNSERVED
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions, or_default

@@ -7,11 +7,11 @@ from typing import Any, ClassVar, Final, Literal
 
 import orjson
 
-from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.generation import Usage
-from gateway.answers.logprobs import Reporter, TokenReport
-from gateway.answers.sequence_text import Delta
-from gateway.answers.streaming import ResponseWriter
+from gateway.generation.answer_reader import DeltaReader
+from gateway.generation.generation import Usage
+from gateway.generation.logprobs import ChatToken, Reporter, TokenReport
+from gateway.generation.sequence_text import Delta
+from gateway.generation.streaming import ResponseWriter
 from gateway.http.errors import row_of
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, merged
 from gateway.responses_api.schemas import (
@@ -38,7 +38,6 @@ from gateway.responses_api.schemas import (
     TextFormat,
     scoped_names,
 )
-from gateway.schemas.answers import ChatToken
 from gateway.schemas.tools import NamedChoice
 from gateway.tools.custom_tools import InputReader
 from protos.errors import InvalidArgument, Overloaded, TriptychError

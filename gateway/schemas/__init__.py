@@ -1,5 +1,5 @@
-"""The bodies of chats and completions with their common parts, and the answers of both.
+"""Bodies of requests: the parts shared by protocols, and the chat request that all of them become.
 
-Routes, and the rooms of the other protocols, import this room; it imports nothing of the gateway but
+The rooms of protocols, generation and tools import this room; it imports nothing of the gateway but
 ``quoting``.
 """

@@ -375,3 +375,32 @@ class SamplingRequest(RequestModel):
             and self.stream_options is not None
             and self.stream_options.continuous_usage_stats
         )
+
+
+_SHAPES: Final = "a string, a list of strings, a list of token ids or a list of such lists"
+
+
+def is_token_ids(value: Any) -> bool:
+    """Whether ``value`` is a list of unsigned 32-bit integers."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= UINT32_MAX for item in value)
+
+
+def as_prompts(value: Any) -> list[str | list[int]]:
+    """Returns a list of prompts, each text or token ids, from any shape of OpenAI's API.
+
+    Raises:
+        ValueError: names the shapes.
+    """
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        raise ValueError(f"must be {_SHAPES}, got {quote(value)}")  # noqa: TRY004 - pydantic's signal
+    # A model might start from an empty prompt, depending on its BOS token, but a client never means that.
+    if not value or any(item in ("", []) for item in value):
+        raise ValueError("is empty: it must give at least one character or token id")
+    if type(value[0]) is int:
+        value = [value]
+    if all(isinstance(item, str) for item in value) or all(is_token_ids(item) for item in value):
+        prompts: list[str | list[int]] = value
+        return prompts
+    raise ValueError(f"must be {_SHAPES} (token ids are integers from 0), got {quote(value)}")

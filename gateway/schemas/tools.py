@@ -12,8 +12,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.closing import BY_NAME
 from gateway.schemas.sampling import or_default
+from gateway.schemas.structured import BY_NAME
 
 MAX_TOOLS: Final = 128
 

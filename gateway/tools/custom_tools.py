@@ -2,8 +2,10 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
+
+from protos.logs import get_logger
 
 INPUT_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -83,3 +85,19 @@ class InputReader:
 
     def _end(self) -> str:
         return ""
+
+
+SKIPPED_TOOLS: Final = "x-skipped-tools"
+
+# Types that are named. Proxies refuse answers with long headers.
+_MAX_NAMED: Final = 16
+
+
+def skipped_tools_header(types: Iterable[str]) -> dict[str, str]:
+    """Returns the header that names the types of skipped tools, each once; logs them, too."""
+    if not (skipped := list(dict.fromkeys(types))):
+        return {}
+    if (more := len(skipped) - _MAX_NAMED) > 0:
+        skipped[_MAX_NAMED:] = [f"and {more} more"]
+    get_logger().info("the request has tools that are not served", skipped=skipped)
+    return {SKIPPED_TOOLS: ", ".join(skipped)}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gateway.parsers.reasoning import THINK, Marks, Thinking
-from gateway.schemas.closing import BY_NAME, SCHEMAS, closed
+from gateway.schemas.structured import BY_NAME, SCHEMAS, closed
 from protos.triptych.v1 import common_pb2 as pb
 
 Tag: TypeAlias = dict[str, Any]

@@ -29,8 +29,8 @@ from typing import Final, Protocol
 
 import structlog
 
-from gateway.scheduler_link.parking import Parking
-from gateway.scheduler_link.request_table import InFlightRequests, Outbox
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
+from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import Unavailable
 from protos.kv_groups import GroupKind
 from protos.overload.unread import UnreadLimits
@@ -274,7 +274,7 @@ def mixed(num_requests: int) -> tuple[float, float]:
 
 def stream(steps: int) -> tuple[float, float]:
     """Returns the median microseconds in which a step's tokens are encoded and decoded, without gRPC."""
-    table = InFlightRequests(Outbox(), Parking(0, 0.0), 60.0)
+    table = InFlightRequests(Outbox(), StartupQueue(0, 0.0), 60.0)
     encoder, encode_us, decode_us = ConnectEncoder(), [], []
 
     async def run() -> None:

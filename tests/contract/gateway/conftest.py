@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.scheduler_link import connection
+from gateway.scheduler_client import connection
 from tests.support.gateway.serving import Stack
 
 

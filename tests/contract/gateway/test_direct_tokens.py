@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.answers.chunks import ChatChunks
-from gateway.answers.sequence_text import Delta
+from gateway.generation.sequence_text import Delta
 from gateway.http.protocol import BodyWriter
+from gateway.openai.chunks import ChatChunks
 from tests.support.gateway.serving import CHAT, TEXT, Stack, running_stack
 
 pytestmark = pytest.mark.contract

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 
-from gateway.answers.idle_watch import IdleWatch
+from gateway.generation.streaming import IdleWatch
 from protos.errors import Internal
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import (
@@ -153,7 +153,7 @@ async def test_streams_that_wait_for_the_first_model_get_comments() -> None:
             for lines, last in waiting:
                 rest = [line async for line in lines if line]
                 assert last in rest[-1]
-        assert len(gateway.client.parking) == 0
+        assert len(gateway.client.startup_queue) == 0
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ async def test_a_stream_whose_client_leaves_before_there_is_a_model_frees_its_pl
     async with waiting_gateway() as (gateway, scheduler, port, http):
         async with http.stream("POST", PROTOCOLS[0][0], json={**CHAT, "stream": True}) as response:
             await until_alive(response.aiter_lines(), COMMENT)
-            assert len(gateway.client.parking) == 1
+            assert len(gateway.client.startup_queue) == 1
         async with asyncio.timeout(5):
-            while len(gateway.client.parking):
+            while len(gateway.client.startup_queue):
                 await asyncio.sleep(0.01)
         async with serving(scheduler, port):
             assert (await http.post(PROTOCOLS[0][0], json=CHAT)).status_code == 200

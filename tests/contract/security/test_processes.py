@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.scheduler_link.client import InferenceClient
+from gateway.scheduler_client.client import InferenceClient
 from protos.security.certificates import Certificates
 from protos.security.links import LinkSecurity
 from protos.security.tokens import ServiceTokens

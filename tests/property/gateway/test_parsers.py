@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.answers.answer_reader import AnswerReader, CollectedMessage
+from gateway.generation.answer_reader import AnswerReader
+from gateway.openai.chat import CollectedMessage
 from gateway.parsers import events
 from gateway.parsers.json_scan import ValueScanner
 from gateway.parsers.parser_base import NamedToolParser

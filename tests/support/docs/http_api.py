@@ -6,7 +6,7 @@ from typing import Any
 
 from gateway.app import create_app
 from gateway.http.errors import TABLE
-from gateway.scheduler_link.client import InferenceClient
+from gateway.scheduler_client.client import InferenceClient
 from gateway.schemas.base import RequestModel
 from gateway.settings import Settings
 from protos.errors import Internal, TriptychError

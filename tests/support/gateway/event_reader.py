@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
-from gateway.scheduler_link.pending_request import PendingRequest, SequenceEvent, Subscription
+from gateway.scheduler_client.pending_request import PendingRequest, SequenceEvent, Subscription
 from protos.errors import TriptychError
 
 

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from gateway.__main__ import HttpServer, http_config
 from gateway.app import create_app
 from gateway.http.listeners import listen
-from gateway.scheduler_link.client import InferenceClient
-from gateway.scheduler_link.parking import Parking
+from gateway.scheduler_client.client import InferenceClient
+from gateway.scheduler_client.startup_queue import StartupQueue
 from gateway.settings import Settings
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from worker_svc.model_files import demo_models as models
@@ -131,7 +131,7 @@ async def running_gateway(
         settings.scheduler_address,
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
-        parking=Parking(settings.max_parked_requests, settings.park_timeout_s),
+        startup_queue=StartupQueue(settings.max_parked_requests, settings.park_timeout_s),
     )
     app = create_app(settings, client)
     listener = listen("127.0.0.1", 0)

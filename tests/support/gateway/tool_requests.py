@@ -6,7 +6,7 @@ from typing import Any
 
 import xgrammar
 
-from gateway.scheduler_link.served_model import ServedModel
+from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.settings import Settings

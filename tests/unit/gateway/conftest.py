@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.scheduler_link.served_model import ServedModel
+from gateway.scheduler_client.served_model import ServedModel
 from tests.support.gateway.serving import smollm2_folder
 from tests.support.gateway.tool_requests import served_with
 from tests.support.gateway.tool_templates import THINKING, folder_with

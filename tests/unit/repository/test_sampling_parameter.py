@@ -9,7 +9,7 @@ from tests.support.paths import PACKAGES, ROOT, sources
 SAMPLING_PARAMETER_FILES = {
     "protos/triptych/v1/common.proto",
     "gateway/schemas/sampling.py",
-    "gateway/routes/request_builder.py",
+    "gateway/generation/request_builder.py",
     "worker_svc/sampling/parameters.py",
     "worker_svc/sampling/state.py",
     "worker_svc/sampling/adjust.py",

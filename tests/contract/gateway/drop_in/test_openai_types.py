@@ -11,7 +11,7 @@ from openai.types.create_embedding_response import CreateEmbeddingResponse
 from openai.types.model import Model
 from pydantic import BaseModel
 
-from gateway.schemas.answers import ChatChunk
+from gateway.openai.answers import ChatChunk
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import CHAT, Stack, running_stack
 from tests.support.gateway.tool_templates import THINKING, WEATHER, folder_with

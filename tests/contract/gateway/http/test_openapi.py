@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from gateway.http.errors import ErrorAnswer
+from gateway.openai import answers
+from gateway.openai.models import ModelCard, ModelList
 from gateway.operations.routes import Version
-from gateway.routes.models import ModelCard, ModelList
-from gateway.routes.tokenize import Detokenized, Tokenized
-from gateway.schemas import answers
+from gateway.operations.tokenize import Detokenized, Tokenized
 from tests.support.gateway.documented import check_answer, resolved
 from tests.support.gateway.serving import CHAT, Stack
 
@@ -109,7 +110,7 @@ async def test_events_match_the_document(stack: Stack, path: str, body: dict[str
         ("/tokenize", {"prompt": "hello"}, Tokenized),
         ("/tokenize", {**CHAT, "return_token_strs": True}, Tokenized),
         ("/detokenize", {"tokens": [5, 6]}, Detokenized),
-        ("/v1/completions", {"prompt": 5}, answers.ErrorAnswer),
+        ("/v1/completions", {"prompt": 5}, ErrorAnswer),
         ("/v1/models", None, ModelList),
         ("/v1/models/smollm2", None, ModelCard),
         ("/version", None, Version),

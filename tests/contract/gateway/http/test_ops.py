@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.scheduler_link.served_model import ServedModelWatcher
+from gateway.scheduler_client.served_model import ServedModelWatcher
 from gateway.version import VERSION
 from tests.support.gateway.serving import CHAT, Stack
 

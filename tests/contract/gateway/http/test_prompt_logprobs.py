@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.answers.logprobs import Reporter, TokenReport
-from gateway.answers.prompt import Prompt
+from gateway.generation.logprobs import Reporter, TokenReport
+from gateway.generation.sequence_text import Prompt
 from tests.support.gateway.serving import Stack, running_stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from gateway.schemas.answers import ChatCompletion
+from gateway.openai.answers import ChatCompletion
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack, running_stack
 from tests.support.gateway.tool_requests import accepts, byte_compiler

@@ -12,8 +12,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types import CreateEmbeddingResponse
 
+from gateway.openai.models import ModelCard
 from gateway.pooling.schemas import EmbeddingList
-from gateway.routes.models import ModelCard
 from protos.errors import Internal, Overloaded, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.documented import check_answer

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.answers.answer_plan import AnswerPlan
-from gateway.answers.generation import Usage
-from gateway.answers.sequence_text import Delta
+from gateway.generation.answer_plan import AnswerPlan
+from gateway.generation.generation import Usage
+from gateway.generation.sequence_text import Delta
 from gateway.messages_api.schemas import MessageAnswer
 from gateway.messages_api.writer import MessageStreamWriter, StopReason, message_body, shape, usage_body
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text

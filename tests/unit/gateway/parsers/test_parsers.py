@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
-from gateway.answers.answer_reader import AnswerReader, CollectedMessage, finish_reason
+from gateway.generation.answer_reader import AnswerReader
+from gateway.openai.answers import AssistantMessage
+from gateway.openai.chat import CollectedMessage
+from gateway.openai.chunks import finish_reason
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.parsers.json_scan import MAX_DEPTH
 from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import Thinking, ThinkParser, thinking_at
-from gateway.schemas.answers import AssistantMessage
 from gateway.tools.formats import FORMATS, LIST
 
 NAMES = frozenset({"get_weather", "get_time", "from_to"})

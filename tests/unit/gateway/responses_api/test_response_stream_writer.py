@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from gateway.answers.answer_reader import AnswerReader
-from gateway.answers.delta_reader import DeltaReader
-from gateway.answers.generation import Usage
-from gateway.answers.logprobs import Reporter, TokenReport
-from gateway.answers.sequence_text import Delta
+from gateway.generation.answer_reader import AnswerReader, DeltaReader
+from gateway.generation.generation import Usage
+from gateway.generation.logprobs import Reporter, TokenReport
+from gateway.generation.sequence_text import Delta
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.responses_api.schemas import ResponsesRequest
 from gateway.responses_api.writer import Output, ResponseObject, ResponseStreamWriter, collected

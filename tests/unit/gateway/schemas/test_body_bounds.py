@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from gateway.routes.tokenize import DetokenizeRequest, TokenizeRequest
+from gateway.openai.completions import CompletionRequest
+from gateway.operations.tokenize import DetokenizeRequest, TokenizeRequest
 from gateway.schemas.base import parse
 from gateway.schemas.chat import MAX_MESSAGES, MAX_PARTS, ChatCompletionRequest
-from gateway.schemas.completions import CompletionRequest
 from protos.errors import InvalidArgument
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.schemas.closing import closed
+from gateway.schemas.structured import closed
 
 TEXT = {"type": "string"}
 

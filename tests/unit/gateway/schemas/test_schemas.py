@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from gateway.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from gateway.operations.tokenize import TokenizeRequest
 from gateway.quoting import quote
-from gateway.routes.tokenize import TokenizeRequest
 from gateway.schemas.base import IgnoredFields, parse, path_of
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.schemas.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from protos.errors import InvalidArgument, Unsupported
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -6,9 +6,9 @@ from typing import Any
 import orjson
 import pytest
 
+from gateway.openai.completions import CompletionRequest
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.schemas.completions import CompletionRequest
 from gateway.schemas.structured import MAX_TEXT
 from protos.errors import InvalidArgument, Unsupported
 from protos.triptych.v1 import common_pb2 as pb

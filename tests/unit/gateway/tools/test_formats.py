@@ -6,11 +6,11 @@ import pytest
 import xgrammar
 
 from gateway.format_names import TOOL_FORMATS
+from gateway.generation.chat_prompts import show_tools_in_words
 from gateway.parsers.events import CallStart
 from gateway.parsers.reasoning import Thinking
 from gateway.text.chat_template import ChatTemplate
 from gateway.tools.formats import FORMATS, LIST
-from gateway.tools.prompting import show_tools_in_words
 from gateway.tools.tags import Callee, Shape, behind_thinking, json_schema, structural
 from tests.support.gateway.tool_requests import accepts, byte_compiler
 from tests.support.gateway.tool_templates import TEMPLATES, TIME

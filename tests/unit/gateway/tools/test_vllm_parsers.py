@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from gateway.__main__ import main
-from gateway.answers.answer_plan import plan_answer
-from gateway.answers.answer_reader import AnswerReader, CollectedMessage
-from gateway.scheduler_link.served_model import ServedModel
+from gateway.generation.answer_plan import plan_answer
+from gateway.generation.answer_reader import AnswerReader
+from gateway.openai.chat import CollectedMessage
+from gateway.scheduler_client.served_model import ServedModel
 from gateway.text.tokenization import TextCodec
 from gateway.tools import vllm_parsers
 from gateway.tools.formats import FORMATS
@@ -307,7 +308,7 @@ def test_only_three_places_import_vllm() -> None:
 def test_the_gateways_own_parsers_import_neither_vllm_nor_torch() -> None:
     """Checking a setting for one of the gateway's own parsers imports nothing heavy."""
     script = (
-        "import sys\nfrom gateway import app\nfrom gateway.answers import answer_plan\nfrom gateway.tools import vllm_parsers\n"
+        "import sys\nfrom gateway import app\nfrom gateway.generation import answer_plan\nfrom gateway.tools import vllm_parsers\n"
         "vllm_parsers.check('--tool-call-parser', 'hermes')\n"
         "print(sorted({'torch', 'vllm', 'transformers', 'xgrammar'} & set(sys.modules)))"
     )

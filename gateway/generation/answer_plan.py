@@ -1,0 +1,250 @@
+"""The plan for one chat answer: the grammar that constrains the model, and the parsers that read its text."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NamedTuple
+
+from gateway.format_names import VLLM_PREFIX
+from gateway.generation.answer_reader import AnswerReader
+from gateway.parsers.events import ToolParser
+from gateway.parsers.reasoning import MARKERS, TAIL_TOKENS, Thinking, ThinkParser, thinking_at
+from gateway.scheduler_client.served_model import ServedModel
+from gateway.schemas.chat import ChatCompletionRequest
+from gateway.schemas.tools import NO_PARAMETERS, NamedChoice, Tool
+from gateway.settings import Settings
+from gateway.tools import vllm_parsers
+from gateway.tools.answer_constraint import place_constraint
+from gateway.tools.formats import FORMATS, LIST, Format, named
+from gateway.tools.tags import Callee, Shape, Tag, behind_thinking, structural
+from protos.errors import InvalidArgument, Unsupported
+from protos.triptych.v1 import common_pb2 as pb
+
+_ANY_OBJECT: Final = {"type": "object"}
+_TOOLS: Final = "tools"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How an answer is constrained and read.
+
+    Without tools and thinking there are no parsers: the whole text is content.
+    """
+
+    thinking: Callable[[], ToolParser] | None = None
+    """Makes a parser that separates thinking from the answer."""
+    calls: Callable[[], ToolParser] | None = None
+    """Makes a parser that finds tool calls."""
+    constraint: pb.StructuredOutput | None = None
+    """The grammar that the output must match; ``None``: any text is fine."""
+    constraint_param: str = ""
+    """The request's parameter that set the constraint."""
+    markers: frozenset[str] | None = frozenset()
+    """Texts that the parsers must see although they may be special tokens; ``None``: any special token may be
+    one."""
+    one_call: bool = False
+    """Whether calls behind the first are dropped."""
+    named: bool = False
+    """Whether the request names the one tool to call."""
+    show_thinking: bool = True
+    """Whether the client wants to see the thinking."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the text needs no parsing."""
+        return self.thinking is None and self.calls is None
+
+    def reader(self) -> AnswerReader:
+        """Returns a new reader for one sequence."""
+        return AnswerReader(
+            self.thinking() if self.thinking else None,
+            self.calls() if self.calls else None,
+            one_call=self.one_call,
+            show_thinking=self.show_thinking,
+        )
+
+
+class _ThinkingPlan(NamedTuple):
+    """How the thinking in front of an answer is read and allowed for."""
+
+    parser: Callable[[], ToolParser] | None
+    """Makes a parser; ``None``: the model does not think."""
+    markers: frozenset[str] | None
+    """Texts that the parser must see; ``None``: any."""
+    behind: Callable[[Tag, str], Tag]
+    """Puts an answer's constraint behind the thinking; returns it unchanged if there is none. The text is the
+    parameter, for errors."""
+
+
+class _CallPlan(NamedTuple):
+    """How calls are read, and the constraint that the model writes them under."""
+
+    form: Format
+    constraint: pb.StructuredOutput | None = None
+    param: str = ""
+    """The request's parameter that set the constraint."""
+
+
+def plan_answer(
+    settings: Settings, served: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]
+) -> AnswerPlan:
+    """Plans the answer to ``body``. The effort grows with the request's tools and schemas.
+
+    Args:
+        settings: name the parsers, or leave the choice to the chat template.
+        served: the model.
+        body: the request.
+        prompt: its token ids; their end shows whether the model is already thinking.
+
+    Raises:
+        Unsupported: if calls are optional and no parser finds them, or strict and no grammar constrains them.
+        InvalidArgument: if the constraint cannot be read, or contradicts the choice of tools.
+    """
+    thinking = _plan_thinking(settings, served, prompt)
+    asked, param = body.constraint(), body.constraint_param
+    choice = body.tool_choice or ("auto" if body.tools else "none")
+    if choice == "none" or not body.tools:
+        if asked is not None and thinking.parser is not None:
+            asked = place_constraint(asked, lambda tag: thinking.behind(tag, param), param)
+        return AnswerPlan(
+            thinking.parser,
+            constraint=asked,
+            constraint_param=param,
+            markers=thinking.markers,
+            show_thinking=body.include_reasoning,
+        )
+    form = _format(settings, served, body.tools)
+    calls = (
+        _plan_optional(form, served, body, thinking, asked)
+        if choice == "auto"
+        else _plan_required(form, body, thinking)
+    )
+    make, names = calls.form.make, frozenset(tool.function.name for tool in body.tools)
+    markers = calls.form.markers
+    return AnswerPlan(
+        thinking.parser,
+        lambda: make(names),
+        calls.constraint,
+        calls.param,
+        None if thinking.markers is None or markers is None else thinking.markers | markers,
+        one_call=not body.parallel_tool_calls or isinstance(choice, NamedChoice),
+        named=isinstance(choice, NamedChoice),
+        show_thinking=body.include_reasoning,
+    )
+
+
+def _plan_thinking(settings: Settings, served: ServedModel, prompt: Sequence[int]) -> _ThinkingPlan:
+    name, text = settings.reasoning_parser, served.text
+    if name == "none" or (name == "auto" and not text.thinks):
+        return _ThinkingPlan(None, frozenset(), lambda tag, _: tag)
+    if name.startswith(VLLM_PREFIX):
+        parser = partial(vllm_parsers.reasoning_parser, name, text, prompt)
+        return _ThinkingPlan(parser, None, lambda tag, param: _behind_vllm(parser(), name, tag, param))
+    at = thinking_at(text.decode(prompt[-TAIL_TOKENS:]), always=name == "deepseek_r1")
+    return _ThinkingPlan(lambda: ThinkParser(at), MARKERS, lambda tag, _: behind_thinking(at, tag))
+
+
+def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, param: str) -> Tag:
+    """Puts ``tag`` behind the thinking that a parser of vLLM finds.
+
+    The parser says where, because grammar and parser must agree.
+    """
+    if (at := parser.begins()) is Thinking.OVER:
+        return tag
+    if (marks := parser.marks) is None:
+        raise Unsupported(
+            f"'{param}' is not supported: the gateway's --reasoning-parser {name} does not say which text"
+            " ends the thinking, so the answer behind it cannot be constrained; omit it, or start the gateway"
+            " with another parser",
+            param=param,
+        )
+    return behind_thinking(at, tag, marks)
+
+
+def _format(settings: Settings, served: ServedModel, tools: Sequence[Tool]) -> Format | None:
+    name = settings.tool_call_parser
+    if name.startswith(VLLM_PREFIX):
+        make = vllm_parsers.tool_parsers(name, served.text, [tool.for_template() for tool in tools])
+        return Format(lambda _: make(), None)
+    if name == "auto":
+        return FORMATS[served.text.tool_format] if served.text.tool_format else None
+    return FORMATS.get(name)
+
+
+def _callee(tool: Tool, *, strict: bool) -> Callee:
+    # A tool that is not strict may get any object, unless it takes nothing.
+    if tool.function.has_no_parameters:
+        return Callee(tool.function.name, NO_PARAMETERS)
+    return Callee(tool.function.name, (tool.function.parameters or {}) if strict else _ANY_OBJECT)
+
+
+def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: _ThinkingPlan) -> _CallPlan:
+    """Plans an answer of nothing but calls: of any tool, or one call of the named tool.
+
+    A response format is for the answer's content, of which there is none. Agents send both with every turn.
+    """
+    if body.structured_outputs is not None:
+        raise InvalidArgument(
+            f"{body.constraint_param} and a tool_choice that requires a call contradict one another; send one"
+            ' of them, or tool_choice "auto" or "none"',
+            param=body.constraint_param,
+        )
+    name = body.tool_choice.name if isinstance(body.tool_choice, NamedChoice) else None
+    if form is None or form.shape is None:
+        form = LIST if name is None else named(name)
+    assert form.shape is not None
+    callees = [
+        _callee(tool, strict=tool.function.strict is not False)
+        for tool in body.tools
+        if name in (None, tool.function.name)
+    ]
+    calls = form.shape.required(callees, parallel=body.parallel_tool_calls and name is None)
+    return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+
+
+def _plan_optional(
+    form: Format | None,
+    served: ServedModel,
+    body: ChatCompletionRequest,
+    thinking: _ThinkingPlan,
+    asked: pb.StructuredOutput | None,
+) -> _CallPlan:
+    """Plans free text with calls in it, or, under a constraint, either calls or an answer that matches it."""
+    if form is None:
+        raise Unsupported(
+            f"tool_choice=\"auto\" is not supported: the chat template of '{served.model.served_name}' does"
+            ' not show how it writes calls; send tool_choice "required" or a function\'s name, or start the'
+            " gateway with --tool-call-parser",
+            param="tool_choice",
+        )
+    strict = [index for index, tool in enumerate(body.tools) if tool.function.strict]
+    if asked is None and not strict:
+        return _CallPlan(form)
+    if not isinstance(form.shape, Shape):
+        raise _without_grammar(body.constraint_param if asked is not None else None, strict)
+    callees = [_callee(tool, strict=bool(tool.function.strict)) for tool in body.tools]
+    if asked is None:
+        calls = form.shape.optional(callees, parallel=body.parallel_tool_calls)
+        return _CallPlan(form, structural(thinking.behind(calls, _TOOLS)), _TOOLS)
+    param = body.constraint_param
+    required = form.shape.required(callees, parallel=body.parallel_tool_calls)
+
+    def place(answer: Tag) -> Tag:
+        return thinking.behind({"type": "or", "elements": [required, answer]}, param)
+
+    return _CallPlan(form, place_constraint(asked, place, param), param)
+
+
+def _without_grammar(param: str | None, strict: Sequence[int]) -> Unsupported:
+    if param is not None:
+        return Unsupported(
+            f"{param} is not supported together with optional tool calls: the parser of this model's calls"
+            ' has no grammar for "calls or this answer"; omit it, or send tool_choice "none"',
+            param=param,
+        )
+    param = f"tools[{strict[0]}].function.strict"
+    return Unsupported(
+        f"{param}=true is not supported: the parser of this model's calls has no grammar for"
+        ' tool_choice "auto"; omit it, or send tool_choice "required" or a function\'s name',
+        param=param,
+    )

@@ -1,0 +1,276 @@
+"""Builds wire requests from request bodies, and checks what needs no scheduler."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from gateway.auth.identity import NO_ACCOUNT, Account
+from gateway.quoting import quote
+from gateway.scheduler_client.served_model import ServedModel
+from gateway.schemas.sampling import SamplingRequest
+from gateway.text.tokenization import TextCodec, TextWorker
+from protos.errors import ContextExceeded, InvalidArgument
+from protos.limits import SAMPLING
+from protos.logs import get_logger
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+from protos.validation import check_ids, check_token_ids
+
+# Parameters that are numbers on both sides, under one name. A value without effect stays unset, so that a
+# worker that does not support the parameter has nothing to refuse.
+_SCALARS: Final = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
+
+
+async def encode_prompts(
+    served: ServedModel,
+    worker: TextWorker,
+    prompts: Sequence[str | list[int]],
+    *,
+    special: bool,
+    size: int,
+    param: str,
+) -> list[list[int]]:
+    """Returns the token ids of each prompt; prompts given as ids stay unchanged.
+
+    Args:
+        served: the model.
+        worker: runs long work.
+        prompts: texts or token ids.
+        special: whether texts get the tokens that the model expects around them.
+        size: bytes of the request's body, which bound the effort.
+        param: the client's name for the prompts.
+
+    Raises:
+        InvalidArgument: if an id is beyond the vocabulary.
+    """
+    vocab_size = served.model.vocab_size
+
+    def work() -> list[list[int]]:
+        encoded = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                encoded.append(served.text.encode(prompt, add_special_tokens=special))
+                continue
+            if vocab_size:
+                check_ids(param, prompt, vocab_size)
+            encoded.append(prompt)
+        return encoded
+
+    return await worker.run(size, work)
+
+
+def check_length(served: ServedModel, prompt: Sequence[int], limit: int | None, *, param: str) -> None:
+    """Refuses a prompt that cannot run.
+
+    The scheduler would refuse it, too, but does not know the client's names of parameters.
+
+    Raises:
+        InvalidArgument: if the prompt is empty.
+        ContextExceeded: if prompt and output do not fit the context.
+    """
+    context, count = served.model.max_model_len, len(prompt)
+    if count == 0:
+        raise InvalidArgument(f"'{param}' is empty: it must give at least one token", param=param)
+    if count + (limit or 1) > context:
+        if limit is None or count >= context:
+            asked, advice = (
+                f"the prompt has {count} tokens, which leaves no room for an answer",
+                "shorten the prompt",
+            )
+        else:
+            asked = (
+                f"the prompt has {count} tokens and the request asks for {limit} more, "
+                f"{count + limit} together"
+            )
+            advice = f"shorten the prompt or ask for at most {context - count} tokens"
+        raise ContextExceeded(
+            # LiteLLM and others know this error by OpenAI's first words.
+            f"This model's maximum context length is {context} tokens, but {asked}; {advice}",
+            param=param,
+        )
+
+
+def truncated(served: ServedModel, body: SamplingRequest, prompt: list[int]) -> list[int]:
+    """Returns the tokens of ``prompt`` that truncate_prompt_tokens keeps.
+
+    Raises:
+        InvalidArgument: if it keeps more than fit into the context.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    room = served.model.max_model_len - (body.output_limit or 1)
+    if keep > room:
+        raise InvalidArgument(
+            f"truncate_prompt_tokens={keep} keeps more than the {max(0, room)} tokens that fit into the"
+            f" context of {served.model.max_model_len} beside the answer; keep fewer, or send -1",
+            param="truncate_prompt_tokens",
+        )
+    if keep == -1:
+        keep = room
+    if len(prompt) <= keep or keep < 1:
+        return prompt
+    return prompt[:keep] if body.truncation_side == "right" else prompt[-keep:]
+
+
+def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
+    """Returns the token sequences that write ``words``.
+
+    Each word has a sequence for the start of a text, and one for the position behind a space if that begins
+    with another token and has as many tokens, as in vLLM.
+
+    Raises:
+        InvalidArgument: if a word has no tokens.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain = text.encode(word.lstrip(), add_special_tokens=False)
+        if not plain:
+            raise InvalidArgument(
+                f"'bad_words' has {quote(word)}, which has no tokens; omit it", param="bad_words"
+            )
+        found.append(plain)
+        spaced = text.encode(f" {word.lstrip()}", add_special_tokens=False)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            found.append(spaced)
+    return found
+
+
+def check_logprobs(body: SamplingRequest, most: int) -> None:
+    """Refuses a request for more log-probabilities than the deployment allows.
+
+    Raises:
+        InvalidArgument: if it asks for more than ``most`` with each token.
+    """
+    own = "top_logprobs" if hasattr(body, "top_logprobs") else "logprobs"
+    for param, count in ((own, body.num_logprobs), ("prompt_logprobs", body.num_prompt_logprobs)):
+        if count is not None and count > most:
+            raise InvalidArgument(
+                f"{param} is {count}, but this deployment reports at most {most} log-probabilities with each token;"
+                " ask for fewer",
+                param=param,
+            )
+
+
+def log_requests(requests: Sequence[inference.GenerateRequest]) -> None:
+    """Logs what a client asks for, without its texts: counts of tokens, and parameters that are numbers."""
+    sampling = requests[0].sampling
+    numbers = {
+        field.name: value for field, value in sampling.ListFields() if isinstance(value, bool | int | float)
+    }
+    get_logger().info(
+        "request",
+        requests=[request.request_id for request in requests],
+        prompt_tokens=[len(request.prompt_token_ids) for request in requests],
+        n=requests[0].n or 1,
+        lora=requests[0].lora_name or None,
+        constrained=sampling.HasField("structured_output"),
+        **numbers,
+    )
+
+
+def sampling_of(
+    body: SamplingRequest, model: pb.ModelInfo, constraint: pb.StructuredOutput | None = None
+) -> pb.SamplingParams:
+    """Returns the body's sampling parameters; the model's recommended values replace unset ones.
+
+    A value that switches a filter off stays unset: a worker that does not serve the filter then has nothing
+    to refuse.
+
+    Args:
+        body: the HTTP request.
+        model: the model.
+        constraint: the grammar that the whole output must match, thinking and calls included.
+
+    Raises:
+        InvalidArgument: if a token id is beyond the vocabulary.
+    """
+    params = pb.SamplingParams()
+    params.CopyFrom(model.default_sampling)
+    for name in _SCALARS:
+        value = getattr(body, name)
+        if value is not None:
+            params.ClearField(name)
+            if value not in SAMPLING[name].off:
+                setattr(params, name, value)
+    if body.top_k is not None:
+        params.ClearField("top_k")
+        if body.top_k > 0:
+            params.top_k = body.top_k
+    if body.seed is not None:
+        # vLLM's API allows negative seeds; the wire has 64 bits either way.
+        params.seed = body.seed % 2**64
+    if body.output_limit is not None:
+        params.max_tokens = body.output_limit
+    params.min_tokens = body.min_tokens
+    params.ignore_eos = body.ignore_eos
+    params.stop_token_ids.extend(body.stop_token_ids)
+    params.allowed_token_ids.extend(body.allowed_token_ids or ())
+    params.logit_bias.update(body.logit_bias or {})
+    if body.num_logprobs is not None:
+        params.logprobs = body.num_logprobs
+    if body.num_prompt_logprobs is not None:
+        params.prompt_logprobs = body.num_prompt_logprobs
+    if constraint is not None:
+        params.structured_output.CopyFrom(constraint)
+    if model.vocab_size:
+        check_token_ids(params, model.vocab_size)
+    return params
+
+
+def _within_context(
+    served: ServedModel, body: SamplingRequest, sampling: pb.SamplingParams, num_prompt: int
+) -> pb.SamplingParams:
+    """Returns the parameters for one prompt: the model's recommended length counts as far as it fits."""
+    if body.output_limit is not None or not sampling.max_tokens:
+        return sampling
+    own = pb.SamplingParams()
+    own.CopyFrom(sampling)
+    own.max_tokens = max(body.min_tokens, min(sampling.max_tokens, served.model.max_model_len - num_prompt))
+    return own
+
+
+def generate_requests(
+    served: ServedModel,
+    body: SamplingRequest,
+    prompts: Sequence[Sequence[int]],
+    request_id: str,
+    *,
+    account: Account = NO_ACCOUNT,
+    bad_words: Sequence[Sequence[int]] = (),
+    constraint: pb.StructuredOutput | None = None,
+) -> list[inference.GenerateRequest]:
+    """Returns one wire request per prompt.
+
+    Args:
+        served: the model.
+        body: the HTTP request; each prompt is continued ``n`` times.
+        prompts: token ids, one list per prompt.
+        request_id: unique in this process; several prompts append their index to it.
+        account: how the scheduler treats the requests.
+        bad_words: see :func:`bad_word_tokens`.
+        constraint: see :func:`sampling_of`.
+
+    Raises:
+        InvalidArgument: see :func:`check_length` and :func:`sampling_of`.
+    """
+    for prompt in prompts:
+        check_length(served, prompt, body.output_limit, param=body.prompt_param)
+    sampling = sampling_of(body, served.model, constraint)
+    for token_ids in bad_words:
+        sampling.bad_words.add(token_ids=token_ids)
+    return [
+        inference.GenerateRequest(
+            request_id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,
+            prompt_token_ids=prompt,
+            sampling=_within_context(served, body, sampling, len(prompt)),
+            n=body.n if body.n > 1 else None,
+            priority=account.priority,
+            tenant=account.tenant,
+            cache_salt=account.cache_salt,
+            model=served.model.served_name,
+            lora_name=served.adapter_of(body.model),
+        )
+        for index, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,255 @@
+"""Prompts and sequences of an answer: tokens become text until they end or a stop string does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from gateway.generation.logprobs import TokenReport
+from gateway.metrics import EngineMetrics
+from gateway.parsers.events import Text, ToolParser
+from gateway.scheduler_client.pending_request import PendingRequest, SequenceEvent
+from gateway.scheduler_client.served_model import ServedModel
+from gateway.schemas.sampling import SamplingRequest
+from gateway.text.detokenizer import Detokenizer
+from gateway.text.stop_strings import StopStrings
+from protos.triptych.v1 import common_pb2 as pb
+
+
+class ThinkingMeter:
+    """Counts the tokens of one sequence's thinking; its markers count, too."""
+
+    def __init__(self, parser: ToolParser) -> None:
+        """Counts the thinking that ``parser`` finds."""
+        self._parser: ToolParser | None = parser
+        self.num_tokens = 0
+
+    def feed(self, text: str, num_tokens: int) -> None:
+        """Takes the text that further tokens complete; they are the sequence's first ``num_tokens``."""
+        if self._parser is None:
+            return
+        events = self._parser.feed(text)
+        if any(isinstance(event, Text) and event.text for event in events):
+            self._parser = None
+        elif events:
+            self.num_tokens = num_tokens
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt, shared by all sequences that continue it."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[pb.TokenLogprobs] = ()
+    """One entry for each token but the first, if they were asked for. Grows while the prompt is computed, and
+    is complete before the group delivers the first event of an answer."""
+    echo: str | None = None
+    """The text that each answer begins with; ``None`` if answers do not repeat the prompt."""
+    reports: tuple[TokenReport, ...] | None = None
+    """The prompt's tokens as part of an answer that repeats it, if they are reported and known."""
+    num_cached_tokens: int | None = None
+    """Prompt tokens that came from the prefix cache, once that is known. A request that is sent again finds
+    other prefixes there, which do not count."""
+    replica_id: str = ""
+    """The replica that ran it first, once that is known."""
+    max_tokens: int | None = None
+    """Tokens that each sequence may have, if the request says so."""
+    num_ended: int = 0
+    """Its sequences that have ended by themselves."""
+    longest: int = 0
+    """Tokens of the longest of them."""
+
+    @classmethod
+    def of(cls, pending: PendingRequest, echo: str | None) -> "Prompt":
+        """Returns the prompt of a request under way."""
+        sampling = pending.request.sampling
+        return cls(
+            pending.request.prompt_token_ids,
+            pending.prompt_logprobs,
+            echo,
+            max_tokens=sampling.max_tokens if sampling.HasField("max_tokens") else None,
+        )
+
+    def report(self, detokenizer: Detokenizer, count: int) -> None:
+        """Fills ``reports``, each with the ``count`` likeliest tokens.
+
+        Takes time in proportion to the prompt and ``count``.
+        """
+        found, offset = [], 0
+        for token_id, entry in zip(self.token_ids, (None, *self.logprobs), strict=True):
+            if entry is None:
+                found.append(TokenReport(token_id, offset, None))
+            else:
+                found.append(TokenReport.of(token_id, offset, entry, count))
+            offset += len(detokenizer.push((token_id,)))
+        self.reports = tuple(found)
+
+
+_REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+class Delta(NamedTuple):
+    """New text and tokens of one sequence."""
+
+    sequence: int
+    text: str
+    finish_reason: str | None = None
+    """In the last delta: "stop" or "length"."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the sequence; ``None`` for the model's own end tokens."""
+    tokens: tuple[TokenReport, ...] = ()
+    """The new tokens, if log-probabilities were asked for. Text held back comes later than its tokens."""
+    token_ids: tuple[int, ...] = ()
+    """The ids of the new tokens, if they were asked for."""
+
+
+@dataclass(slots=True)
+class SequenceText:
+    """One sequence: turns its tokens into text and counts them."""
+
+    index: int
+    num_prompt_tokens: int
+    detokenizer: Detokenizer
+    stops: StopStrings | None
+    min_tokens: int
+    """Stop strings count only behind this many tokens."""
+    include_stop: bool
+    """Whether the text includes the stop string or token that ends it."""
+    stop_token_ids: frozenset[int]
+    num_logprobs: int | None = None
+    """How many of the likeliest tokens to report with each token; ``None``: no log-probabilities."""
+    reports_ids: bool = False
+    """Whether to report the ids of tokens."""
+    num_tokens: int = 0
+    num_chars: int = 0
+    """Length of the text so far, including text held back."""
+    first_at: float = 0.0
+    """When the first token arrived."""
+    last_at: float = 0.0
+    """When the last tokens arrived."""
+    measured: EngineMetrics | None = None
+    """The metrics of the engine that runs it, once it has a token."""
+    finished: bool = False
+    thinking: ThinkingMeter | None = None
+    """Counts the tokens of thinking, if the model thinks."""
+    to_echo: bool = False
+    """Whether the first text must still repeat the prompt."""
+
+    @classmethod
+    def of(
+        cls,
+        index: int,
+        body: SamplingRequest,
+        served: ServedModel,
+        prompt: Prompt,
+        markers: frozenset[str] | None,
+        *,
+        first: bool,
+    ) -> "SequenceText":
+        """Returns a sequence without tokens.
+
+        Args:
+            index: its number in the answer.
+            body: the HTTP request.
+            served: the model.
+            prompt: the prompt that it continues.
+            markers: special tokens that become text even if special tokens are skipped; ``None``: all of
+                them.
+            first: whether it is the first sequence of its prompt, which counts the prompt's tokens.
+        """
+        stops = (
+            StopStrings(body.stop, include_in_output=body.include_stop_str_in_output) if body.stop else None
+        )
+        return cls(
+            index=index,
+            num_prompt_tokens=len(prompt.token_ids) if first else 0,
+            detokenizer=served.text.detokenizers.make(
+                skip_special_tokens=body.skip_special_tokens and markers is not None,
+                shown=markers or frozenset(),
+                spaces_between_special_tokens=body.spaces_between_special_tokens,
+                prompt=prompt.token_ids[-8:],
+            ),
+            stops=stops,
+            min_tokens=body.min_tokens,
+            include_stop=body.include_stop_str_in_output,
+            stop_token_ids=frozenset(body.stop_token_ids),
+            num_logprobs=body.num_logprobs,
+            reports_ids=body.return_token_ids,
+            num_chars=len(prompt.echo or ""),
+            to_echo=prompt.echo is not None,
+        )
+
+    def push(self, event: SequenceEvent) -> Delta:
+        """Takes an event and returns its delta, which may be empty.
+
+        After a stop string, the sequence is finished and takes no more events.
+        """
+        before = self.num_tokens
+        delta = self._push(event)
+        if not self.reports_ids:
+            return delta
+        return delta._replace(token_ids=tuple(event.token_ids[: self.num_tokens - before]))
+
+    def _push(self, event: SequenceEvent) -> Delta:
+        reason = _REASONS.get(event.finish_reason)
+        token_ids = event.token_ids
+        # The token that ended the sequence is text only if the client wants to see it.
+        hidden = bool(reason and token_ids and event.stop_token_id is not None and not self.include_stop)
+        if self._is_text_alone:
+            self.num_tokens += len(token_ids)
+            text = self.detokenizer.push(token_ids[:-1] if hidden else token_ids)
+            if reason is None:
+                return Delta(self.index, text)
+            self.finished = True
+            return Delta(self.index, text + self.detokenizer.finish(), reason, self._stop_token(event))
+        return self._push_one_by_one(event, reason, len(token_ids) - hidden)
+
+    def push_token(self, token_id: int) -> str:
+        """Takes a token that ends nothing and returns the text that it completes, for :attr:`is_plain`."""
+        self.num_tokens += 1
+        text = self.detokenizer.push((token_id,))
+        if self.thinking is not None:
+            self.thinking.feed(text, self.num_tokens)
+        return text
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token needs nothing but its text: no stop strings, no log-probabilities, no id."""
+        return self._is_text_alone and not self.reports_ids
+
+    @property
+    def _is_text_alone(self) -> bool:
+        return self.stops is None and self.num_logprobs is None
+
+    def _push_one_by_one(self, event: SequenceEvent, reason: str | None, visible: int) -> Delta:
+        """Handles tokens one by one.
+
+        Counting then stops at the token that completes a stop string, and each token's offset is known.
+        """
+        text, stops, tokens = "", self.stops, []
+        for position, token_id in enumerate(event.token_ids):
+            self.num_tokens += 1
+            if self.num_logprobs is not None:
+                entry = event.logprobs[position]
+                tokens.append(TokenReport.of(token_id, self.num_chars, entry, self.num_logprobs))
+            piece = self.detokenizer.push((token_id,)) if position < visible else ""
+            self.num_chars += len(piece)
+            if stops is None or self.num_tokens <= self.min_tokens:
+                text += piece
+                continue
+            text += stops.feed(piece)
+            if stops.matched is not None:
+                self.finished = True
+                return Delta(self.index, text, "stop", stops.matched, tuple(tokens))
+        if reason is None:
+            return Delta(self.index, text, tokens=tuple(tokens))
+        self.finished = True
+        last, stop_reason = self.detokenizer.finish(), self._stop_token(event)
+        if stops is not None:
+            last = stops.feed(last)
+            if stops.matched is not None:
+                return Delta(self.index, text + last, "stop", stops.matched, tuple(tokens))
+            last += stops.flush()
+        return Delta(self.index, text + last, reason, stop_reason, tuple(tokens))
+
+    def _stop_token(self, event: SequenceEvent) -> int | None:
+        return event.stop_token_id if event.stop_token_id in self.stop_token_ids else None

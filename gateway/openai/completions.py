@@ -1,0 +1,212 @@
+"""``/v1/completions``: its body, its route and its answers."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, ClassVar, Final
+
+import orjson
+from pydantic import BeforeValidator, Field, model_validator
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.generation.context import context_of, generating_model
+from gateway.generation.request_builder import encode_prompts, truncated
+from gateway.generation.respond import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond
+from gateway.generation.sequence_text import Delta
+from gateway.generation.streaming import ResponseWriter
+from gateway.http.openapi import api_router, documented, event_stream
+from gateway.openai.answers import Completion, CompletionChunk
+from gateway.openai.chunks import CompletionChunks, chunk_writer, last_error
+from gateway.schemas.base import Unserved
+from gateway.schemas.sampling import (
+    COMMON_UNSERVED,
+    UINT32_MAX,
+    SamplingRequest,
+    as_prompts,
+    or_default,
+)
+from protos import limits
+from protos.errors import InvalidArgument
+from protos.limits import MAX_SEQUENCES
+
+# OpenAI's default for this endpoint; chats continue to the end of the context.
+DEFAULT_MAX_TOKENS: Final = 16
+
+
+class CompletionRequest(SamplingRequest):
+    """A request to continue prompts."""
+
+    unserved: ClassVar[Mapping[str, Unserved]] = {
+        **COMMON_UNSERVED,
+        "suffix": Unserved(("",), "text after the insertion point is not served"),
+        "max_completion_tokens": Unserved((), "it belongs to chats; send 'max_tokens'"),
+    }
+
+    prompt: Annotated[
+        list[str | list[int]],
+        BeforeValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        Field(description="One prompt or several, as text or as token ids."),
+    ]
+
+    max_tokens: Annotated[
+        int | None,
+        Field(
+            ge=0, le=UINT32_MAX, description="Maximum number of new tokens, 16 by default; 0 only with echo."
+        ),
+    ] = None
+    logprobs: Annotated[
+        int | None,
+        Field(
+            ge=0,
+            le=limits.MAX_LOGPROBS,
+            description="Report each token's log-probability, and those of this many of the likeliest"
+            " tokens.",
+        ),
+    ] = None
+    echo: Annotated[
+        bool, or_default(False), Field(description="Repeat the prompt at the beginning of each choice.")
+    ] = False
+
+    @model_validator(mode="after")
+    def _zero_tokens_need_echo(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens=0 is only allowed together with echo=true; ask for at least 1 token")
+        return self
+
+    @property
+    def output_limit(self) -> int:
+        """Maximum number of new tokens per choice."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to report with each new token; ``None``: no log-probabilities."""
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the prompt's tokens.
+
+        An answer that repeats its prompt reports the prompt's tokens in the same detail as its own.
+        """
+        asked = [
+            count
+            for count in (self.prompt_logprobs, self.logprobs if self.echo else None)
+            if count is not None
+        ]
+        return max(asked, default=None)
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the answer consists of the prompt alone."""
+        return self.max_tokens == 0
+
+
+router = api_router("Generation")
+
+
+@router.post(
+    "/v1/completions",
+    summary="Continue prompts",
+    responses=documented(Completion, content=event_stream(CompletionChunk)),
+)
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continues one or more prompts, given as text or as token ids, as OpenAI's endpoint does.
+
+    Choices are numbered prompt by prompt: with `n=2`, choices 0 and 1 continue the first prompt. With
+    `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
+    """
+    if context_of(request).settings.enable_force_include_usage:
+        body = body.with_forced_usage()
+    return await kept_alive(request, _respond(request, body), last_error, streams=body.stream)
+
+
+async def _respond(request: Request, body: CompletionRequest) -> Response:
+    context = context_of(request)
+    served = await generating_model(request, body.model)
+    _check_counts(body, context.settings.max_prompts)
+    prompts = await encode_prompts(
+        served,
+        context.text_worker,
+        body.prompt,
+        special=body.add_special_tokens is not False,
+        size=len(await request.body()),
+        param="prompt",
+    )
+    prompts = [truncated(served, body, prompt) for prompt in prompts]
+    echoes = None
+    if body.echo:
+        # An echo omits the tokens that truncation removed, and those that were added to a text.
+        cut = body.truncate_prompt_tokens is not None
+        echoes = [
+            given
+            if isinstance(given, str) and not cut
+            else served.text.decode(prompt, skip_special_tokens=body.skip_special_tokens)
+            for given, prompt in zip(body.prompt, prompts, strict=True)
+        ]
+    form = AnswerFormat(
+        "cmpl-",
+        partial(_stream, body),
+        _completion,
+        constraint=body.constraint(),
+        constraint_param=body.constraint_param,
+    )
+    return await respond(request, form, body, served, prompts, echoes=echoes)
+
+
+def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
+    """Refuses too many prompts or choices.
+
+    Raises:
+        InvalidArgument: naming the limit.
+    """
+    if len(body.prompt) > max_prompts:
+        raise InvalidArgument(
+            f"'prompt' has {len(body.prompt)} prompts; send at most {max_prompts} at once", param="prompt"
+        )
+    max_choices = max(max_prompts, MAX_SEQUENCES)
+    if len(body.prompt) * body.n > max_choices:
+        raise InvalidArgument(
+            f"{len(body.prompt)} prompts with n={body.n} make {len(body.prompt) * body.n} choices; ask for at"
+            f" most {max_choices} at once",
+            param="n",
+        )
+
+
+def _stream(body: CompletionRequest, start: StreamStart) -> ResponseWriter:
+    chunks = CompletionChunks(
+        *start[:3],
+        with_usage=body.include_usage,
+        reporter=start.reporter,
+        fingerprint=start.fingerprint,
+        prompt_of=start.prompt_of,
+    )
+    return chunk_writer(start, body, chunks, chunks.write)
+
+
+def _completion(
+    answer_id: str, created: int, model: str, ends: list[Delta], extras: CollectedExtras
+) -> bytes:
+    choices = [
+        {
+            "index": end.sequence,
+            "text": end.text,
+            "logprobs": extras.reporter.completion(end.tokens),
+            "finish_reason": end.finish_reason,
+            "stop_reason": end.stop_reason,
+            **extras.of_choice(end),
+            **extras.of_prompt(end.sequence),
+        }
+        for end in ends
+    ]
+    return orjson.dumps(
+        {
+            "id": answer_id,
+            "object": "text_completion",
+            "created": created,
+            "model": model,
+            "choices": choices,
+            "usage": extras.usage.body(),
+            "system_fingerprint": extras.fingerprint,
+        }
+    )

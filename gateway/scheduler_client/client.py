@@ -1,0 +1,269 @@
+"""The client of the scheduler: one Connect stream for all requests of this process, and unary calls.
+
+When the stream breaks, its requests are not lost. As soon as a scheduler answers again, they are sent with
+the tokens received so far, and their clients see a pause. After ``resume_timeout_s`` they fail. New requests
+wait, too, as long as ``startup_queue`` has places and time for them.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+import grpc.aio
+
+from gateway.scheduler_client.connection import Connection
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
+from gateway.scheduler_client.pending_request import Subscription
+from gateway.scheduler_client.pool_calls import pool_all
+from gateway.scheduler_client.startup_queue import StartupQueue
+from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
+from protos.security.links import PLAIN, LinkSecurity
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+from protos.triptych.v1.inference_pb2_grpc import InferenceStub
+
+if TYPE_CHECKING:
+    # Exists for type checkers only.
+    from protos.triptych.v1.inference_pb2_grpc import InferenceAsyncStub
+
+T = TypeVar("T")
+
+# Stays below Prometheus' default scrape timeout of 10 s: the scrape must still return the gateway's own
+# metrics.
+_METRICS_TIMEOUT_S: Final = 2.0
+
+# A tokenizer is megabytes: it gets this many times the deadline of other calls.
+_TOKENIZER_TIMEOUT_FACTOR: Final = 12
+
+# Workers read an adapter from a disk or a hub; the scheduler bounds how long.
+_LOAD_TIMEOUT_S: Final = 600.0
+
+
+class InferenceClient:
+    """Client of ``triptych.v1.Inference`` for one event loop."""
+
+    startup_queue: StartupQueue
+    """The new requests that wait for a scheduler with a ready worker."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        resume_timeout_s: float = 60.0,
+        call_timeout_s: float = 5.0,
+        startup_queue: StartupQueue | None = None,
+        security: LinkSecurity = PLAIN,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepares the client; :meth:`start` connects it.
+
+        Args:
+            address: the scheduler's, ``host:port`` or ``unix:path``.
+            resume_timeout_s: how long running requests wait for a lost scheduler.
+            call_timeout_s: deadline of unary calls.
+            startup_queue: bounds new requests that wait for a scheduler; ``None``: by the default limits.
+            security: how the connection is protected.
+            clock: monotonic seconds.
+        """
+        self._address = address
+        self._security = security
+        self._resume_timeout_s = resume_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._clock = clock
+        self._outbox = Outbox()
+        self.startup_queue = startup_queue if startup_queue is not None else StartupQueue()
+        self._table = InFlightRequests(self._outbox, self.startup_queue, resume_timeout_s)
+        self._connection = Connection(address, self._outbox, self._table, clock)
+        self._task: asyncio.Task[None] | None = None
+        self._channel: grpc.aio.Channel
+        self._stub: InferenceAsyncStub
+
+    async def start(self) -> None:
+        """Starts to connect and returns at once: a gateway may start before its scheduler."""
+        self._channel = self._security.open_channel(self._address)
+        self._stub = InferenceStub(self._channel)
+        self._task = asyncio.create_task(
+            self._connection.run(self._channel, self._stub), name="inference-connect"
+        )
+
+    async def close(self) -> None:
+        """Ends all requests and the connection."""
+        self.fail_all(Unavailable("the gateway is shutting down"))
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self._channel.close()
+
+    def on_connect(self, callback: Callable[[], None]) -> None:
+        """Calls ``callback`` whenever a stream has been opened."""
+        self._connection.on_open(callback)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that have not finished, waiting ones included."""
+        return len(self._table)
+
+    def submit(self, requests: Sequence[inference.GenerateRequest]) -> Subscription:
+        """Sends requests whose events one reader receives together.
+
+        While no scheduler is connected, or the scheduler has no ready worker, the requests wait.
+
+        Args:
+            requests: complete, with ids unique in this process.
+
+        Raises:
+            Unavailable: if no scheduler is connected and there is no room for the requests to wait.
+        """
+        self._check_may_wait(len(requests))
+        return self._table.submit(requests)
+
+    def fail_all(self, error: TriptychError) -> None:
+        """Ends every request with ``error``."""
+        self._table.fail_all(error)
+
+    async def pool(
+        self, requests: Sequence[inference.PoolRequest], *, vector_size: int
+    ) -> list[inference.PoolResponse]:
+        """Returns the results of a pooling model, in the order of ``requests``.
+
+        A lost scheduler costs a pause. All inputs together have one place in the startup queue.
+
+        Args:
+            requests: complete, with ids unique in this process.
+            vector_size: values of one of the model's vectors.
+
+        Raises:
+            Unavailable: if no scheduler is connected and there is no room for the request to wait.
+            TriptychError: the first failure; the other requests are cancelled.
+        """
+        self._check_may_wait(1)
+        return await pool_all(
+            self._stub,
+            requests,
+            self.startup_queue,
+            vector_size=vector_size,
+            resume_timeout_s=self._resume_timeout_s,
+            is_new=not self._outbox.is_open,
+            last_connected_s=self._connection.last_open_s,
+            clock=self._clock,
+        )
+
+    def _check_may_wait(self, count: int) -> None:
+        """Checks that a scheduler is connected, or that `count` requests may wait for one."""
+        if self._outbox.is_open:
+            return
+        if not self.startup_queue.has_room(count):
+            raise self.startup_queue.full(str(self._connection.down))
+
+    async def get_model(self) -> pb.ModelInfo:
+        """Returns the served model.
+
+        Raises:
+            TriptychError: ``Unavailable`` if no replica has been ready yet, or the scheduler is away.
+        """
+        return await _typed(self._stub.GetModel(inference.GetModelRequest(), timeout=self._call_timeout_s))
+
+    async def list_loras(self) -> Sequence[inference.LoraInfo]:
+        """Returns the LoRA adapters that requests can name; raises as :meth:`get_model` does."""
+        call = self._stub.ListLoras(inference.ListLorasRequest(), timeout=self._call_timeout_s)
+        return (await _typed(call)).loras
+
+    async def load_lora(self, request: inference.LoadLoraRequest) -> inference.LoraInfo:
+        """Loads a LoRA adapter; takes as long as the workers read it.
+
+        Raises:
+            InvalidArgument: if a worker refuses it.
+            NotFound: if the workers do not find it.
+            TriptychError: as :meth:`get_model`.
+        """
+        return await _typed(self._stub.LoadLora(request, timeout=_LOAD_TIMEOUT_S))
+
+    async def unload_lora(self, name: str) -> None:
+        """Frees the name of a LoRA adapter.
+
+        Raises:
+            NotFound: if no adapter has it.
+            TriptychError: as :meth:`get_model`.
+        """
+        request = inference.UnloadLoraRequest(name=name)
+        await _typed(self._stub.UnloadLora(request, timeout=self._call_timeout_s))
+
+    async def reset_prefix_cache(self) -> int:
+        """Drops all cached prefixes; returns the number of replicas. Raises as :meth:`get_model`."""
+        call = self._stub.ResetPrefixCache(inference.ResetPrefixCacheRequest(), timeout=self._call_timeout_s)
+        return (await _typed(call)).num_replicas
+
+    async def get_load(self) -> inference.Load:
+        """Returns the deployment's load; raises as :meth:`get_model` does."""
+        return await _typed(self._stub.GetLoad(inference.GetLoadRequest(), timeout=self._call_timeout_s))
+
+    async def get_metrics(self) -> bytes:
+        """Returns the scheduler's metrics in Prometheus' text format; raises as :meth:`get_model` does."""
+        timeout = min(self._call_timeout_s, _METRICS_TIMEOUT_S)
+        response = await _typed(self._stub.GetMetrics(inference.GetMetricsRequest(), timeout=timeout))
+        return response.text
+
+    async def get_tokenizer(self, folder: Path) -> None:
+        """Writes the model's tokenizer files into ``folder``.
+
+        Raises:
+            Internal: if the stream cannot be a tokenizer.
+            TriptychError: as :meth:`get_model`.
+        """
+        await download_tokenizer(self._stub, folder, _TOKENIZER_TIMEOUT_FACTOR * self._call_timeout_s)
+
+
+async def _typed(call: Awaitable[T]) -> T:
+    """Awaits a unary call; raises its failure as a ``TriptychError``."""
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+if TYPE_CHECKING:
+    from protos.triptych.v1.inference_pb2_grpc import InferenceAsyncStub
+
+# Today's largest tokenizers take 40 MB in a handful of files.
+MAX_TOKENIZER_BYTES: Final = 256 * 2**20
+MAX_TOKENIZER_FILES: Final = 64
+
+
+async def download_tokenizer(stub: "InferenceAsyncStub", folder: Path, timeout_s: float) -> None:
+    """Writes the model's tokenizer files into ``folder``.
+
+    Args:
+        stub: the scheduler.
+        folder: an empty folder.
+        timeout_s: for the whole download.
+
+    Raises:
+        Internal: if the stream cannot be a tokenizer: it has unsafe file names, too many files or too many
+            bytes.
+        TriptychError: if the scheduler is away or refuses.
+    """
+    names: set[str] = set()
+    bytes_left = MAX_TOKENIZER_BYTES
+    call = stub.GetTokenizer(inference.GetTokenizerRequest(), timeout=timeout_s)
+    try:
+        async for chunk in call:
+            name = chunk.name
+            if Path(name).name != name or name in {"", ".", ".."} or "\0" in name:
+                raise Internal(f"the scheduler sent a tokenizer file with the name {name[:80]!r}")
+            names.add(name)
+            bytes_left -= len(chunk.data)
+            if len(names) > MAX_TOKENIZER_FILES or bytes_left < 0:
+                raise Internal(
+                    f"the scheduler sent more than {MAX_TOKENIZER_FILES} tokenizer files or"
+                    f" {MAX_TOKENIZER_BYTES >> 20} MiB of them; check that the model's folder holds no other"
+                    " files"
+                )
+            # The folder is temporary: the write ends in the page cache and does not block for long.
+            with (folder / name).open("ab") as file:
+                file.write(chunk.data)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    finally:
+        call.cancel()

@@ -1,0 +1,403 @@
+"""The client over a real gRPC server.
+
+Many requests on one stream, aborts, typed errors, and lost schedulers.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gateway.scheduler_client import client as client_module
+from gateway.scheduler_client.client import InferenceClient
+from gateway.scheduler_client.connection import Connection
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
+from gateway.scheduler_client.startup_queue import StartupQueue
+from protos.errors import (
+    Aborted,
+    Internal,
+    InvalidArgument,
+    Overloaded,
+    TriptychError,
+    Unavailable,
+    Unsupported,
+)
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+from tests.support.gateway.event_reader import EventReader
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
+from tests.support.gateway.serving import smollm2_folder
+
+pytestmark = pytest.mark.contract
+
+REPLY = list(range(100, 120))
+
+
+def request(
+    name: str = "r", *, max_tokens: int = 20, prompt: tuple[int, ...] = (7, 8)
+) -> inference.GenerateRequest:
+    return inference.GenerateRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler(smollm2_folder(), REPLY)
+
+
+@contextlib.asynccontextmanager
+async def connected(port: int, *, resume_timeout_s: float = 10.0) -> AsyncIterator[InferenceClient]:
+    """Yields a client that is connected and parks no request."""
+    client = InferenceClient(
+        f"127.0.0.1:{port}", resume_timeout_s=resume_timeout_s, startup_queue=StartupQueue(max_requests=0)
+    )
+    up = asyncio.Event()
+    client.on_connect(up.set)
+    await client.start()
+    try:
+        await asyncio.wait_for(up.wait(), 10)
+        yield client
+    finally:
+        await client.close()
+
+
+async def tokens_of(group: EventReader) -> list[list[int]]:
+    """Returns all tokens of each request, in order."""
+    found: list[list[int]] = [[] for _ in group.requests]
+    while events := await group.take():
+        for index, event in events:
+            found[index].extend(event.token_ids)
+    return found
+
+
+async def test_a_request_runs(scheduler: FakeScheduler) -> None:
+    """Tokens arrive in order; the first event describes the prompt."""
+    async with serving(scheduler) as server, connected(server.port) as client:
+        group = EventReader(client.submit([request()]))
+        events = []
+        while batch := await group.take():
+            events += batch
+        assert [token for _, event in events for token in event.token_ids] == REPLY
+        assert events[0][1].num_cached_tokens == 3
+        assert events[-1][1].finish_reason == pb.FINISH_REASON_LENGTH
+        assert client.num_pending == 0
+
+
+async def test_many_requests_share_one_stream(scheduler: FakeScheduler) -> None:
+    """Fifty concurrent requests of different lengths do not mix."""
+    async with serving(scheduler) as server, connected(server.port) as client:
+        lengths = [1 + n % 20 for n in range(50)]
+        groups = [
+            EventReader(client.submit([request(f"r{n}", max_tokens=length)]))
+            for n, length in enumerate(lengths)
+        ]
+        results = await asyncio.gather(*(tokens_of(group) for group in groups))
+        assert [result[0] for result in results] == [REPLY[:length] for length in lengths]
+
+
+async def test_requests_of_one_group_are_told_apart(scheduler: FakeScheduler) -> None:
+    """Each event carries its request's index."""
+    async with serving(scheduler) as server, connected(server.port) as client:
+        found = await tokens_of(
+            EventReader(client.submit([request("a", max_tokens=2), request("b", max_tokens=5)]))
+        )
+        assert found == [REPLY[:2], REPLY[:5]]
+
+
+async def test_an_aborted_group_aborts_its_requests(scheduler: FakeScheduler) -> None:
+    """The aborts reach the scheduler."""
+    scheduler.pause_after = 3
+    async with serving(scheduler) as server, connected(server.port) as client:
+        group = EventReader(client.submit([request("a"), request("b")]))
+        await group.take()
+        group.abort()
+        await scheduler.until(lambda: sorted(scheduler.aborted) == ["a", "b"])
+        assert client.num_pending == 0
+
+
+async def test_finished_requests_are_not_aborted(scheduler: FakeScheduler) -> None:
+    """A finished request is not aborted at the scheduler."""
+    async with serving(scheduler) as server, connected(server.port) as client:
+        await tokens_of(EventReader(client.submit([request("a")])))
+        await tokens_of(EventReader(client.submit([request("b")])))
+        assert scheduler.aborted == []
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgument("bad", param="temperature"), Unsupported("no", param="min_p"), Overloaded("full", retry_after_ms=700),
+        Unavailable("no replica", retry_after_ms=100),
+    ],
+)  # fmt: skip
+async def test_a_refused_request_fails_alone_and_typed(
+    scheduler: FakeScheduler, error: TriptychError
+) -> None:
+    """A refusal leaves other requests on the stream alone; its type, parameter and delay arrive."""
+    scheduler.refuse = lambda r: error if r.request_id == "bad" else None
+    async with serving(scheduler) as server, connected(server.port) as client:
+        good = EventReader(client.submit([request("good")]))
+        with pytest.raises(type(error), match=error.message) as caught:
+            await tokens_of(EventReader(client.submit([request("bad")])))
+        assert (caught.value.param, caught.value.retry_after_ms) == (error.param, error.retry_after_ms)
+        assert await tokens_of(good) == [REPLY]
+
+
+async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
+    """Requests that may not be parked do not wait for a scheduler that is away."""
+    client = InferenceClient("127.0.0.1:1", startup_queue=StartupQueue(max_requests=0))
+    await client.start()
+    try:
+        with pytest.raises(Unavailable):
+            EventReader(client.submit([request()]))
+        with pytest.raises(Unavailable):
+            await client.get_load()
+    finally:
+        await client.close()
+
+
+async def test_a_broken_stream_is_a_pause(scheduler: FakeScheduler) -> None:
+    """The request is sent again with the tokens received so far, under a new id.
+
+    No token is lost or doubled.
+    """
+    scheduler.break_after = 5
+    async with serving(scheduler) as server, connected(server.port) as client:
+        assert await tokens_of(EventReader(client.submit([request("a")]))) == [REPLY]
+        again = scheduler.requests[-1]
+        assert again.request_id == "a.r1"
+        (part,) = again.resumed
+        assert list(part.token_ids) == REPLY[: len(part.token_ids)]
+        assert len(part.token_ids) >= 5
+
+
+async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> None:
+    """Another process may take over the port, and may have no replica at first."""
+    scheduler.pause_after = 4
+    async with serving(scheduler) as server:
+        port = server.port
+        async with connected(port) as client:
+            group = EventReader(client.submit([request("a")]))
+            reader = asyncio.create_task(tokens_of(group))
+            await scheduler.until(lambda: bool(scheduler.requests))
+            while len(group.requests[0].received[0]) < 4:
+                await asyncio.sleep(0.01)
+            await server.stop(0)
+            successor = FakeScheduler(smollm2_folder(), REPLY)
+            refusals = iter([Unavailable("no replica yet", retry_after_ms=50)] * 2)
+            successor.refuse = lambda _: next(refusals, None)
+            async with serving(successor, port):
+                assert await asyncio.wait_for(reader, 20) == [REPLY]
+            assert [r.request_id for r in successor.requests] == ["a.r1", "a.r2", "a.r3"]
+            assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
+
+
+async def test_the_scheduler_ends_a_request_whose_last_event_was_lost(scheduler: FakeScheduler) -> None:
+    """The client resubmits all tokens, and the scheduler answers with the finish reason."""
+    scheduler.pause_after = 5
+    async with serving(scheduler) as server, connected(server.port) as client:
+        group = EventReader(client.submit([request("a", max_tokens=6)]))
+        while len(group.requests[0].received[0]) < 5:
+            await asyncio.sleep(0.01)
+        # Pretend that the last token came without its finish reason before the stream broke.
+        group.requests[0].received[0].append(REPLY[5])
+        scheduler.break_after = 1
+        client._outbox.put(inference.ConnectRequest(generate=request("other")))
+        await scheduler.until(lambda: any(one.request_id == "a.r1" for one in scheduler.requests))
+        await scheduler.resume()
+        await asyncio.wait_for(_drained(group), 10)
+        (resumed,) = (one.resumed[0] for one in scheduler.requests if one.request_id == "a.r1")
+        assert list(resumed.token_ids) == REPLY[:6]
+        assert group.requests[0].received[0] == REPLY[:6]
+
+
+async def _first_answer(client: InferenceClient) -> None:
+    """Sends requests until one is accepted, and waits for its end."""
+    for _ in range(500):
+        try:
+            await _drained(EventReader(client.submit([request()])))
+            return
+        except Unavailable:
+            await asyncio.sleep(0.01)
+
+
+async def _drained(group: EventReader) -> None:
+    while await group.take():
+        pass
+
+
+async def test_a_lost_scheduler_is_given_up_in_the_end(scheduler: FakeScheduler) -> None:
+    """After the resume timeout the request fails with a retryable error."""
+    scheduler.pause_after = 4
+    async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.2) as client:
+        group = EventReader(client.submit([request("a")]))
+        await scheduler.until(lambda: bool(scheduler.requests))
+        await group.take()
+        await server.stop(0)
+        with pytest.raises(Unavailable, match="could not be resumed within"):
+            await asyncio.wait_for(_drained(group), 10)
+        assert client.num_pending == 0
+
+
+async def test_a_resumed_request_may_wait_its_turn(scheduler: FakeScheduler) -> None:
+    """Once a scheduler has the request again, a long queue is no reason to give up."""
+
+    def hold(sent: inference.GenerateRequest) -> None:
+        if sent.resumed:
+            scheduler.pause_after = 0
+
+    scheduler.break_after, scheduler.refuse = 5, hold
+    async with serving(scheduler) as server, connected(server.port, resume_timeout_s=1.0) as client:
+        reader = asyncio.create_task(tokens_of(EventReader(client.submit([request("a")]))))
+        await scheduler.until(lambda: len(scheduler.requests) == 2)
+        done, _ = await asyncio.wait([reader], timeout=1.5)
+        assert not done
+        await scheduler.resume()
+        assert await asyncio.wait_for(reader, 10) == [REPLY]
+
+
+async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeScheduler) -> None:
+    """Each attempt reaches the scheduler, yet the time between attempts adds up."""
+    scheduler.break_after = 5
+    scheduler.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed else None
+    async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.3) as client:
+        with pytest.raises(Unavailable, match="could not be resumed within"):
+            await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 10)
+        assert len(scheduler.requests) > 2
+        assert client.num_pending == 0
+
+
+@pytest.mark.parametrize("method", ["deliver", "_resubmit"])
+async def test_an_unexpected_exception_is_a_pause(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A bug while events are delivered, or while requests are resubmitted, costs only a reconnect."""
+    works, faults = getattr(InFlightRequests, method), [RuntimeError("a bug")]
+
+    def fails_once(table: InFlightRequests, given: object, **options: bool) -> None:
+        if faults:
+            raise faults.pop()
+        works(table, given, **options)
+
+    monkeypatch.setattr(InFlightRequests, method, fails_once)
+    scheduler.break_after = 5 if method == "_resubmit" else None
+    async with serving(scheduler) as server, connected(server.port) as client:
+        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 20) == [REPLY]
+        assert not faults
+        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("b")]))), 20) == [REPLY]
+
+
+async def test_a_request_that_cannot_be_written_is_a_pause(
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bug in the writer does not leave a connection that looks alive."""
+    works, faults = Outbox.take, [RuntimeError("a bug")]
+
+    async def fails_once(outbox: Outbox) -> inference.ConnectRequest:
+        message = await works(outbox)
+        if faults:
+            raise faults.pop()
+        return message
+
+    monkeypatch.setattr(Outbox, "take", fails_once)
+    async with serving(scheduler) as server, connected(server.port) as client:
+        # The transport decides whether the first stream's request reaches the scheduler before the stream is
+        # cut.
+        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 20) == [REPLY]
+        assert not faults
+        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("b")]))), 20) == [REPLY]
+
+
+async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeScheduler) -> None:
+    """During an upgrade, running and new requests wait until a scheduler of this release answers again."""
+    scheduler.break_after = 3
+    async with serving(scheduler) as server, connected(server.port) as client:
+        attempts: asyncio.Queue[None] = asyncio.Queue()
+        client.on_connect(lambda: attempts.put_nowait(None))
+        running = asyncio.create_task(tokens_of(EventReader(client.submit([request("a")]))))
+        await scheduler.until(lambda: scheduler.break_after is None)
+        scheduler.schema_revision += 1
+        for _ in range(3):
+            await attempts.get()
+        new = asyncio.create_task(tokens_of(EventReader(client.submit([request("b")]))))
+        await attempts.get()
+        scheduler.schema_revision -= 1
+        assert await asyncio.wait_for(running, 20) == [REPLY]
+        assert await asyncio.wait_for(new, 20) == [REPLY]
+
+
+async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:
+    """A request that another client aborted does not look finished."""
+    table = InFlightRequests(Outbox(), StartupQueue(), resume_timeout_s=1.0)
+    group = EventReader(table.submit([request("a")]))
+    event = inference.GenerateEvent(request_id="a", finish_reason=pb.FINISH_REASON_ABORT)
+    table.deliver(inference.ConnectResponse(events=[event]))
+    with pytest.raises(Aborted):
+        await group.take()
+
+
+async def test_model_load_and_tokenizer(scheduler: FakeScheduler, tmp_path: Path) -> None:
+    """The unary calls work; the tokenizer's files arrive byte for byte."""
+    async with serving(scheduler) as server, connected(server.port) as client:
+        assert (await client.get_model()).served_name == "smollm2"
+        assert (await client.get_load()).replicas[0].state == inference.REPLICA_STATE_READY
+        await client.get_tokenizer(tmp_path)
+        for path in smollm2_folder().iterdir():
+            assert (tmp_path / path.name).read_bytes() == path.read_bytes()
+        scheduler.ready = False
+        with pytest.raises(Unavailable, match="no replica is ready") as caught:
+            await client.get_model()
+        assert caught.value.retry_after_ms == 2500
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_TOKENIZER_BYTES", 1000), ("MAX_TOKENIZER_FILES", 1)])
+async def test_a_flood_of_tokenizer_files_is_refused(
+    scheduler: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    """A scheduler that sends too much does not fill the disk."""
+    monkeypatch.setattr(client_module, limit, value)
+    async with serving(scheduler) as server, connected(server.port) as client:
+        with pytest.raises(Internal, match=r"more than .* tokenizer files or .* MiB"):
+            await client.get_tokenizer(tmp_path)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= client_module.MAX_TOKENIZER_BYTES
+        assert len(list(tmp_path.iterdir())) <= client_module.MAX_TOKENIZER_FILES
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", "a\0b"])
+async def test_unsafe_tokenizer_file_names_are_refused(
+    scheduler: FakeScheduler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Nothing is written outside the folder, or under a name that no file can have."""
+
+    async def files(*_: object) -> AsyncIterator[pb.FileChunk]:
+        yield pb.FileChunk(name=name, data=b"x", last=True)
+
+    monkeypatch.setattr(scheduler, "GetTokenizer", files)
+    async with serving(scheduler) as server, connected(server.port) as client:
+        with pytest.raises(Internal, match="tokenizer file with the name"):
+            await client.get_tokenizer(tmp_path)
+
+
+async def test_a_client_closes_while_its_stream_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc.aio may report the broken stream instead of the cancellation; the client closes nevertheless."""
+    began = asyncio.Event()
+
+    async def breaks(*_: object) -> TriptychError:
+        began.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return Unavailable("cancelling all calls")
+
+    monkeypatch.setattr(Connection, "_session", breaks)
+    client = InferenceClient("127.0.0.1:1")
+    await client.start()
+    await began.wait()
+    closing = asyncio.create_task(client.close())
+    done, _ = await asyncio.wait([closing], timeout=2)
+    closing.cancel()
+    assert done

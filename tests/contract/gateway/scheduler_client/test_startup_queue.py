@@ -1,0 +1,236 @@
+"""New requests that wait in the client while no scheduler with a ready worker is there, over real gRPC."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.scheduler_client.client import InferenceClient
+from gateway.scheduler_client.startup_queue import StartupQueue
+from protos.errors import Overloaded, Unavailable
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+from tests.support.gateway.event_reader import EventReader
+from tests.support.gateway.fake_scheduler import FakeScheduler, serving
+from tests.support.gateway.serving import smollm2_folder
+
+pytestmark = pytest.mark.contract
+
+REPLY = list(range(100, 120))
+
+
+def request(name: str = "r") -> inference.GenerateRequest:
+    return inference.GenerateRequest(
+        request_id=name,
+        prompt_token_ids=[7, 8],
+        sampling=pb.SamplingParams(max_tokens=20, ignore_eos=True),
+    )
+
+
+def pool_request(name: str = "p") -> inference.PoolRequest:
+    return inference.PoolRequest(request_id=name, prompt_token_ids=[5, 6])
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler(smollm2_folder(), REPLY, pooled_size=4)
+
+
+@pytest.fixture
+async def port(scheduler: FakeScheduler) -> int:
+    """A port at which no scheduler listens yet."""
+    async with serving(scheduler) as server:
+        return server.port
+
+
+@contextlib.asynccontextmanager
+async def started(
+    port: int, startup_queue: StartupQueue | None = None, *, resume_timeout_s: float = 10.0
+) -> AsyncIterator[InferenceClient]:
+    """Yields a client that need not be connected."""
+    client = InferenceClient(
+        f"127.0.0.1:{port}", startup_queue=startup_queue, resume_timeout_s=resume_timeout_s
+    )
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def tokens_of(group: EventReader) -> list[list[int]]:
+    """Returns all tokens of each request, in order."""
+    found: list[list[int]] = [[] for _ in group.requests]
+    async with asyncio.timeout(20):
+        while events := await group.take():
+            for index, event in events:
+                found[index].extend(event.token_ids)
+    return found
+
+
+async def test_requests_wait_for_a_scheduler_that_is_away(scheduler: FakeScheduler, port: int) -> None:
+    """They run as soon as it is there."""
+    async with started(port) as client:
+        groups = [
+            EventReader(client.submit([request("a")])),
+            EventReader(client.submit([request("b"), request("c")])),
+        ]
+        assert len(client.startup_queue) == 3
+        async with serving(scheduler, port):
+            assert [await tokens_of(group) for group in groups] == [[REPLY], [REPLY, REPLY]]
+        assert len(client.startup_queue) == client.num_pending == 0
+
+
+async def test_requests_wait_for_a_worker(scheduler: FakeScheduler, port: int) -> None:
+    """A scheduler that is draining, or has no worker yet, refuses them a few times."""
+    refusals = iter([Unavailable("no worker is ready yet", retry_after_ms=20)] * 3)
+    scheduler.refuse = lambda _: next(refusals, None)
+    async with serving(scheduler, port), started(port) as client:
+        assert await tokens_of(EventReader(client.submit([request()]))) == [REPLY]
+        assert len(scheduler.requests) == 4
+        assert len(client.startup_queue) == client.num_pending == 0
+
+
+async def test_places_are_bounded(scheduler: FakeScheduler, port: int) -> None:
+    """A request without a place is refused at once, with the time to wait; freed places are given again."""
+    async with started(port, StartupQueue(max_requests=2)) as client:
+        first = EventReader(client.submit([request("a")]))
+        with pytest.raises(Unavailable, match="no further request can wait") as caught:
+            EventReader(client.submit([request("b"), request("c")]))
+        assert caught.value.retry_after_ms
+        EventReader(client.submit([request("b")]))
+        with pytest.raises(Unavailable):
+            await client.pool([pool_request()], vector_size=4)
+        first.abort()
+        assert len(client.startup_queue) == 1
+        EventReader(client.submit([request("d")]))
+        assert client.num_pending == 2
+
+
+async def test_a_refused_request_without_a_place_fails(scheduler: FakeScheduler, port: int) -> None:
+    """It fails with the scheduler's own error."""
+    scheduler.refuse = lambda _: Unavailable("no worker is ready yet", retry_after_ms=2000)
+    async with serving(scheduler, port), started(port, StartupQueue(max_requests=1)) as client:
+        EventReader(client.submit([request("a")]))
+        await scheduler.until(lambda: len(scheduler.requests) == 1)
+        with pytest.raises(Unavailable, match="no worker is ready yet") as caught:
+            await tokens_of(EventReader(client.submit([request("b")])))
+        assert caught.value.retry_after_ms == 2000
+
+
+@pytest.mark.parametrize("away", [True, False])
+async def test_the_time_is_bounded(scheduler: FakeScheduler, port: int, away: bool) -> None:
+    """Time at a scheduler that only refuses counts."""
+    scheduler.refuse = lambda _: Unavailable("no worker is ready yet", retry_after_ms=20)
+    async with contextlib.AsyncExitStack() as stack:
+        if not away:
+            await stack.enter_async_context(serving(scheduler, port))
+        client = await stack.enter_async_context(started(port, StartupQueue(timeout_s=0.3)))
+        with pytest.raises(Unavailable, match=r"no worker became ready within 0\.3 s") as caught:
+            await tokens_of(EventReader(client.submit([request()])))
+        assert caught.value.retry_after_ms
+        assert len(client.startup_queue) == client.num_pending == 0
+
+
+async def test_an_overloaded_scheduler_is_not_waited_for(scheduler: FakeScheduler, port: int) -> None:
+    """A full queue refuses parked requests, too: startup_queue does not lengthen the queue."""
+    scheduler.refuse = lambda _: Overloaded("full", retry_after_ms=700)
+    async with started(port) as client:
+        group = EventReader(client.submit([request()]))
+        async with serving(scheduler, port):
+            with pytest.raises(Overloaded):
+                await tokens_of(group)
+        assert len(client.startup_queue) == 0
+
+
+async def test_a_request_that_the_scheduler_has_taken_frees_its_place(
+    scheduler: FakeScheduler, port: int
+) -> None:
+    """A long queue at the scheduler costs no places, and its loss is a pause as for running requests."""
+    scheduler.pause_after = 0
+    async with started(port, StartupQueue(timeout_s=1.0)) as client:
+        group = EventReader(client.submit([request()]))
+        async with serving(scheduler, port):
+            await scheduler.until(lambda: len(scheduler.requests) == 1)
+            async with asyncio.timeout(10):
+                while len(client.startup_queue):
+                    await asyncio.sleep(0.01)
+            assert client.num_pending == 1
+        await asyncio.sleep(1.0)  # the time for parked requests is up
+        scheduler.pause_after = None
+        async with serving(scheduler, port):
+            assert await tokens_of(group) == [REPLY]
+
+
+async def test_a_scheduler_that_dies_again_at_once_is_a_pause(scheduler: FakeScheduler, port: int) -> None:
+    """A request that was sent but not taken is still parked, and is sent to the next scheduler as new."""
+    scheduler.pause_after, scheduler.acknowledge = 0, False
+    async with started(port) as client:
+        group = EventReader(client.submit([request()]))
+        async with serving(scheduler, port):
+            await scheduler.until(lambda: len(scheduler.requests) == 1)
+        assert len(client.startup_queue) == 1
+        scheduler.pause_after = None
+        async with serving(scheduler, port):
+            assert await tokens_of(group) == [REPLY]
+        assert not scheduler.requests[-1].HasField("age_ms")
+        assert len(client.startup_queue) == 0
+
+
+@pytest.mark.parametrize("taken", [True, False])
+async def test_only_requests_that_were_taken_claim_an_age(
+    scheduler: FakeScheduler, port: int, taken: bool
+) -> None:
+    """A scheduler may die before it has read a request, which then has no claim beyond the queue's bounds."""
+    scheduler.pause_after, scheduler.acknowledge = 0, taken
+    async with started(port) as client:
+        connected = asyncio.Event()
+        client.on_connect(connected.set)
+        async with serving(scheduler, port):
+            await connected.wait()
+            group = EventReader(client.submit([request()]))
+            assert len(client.startup_queue) == 0
+            await scheduler.until(lambda: len(scheduler.requests) == 1)
+            (pending,) = group.requests
+            while pending.accepted is not taken:
+                await asyncio.sleep(0.01)
+        scheduler.refuse = lambda one: None if one.HasField("age_ms") else Overloaded("the queue is full")
+        scheduler.pause_after = None
+        async with serving(scheduler, port):
+            if taken:
+                assert await tokens_of(group) == [REPLY]
+            else:
+                with pytest.raises(Overloaded):
+                    await tokens_of(group)
+
+
+async def test_pooling_requests_wait_for_a_scheduler_that_is_away(
+    scheduler: FakeScheduler, port: int
+) -> None:
+    """All inputs of a request have one place."""
+    async with started(port) as client:
+        pooling = asyncio.create_task(client.pool([pool_request("a"), pool_request("b")], vector_size=4))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            while not len(client.startup_queue):
+                await asyncio.sleep(0.01)
+        assert len(client.startup_queue) == 1
+        async with serving(scheduler, port):
+            assert [len(one.values) for one in await asyncio.wait_for(pooling, 20)] == [4, 4]
+        assert len(client.startup_queue) == 0
+
+
+async def test_pooling_requests_wait_for_a_worker(scheduler: FakeScheduler, port: int) -> None:
+    """Refusals are repeated as for generating requests, and bounded in number and time."""
+    refusals = iter([Unavailable("no worker is ready yet", retry_after_ms=20)])
+    scheduler.refuse_pool = lambda _: next(refusals, None)
+    async with serving(scheduler, port), started(port, StartupQueue(timeout_s=5.0)) as client:
+        (result,) = await client.pool([pool_request()], vector_size=4)
+        assert len(result.values) == 4
+        assert len(client.startup_queue) == 0
+    scheduler.refuse_pool = lambda _: Unavailable("no worker is ready yet", retry_after_ms=20)
+    async with serving(scheduler, port), started(port, StartupQueue(timeout_s=0.2)) as client:
+        with pytest.raises(Unavailable, match="no worker is ready yet"):
+            await client.pool([pool_request()], vector_size=4)
+        assert len(client.startup_queue) == 0

@@ -1,0 +1,246 @@
+"""Plans for answers: constraints together with thinking and optional tool calls."""
+
+import json
+from typing import Any
+
+import pytest
+import xgrammar
+
+from gateway.generation.answer_plan import AnswerPlan, plan_answer
+from gateway.openai.chat import CollectedMessage
+from gateway.scheduler_client.served_model import ServedModel
+from protos.errors import InvalidArgument, TriptychError, Unsupported
+from tests.support.gateway.tool_requests import accepts, byte_compiler, chat, function, settings
+from tests.support.gateway.tool_templates import TIME, WEATHER
+from tests.support.worker.grammar_texts import lowered
+from worker_svc.grammars.spec import Spec
+
+
+@pytest.fixture(scope="module")
+def compiler() -> xgrammar.GrammarCompiler:
+    return byte_compiler()
+
+
+OPENED = "<|im_start|>assistant\n<think>\n"
+STRICT = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+WRONG_CALL = CALL.replace("Paris", 'Paris", "days": "x').replace('"city"', '"town"')
+INTEGER = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}}
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "yes"}}
+LEGACY = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+
+# Each kind of constraint, with a text that matches and one that does not.
+KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "json_object": ({"response_format": {"type": "json_object"}}, '{"a": 1}', "[1]"),
+    "json_schema": ({"response_format": INTEGER}, "12", "x"),
+    "json": ({"structured_outputs": {"json": '{"type": "integer"}'}}, "12", "x"),
+    "any json": ({"structured_outputs": {"json": True}}, "[1]", "x"),
+    "regex": ({"structured_outputs": {"regex": "[ab]{3}"}}, "aba", "abc"),
+    "grammar": ({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}, "yes", "maybe"),
+    "choice": ({"structured_outputs": {"choice": ["yes", 'n"o\\\n\x7f']}}, 'n"o\\\n\x7f', "maybe"),
+    "structural_tag": ({"response_format": TAG}, "yes", "no"),
+    "structural_tag as text": ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, "yes", "no"),
+    "older structural_tag": ({"response_format": LEGACY}, "so <f>12</f>.", "<f>x</f>"),
+}
+
+
+def opened(served: ServedModel, **fields: Any) -> AnswerPlan:
+    """Returns the plan for a prompt that has begun the thinking."""
+    prompt = served.text.encode(OPENED, add_special_tokens=False)
+    return plan_answer(settings(), served, chat(**fields), prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constraint_allows_thinking_before_the_answer(
+    qwen: ServedModel, compiler: xgrammar.GrammarCompiler, kind: str
+) -> None:
+    """The answer behind the thinking must match, whatever the thinking says.
+
+    An answer is not taken for thinking.
+    """
+    fields, good, bad = KINDS[kind]
+    plan = plan_answer(settings(), qwen, chat(**fields), [1])
+    assert plan.constraint is not None
+    assert accepts(compiler, plan.constraint, f"<think>let me see: {bad}</think>\n\n{good}")
+    assert accepts(compiler, plan.constraint, good)
+    assert not accepts(compiler, plan.constraint, f"<think>let me see</think>{bad}")
+    plan = opened(qwen, **fields)
+    assert plan.constraint is not None
+    assert not accepts(compiler, plan.constraint, good)
+    assert accepts(compiler, plan.constraint, f"Hm.</think>{good}")
+    assert CollectedMessage.of(plan.reader().whole(f"Hm.</think>{good}")).content == [good]
+    lowered(Spec("structural_tag", plan.constraint.structural_tag))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_constraint_allows_optional_calls_instead_of_the_answer(
+    qwen: ServedModel, compiler: xgrammar.GrammarCompiler, kind: str
+) -> None:
+    """A constraint does not switch off optional tools, and tools do not switch off the constraint."""
+    fields, good, bad = KINDS[kind]
+    free = kind == "older structural_tag"  # takes any text beside its tags
+    for tools, wrong in (([WEATHER, TIME], False), ([STRICT, TIME], True)):
+        plan = opened(qwen, tools=tools, **fields)
+        assert plan.constraint is not None
+        assert plan.constraint_param in fields
+        for text in (good, CALL, f"{CALL}\n{CALL}"):
+            assert accepts(compiler, plan.constraint, f"Hm.</think>\n\n{text}")
+            assert not accepts(compiler, plan.constraint, text)
+        assert not accepts(compiler, plan.constraint, f"Hm.</think>{bad}")
+        assert accepts(compiler, plan.constraint, f"Hm.</think>{WRONG_CALL}") == (not wrong or free)
+        asked = Spec("structural_tag", plan.constraint.structural_tag)
+        if kind == "grammar" and wrong:  # one engine reads GBNF, and another enforces schemas
+            with pytest.raises(InvalidArgument, match="beside a grammar"):
+                lowered(asked)
+        else:
+            lowered(asked)
+
+
+def test_without_thinking_the_constraint_is_unchanged(smollm2: ServedModel) -> None:
+    """A model that does not think gets the client's constraint itself."""
+    body = chat(response_format={"type": "json_object"})
+    plan = plan_answer(settings(), smollm2, body, [1])
+    assert (plan.constraint, plan.constraint_param) == (body.constraint(), "response_format")
+
+
+@pytest.mark.parametrize("parser", ["pythonic", "mistral"])
+def test_a_constraint_with_optional_calls_needs_a_grammar_for_calls(
+    smollm2: ServedModel, parser: str
+) -> None:
+    """Without a grammar for calls, the constraint would silently switch them off, so it is refused."""
+    body = chat(tools=[TIME], structured_outputs={"regex": "a"})
+    chosen = settings(tool_call_parser=parser)
+    if parser == "mistral":
+        assert plan_answer(chosen, smollm2, body, [1]).constraint is not None
+        return
+    with pytest.raises(Unsupported, match="calls or this") as caught:
+        plan_answer(chosen, smollm2, body, [1])
+    assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+def test_a_response_format_leaves_required_calls_alone(
+    qwen: ServedModel, compiler: xgrammar.GrammarCompiler, choice: Any
+) -> None:
+    """The format is for content, which an answer of calls has none of; agents send both in every turn."""
+    fields, good, _ = KINDS["json_object"]
+    plan = plan_answer(settings(), qwen, chat(tools=[TIME], tool_choice=choice, **fields), [1])
+    assert plan.constraint is not None
+    assert plan.constraint_param == "tools"
+    assert not accepts(compiler, plan.constraint, good)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_time"}}])
+@pytest.mark.parametrize("kind", ["choice", "regex"])
+def test_a_constraint_with_a_required_call_is_refused(qwen: ServedModel, choice: Any, kind: str) -> None:
+    """structured_outputs constrains the whole output, so one of the two would have to be ignored."""
+    fields, _, _ = KINDS[kind]
+    (name,) = fields
+    with pytest.raises(InvalidArgument, match="contradict one another") as caught:
+        plan_answer(settings(), qwen, chat(tools=[TIME], tool_choice=choice, **fields), [1])
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize("tools", [[], [TIME]])
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"json": "{not json"}, "cannot be read"),
+        ({"json": '{"items":' * 980 + "{}" + "}" * 980}, "nested too deep"),
+        ({"json": '{"items":' * 100_000}, "nested too deep"),
+        ({"structural_tag": "[" * 100_000}, "nested too deep"),
+        ({"structural_tag": "5"}, "must be a JSON object"),
+        ({"structural_tag": "{}"}, "needs 'format'"),
+        ({"structural_tag": '{"structures": [{"begin": "a"}]}'}, "begin, schema and end"),
+    ],
+)
+def test_an_unreadable_constraint_is_an_invalid_argument(
+    qwen: ServedModel, tools: list[Any], asked: dict[str, Any], words: str
+) -> None:
+    """Broken JSON and extreme nesting are refused under the client's parameter."""
+    with pytest.raises(InvalidArgument, match=words) as caught:
+        opened(qwen, tools=tools, structured_outputs=asked)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_many_choices_fit_into_one_tag(qwen: ServedModel) -> None:
+    """A tag may have 512 parts, yet as many choices are accepted as without thinking."""
+    plan = opened(qwen, structured_outputs={"choice": [str(n) for n in range(10_000)]})
+    assert plan.constraint is not None
+    lowered(Spec("structural_tag", plan.constraint.structural_tag))
+
+
+def test_large_numbers_in_a_schema_keep_their_digits(qwen: ServedModel) -> None:
+    """No reader rounds a number on its way to the worker."""
+    plan = opened(qwen, structured_outputs={"json": '{"const": 123456789012345678901234567890}'})
+    assert plan.constraint is not None
+    assert "123456789012345678901234567890" in plan.constraint.structural_tag
+
+
+@pytest.mark.parametrize(("levels", "fits"), [(54, True), (66, False)])
+def test_the_depth_limit_of_a_constrained_tools_schema(qwen: ServedModel, levels: int, fits: bool) -> None:
+    """The tag around the schema uses up levels, too; docs/tools.md states the number."""
+    schema: dict[str, Any] = {"enum": ["x"], "description": "d" * 1000}
+    for _ in range((levels - 2) // 2):
+        schema = {"type": "object", "properties": {"a": schema}, "description": "d" * 10_000}
+    tool = {"type": "function", "function": {"name": "g", "parameters": schema, "strict": True}}
+    bodies = (
+        {"tools": [tool], "tool_choice": "required"},
+        {"tools": [tool]},
+        {"tools": [tool], "response_format": {"type": "json_object"}},
+    )
+    for body in bodies:
+        found = None
+        try:
+            plan = plan_answer(settings(), qwen, chat(**body), [1])
+            assert plan.constraint is not None
+            lowered(Spec("structural_tag", plan.constraint.structural_tag))
+        except TriptychError as error:
+            found = error
+        assert (found is None) == fits
+
+
+def test_an_ordinary_chat_needs_no_parsing(smollm2: ServedModel) -> None:
+    """Without tools and thinking, the whole text is content."""
+    plan = plan_answer(settings(), smollm2, chat(), [1])
+    assert plan.plain
+    assert (plan.constraint, plan.markers) == (None, frozenset())
+
+
+def test_thinking_is_parsed_without_tools(qwen: ServedModel) -> None:
+    """A model that thinks gets a parser, unless a setting switches it off."""
+    plan = plan_answer(settings(), qwen, chat(), [1])
+    assert not plan.plain
+    assert plan.markers == frozenset({"<think>", "</think>"})
+    assert plan_answer(settings(reasoning_parser="none"), qwen, chat(), [1]).plain
+
+
+@pytest.mark.parametrize("parser", ["none", "pythonic"])
+def test_formats_without_a_grammar(smollm2: ServedModel, parser: str) -> None:
+    """A required call is written as JSON instead; strict optional calls are refused."""
+    chosen = settings(tool_call_parser=parser)
+    plan = plan_answer(chosen, smollm2, chat(tools=[TIME], tool_choice="required"), [1])
+    assert plan.constraint is not None
+    assert "parameters" in plan.constraint.structural_tag
+    with pytest.raises(Unsupported) as caught:
+        plan_answer(chosen, smollm2, chat(tools=[WEATHER, function(strict=True)]), [1])
+    assert caught.value.param == ("tool_choice" if parser == "none" else "tools[1].function.strict")
+
+
+def test_strict_enforces_a_tools_schema(qwen: ServedModel, compiler: xgrammar.GrammarCompiler) -> None:
+    """A required call matches its schema unless strict is false; a tool without parameters takes none."""
+    for tool, arguments, fits in (
+        (WEATHER, '{"town": 1}', False),
+        ({**WEATHER, "function": {**WEATHER["function"], "strict": False}}, '{"town": 1}', True),
+        (TIME, '{"town": 1}', False),
+        (TIME, "{}", True),
+    ):
+        plan = plan_answer(settings(), qwen, chat(tools=[tool], tool_choice="required"), [1])
+        assert plan.constraint is not None
+        call = f'{{"name": "{tool["function"]["name"]}", "arguments": {arguments}}}'
+        text = f"<tool_call>\n{call}\n</tool_call>"
+        assert accepts(compiler, plan.constraint, text) == fits

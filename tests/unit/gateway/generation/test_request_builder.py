@@ -1,0 +1,168 @@
+"""Wire requests from HTTP bodies."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.auth.identity import Account
+from gateway.generation.request_builder import (
+    check_length,
+    encode_prompts,
+    generate_requests,
+    sampling_of,
+)
+from gateway.openai.completions import CompletionRequest
+from gateway.scheduler_client.served_model import ServedModel
+from gateway.schemas.base import parse
+from gateway.schemas.chat import ChatCompletionRequest
+from gateway.text.tokenization import TextCodec, TextWorker
+from protos.errors import ContextExceeded, InvalidArgument
+from protos.triptych.v1 import common_pb2 as pb
+from tests.support.gateway.serving import smollm2_folder
+
+
+def body_of(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps({"prompt": "hi", **fields}).encode())
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec.load(smollm2_folder())
+
+
+@pytest.fixture
+def served(codec: TextCodec) -> ServedModel:
+    return ServedModel(pb.ModelInfo(served_name="smol", vocab_size=49152, max_model_len=64), codec)
+
+
+def test_an_empty_body_sets_no_sampling_parameters() -> None:
+    """Unset sampling parameters are left to the model and the scheduler."""
+    params = sampling_of(body_of(), pb.ModelInfo())
+    assert params == pb.SamplingParams(max_tokens=16)
+
+
+def test_everything_arrives() -> None:
+    """Each parameter has its field on the wire."""
+    body = body_of(
+        temperature=0, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[5],
+        ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias={"3": -1.0},
+        allowed_token_ids=[3, 4],
+    )  # fmt: skip
+    assert sampling_of(body, pb.ModelInfo()) == pb.SamplingParams(
+        temperature=0, top_p=0.5, top_k=7, min_p=0.25, seed=9, max_tokens=11, min_tokens=2, stop_token_ids=[5],
+        ignore_eos=True, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5, logit_bias={3: -1.0},
+        allowed_token_ids=[3, 4],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_p": 1},
+        {"top_k": -1},
+        {"top_k": 0},
+        {"min_p": 0},
+        {"repetition_penalty": 1},
+        {"presence_penalty": 0},
+    ],
+)
+def test_a_value_that_disables_a_filter_stays_unset(fields: dict[str, Any]) -> None:
+    """A worker that lacks the filter has nothing to refuse."""
+    assert sampling_of(body_of(**fields), pb.ModelInfo()) == pb.SamplingParams(max_tokens=16)
+
+
+def test_the_models_defaults_fill_the_gaps() -> None:
+    """generation_config.json applies to parameters that the body leaves unset."""
+    model = pb.ModelInfo(default_sampling=pb.SamplingParams(temperature=0.5, top_p=0.75, top_k=20))
+    params = sampling_of(body_of(temperature=0.25, top_k=-1), model)
+    assert (params.temperature, params.top_p) == (0.25, 0.75)
+    assert not params.HasField("top_k")
+    assert not sampling_of(body_of(top_p=1.0), model).HasField("top_p")
+
+
+def test_the_models_default_length_counts_as_far_as_it_fits(served: ServedModel) -> None:
+    """A chat without max_tokens gets what generation_config.json says, or the rest of the context."""
+    served.model.default_sampling.max_tokens = 50
+    chat = parse(ChatCompletionRequest, b'{"messages": [{"role": "user", "content": "x"}], "min_tokens": 2}')
+    requests = generate_requests(served, chat, [[1] * 4, [1] * 60, [1] * 63], "id")
+    assert [request.sampling.max_tokens for request in requests] == [50, 4, 2]
+    assert generate_requests(served, body_of(), [[1]], "id")[0].sampling.max_tokens == 16
+
+
+@pytest.mark.parametrize(("seed", "wire"), [(0, 0), (7, 7), (-1, 2**64 - 1)])
+def test_seeds_fit_64_bits(seed: int, wire: int) -> None:
+    """Negative seeds are allowed."""
+    assert sampling_of(body_of(seed=seed), pb.ModelInfo()).seed == wire
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop_token_ids": [49152]}, {"allowed_token_ids": [5, 49152]}, {"logit_bias": {"49152": 1}}]
+)
+def test_token_ids_must_be_in_the_vocabulary(served: ServedModel, fields: dict[str, Any]) -> None:
+    """The message says where the vocabulary ends."""
+    with pytest.raises(InvalidArgument, match="49151") as caught:
+        sampling_of(body_of(**fields), served.model)
+    assert caught.value.param in fields
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "words"),
+    [
+        (64, None, "64 tokens, which leaves no room"), (65, 1, "65 tokens"), (60, 5, "at most 4 tokens"),
+        (1, 64, "at most 63"), (1000, 1000, "shorten the prompt"),
+    ],
+)  # fmt: skip
+def test_a_prompt_beyond_the_context_is_refused(
+    served: ServedModel, count: int, limit: int | None, words: str
+) -> None:
+    """The message has the numbers and what to change."""
+    with pytest.raises(
+        ContextExceeded, match=r"^This model's maximum context length is 64 tokens, but"
+    ) as caught:
+        check_length(served, [1] * count, limit, param="prompt")
+    assert words in caught.value.message
+
+
+@pytest.mark.parametrize(("count", "limit"), [(63, None), (63, 1), (1, 63), (32, 32)])
+def test_prompt_and_output_may_fill_the_context(served: ServedModel, count: int, limit: int | None) -> None:
+    """Prompt and output may fill the context exactly."""
+    check_length(served, [1] * count, limit, param="prompt")
+
+
+def test_a_prompt_without_tokens_is_refused(served: ServedModel) -> None:
+    """A text that encodes to no tokens is an empty prompt."""
+    with pytest.raises(InvalidArgument, match="is empty"):
+        check_length(served, [], 1, param="prompt")
+
+
+def test_wire_requests_have_separate_ids(served: ServedModel) -> None:
+    """The prompts of one body differ in their index."""
+    account = Account("acme", -3, "s")
+    body = body_of(prompt=["a", "b"])
+    one, two = generate_requests(served, body, [[1], [2, 3]], "id", account=account)
+    assert (one.request_id, two.request_id) == ("id-0", "id-1")
+    assert (one.tenant, one.priority, one.cache_salt, one.model) == ("acme", -3, "s", "smol")
+    assert list(two.prompt_token_ids) == [2, 3]
+    assert generate_requests(served, body, [[1]], "id")[0].request_id == "id"
+
+
+def test_errors_name_the_clients_parameter(served: ServedModel) -> None:
+    """A chat has messages, not a prompt."""
+    body = parse(ChatCompletionRequest, b'{"messages": [{"role": "user", "content": "x"}]}')
+    with pytest.raises(ContextExceeded) as caught:
+        generate_requests(served, body, [[1] * 100], "id")
+    assert caught.value.param == "messages"
+
+
+async def test_text_prompts_are_encoded(served: ServedModel) -> None:
+    """Text is encoded; token ids pass unchanged if they are in the vocabulary."""
+    worker = TextWorker()
+    options: dict[str, Any] = {"special": True, "size": 30, "param": "prompt"}
+    try:
+        assert await encode_prompts(served, worker, ["hello world"], **options) == [[28120, 905]]
+        assert await encode_prompts(served, worker, [[5, 6]], **options) == [[5, 6]]
+        with pytest.raises(InvalidArgument, match="49151"):
+            await encode_prompts(served, worker, [[49152]], **options)
+    finally:
+        worker.close()
