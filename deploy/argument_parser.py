@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final, NoReturn
 
-from protos.command_line.suggestions import unknown_arguments
+from protos.service.help import unknown_arguments
 
 _AMBIGUOUS: Final = re.compile(r"(ambiguous option: [^=\s]+)=.*( could match )", re.DOTALL)
 

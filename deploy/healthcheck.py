@@ -85,7 +85,7 @@ def _channel(address: str) -> "grpc.Channel":
     if not os.environ.get("TRIPTYCH_GRPC_TLS_CA"):
         return grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
     # Imported late: a check runs every few seconds, and without TLS it needs no settings.
-    from protos.security.settings import CallSecuritySettings
+    from protos.service.security_settings import CallSecuritySettings
 
     return CallSecuritySettings().link_security().open_blocking_channel(address)
 

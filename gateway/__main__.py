@@ -21,12 +21,11 @@ from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.startup_queue import StartupQueue
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
-from protos import logs
-from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused, TriptychError, Unavailable
-from protos.settings import load
-from protos.tracing.opening import open_tracer
-from protos.tracing.tracer import Tracer
+from protos.service import logs
+from protos.service.environment import check_for_service
+from protos.service.settings import load
+from protos.service.tracing import Tracer, open_tracer
 
 # Files that are open beside the clients' connections: modules, logs, the scheduler's channel.
 _OTHER_FILES: Final = 256

@@ -36,9 +36,9 @@ from gateway.text.chat_template import read_template
 from gateway.text.tokenization import TextCodec, TextWorker
 from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
-from protos.logs import get_logger
-from protos.overload.unread import UnreadLimits
-from protos.tracing.tracer import Tracer
+from protos.service.backpressure import UnreadLimits
+from protos.service.logs import get_logger
+from protos.service.tracing import Tracer
 
 # Opens the OpenAPI document.
 _DESCRIPTION: Final = (

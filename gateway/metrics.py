@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
-from protos.overload.unread import UnreadLimits
+from protos.service.backpressure import UnreadLimits
+from protos.service.logs import get_logger
 
 # vLLM's bucket bounds, seconds: dashboards made for vLLM keep working.
 _TTFT: Final = (

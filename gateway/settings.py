@@ -11,10 +11,10 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS
 from protos.limits import MAX_LOGPROBS
-from protos.logs import LogFormat, LogLevel
-from protos.security.settings import CallSecuritySettings
-from protos.settings import Group, ServiceSettings
-from protos.tracing.tracer import OtlpEndpoint
+from protos.service.logs import LogFormat, LogLevel
+from protos.service.security_settings import CallSecuritySettings
+from protos.service.settings import Group, ServiceSettings
+from protos.service.tracing import OtlpEndpoint
 
 
 class SecuritySettings(ServiceSettings):

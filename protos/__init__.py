@@ -1,11 +1,9 @@
-"""The seam between the services: the common ground of both ends of a connection.
+"""The schema between the services, and the checks of both its ends.
 
 `triptych/v1` is the schema with its generated stubs (`generate`). `limits` and `validation` hold the bounds
 of requests and enforce them; `steps` and `step_messages` are step plans and results, as types and as
-messages; `kv_groups` lists the kinds of KV groups. `errors` is the tree of failures between services. `wire`
-defines the schema revision, message sizes and keepalive, `server` a gRPC server with health and reflection,
-`overload` the protection from clients. `settings` and `logs` serve all services alike. All packages import
-this package; it imports none of them.
+messages. `errors` is the tree of failures between services, and `service` the plumbing of every process.
+All packages import this package; it imports none of them.
 """
 
 import os

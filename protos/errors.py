@@ -22,7 +22,7 @@ as a ``triptych.v1.Error``: inline on streams that carry many requests, otherwis
 status. gRPC loses a status above 8 KiB, so its texts take at most 2 KiB together.
 """
 
-from typing import ClassVar, Final, NoReturn, cast
+from typing import Any, ClassVar, Final, NoReturn, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -32,7 +32,9 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from protos.triptych.v1 import common_pb2 as pb
-from protos.wire import Context
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+"""The context of a call in a servicer's method."""
 
 _MAX_STATUS_TEXT: Final = 2048
 """Bytes of a status' message and details as sent."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from protos.environment.table import check_for_service
 from protos.errors import TriptychError
-from protos.logs import configure, get_logger
-from protos.server import Server, check_addresses
-from protos.settings import load
-from protos.tracing.opening import open_tracer
+from protos.service.environment import check_for_service
+from protos.service.logs import configure, get_logger
+from protos.service.server import Server, check_addresses
+from protos.service.settings import load
+from protos.service.tracing import open_tracer
 from protos.triptych.v1 import inference_pb2_grpc, registry_pb2_grpc
 from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer

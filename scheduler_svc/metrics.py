@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from protos.errors import TriptychError
-from protos.overload.unread import UnreadLimits
+from protos.service.backpressure import UnreadLimits
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.load import Load, ReplicaMemory
 from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS

@@ -14,10 +14,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.limits import MAX_CONCURRENT_RPCS
-from protos.logs import LogFormat, LogLevel
-from protos.security.settings import LinkSecuritySettings
-from protos.settings import Group
-from protos.tracing.tracer import OtlpEndpoint
+from protos.service.logs import LogFormat, LogLevel
+from protos.service.security_settings import LinkSecuritySettings
+from protos.service.settings import Group
+from protos.service.tracing import OtlpEndpoint
 from scheduler_svc.adapters.modules import name_and_path, split_modules
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
 from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets

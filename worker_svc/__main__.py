@@ -6,10 +6,10 @@ import threading
 
 import uvloop
 
-from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused
-from protos.logs import configure
-from protos.settings import load
+from protos.service.environment import check_for_service
+from protos.service.logs import configure
+from protos.service.settings import load
 from worker_svc.api.model_thread import MODEL_THREAD
 from worker_svc.api.watchdog import EXIT_CODE, WorkerFailed
 from worker_svc.settings import Settings

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
-from protos.security.links import LinkSecurity
-from protos.server import Server, check_addresses
-from protos.tracing.opening import open_tracer
+from protos.service.channels import LinkSecurity
+from protos.service.logs import get_logger
+from protos.service.server import Server, check_addresses
+from protos.service.tracing import open_tracer
 from protos.triptych.v1 import worker_pb2_grpc
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.registration import leave, stay_registered

@@ -11,10 +11,10 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.limits import MAX_CONCURRENT_RPCS
-from protos.logs import LogFormat, LogLevel
-from protos.security.settings import LinkSecuritySettings
-from protos.settings import Group
-from protos.tracing.tracer import OtlpEndpoint
+from protos.service.logs import LogFormat, LogLevel
+from protos.service.security_settings import LinkSecuritySettings
+from protos.service.settings import Group
+from protos.service.tracing import OtlpEndpoint
 from worker_svc.devices.registry import DEVICES, DeviceOptions, DeviceSetting, RblnBackend
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_settings import (

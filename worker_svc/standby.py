@@ -15,8 +15,8 @@ import traceback
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused
-from protos.logs import configure, get_logger
-from protos.settings import load
+from protos.service.logs import configure, get_logger
+from protos.service.settings import load
 from worker_svc import __main__ as worker
 from worker_svc.settings import Settings
 from worker_svc.standby_messages import Orders

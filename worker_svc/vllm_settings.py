@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from protos.errors import ConfigurationRefused
 from protos.limits import SAMPLING
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 MAX_GIB: Final = 1 << 20
 """The most KV memory of a setting."""

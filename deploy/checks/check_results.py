@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from deploy.launcher.service_flags import written
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError
-from protos.environment.table import HIDDEN, Reading
 from protos.errors import TriptychError
-from protos.settings import ServiceSettings, declared, is_secret, reference_variables
+from protos.service.environment import Reading
+from protos.service.redaction import HIDDEN
+from protos.service.settings import ServiceSettings, declared, is_secret, reference_variables
 
 Status = Literal["ok", "note", "FAILED", "skipped"]
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from deploy.checks.check_results import CheckFailed, Note, Report
 from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from protos.steps import Decode, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.convert.model import copies_blocks_from_proto, description_from_proto

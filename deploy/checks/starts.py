@@ -21,9 +21,9 @@ from deploy.launcher.stack_plan import COMMAND, StackPlan, claim
 from deploy.launcher.supervisor import BAD_SETTING
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
-from protos.security.settings import CallSecuritySettings
-from protos.security.token_check import METADATA_KEY
-from protos.settings import ServiceSettings, load
+from protos.service.security_settings import CallSecuritySettings
+from protos.service.settings import ServiceSettings, load
+from protos.service.tokens import METADATA_KEY
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc, worker_pb2
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings

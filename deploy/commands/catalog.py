@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 from worker_svc.devices.registry import DEVICES
 from worker_svc.graphs.compile_cache import CompileCache, DamagedEntry, Manifest
 from worker_svc.settings import Settings

@@ -18,10 +18,10 @@ from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.service_flags import scheduler_flags, worker_flags
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.translate import VllmFlags
-from protos.environment.table import check_for_service
 from protos.errors import ConfigurationRefused, TriptychError
-from protos.logs import configure
-from protos.settings import CONFIG_VARIABLE, load
+from protos.service.environment import check_for_service
+from protos.service.logs import configure
+from protos.service.settings import CONFIG_VARIABLE, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 from worker_svc.vllm_platform import silence_libraries

@@ -18,11 +18,11 @@ from deploy.commands.up import ServeSettings
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings, check_variables
 from deploy.vllm_flags.translate import VllmFlags
 from gateway.settings import Settings as GatewaySettings
-from protos.command_line.suggestions import similar
-from protos.environment import table
 from protos.errors import ConfigurationRefused
-from protos.logs import configure
-from protos.settings import CONFIG_VARIABLE, Group, ServiceSettings, given_flags, load
+from protos.service import environment
+from protos.service.help import similar
+from protos.service.logs import configure
+from protos.service.settings import CONFIG_VARIABLE, Group, ServiceSettings, given_flags, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 from worker_svc.vllm_platform import silence_libraries
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = [argument for argument in arguments if argument != _JSON]
     command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else ""
     report = Report(f"triptych {command or 'worker'}", as_json=as_json)
-    report.describe("environment", table.read(os.environ))
+    report.describe("environment", environment.read(os.environ))
     foreign = VllmFlags() if command in {"serve", "up"} else None
     try:
         cls = _settings_class(command)

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 import deploy
 from deploy.argument_parser import ArgumentParser
-from protos.command_line.hiding import without_users
-from protos.environment.table import HIDDEN, shown
+from protos.service.redaction import HIDDEN, shown, without_users
 
 _SECTIONS: Final = {"versions": "Versions", "cpu": "CPU", "memory": "Memory", "devices": "Devices"}
 _GIB: Final = 2**30

@@ -26,9 +26,9 @@ from deploy.launcher.supervisor import (
     standby_spec,
 )
 from protos.errors import ConfigurationRefused
-from protos.security.links import LinkSecurity
-from protos.settings import CONFIG_VARIABLE, load
-from protos.wire import MAX_SOCKET_PATH_BYTES, is_unix, unix_address
+from protos.service.channels import LinkSecurity
+from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES, is_unix, unix_address
+from protos.service.settings import CONFIG_VARIABLE, load
 from worker_svc.settings import Settings as WorkerSettings
 
 # The container runtime has its own deadline, which suits the worker.

@@ -8,7 +8,7 @@ from typing import Any
 
 from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import DamagedHistogram, RecordedBatches, histogram_path
 from scheduler_svc.shapes.bucket_planner import BucketPlan, BucketUsage, plan_buckets

@@ -34,8 +34,8 @@ from deploy.launcher.supervisor import (
 from deploy.secure_files import SecureFiles
 from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused
-from protos.settings import CONFIG_VARIABLE, load
-from protos.wire import unix_address
+from protos.service.grpc_options import unix_address
+from protos.service.settings import CONFIG_VARIABLE, load
 from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
 
 _POLL_S = 0.25

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deploy.healthcheck import url_opener
-from protos.security.links import LinkSecurity
+from protos.service.channels import LinkSecurity
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 _POLL_S = 0.25

@@ -10,8 +10,8 @@ from pydantic import BaseModel, SecretStr
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
-from protos.settings import ServiceSettings, is_secret, reference_variables
-from protos.wire import unix_address
+from protos.service.grpc_options import unix_address
+from protos.service.settings import ServiceSettings, is_secret, reference_variables
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.devices.registry import DEVICES
 from worker_svc.settings import Settings as WorkerSettings
@@ -173,7 +173,7 @@ def _secret(value: SecretStr | tuple[SecretStr, ...]) -> str:
 
 
 def written(name: str, value: object) -> str:
-    """Returns a flag that `protos.settings.load` reads back as `value`."""
+    """Returns a flag that `protos.service.settings.load` reads back as `value`."""
     flag = f"--{name.replace('_', '-')}"
     match value:
         case bool():

@@ -11,10 +11,10 @@ from pydantic_settings import SettingsConfigDict
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.secure_files import SERVICE_NAME, SecureFiles, make
 from gateway.settings import Settings as GatewaySettings
-from protos.command_line.suggestions import similar
-from protos.environment import table
 from protos.errors import ConfigurationRefused
-from protos.settings import CONFIG_VARIABLE, Group, ServiceSettings
+from protos.service import environment
+from protos.service.help import similar
+from protos.service.settings import CONFIG_VARIABLE, Group, ServiceSettings
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
@@ -155,7 +155,7 @@ def check_variables(variables: Mapping[str, str], report: Callable[[str], None])
     Raises:
         ConfigurationRefused: a variable is refused.
     """
-    table.check(variables, lambda reading: report(str(reading)))
+    environment.check(variables, lambda reading: report(str(reading)))
     for unknown in unknown_variables(variables):
         report(unknown)
 
@@ -169,7 +169,7 @@ def unknown_variables(variables: Mapping[str, str]) -> list[str]:
             variables[name]
             and name.startswith("TRIPTYCH_")
             and name not in known
-            and not table.is_service_link(name)
+            and not environment.is_service_link(name)
         ):
             meant = similar(name, known)
             hint = f"; did you mean {meant}?" if meant else ""

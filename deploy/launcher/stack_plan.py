@@ -18,7 +18,7 @@ from deploy.launcher.service_flags import LOOPBACK
 from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.supervisor import BAD_SETTING, LaunchError
 from gateway.settings import Settings as GatewaySettings
-from protos.wire import MAX_SOCKET_PATH_BYTES
+from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 

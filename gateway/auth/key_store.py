@@ -13,11 +13,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, Va
 from gateway.auth.identity import ANY_PRIORITY, ANYONE, Caller
 from gateway.auth.rate_limits import KeyLimiter, Ledger, Limits, SharedLedger
 from gateway.settings import SecuritySettings
-from protos.command_line.yaml_text import parse_yaml
 from protos.errors import ConfigurationRefused
 from protos.limits import MAX_NAME_BYTES
-from protos.logs import get_logger
-from protos.security.watched_files import WatchedFiles
+from protos.service.config_file import parse_yaml
+from protos.service.logs import get_logger
+from protos.service.tls import WatchedFiles
 
 _MOST_BYTES: Final = 4 * 1024 * 1024
 

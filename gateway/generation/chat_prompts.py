@@ -16,7 +16,7 @@ from gateway.settings import Settings
 from gateway.text.chat_template import ChatTemplate, joined
 from gateway.text.tokenization import TextWorker
 from protos.errors import InvalidArgument
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 
 class ChatPrompt(NamedTuple):

@@ -13,7 +13,7 @@ from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.served_model import ServedModel, ServedModelWatcher
 from gateway.settings import Settings
 from gateway.text.tokenization import TextWorker
-from protos.overload.unread import UnreadLimits
+from protos.service.backpressure import UnreadLimits
 from protos.triptych.v1.inference_pb2 import LoraInfo
 
 

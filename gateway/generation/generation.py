@@ -17,7 +17,7 @@ from gateway.schemas.sampling import SamplingRequest
 from gateway.text.detokenizer import Detokenizer
 from gateway.text.tokenization import TextWorker
 from protos.errors import Aborted, TriptychError
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from gateway.schemas.sampling import SamplingRequest
 from gateway.text.tokenization import TextCodec, TextWorker
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.limits import SAMPLING
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import check_ids, check_token_ids

@@ -21,7 +21,7 @@ from gateway.http.event_streams import (
 from gateway.http.middleware import note
 from gateway.http.protocol import BodyWriter
 from protos.errors import TriptychError
-from protos.overload.unread import UnreadLimits
+from protos.service.backpressure import UnreadLimits
 
 
 class IdleWatch:

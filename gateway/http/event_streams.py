@@ -10,7 +10,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.http.errors import ClientGone, internal, note_error
 from gateway.http.middleware import note
 from protos.errors import TriptychError
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 KEEP_ALIVE: Final = b": keep-alive\n\n"

@@ -10,7 +10,7 @@ from typing import Final, NoReturn, Self
 
 from gateway.settings import SecuritySettings
 from protos.errors import ConfigurationRefused
-from protos.security.watched_files import WatchedFiles
+from protos.service.tls import WatchedFiles
 
 _BACKLOG: Final = 2048
 _ADVICE: Final = "check that they are PEM files, belong together and may be read"

@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway.http.bodies import BoundedBody
 from gateway.http.errors import METHOD, error_code, error_response, internal, sent_method
 from gateway.metrics import Metrics
-from protos.logs import bind_request, get_logger
-from protos.tracing.tracer import Span, Tracer
+from protos.service.logs import bind_request, get_logger
+from protos.service.tracing import Span, Tracer
 
 _SPAN: Final = "triptych.span"
 

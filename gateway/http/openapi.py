@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.http.errors import ErrorAnswer
 from gateway.http.middleware import note
 from gateway.schemas.base import IgnoredFields, RequestModel, parse
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 
 class BodyRoute(APIRoute):

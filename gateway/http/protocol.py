@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.http.errors import error_body, error_response
 from protos.errors import InvalidArgument, Unavailable
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 # Longest request line and headers together, and most bytes in a row that belong to no body: trailers, or
 # extensions of a chunk. httptools has no limit of its own.

@@ -32,7 +32,7 @@ from gateway.messages_api.writer import ID_PREFIX, MessageStreamWriter, error_ev
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.text.chat_template import ChatTemplate
 from gateway.tools.custom_tools import skipped_tools_header
-from protos.logs import request_id
+from protos.service.logs import request_id
 
 PATH: Final = "/v1/messages"
 

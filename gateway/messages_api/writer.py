@@ -19,7 +19,7 @@ from gateway.http.errors import Forbidden, PayloadTooLarge, ShapedError, Unautho
 from gateway.messages_api.schemas import AnswerBlock, MessageAnswer, MessageHead, TokenCounts
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from protos.errors import InvalidArgument, NotFound, Overloaded, TimedOut, TriptychError, Unavailable
-from protos.logs import request_id
+from protos.service.logs import request_id
 
 ID_PREFIX: Final = "msg_"
 

@@ -18,7 +18,7 @@ from gateway.http.openapi import api_router, documented
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.version import VERSION, fingerprint
 from protos.errors import TriptychError, Unavailable, Unsupported
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from protos.triptych.v1 import inference_pb2 as inference
 
 router = api_router("Operations")

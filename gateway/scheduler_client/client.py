@@ -19,7 +19,7 @@ from gateway.scheduler_client.pending_request import Subscription
 from gateway.scheduler_client.pool_calls import pool_all
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
-from protos.security.links import PLAIN, LinkSecurity
+from protos.service.channels import PLAIN, LinkSecurity
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceStub

@@ -20,8 +20,8 @@ from protos.errors import (
     Unimplemented,
     from_rpc_error,
 )
-from protos.logs import get_logger
-from protos.security.waiting import wait_until_ready
+from protos.service.channels import wait_until_ready
+from protos.service.logs import get_logger
 from protos.triptych.v1 import inference_pb2 as inference
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Final
 from gateway.scheduler_client.pending_request import PendingRequest, SequenceEvent, Subscription
 from gateway.scheduler_client.startup_queue import StartupQueue, jittered
 from protos.errors import Aborted, InvalidArgument, Overloaded, TriptychError, Unavailable, from_proto
+from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from protos.wire import MAX_MESSAGE_BYTES
 
 
 class Outbox:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Protocol, Self
 from gateway.http.errors import internal
 from protos.errors import Internal, TriptychError
 from protos.limits import MAX_REQUEST_ID_BYTES
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 

@@ -12,7 +12,7 @@ from gateway.scheduler_client.client import InferenceClient
 from gateway.text.tokenization import TextCodec
 from protos.errors import Internal, TriptychError, Unavailable, Unsupported
 from protos.limits import MAX_NAME_BYTES
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from protos.step_messages import shape_from_proto
 from protos.steps import format_shapes
 from protos.triptych.v1 import common_pb2 as pb

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 INPUT_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",

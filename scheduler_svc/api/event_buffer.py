@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from protos.errors import TriptychError
-from protos.overload.unread import UnreadLimits
+from protos.service.backpressure import UnreadLimits
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason
 

@@ -7,18 +7,19 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from protos.errors import (
+    Context,
     NotFound,
     SchemaMismatch,
     TriptychError,
     Unavailable,
     abort,
 )
-from protos.logs import bind_request, get_logger
-from protos.overload.unread import UnreadLimits
-from protos.tracing.tracer import Tracer
+from protos.service.backpressure import UnreadLimits
+from protos.service.grpc_options import SCHEMA_REVISION
+from protos.service.logs import bind_request, get_logger
+from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.validation import check_fields
-from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.api.lora_service import LoraService

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from protos.errors import InvalidArgument, TriptychError, Unsupported
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.adapters.modules import check_name, name_and_path
 from scheduler_svc.workers.deployment import Deployment

@@ -8,16 +8,17 @@ from urllib.parse import unquote
 
 from protos.errors import (
     ConfigurationRefused,
+    Context,
     InvalidArgument,
     SchemaMismatch,
     TriptychError,
     Unavailable,
     abort,
 )
-from protos.logs import get_logger
-from protos.security.links import PLAIN, LinkSecurity
+from protos.service.channels import PLAIN, LinkSecurity
+from protos.service.grpc_options import SCHEMA_REVISION, unix_address
+from protos.service.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
-from protos.wire import SCHEMA_REVISION, Context, unix_address
 from scheduler_svc.ranks.driver import ReplicaDriver
 from scheduler_svc.ranks.group import RankGroup, Seat
 from scheduler_svc.ranks.rank import ParallelSizes, RankAddress, ReplicaLost

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import kind_from_proto
 from protos.step_messages import shape_to_proto
-from protos.steps import PoolShape
+from protos.steps import PoolShape, kind_from_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, KvGroup

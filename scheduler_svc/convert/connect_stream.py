@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from protos.service.grpc_options import FULL_MESSAGE_BYTES
 from protos.triptych.v1 import inference_pb2
-from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.convert.inference import event_to_protos
 from scheduler_svc.requests.request import Event, TokenColumns
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from protos.errors import Aborted, InvalidArgument
-from protos.tracing.tracer import Tracer
+from protos.service.grpc_options import FULL_MESSAGE_BYTES
+from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import TOKEN_TASKS, check_generate, check_pool, count_values
-from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.pooling.tasks import MOST_VALUES

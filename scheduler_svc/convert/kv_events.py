@@ -3,8 +3,8 @@
 import itertools
 from collections.abc import Iterator
 
+from protos.service.grpc_options import FULL_MESSAGE_BYTES
 from protos.triptych.v1 import inference_pb2
-from protos.wire import FULL_MESSAGE_BYTES
 from scheduler_svc.kv.events import Batch, Cleared, KvEvent, Removed, Stored
 
 # With one or two chunks of tokens under each key, a message stays below the limit of any client.

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from protos.service.grpc_options import file_chunks
 from protos.triptych.v1 import common_pb2, worker_pb2
-from protos.wire import file_chunks
 from scheduler_svc.convert.configuration import groups_from_proto, limits_from_proto
 from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
 

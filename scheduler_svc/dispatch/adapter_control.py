@@ -11,7 +11,7 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
 from scheduler_svc.adapters.registry import AdapterRegistry
 from scheduler_svc.dispatch.queueing import Queues

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable, Unsupported
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from scheduler_svc.dispatch.adapter_control import AdapterControl
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, memory_of
 from scheduler_svc.dispatch.placement import AttachedReplica, Placer

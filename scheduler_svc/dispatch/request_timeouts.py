@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
 from protos.errors import TimedOut, TriptychError
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from scheduler_svc.requests.request import Request, SequenceGroup
 
 # A request fails at most a tenth of its limit late, and at most these many seconds.

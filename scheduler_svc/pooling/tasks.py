@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from protos.errors import Unsupported
+from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.triptych.v1 import common_pb2
-from protos.wire import MAX_MESSAGE_BYTES
 
 MOST_VALUES: Final = (MAX_MESSAGE_BYTES - (1 << 20)) // 4
 """Values of float32 in one message, with room for the rest of it."""

@@ -16,9 +16,9 @@ from protos.errors import (
     Unavailable,
     from_rpc_error,
 )
-from protos.logs import get_logger
+from protos.service.grpc_options import SCHEMA_REVISION
+from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from protos.wire import SCHEMA_REVISION
 from scheduler_svc.convert.model import WorkerDescription, copies_blocks_from_proto, description_from_proto
 from scheduler_svc.ranks.rank import (
     ParallelSizes,

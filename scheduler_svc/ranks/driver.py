@@ -8,10 +8,10 @@ from functools import partial
 import grpc.aio
 
 from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
-from protos.logs import get_logger
-from protos.security.links import PLAIN, LinkSecurity
+from protos.service.channels import PLAIN, LinkSecurity
+from protos.service.grpc_options import SCHEMA_REVISION
+from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from protos.wire import SCHEMA_REVISION
 from scheduler_svc.ranks.configuring import Configured, Configuring, ConnectedRank, lost
 from scheduler_svc.ranks.rank import RankAddress, ReplicaLost
 from scheduler_svc.replica.suspects import Loss

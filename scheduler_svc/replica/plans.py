@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protos.errors import Internal
+from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.steps import (
     AdapterPlacement,
     Admission,
@@ -17,7 +18,6 @@ from protos.steps import (
     StepResult,
     slots_of,
 )
-from protos.wire import MAX_MESSAGE_BYTES
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.requests.request import Request, Sink
 

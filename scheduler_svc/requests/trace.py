@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
-from protos.tracing.tracer import Attributes, Span, Tracer
+from protos.service.tracing import Attributes, Span, Tracer
 
 Wait = Literal["queue", "grammar", "adapter"]
 """What a request waits for: a slot, its grammar, or its LoRA adapter."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 
 
 @dataclass(frozen=True, slots=True)

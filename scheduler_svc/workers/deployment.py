@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from protos.errors import ConfigurationRefused, Unavailable
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.load import Load, ReplicaLoad

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from protos.errors import ConfigurationRefused, TriptychError
-from protos.logs import get_logger
-from protos.settings import Group
+from protos.service.logs import get_logger
+from protos.service.settings import Group
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.adapters.modules import name_and_path

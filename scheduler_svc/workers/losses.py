@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from scheduler_svc.replica.suspects import Detached, Loss
 from scheduler_svc.workers.progress import Stall
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from protos.settings import Group
+from protos.service.settings import Group
 from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape
 from protos.validation import TOKEN_TASKS

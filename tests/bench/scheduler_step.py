@@ -32,9 +32,8 @@ import structlog
 from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import Unavailable
-from protos.kv_groups import GroupKind
-from protos.overload.unread import UnreadLimits
-from protos.steps import Decode, Prefill, StepResult
+from protos.service.backpressure import UnreadLimits
+from protos.steps import Decode, GroupKind, Prefill, StepResult
 from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.convert.connect_stream import ConnectEncoder

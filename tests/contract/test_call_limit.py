@@ -8,8 +8,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.errors import Overloaded, from_rpc_error
-from protos.server import Server
-from protos.wire import open_channel
+from protos.service.grpc_options import open_channel
+from protos.service.server import Server
 
 pytestmark = pytest.mark.contract
 

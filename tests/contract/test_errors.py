@@ -11,6 +11,7 @@ from google.rpc import status_pb2
 
 from protos.errors import (
     ConfigurationRefused,
+    Context,
     Internal,
     InvalidArgument,
     NotFound,
@@ -21,8 +22,8 @@ from protos.errors import (
     abort,
     from_rpc_error,
 )
-from protos.server import Server
-from protos.wire import Context, open_channel
+from protos.service.grpc_options import open_channel
+from protos.service.server import Server
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(20)]
 

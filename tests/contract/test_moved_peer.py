@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from protos.wire import CHANNEL_OPTIONS
+from protos.service.grpc_options import CHANNEL_OPTIONS
 
 
 class _NameServer:

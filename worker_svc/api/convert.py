@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 
-from protos.kv_groups import kind_to_proto
 from protos.limits import MAX_LOGPROBS, SAMPLING
-from protos.logs import get_logger
+from protos.service.grpc_options import SCHEMA_REVISION
+from protos.service.logs import get_logger
 from protos.step_messages import shape_from_proto, shape_to_proto
+from protos.steps import kind_to_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
-from protos.wire import SCHEMA_REVISION
 from worker_svc.devices.base import BlockCopies
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from functools import partial
 
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.watchdog import STEP
 from worker_svc.execution.ranks.lockstep import Follower

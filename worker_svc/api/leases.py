@@ -7,10 +7,10 @@ from functools import partial
 from typing import Protocol
 
 from protos.errors import Internal, InvalidArgument, TriptychError
-from protos.logs import get_logger
+from protos.service.grpc_options import MAX_MESSAGE_BYTES
+from protos.service.logs import get_logger
 from protos.step_messages import result_to_proto
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult, slots_of
-from protos.wire import MAX_MESSAGE_BYTES
 from worker_svc.pending_step import PendingStep
 
 

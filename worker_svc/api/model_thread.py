@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 R = TypeVar("R")
 

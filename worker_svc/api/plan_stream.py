@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Final, Protocol
 
 from protos.errors import Internal
-from protos.logs import get_logger
+from protos.service.logs import get_logger
+from protos.service.tracing import Tracer
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import StepPlan, StepResult, WorkerReport
-from protos.tracing.tracer import Tracer
 from protos.triptych.v1 import worker_pb2
 from worker_svc.api.leases import Launcher, PlanRunner
 from worker_svc.api.model_thread import ModelThread

@@ -11,11 +11,10 @@ from pathlib import Path
 import grpc.aio
 
 from protos.errors import ConfigurationRefused, Internal, InvalidArgument, Unimplemented, from_rpc_error
-from protos.logs import get_logger
-from protos.security.links import PLAIN, LinkSecurity
-from protos.security.waiting import wait_until_ready
+from protos.service.channels import PLAIN, LinkSecurity, wait_until_ready
+from protos.service.grpc_options import SCHEMA_REVISION, is_unix
+from protos.service.logs import get_logger
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
-from protos.wire import SCHEMA_REVISION, is_unix
 from worker_svc.ranks.layout import RankLayout
 
 _FIRST_DELAY_S = 0.2

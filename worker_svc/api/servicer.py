@@ -6,11 +6,19 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any, NoReturn
 
-from protos.errors import ConfigurationRefused, SchemaMismatch, TriptychError, Unavailable, Unsupported, abort
-from protos.logs import get_logger
-from protos.tracing.tracer import Tracer
+from protos.errors import (
+    ConfigurationRefused,
+    Context,
+    SchemaMismatch,
+    TriptychError,
+    Unavailable,
+    Unsupported,
+    abort,
+)
+from protos.service.grpc_options import SCHEMA_REVISION, file_chunks
+from protos.service.logs import get_logger
+from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.wire import SCHEMA_REVISION, Context, file_chunks
 from worker_svc.api import convert
 from worker_svc.api.adapter_threads import AdapterThreads
 from worker_svc.api.following import Following

@@ -6,8 +6,8 @@ They are written on the event loop, from plans and results, so the model thread 
 import time
 from dataclasses import dataclass
 
+from protos.service.tracing import Attributes, Tracer
 from protos.steps import Decode, Pool, Prefill, StepPlan, StepResult
-from protos.tracing.tracer import Attributes, Tracer
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from worker_svc.api.model_thread import MODEL_THREAD, WAITING_THREAD, ModelThread, Running

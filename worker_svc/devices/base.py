@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.nn import functional
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan, RowsPlan, StepInput
 from worker_svc.devices.lora_stack import AdapterStack, StackShape, mask_of
 from worker_svc.devices.quantized import QuantizedProducts

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from protos.errors import Internal
-from protos.kv_groups import GroupKind
-from protos.steps import Admission, Decode, Growth, Prefill
+from protos.steps import Admission, Decode, GroupKind, Growth, Prefill
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.host import upload
 from worker_svc.devices.lora_stack import NO_ADAPTER

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from protos.errors import ConfigurationRefused, Internal, Unavailable
-from protos.kv_groups import GroupKind
-from protos.logs import get_logger
-from protos.steps import SlotOutput, StepPlan, WorkerReport
+from protos.service.logs import get_logger
+from protos.steps import GroupKind, SlotOutput, StepPlan, WorkerReport
 from worker_svc.devices import open_device
 from worker_svc.devices.base import BlockCopies, Device
 from worker_svc.execution.engine import Engine

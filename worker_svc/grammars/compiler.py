@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from protos.errors import Internal, InvalidArgument, Overloaded
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from worker_svc.grammars.compile_client import Compilation, CompileClient, CompilerLimits
 from worker_svc.grammars.compile_server import SerializedGrammar
 from worker_svc.grammars.engines import Grammar, LarkGrammar, XgrammarGrammar

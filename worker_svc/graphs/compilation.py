@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from worker_svc.devices.base import Device
 from worker_svc.graphs.compile_cache import CompileCache
 from worker_svc.graphs.fingerprint import code_fields

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from protos.errors import ConfigurationRefused, Internal
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import NotStatic, Recording
 from worker_svc.graphs.inductor import InductorGraph, SubgraphCompiler

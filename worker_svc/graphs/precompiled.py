@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from worker_svc.graphs.compile_cache import (
     TEMPORARY,
     CompileCache,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

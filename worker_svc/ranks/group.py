@@ -12,7 +12,7 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from protos.errors import ConfigurationRefused, Unavailable
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from worker_svc.ranks import operators
 from worker_svc.ranks.channels import Channel, Links
 from worker_svc.ranks.layout import RankLayout

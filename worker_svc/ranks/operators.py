@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 import torch
 from torch import distributed
 
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 
 _NAMESPACE: Final = "triptych_ranks"
 _LIBRARY: Final = torch.library.Library(_NAMESPACE, "DEF")

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import GroupKind
-from protos.steps import PoolShape
+from protos.steps import GroupKind, PoolShape
 
 # The null block of every group: padding reads and writes it, and no sequence gets it.
 NULL_BLOCK = 0

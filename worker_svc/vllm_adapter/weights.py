@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from protos.errors import ConfigurationRefused
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantized.stored_tensors import Mxfp4Experts, StoredLayers
 from worker_svc.vllm_adapter.configuration import is_text_model, text_weight

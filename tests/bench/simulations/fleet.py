@@ -28,8 +28,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from protos.kv_groups import GroupKind
-from protos.steps import Decode, Prefill, StepPlan, StepResult
+from protos.steps import Decode, GroupKind, Prefill, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica

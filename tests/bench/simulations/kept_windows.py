@@ -9,7 +9,7 @@ import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy, Worth
 from scheduler_svc.shapes.geometry import Geometry, KvGroup

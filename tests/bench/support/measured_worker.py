@@ -22,8 +22,7 @@ from unittest import mock
 
 import torch
 
-from protos.kv_groups import GroupKind
-from protos.steps import Decode, Prefill, StepPlan
+from protos.steps import Decode, GroupKind, Prefill, StepPlan
 from worker_svc import service
 from worker_svc.__main__ import main as worker_main
 from worker_svc.devices import open_device

@@ -14,8 +14,8 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.errors import from_proto
+from protos.service.grpc_options import SCHEMA_REVISION, open_channel
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from protos.wire import SCHEMA_REVISION, open_channel
 
 _START_TIMEOUT_S: Final = 180.0
 _STOP_TIMEOUT_S: Final = 60.0

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 
-from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unsupported, abort
+from protos.errors import Context, Internal, InvalidArgument, Overloaded, TriptychError, Unsupported, abort
 from protos.limits import MAX_GRAMMAR_BYTES
 from protos.triptych.v1 import common_pb2, worker_pb2
-from protos.wire import Context
 from scheduler_svc.requests.sampling import Grammar
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from protos.errors import InvalidArgument, TriptychError
+from protos.errors import Context, InvalidArgument, TriptychError
+from protos.service.grpc_options import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
-from protos.wire import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION, Context
 from scheduler_svc.settings import Settings
 from tests.support.connect_reader import ConnectReader
 from tests.support.scheduler.factories import expected_tokens

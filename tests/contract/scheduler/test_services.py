@@ -20,8 +20,8 @@ from protos.errors import (
     Unsupported,
     from_proto,
 )
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2, inference_pb2
-from protos.wire import SCHEMA_REVISION
 from scheduler_svc.settings import Settings
 from tests.support.connect_reader import ConnectReader
 from tests.support.scheduler.factories import expected_tokens

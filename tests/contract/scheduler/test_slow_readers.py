@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from protos.errors import Overloaded, from_rpc_error
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
-from protos.wire import SCHEMA_REVISION
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker

@@ -9,8 +9,8 @@ import pytest
 from deploy.commands import keep_worker
 from deploy.launcher.service_flags import kept_worker_flags
 from deploy.launcher.settings import KeepWorkerSettings
-from protos.server import Server
-from protos.settings import load
+from protos.service.server import Server
+from protos.service.settings import load
 from tests.support.security.certificates import service_files
 
 pytestmark = pytest.mark.contract

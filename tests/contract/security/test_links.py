@@ -12,11 +12,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from protos.errors import Unauthenticated, from_rpc_error
-from protos.security import waiting
-from protos.security.certificates import Certificates
-from protos.security.links import PLAIN, LinkSecurity
-from protos.security.tokens import ServiceTokens
-from protos.server import Server
+from protos.service import channels
+from protos.service.channels import PLAIN, LinkSecurity
+from protos.service.grpc_options import unix_address
+from protos.service.server import Server
+from protos.service.tls import Certificates
+from protos.service.tokens import ServiceTokens
 from protos.triptych.v1 import (
     inference_pb2,
     inference_pb2_grpc,
@@ -25,7 +26,6 @@ from protos.triptych.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from protos.wire import unix_address
 from tests.support.security.certificates import OTHER_TOKEN, TOKEN, service_files
 
 pytestmark = pytest.mark.contract
@@ -169,7 +169,7 @@ async def refusal(client: LinkSecurity, address: str) -> str:
     """Returns what a client logs that waits for a server which refuses it."""
     async with client.open_channel(address) as channel:
         with capture_logs() as logs:
-            ready = asyncio.ensure_future(waiting.wait_until_ready(channel, address))
+            ready = asyncio.ensure_future(channels.wait_until_ready(channel, address))
             async with asyncio.timeout(10):
                 while not logs:
                     await asyncio.sleep(0.01)
@@ -219,10 +219,10 @@ async def test_waiting_for_a_peer_ends_when_its_ca_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that waits with the wrong CA goes on with the right one, without a restart."""
-    monkeypatch.setattr(waiting, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(channels, "_LOOK_EVERY_S", 0.05)
     client = tls(tmp_path / "client", trusts="foreign")
     async with serving(tls(tmp_path / "server")) as address, client.open_channel(address) as channel:
-        ready = asyncio.ensure_future(waiting.wait_until_ready(channel, address))
+        ready = asyncio.ensure_future(channels.wait_until_ready(channel, address))
         with capture_logs() as logs:
             async with asyncio.timeout(10):
                 while not logs:

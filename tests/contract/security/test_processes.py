@@ -13,10 +13,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from gateway.scheduler_client.client import InferenceClient
-from protos.security.certificates import Certificates
-from protos.security.links import LinkSecurity
-from protos.security.tokens import ServiceTokens
-from protos.server import Server
+from protos.service.channels import LinkSecurity
+from protos.service.server import Server
+from protos.service.tls import Certificates
+from protos.service.tokens import ServiceTokens
 from protos.triptych.v1 import worker_pb2_grpc
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.security.certificates import OTHER_TOKEN, TOKEN, service_files

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from tests.support.rbln.fake_environment import PACKAGES
 from tests.support.rbln.wheels import WHEELS, Call, IndexUnreachable, Wheel
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
@@ -124,7 +124,7 @@ def test_head_sizes_are_those_of_the_kernels(wheel: Wheel) -> None:
 
 def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None:
     """An existing deployment's environment keeps its meaning."""
-    from protos.settings import reference_variables
+    from protos.service.settings import reference_variables
     from worker_svc.settings import Settings
 
     name, _ = reference_variables(Settings, "rbln_use_custom_kernel")

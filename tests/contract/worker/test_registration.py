@@ -7,8 +7,8 @@ import grpc.aio
 import pytest
 
 from protos.errors import ConfigurationRefused, Internal, SchemaMismatch
+from protos.service.grpc_options import SCHEMA_REVISION, open_channel, unix_address
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
-from protos.wire import SCHEMA_REVISION, open_channel, unix_address
 from scheduler_svc.api import registry
 from scheduler_svc.settings import Settings
 from tests.support.ports import free_port

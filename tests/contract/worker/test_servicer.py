@@ -20,8 +20,8 @@ from protos.errors import (
     Unsupported,
     from_rpc_error,
 )
+from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.wire import open_channel
 from tests.support.worker.fake_worker import FakeWorker
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer

@@ -13,8 +13,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protos.errors import Context
+from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protos.wire import Context, open_channel
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 

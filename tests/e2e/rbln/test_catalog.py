@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.settings import load
+from protos.service.settings import load
 from scheduler_svc.settings import Settings
 from tests.support import tiny_models
 from tests.support.rbln.fake_environment import compile_blindly, running_worker

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS
 from tests.support.rbln.graph_process import Job, Result

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from protos.settings import load
+from protos.service.settings import load
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.settings import Settings
 from tests.support.pooling import tiny_classifiers, tiny_embedders

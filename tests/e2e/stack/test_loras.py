@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from protos.wire import open_channel
 from tests.support.stack import Stack, running_stack
 from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
 

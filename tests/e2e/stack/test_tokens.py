@@ -11,8 +11,8 @@ import httpx
 import pytest
 import torch
 
+from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from protos.wire import open_channel
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference, open_reference
 from tests.support.stack import Stack

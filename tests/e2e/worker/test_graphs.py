@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from tests.support.sampling_params import sampling_params
 from tests.support.tiny_models import write
 from tests.support.worker.harness import FULL, Harness, load, tokens_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from tests.support.prompts import PROMPTS
 from tests.support.reference import Reference, open_reference
 from tests.support.sampling_params import sampling_params

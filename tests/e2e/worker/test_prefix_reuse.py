@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from protos.kv_groups import GroupKind
+from protos.service.grpc_options import open_channel
+from protos.steps import GroupKind
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from protos.wire import open_channel
 from tests.support.scheduler.factories import ListSink
 from tests.support.scheduler.local_replica import LocalReplica
 from tests.support.stack import running_stack

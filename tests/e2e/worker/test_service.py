@@ -19,8 +19,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.errors import ConfigurationRefused, SchemaMismatch, from_rpc_error
+from protos.service.grpc_options import SCHEMA_REVISION, open_channel
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.wire import SCHEMA_REVISION, open_channel
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

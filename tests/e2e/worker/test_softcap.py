@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.settings import Backend
 

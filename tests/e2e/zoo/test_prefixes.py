@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from tests.support.scheduler.factories import ListSink
 from tests.support.scheduler.local_replica import LocalReplica
 from tests.support.worker.harness import load

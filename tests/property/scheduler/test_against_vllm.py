@@ -31,7 +31,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.shapes.geometry import Geometry, KvGroup

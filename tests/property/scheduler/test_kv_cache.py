@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.sequence import SequenceKv

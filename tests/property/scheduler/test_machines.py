@@ -9,8 +9,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.errors import InvalidArgument
-from protos.kv_groups import GroupKind
-from protos.steps import Decode
+from protos.steps import Decode, GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockPool
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup

@@ -9,8 +9,8 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from protos.errors import InvalidArgument
-from protos.kv_groups import GroupKind
 from protos.limits import SAMPLING
+from protos.steps import GroupKind
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache

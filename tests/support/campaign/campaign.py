@@ -16,8 +16,8 @@ from typing import Final
 
 import httpx
 
+from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import inference_pb2_grpc
-from protos.wire import open_channel
 from tests.support.campaign import faults
 from tests.support.campaign.faults import Fault, Scene
 from tests.support.campaign.load import Load

@@ -13,7 +13,14 @@ from pydantic_core import PydanticUndefined
 
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
-from protos.settings import Group, ServiceSettings, declared, fixed_fields, group_of, reference_variables
+from protos.service.settings import (
+    Group,
+    ServiceSettings,
+    declared,
+    fixed_fields,
+    group_of,
+    reference_variables,
+)
 from scheduler_svc.settings import Settings as SchedulerSettings
 from tests.support.docs.pages import NOTICE, anchor, page, table
 from worker_svc.settings import Settings as WorkerSettings

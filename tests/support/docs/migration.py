@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from deploy.vllm_flags.table import FLAGS, Flag
 from gateway.operations.routes import UNSERVED
-from protos.environment.table import VARIABLES, Kind, Variable
+from protos.service.environment import VARIABLES, Kind, Variable
 from tests.support.docs.pages import table, with_region
 from tests.support.paths import ROOT
 

@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from protos import wire
-from protos.errors import InvalidArgument, NotFound, SchemaMismatch, TriptychError, Unavailable, abort
-from protos.server import Server
+from protos.errors import (
+    Context,
+    InvalidArgument,
+    NotFound,
+    SchemaMismatch,
+    TriptychError,
+    Unavailable,
+    abort,
+)
+from protos.service.grpc_options import FILE_CHUNK_BYTES, SCHEMA_REVISION
+from protos.service.server import Server
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
@@ -156,7 +164,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     """Break the stream once, after this many tokens of a sequence."""
     break_in_prompt: bool = False
     """Break the stream once, between two events with log-probabilities of a prompt."""
-    schema_revision: int = wire.SCHEMA_REVISION
+    schema_revision: int = SCHEMA_REVISION
     requests: list[GENERATE] = field(default_factory=list)
     """Requests so far, in order."""
     aborted: list[str] = field(default_factory=list)
@@ -256,8 +264,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         self.num_tokenizer_loads += 1
         for path in sorted(self.folder.iterdir()):
             data = path.read_bytes()
-            for start in range(0, len(data), wire.FILE_CHUNK_BYTES):
-                piece = data[start : start + wire.FILE_CHUNK_BYTES]
+            for start in range(0, len(data), FILE_CHUNK_BYTES):
+                piece = data[start : start + FILE_CHUNK_BYTES]
                 yield pb.FileChunk(name=path.name, data=piece, last=start + len(piece) >= len(data))
 
     async def GetLoad(self, request, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
@@ -324,7 +332,7 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             self.aborted.extend(dict.fromkeys(name for name, _ in running))
             await self._notify()
 
-    async def LoadLora(self, request: inference.LoadLoraRequest, context: wire.Context) -> inference.LoraInfo:
+    async def LoadLora(self, request: inference.LoadLoraRequest, context: Context) -> inference.LoraInfo:
         if self.refuse_lora is not None:
             await abort(context, self.refuse_lora)
         if request.name in self.loras and not request.load_inplace:
@@ -333,20 +341,20 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         return inference.LoraInfo(name=request.name, source=request.source, rank=8)
 
     async def UnloadLora(
-        self, request: inference.UnloadLoraRequest, context: wire.Context
+        self, request: inference.UnloadLoraRequest, context: Context
     ) -> inference.UnloadLoraResponse:
         if self.loras.pop(request.name, None) is None:
             await abort(context, NotFound(f"no adapter is called '{request.name}'", param="name"))
         return inference.UnloadLoraResponse()
 
     async def ListLoras(
-        self, request: inference.ListLorasRequest, context: wire.Context
+        self, request: inference.ListLorasRequest, context: Context
     ) -> inference.ListLorasResponse:
         loras = [inference.LoraInfo(name=name, source=source) for name, source in self.loras.items()]
         return inference.ListLorasResponse(loras=loras)
 
     async def ResetPrefixCache(
-        self, request: inference.ResetPrefixCacheRequest, context: wire.Context
+        self, request: inference.ResetPrefixCacheRequest, context: Context
     ) -> inference.ResetPrefixCacheResponse:
         self.num_resets += 1
         await self._notify()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc.aio
 import httpx
 
+from protos.service.grpc_options import SCHEMA_REVISION, open_channel
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from protos.wire import SCHEMA_REVISION, open_channel
 from tests.support.connect_reader import ConnectReader
 from tests.support.matrix.answers import Answer, events_of, joined, joined_wire, plain
 from tests.support.matrix.cases import Case

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from protos.settings import load
+from protos.service.settings import load
 from protos.steps import Admission, Pool, PoolShape, StepPlan
 from tests.support.paths import ROOT
 from tests.support.sampling_params import pooling_params, sampling_params

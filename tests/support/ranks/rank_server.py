@@ -11,8 +11,8 @@ import grpc.aio
 import pytest
 import torch
 
+from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from protos.wire import open_channel
 from tests.support.ranks.fake_ranks import PATIENCE_S, FakeGroup, FakeSteps, Ranks
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from tests.support.worker.harness import Harness, load, tokens_of
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.registry import DeviceOptions

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from protos.errors import TriptychError
-from protos.kv_groups import GroupKind
-from protos.steps import BlockCopy
+from protos.steps import BlockCopy, GroupKind
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.rbln.vendor import TRITON_MODULES
 from worker_svc.devices.registry import DeviceOptions

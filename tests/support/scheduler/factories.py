@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from protos.errors import Internal, TriptychError
-from protos.kv_groups import GroupKind
 from protos.limits import SAMPLING
-from protos.steps import StepPlan, StepResult
+from protos.steps import GroupKind, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost

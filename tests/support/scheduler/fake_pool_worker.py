@@ -4,9 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from protos.errors import Internal
+from protos.errors import Context, Internal
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
-from protos.wire import Context
 from tests.support.scheduler.fake_worker import FakeWorker
 
 POISON = 66

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from protos.errors import Internal, TriptychError, abort
+from protos.errors import Context, Internal, TriptychError, abort
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.step_messages import plan_from_proto
 from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from protos.wire import SCHEMA_REVISION, Context
 from scheduler_svc.convert.configuration import groups_from_proto
 from scheduler_svc.shapes.geometry import Geometry
 from tests.support.plan_order import next_leased

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.groups import Table
 from scheduler_svc.kv.sequence import SequenceKv

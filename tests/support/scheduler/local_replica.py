@@ -3,9 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 
-from protos.kv_groups import GroupKind
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
-from protos.steps import StepPlan, StepResult
+from protos.steps import GroupKind, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica

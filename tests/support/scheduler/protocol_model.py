@@ -10,8 +10,7 @@ from functools import partial
 
 from structlog.testing import capture_logs
 
-from protos.kv_groups import GroupKind
-from protos.steps import SlotOutput, StepPlan, StepResult, slots_of
+from protos.steps import GroupKind, SlotOutput, StepPlan, StepResult, slots_of
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.sequence import HashChain, seed_key
 from scheduler_svc.requests.request import Event

@@ -10,7 +10,8 @@ import grpc.aio
 import pytest
 
 from protos.errors import TriptychError, from_rpc_error
-from protos.server import Server
+from protos.service.grpc_options import SCHEMA_REVISION, open_channel
+from protos.service.server import Server
 from protos.triptych.v1 import (
     common_pb2,
     inference_pb2,
@@ -19,7 +20,6 @@ from protos.triptych.v1 import (
     registry_pb2_grpc,
     worker_pb2_grpc,
 )
-from protos.wire import SCHEMA_REVISION, open_channel
 from scheduler_svc.api.inference import InferenceServicer
 from scheduler_svc.api.registry import RegistryServicer
 from scheduler_svc.dispatch.engine import Engine

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from protos.errors import TriptychError
-from protos.kv_groups import GroupKind
 from protos.steps import (
     AdapterPlacement,
     Admission,
     BlockCopy,
     Decode,
+    GroupKind,
     Pool,
     Prefill,
     SlotOutput,

@@ -7,7 +7,7 @@ from pathlib import Path
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from deploy.secure_files import Issued, issue
-from protos.security.certificates import CertificatePaths
+from protos.service.tls import CertificatePaths
 
 BOTH = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 HOSTS = ("localhost", "127.0.0.1")

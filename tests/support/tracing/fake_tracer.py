@@ -1,8 +1,8 @@
-"""A fake of `protos.tracing.tracer.Tracer`, which keeps the spans."""
+"""A fake of `protos.service.tracing.Tracer`, which keeps the spans."""
 
 from dataclasses import dataclass, field
 
-from protos.tracing.tracer import Attributes
+from protos.service.tracing import Attributes
 
 
 @dataclass

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from protos.kv_groups import GroupKind
-from protos.steps import Admission, Decode, Prefill, SlotOutput, StepPlan
+from protos.steps import Admission, Decode, GroupKind, Prefill, SlotOutput, StepPlan
 from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices import open_device

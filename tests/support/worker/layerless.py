@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.graphs.capture import Recorder, Recording
 from worker_svc.pooling.pool_runner import pool_rows

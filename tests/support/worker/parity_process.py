@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 
-from protos.kv_groups import GroupKind
-from protos.steps import AdapterPlacement, SlotOutput
+from protos.steps import AdapterPlacement, GroupKind, SlotOutput
 from tests.support.paths import ROOT
 from tests.support.reference import Reference
 from tests.support.sampling_params import sampling_params

@@ -10,7 +10,7 @@ import pytest
 from deploy import cli
 from deploy.commands.env import packages, variables
 from deploy.lockfile import LOCK_FILES, read
-from protos.environment.table import HIDDEN
+from protos.service.redaction import HIDDEN
 
 SECRETS = {
     "OPENAI_API_KEY": "sk-word",

@@ -12,10 +12,10 @@ import pytest
 
 from deploy import healthcheck
 from deploy.launcher.readiness import is_healthy
-from protos.security.certificates import Certificates
-from protos.security.links import LinkSecurity
-from protos.security.tokens import ServiceTokens
-from protos.server import Server
+from protos.service.channels import LinkSecurity
+from protos.service.server import Server
+from protos.service.tls import Certificates
+from protos.service.tokens import ServiceTokens
 from tests.support.security.certificates import TOKEN, service_files
 
 

@@ -12,7 +12,7 @@ from deploy.launcher.settings import KeepWorkerSettings
 from deploy.secure_files import make
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
-from protos.settings import ServiceSettings, load
+from protos.service.settings import ServiceSettings, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from tests.support.paths import ROOT
 from worker_svc.settings import Settings as WorkerSettings

@@ -11,9 +11,9 @@ from deploy.launcher.settings import LaunchSettings, secured
 from deploy.secure_files import SERVICE_NAME, make
 from gateway.auth.key_store import digest_of, read_key_file
 from protos.errors import ConfigurationRefused
-from protos.security.certificates import CertificatePaths, Certificates
-from protos.security.tokens import ServiceTokens
-from protos.settings import load
+from protos.service.settings import load
+from protos.service.tls import CertificatePaths, Certificates
+from protos.service.tokens import ServiceTokens
 
 
 def content(folder: Path) -> dict[str, bytes]:

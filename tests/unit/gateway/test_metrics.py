@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from gateway.metrics import _INTER_TOKEN, Metrics
-from protos.overload.unread import UnreadLimits
+from protos.service.backpressure import UnreadLimits
 
 GAPS = [0.0, 0.01, 0.010001, 0.3, 79.9, 80.0, 1e9]
 

@@ -5,7 +5,7 @@ import pytest
 from gateway.__main__ import main
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 
 
 @pytest.fixture(autouse=True)

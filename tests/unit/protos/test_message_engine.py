@@ -11,7 +11,7 @@ PING = """
 import asyncio, pathlib, sys
 import protos
 import grpc.aio
-from protos.wire import open_channel, unix_address
+from protos.service.grpc_options import open_channel, unix_address
 
 async def echo(request_iterator, context):
     async for message in request_iterator:

@@ -12,7 +12,7 @@ import pytest
 from protos import errors
 from protos.errors import ConfigurationRefused, TriptychError, from_proto
 from protos.generate import ROOT, generate, stale
-from protos.settings import load
+from protos.service.settings import load
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.settings import Settings
 
@@ -141,7 +141,7 @@ def test_the_torch_free_side_never_imports_torch_vllm_or_the_worker(package: str
         "import importlib, json, pkgutil, sys\n"
         f"root = importlib.import_module({package!r})\n"
         "for module in pkgutil.walk_packages(getattr(root, '__path__', []), root.__name__ + '.'):\n"
-        "    if not module.name.endswith('__main__') and module.name not in ('protos.generate', 'protos.tracing.export'):\n"
+        "    if not module.name.endswith('__main__') and module.name not in ('protos.generate', 'protos.service.tracing_export'):\n"
         "        importlib.import_module(module.name)\n"
         f"if {package!r} in ('scheduler_svc', 'gateway'): importlib.import_module({package!r} + '.__main__')\n"
         "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules} & {'torch', 'vllm', 'worker_svc', 'opentelemetry'})))\n"

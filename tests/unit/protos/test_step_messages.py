@@ -4,6 +4,7 @@ import pytest
 
 from protos.errors import Internal
 from protos.limits import MAX_LOGPROBS
+from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import (
     AdapterPlacement,
@@ -20,7 +21,6 @@ from protos.steps import (
     Work,
 )
 from protos.triptych.v1 import common_pb2, worker_pb2
-from protos.wire import MAX_MESSAGE_BYTES
 from tests.support.sampling_params import pooling_params, sampling_params, token_logprobs
 
 # Largest chunk that a worker announces.

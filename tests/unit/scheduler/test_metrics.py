@@ -7,7 +7,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protos.errors import Overloaded
-from protos.overload.unread import UnreadLimits
+from protos.service.backpressure import UnreadLimits
 from protos.steps import Decode, WorkerReport
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.convert.model import description_from_proto

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.settings import Settings

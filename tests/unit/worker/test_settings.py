@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 from worker_svc.settings import Settings
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 from worker_svc.api import convert
 from worker_svc.settings import Settings
 from worker_svc.vllm_settings import default_sampling, recommended

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from worker_svc.devices import gather_attention, mla, sliding_window
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.base import Device

@@ -16,7 +16,7 @@ import torch
 from torch import _dynamo as dynamo
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from worker_svc.devices.attention import (
     AttentionCall,
     AttentionParams,

@@ -9,9 +9,9 @@ from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import NotFound
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from protos.wire import SCHEMA_REVISION
 from scheduler_svc.api import inference as scheduler_inference
 from scheduler_svc.settings import Settings
 from tests.support.gateway.event_reader import EventReader

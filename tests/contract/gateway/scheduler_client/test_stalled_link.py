@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from gateway.scheduler_client.client import InferenceClient
+from protos.service.grpc_options import CHANNEL_OPTIONS
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from protos.wire import CHANNEL_OPTIONS
 from scheduler_svc.settings import Settings
 from tests.support.campaign.processes.link import Link
 from tests.support.gateway.event_reader import EventReader
@@ -49,7 +49,7 @@ async def test_a_gateway_that_could_not_read_sends_its_requests_again(
     async with run_scheduler(settings) as scheduler, joined(scheduler, worker), asyncio.timeout(60):
         # The client's library takes little without being read, so that a short stall is enough.
         little = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
-        monkeypatch.setattr("protos.wire.CHANNEL_OPTIONS", (*CHANNEL_OPTIONS, *little))
+        monkeypatch.setattr("protos.service.grpc_options.CHANNEL_OPTIONS", (*CHANNEL_OPTIONS, *little))
         link = Link(("127.0.0.1", scheduler.server.port))
         await link.open()
         client = InferenceClient(f"127.0.0.1:{link.port}")

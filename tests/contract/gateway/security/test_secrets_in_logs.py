@@ -12,8 +12,8 @@ import structlog
 from pydantic import SecretStr
 
 from gateway.text.tokenization import TextCodec
-from protos import logs
 from protos.errors import Internal, InvalidArgument
+from protos.service import logs
 from tests.support.gateway.serving import Stack, running_stack
 
 pytestmark = pytest.mark.contract

@@ -14,7 +14,7 @@ from deploy.secure_files import issue
 from gateway.http.listeners import ServerTls
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused
-from protos.security.certificates import CertificatePaths
+from protos.service.tls import CertificatePaths
 from tests.support.gateway.serving import Gateway, running_gateway
 from tests.support.security.certificates import BOTH, ca, service_files
 

@@ -17,8 +17,8 @@ import httpx
 
 from deploy.launcher.process import ChildSpec
 from deploy.launcher.supervisor import RestartPolicy, Supervisor
+from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
-from protos.wire import open_channel
 from tests.support.campaign.processes.link import Link
 from tests.support.campaign.processes.nursery import Nursery
 from tests.support.paths import ROOT

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from protos.errors import TriptychError, abort, from_rpc_error
+from protos.errors import Context, TriptychError, abort, from_rpc_error
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2, registry_pb2, worker_pb2
 from protos.triptych.v1.registry_pb2 import RegisterEvent
-from protos.wire import SCHEMA_REVISION, Context
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import RunningScheduler, run_worker
 

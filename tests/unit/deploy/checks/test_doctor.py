@@ -16,8 +16,8 @@ from deploy.checks.check_results import setting_sources
 from deploy.commands import doctor
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.translate import VllmFlags
-from protos.settings import given_flags, load
-from protos.wire import unix_address
+from protos.service.grpc_options import unix_address
+from protos.service.settings import given_flags, load
 from tests.support import tiny_models
 from tests.support.paths import ROOT
 from tests.support.ports import free_port

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from deploy import cli
-from protos.settings import load
+from protos.service.settings import load
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import RecordedBatches, histogram_path
 

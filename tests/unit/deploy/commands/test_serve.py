@@ -9,7 +9,7 @@ from deploy.commands.up import ServeSettings
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 
 _UNIT_FILE = (
     "Qwen/Qwen3-0.6B --host 0.0.0.0 --port 9000 --dtype bfloat16 --max-model-len 8K --max-num-seqs 64 -tp 2"

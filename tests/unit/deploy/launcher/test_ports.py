@@ -7,7 +7,7 @@ import pytest
 from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.stack_plan import free_ports
 from deploy.launcher.supervisor import LaunchError
-from protos.settings import load
+from protos.service.settings import load
 
 
 def settings(*flags: str) -> LaunchSettings:

@@ -9,7 +9,7 @@ from deploy.launcher.service_flags import worker_environment, worker_flags
 from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.stack_plan import StackPlan
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 from worker_svc.settings import Settings as WorkerSettings
 
 TOGETHER = ["--master", "a:1", "--replica-id", "r"]

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.launcher.stack_plan import claim, socket_folder
 from deploy.launcher.supervisor import LaunchError
-from protos.wire import MAX_SOCKET_PATH_BYTES
+from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES
 
 
 def test_two_launchers_never_share_a_run_dir(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
-from protos.settings import ServiceSettings, declared, group_of, load
+from protos.service.settings import ServiceSettings, declared, group_of, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 

@@ -6,8 +6,8 @@ import pytest
 
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.table import BY_NAME, FLAGS
-from protos.environment.table import VARIABLES
-from protos.settings import fixed_fields
+from protos.service.environment import VARIABLES
+from protos.service.settings import fixed_fields
 from tests.support import peer_names
 from tests.support.rbln.wheels import IndexUnreachable
 

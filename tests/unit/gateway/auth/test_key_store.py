@@ -15,7 +15,7 @@ from gateway.auth.key_store import KeyStore, read_key_file
 from gateway.auth.rate_limits import KeyLimiter
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused, Overloaded
-from protos.settings import load
+from protos.service.settings import load
 
 PLAIN = "sk-very-secret"
 YAML = f"""

@@ -4,7 +4,7 @@ import pytest
 
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused
-from protos.settings import load
+from protos.service.settings import load
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from protos.errors import Overloaded
-from protos.overload.unread import UnreadLimits
+from protos.service.backpressure import UnreadLimits
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.api.event_buffer import EventBuffer
 from scheduler_svc.requests.request import Event

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason

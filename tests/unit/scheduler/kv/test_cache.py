@@ -2,7 +2,7 @@
 
 import pytest
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy

@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from protos.errors import Internal
-from protos.kv_groups import GroupKind
-from protos.steps import Decode, Prefill, StepPlan, StepResult
+from protos.steps import Decode, GroupKind, Prefill, StepPlan, StepResult
 from scheduler_svc.shapes.geometry import KvGroup
 from tests.support.scheduler.factories import (
     FULL,

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Internal, InvalidArgument, Overloaded
-from protos.kv_groups import GroupKind
-from protos.steps import Prefill, SlotOutput, StepResult
+from protos.steps import GroupKind, Prefill, SlotOutput, StepResult
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.admission import Resumed

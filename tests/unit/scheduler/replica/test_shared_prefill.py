@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from protos.errors import Internal, InvalidArgument
-from protos.kv_groups import GroupKind
-from protos.steps import SlotOutput
+from protos.steps import GroupKind, SlotOutput
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason

@@ -3,8 +3,7 @@
 import pytest
 
 from protos.errors import Internal
-from protos.kv_groups import GroupKind
-from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult
+from protos.steps import Decode, GroupKind, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.geometry import KvGroup

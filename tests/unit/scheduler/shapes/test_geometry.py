@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, KvGroup
 from tests.support.scheduler.factories import FULL
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Prefill, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2

@@ -10,8 +10,8 @@ import grpc.aio
 import pytest
 
 from protos.errors import Unavailable, abort
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc
-from protos.wire import SCHEMA_REVISION
 from worker_svc.api import registration
 from worker_svc.api.registration import stay_registered
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import GroupKind
-from protos.steps import BlockCopy
+from protos.steps import BlockCopy, GroupKind
 from worker_svc.devices import gather_attention, open_device, sliding_window
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, RowsPlan
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory

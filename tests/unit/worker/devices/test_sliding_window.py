@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from worker_svc.devices import sliding_window
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput
 from worker_svc.devices.cpu.device import CpuDevice

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from protos.errors import Internal
-from protos.kv_groups import GroupKind
-from protos.steps import Admission, Decode, Growth, Prefill
+from protos.steps import Admission, Decode, GroupKind, Growth, Prefill
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices.attention import InPlaceInput, PagedInput
 from worker_svc.execution.batch import Batch

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from protos.kv_groups import GroupKind
-from protos.steps import BlockCopy
+from protos.steps import BlockCopy, GroupKind
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.kv_cache import KvCache
 from worker_svc.shapes.geometry import AttentionLayer, group_layers

@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import GroupKind
-from protos.settings import load
-from protos.steps import PoolShape
+from protos.service.settings import load
+from protos.steps import GroupKind, PoolShape
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory, working_bytes
 from worker_svc.execution.worker import Worker

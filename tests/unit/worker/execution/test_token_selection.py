@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from protos.kv_groups import GroupKind
-from protos.steps import Admission
+from protos.steps import Admission, GroupKind
 from protos.triptych.v1 import common_pb2
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.token_selection import Selection, TokenSelector, make_sampler

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused, Internal
-from protos.settings import load
+from protos.service.settings import load
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.registry import DeviceOptions

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused
-from protos.kv_groups import GroupKind
+from protos.steps import GroupKind
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.shapes.geometry import AttentionLayer, Geometry, group_layers
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from protos.logs import get_logger
+from protos.service.logs import get_logger
 from worker_svc.devices.cpu.kernels.build import KernelsUnavailable, has_matrix_units, library
 from worker_svc.devices.cpu.kernels.program import Kernels, Program
 

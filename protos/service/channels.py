@@ -1,0 +1,274 @@
+"""Channels to other services and ports for them, protected by TLS and the service token."""
+
+import asyncio
+import ipaddress
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos.service.grpc_options import CHANNEL_OPTIONS, is_unix, open_channel
+from protos.service.logs import get_logger
+from protos.service.tls import Certificates
+from protos.service.tokens import METADATA_KEY, ServiceTokens, TokenCheck
+
+# Calls on a channel with old certificates may run as long as they like.
+_LONG_S: Final = 1e9
+
+
+class SecuredChannel(grpc.aio.Channel):
+    """Passes calls on to a plain channel of gRPC, and replaces it after changes of the certificates.
+
+    Running calls stay on their channel.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], grpc.aio.Channel],
+        version: Callable[[], int],
+        tokens: ServiceTokens | None,
+    ) -> None:
+        """Opens the first channel.
+
+        Args:
+            connect: opens a channel with the current certificates.
+            version: returns another number once the certificates have changed.
+            tokens: the token to send; `None` for none.
+        """
+        self._connect = connect
+        self._version = version
+        self._tokens = tokens
+        self._seen = version()
+        self._channel = connect()
+        self._retired: set[asyncio.Task[None]] = set()
+        self._calls: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def current(self) -> grpc.aio.Channel:
+        """Returns the channel for new calls."""
+        version = self._version()
+        if version != self._seen:
+            self._seen = version
+            self._retire(self._channel)
+            self._channel = self._connect()
+        return self._channel
+
+    def _retire(self, old: grpc.aio.Channel) -> None:
+        """Closes a channel once its calls have ended."""
+        task = asyncio.get_running_loop().create_task(old.close(_LONG_S))
+        self._retired.add(task)
+        task.add_done_callback(self._retired.discard)
+
+    def track(self, call: Any) -> None:
+        """Remembers a call, to cancel it when the channel closes."""
+        self._calls.add(call)
+
+    def with_token(self, metadata: Any) -> Any:
+        """Returns a call's metadata with the token."""
+        if self._tokens is None:
+            return metadata
+        return (*(metadata or ()), (METADATA_KEY, self._tokens.authorization))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        """Closes all channels, after ``grace`` seconds at most, and cancels running calls."""
+        await self._channel.close(grace)
+        for call in list(self._calls):
+            call.cancel()
+        await asyncio.gather(*self._retired)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        """Returns the state of the channel for new calls."""
+        return self.current().get_state(try_to_connect=try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        """Waits for another state of the channel for new calls."""
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        """Waits until the channel for new calls is connected."""
+        await self.current().channel_ready()
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a method from a message to a message."""
+        return _Method(self, "unary_unary", args, kwargs)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a method from a message to several messages."""
+        return _Method(self, "unary_stream", args, kwargs)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a method from several messages to a message."""
+        return _Method(self, "stream_unary", args, kwargs)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a method that takes and returns several messages."""
+        return _Method(self, "stream_stream", args, kwargs)
+
+
+class _Method:
+    """A method of a service, called on whichever channel is current."""
+
+    def __init__(
+        self, channel: SecuredChannel, kind: str, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self._channel = channel
+        self._kind = kind
+        self._args = args
+        self._kwargs = kwargs
+        self._on: grpc.aio.Channel | None = None
+        self._method: Callable[..., Any]
+
+    def __call__(self, *args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+        channel = self._channel.current()
+        if channel is not self._on:
+            self._on = channel
+            self._method = getattr(channel, self._kind)(*self._args, **self._kwargs)
+        call = self._method(*args, metadata=self._channel.with_token(metadata), **kwargs)
+        self._channel.track(call)
+        return call
+
+
+@dataclass(frozen=True)
+class LinkSecurity:
+    """The protection of a service's gRPC connections; none without arguments.
+
+    Unix sockets have no TLS: their files' permissions protect them. Calls through them carry the token, too.
+    """
+
+    certificates: Certificates | None = None
+    """For TLS; `None` for plain connections."""
+    tokens: ServiceTokens | None = None
+    """Tokens that calls send and a server requires; `None` for no check."""
+    require_client_cert: bool = False
+    """Whether a server refuses clients without a certificate signed by the CA."""
+    peer_name: str | None = None
+    """Expected name in the servers' certificates; `None` for the called host."""
+
+    def open_channel(self, address: str) -> grpc.aio.Channel:
+        """Opens a channel to another service.
+
+        Args:
+            address: ``host:port`` or ``unix:path``.
+        """
+        certificates = None if is_unix(address) else self.certificates
+        if certificates is None:
+            if self.tokens is None:
+                return open_channel(address)
+            return SecuredChannel(lambda: open_channel(address), lambda: 0, self.tokens)
+        return SecuredChannel(
+            lambda: grpc.aio.secure_channel(
+                address, certificates.channel_credentials(), options=self._options()
+            ),
+            certificates.version,
+            self.tokens,
+        )
+
+    def open_blocking_channel(self, address: str) -> grpc.Channel:
+        """Opens a channel without an event loop and without the token: for health checks."""
+        if self.certificates is None or is_unix(address):
+            return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.secure_channel(address, self.certificates.channel_credentials(), options=self._options())
+
+    def _options(self) -> tuple[tuple[str, object], ...]:
+        if self.peer_name is None:
+            return CHANNEL_OPTIONS
+        return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", self.peer_name))
+
+    def interceptors(self) -> tuple[grpc.aio.ServerInterceptor, ...]:
+        """Returns the interceptors of a server."""
+        return () if self.tokens is None else (TokenCheck(self.tokens),)
+
+    def add_port(self, server: grpc.aio.Server, address: str) -> int:
+        """Makes a server listen on ``host:port``; returns the port."""
+        if self.certificates is None:
+            return server.add_insecure_port(address)
+        credentials = self.certificates.server_credentials(require_client_cert=self.require_client_cert)
+        return server.add_secure_port(address, credentials)
+
+    def warn_if_open(self, host: str) -> None:
+        """Logs a warning if other machines can call a server without proof, or read its traffic."""
+        if _is_loopback(host):
+            return
+        lacking = []
+        if self.tokens is None and not self.require_client_cert:
+            lacking.append("every client that reaches the port may use it: set --service-token-file")
+        if self.certificates is None:
+            lacking.append(
+                "the network can read what passes: set --grpc-tls-cert, --grpc-tls-key, --grpc-tls-ca"
+            )
+        if lacking:
+            get_logger().warning("port_unprotected", host=host, reason="; ".join(lacking))
+
+
+PLAIN = LinkSecurity()
+"""No protection: as without settings."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# Certificates that are replaced meanwhile are used this soon.
+_LOOK_EVERY_S: Final = 1.0
+_PROBE_TIMEOUT_S: Final = 5.0
+
+# Parts of gRPC's texts for connections that were made, and refused by one of the two ends.
+_REFUSALS: Final = {
+    "wrong_version_number": "the peer does not use TLS: does it have --grpc-tls-cert?",
+    "verif": "the peer's certificate is not accepted: is it expired, from the CA in --grpc-tls-ca, and for"
+    " this host or --grpc-tls-name?",
+    "handshake failed": "no TLS connection: do both ends have current TLS libraries?",
+    "secure read failed": "the peer ends the TLS connection: does it want a client certificate, from its CA and"
+    " not expired (--grpc-tls-cert, --grpc-tls-key)?",
+    "socket closed": "the peer ends the connection: does it use TLS (--grpc-tls-ca)?",
+}
+
+
+async def wait_until_ready(channel: grpc.aio.Channel, address: str) -> None:
+    """Waits until a channel is connected; logs each refusal by either end once.
+
+    A peer that is not up yet is no refusal.
+
+    Args:
+        channel: the channel.
+        address: where it leads, for the log.
+    """
+    log, logged, watch = get_logger(address=address), set(), None
+    try:
+        while (state := channel.get_state(try_to_connect=True)) is not grpc.ChannelConnectivity.READY:
+            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                reason = await _refusal(channel)
+                if reason and reason not in logged:
+                    logged.add(reason)
+                    log.warning("not_connected", reason=reason, retry="until it succeeds")
+            if watch is None or watch.done():
+                watch = asyncio.ensure_future(channel.wait_for_state_change(state))
+            done, _ = await asyncio.wait({watch}, timeout=_LOOK_EVERY_S)
+            for ended in done:
+                ended.exception()  # of a channel that was closed meanwhile; the next look tells
+    finally:
+        if watch is not None:
+            watch.cancel()
+
+
+async def _refusal(channel: grpc.aio.Channel) -> str:
+    """Returns why a connection was refused; empty if it was not."""
+    stub = health_pb2_grpc.HealthStub(channel)
+    try:
+        await stub.Check(health_pb2.HealthCheckRequest(), timeout=_PROBE_TIMEOUT_S)  # type: ignore[attr-defined]
+    except grpc.aio.AioRpcError as error:
+        text = (error.details() or "").lower()
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            return next((advice for part, advice in _REFUSALS.items() if part in text), "")
+    return ""

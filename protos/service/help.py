@@ -1,0 +1,149 @@
+"""Help for users of a command line: parts of `--help`, its examples, and suggestions for mistyped flags."""
+
+import difflib
+import textwrap
+from argparse import Action, ArgumentParser, _ArgumentGroup
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+from protos.service.redaction import words_shown
+
+_LIST: Final = "listgroup"
+_FULL: Final = ("all", "page")
+
+
+class SearchableHelp(ArgumentParser):
+    """A parser with help for a heading, or for flags by a word in their name."""
+
+    def found(self, word: str, foreign: Mapping[str, str]) -> str:
+        """Returns the part of the help named by a word, or a line about its absence.
+
+        Args:
+            word: `listgroup`, `all`, `page`, a heading, or a part of a flag's name, in any case.
+            foreign: accepted flags of another program, and the meaning of each here.
+        """
+        word = _plain(word).strip("-")
+        if word in _FULL:
+            return self.format_help()
+        if word == _LIST:
+            titles = (group.title for group in self._action_groups if _actions(group))
+            return "".join(f"{title}\n" for title in titles)
+        for name in (word, word.removesuffix("config").strip("-")):
+            if name and (text := self._heading(name) or self._flags(name, foreign)):
+                return text
+        return f"no heading and no flag matches {word!r}; --help=listgroup lists the headings\n"
+
+    def _heading(self, word: str) -> str:
+        for group in self._action_groups:
+            if group.title and _plain(group.title) == word:
+                return self._section(group.title, _actions(group))
+        return ""
+
+    def _flags(self, word: str, foreign: Mapping[str, str]) -> str:
+        groups = [
+            (group.title, [action for action in _actions(group) if _has(word, action.option_strings)])
+            for group in self._action_groups
+        ]
+        text = "".join(self._section(title or "", actions) for title, actions in groups if actions)
+        lines = [
+            textwrap.fill(f"{flag} {what}", initial_indent="  ", subsequent_indent="      ", width=100)
+            for flag, what in foreign.items()
+            if word in flag and flag not in self._option_string_actions
+        ]
+        return text + "\n".join(["flags of vllm serve:", *lines, ""] if lines else [])
+
+    def _section(self, title: str, actions: list[Action]) -> str:
+        formatter = self._get_formatter()
+        formatter.start_section(title)
+        formatter.add_arguments(actions)
+        formatter.end_section()
+        return formatter.format_help() + "\n"
+
+
+def _plain(text: str) -> str:
+    return text.lower().replace("_", "-").replace(" ", "-")
+
+
+def _actions(group: _ArgumentGroup) -> list[Action]:
+    return group._group_actions  # noqa: SLF001 - argparse shows them in no other way
+
+
+def _has(word: str, names: Sequence[str]) -> bool:
+    return any(word in name for name in names)
+
+
+_LIKENESS = 0.7
+
+
+def unknown_arguments(arguments: Sequence[str], known: Collection[str], given: Sequence[str]) -> str:
+    """Returns the refusal of unknown arguments; it names a flag without its value.
+
+    Args:
+        arguments: the rest of the command line.
+        known: all flags.
+        given: the whole command line.
+    """
+    flags = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
+    flag = next((name for name in flags if name.strip("-")), None)
+    if flag is None:
+        return f"unrecognized arguments: {words_shown(arguments, given)}"
+    meant = similar(flag, known)
+    return (
+        f"unrecognized arguments: {flag}; {f'did you mean {meant}?' if meant else '--help lists the flags'}"
+    )
+
+
+def similar(name: str, known: Collection[str]) -> str | None:
+    """Returns the known name most like `name`, if any."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS)
+    return found[0] if found else None
+
+
+_EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "Model": (
+        "--model Qwen/Qwen3-0.6B --served-model-name qwen qwen3-0.6b --max-model-len 8192",
+        "--model Qwen/Qwen3-0.6B --dtype bfloat16",
+        "--served-model-name qwen qwen3-0.6b --max-model-len 8192",
+    ),
+    "Device": ("--device cpu --cpu-threads 8",),
+    "Ranks of a replica": (
+        "--tensor-parallel-size 2 --rank 1 --replica-id r0 --master 10.0.0.1:29500",
+        "--tensor-parallel-size 2",
+    ),
+    "LoRA adapters": (
+        "--enable-lora --max-lora-rank 32 --lora-modules sql=/adapters/sql",
+        "--enable-lora --max-lora-rank 32",
+        "--lora-modules sql=/adapters/sql chat=/adapters/chat",
+    ),
+    "Batching": ("--max-num-seqs 32 --max-num-batched-tokens 512",),
+    "KV memory": ("--kv-memory 8 --no-enable-prefix-caching", "--kv-memory 8", "--num-blocks 4096"),
+    "Compilation": ("-O 2 --compile-cache-root /cache/compiled",),
+    "Pooling models": ("--pool-batch-sizes 1,4 --pool-prompt-lens 4096,1024",),
+    "Structured output": ("--grammar-threads 4 --grammar-time-s 10",),
+    "Waiting requests": ("--max-waiting-requests 256 --tenant-weights paid=4,trial=0.5",),
+    "HTTP API": ("--tool-call-parser hermes --chat-template /models/chat.jinja --max-logprobs 5",),
+    "Keys, TLS and browsers": ("--api-key-file /etc/triptych/keys.yaml --ssl-certfile /tls/tls.pem",),
+    "Addresses": (
+        "--host 0.0.0.0 --port 8000 --root-path /llm",
+        "--host 0.0.0.0 --port 50061 --scheduler-address scheduler:50051",
+        "--host 0.0.0.0 --port 50051",
+    ),
+    "Security between services": (
+        "--grpc-tls-ca /tls/ca.pem --grpc-tls-cert /tls/tls.pem --grpc-tls-key /tls/tls.key",
+    ),
+    "Timeouts and shutdown": ("--queue-timeout-s 60", "--park-timeout-s 10", "--stall-timeout-s 30"),
+    "Logging and statistics": (
+        "--log-level debug --log-format console",
+        "--log-level debug --state-dir /var/lib/triptych",
+        "--log-level debug",
+    ),
+    "Launcher": ("--workers 2 --gateways 2 --run-dir /run/triptych", "--standby-workers 2"),
+}
+
+
+def example(heading: str, flags: Collection[str]) -> str | None:
+    """Returns the first example for a heading that needs no other flags than these."""
+    for text in _EXAMPLES.get(heading, ()):
+        if all(word in flags for word in text.split() if word.startswith("-")):
+            return text
+    return None

@@ -1,0 +1,103 @@
+"""The settings that protect a service's gRPC connections."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Self
+
+from pydantic import Field, SecretStr, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from protos.service.channels import LinkSecurity
+from protos.service.settings import Group, ServiceSettings
+from protos.service.tls import CertificatePaths, Certificates
+from protos.service.tokens import ServiceTokens
+
+
+class CallSecuritySettings(ServiceSettings):
+    """How a service protects the gRPC calls that it makes."""
+
+    model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
+        Group.LINKS: (
+            "grpc_tls_ca",
+            "grpc_tls_cert",
+            "grpc_tls_key",
+            "grpc_tls_name",
+            "service_token",
+            "service_token_file",
+        ),
+    }
+
+    grpc_tls_ca: Path | None = None
+    """PEM file with the certificates that sign those of the other services. Turns TLS on between services.
+    This and the next two files are read again when they change."""
+    grpc_tls_cert: Path | None = None
+    """PEM file with this service's own certificate, followed by intermediate ones."""
+    grpc_tls_key: Path | None = None
+    """PEM file with the unencrypted key of --grpc-tls-cert."""
+    grpc_tls_name: str | None = Field(None, min_length=1)
+    """Name that the certificates of the services have that this one calls. Default: the host that is called.
+    Workers that register from changing addresses need it."""
+    service_token: SecretStr | None = None
+    """Secret that the services share, 16 characters or more. Calls send it; a scheduler or worker that has it
+    refuses calls without it. Prefer the variable or the file: other users of the machine see flags."""
+    service_token_file: Path | None = None
+    """File with the service token. It is read again when it changes. Each further line is accepted, too, so
+    that a new token can replace an old one while services run."""
+
+    @model_validator(mode="after")
+    def _security_files_go_together(self) -> Self:
+        if (self.grpc_tls_cert is None) != (self.grpc_tls_key is None):
+            raise ValueError("--grpc-tls-cert and --grpc-tls-key go together; set both or neither")
+        if self.grpc_tls_ca is None and (self.grpc_tls_cert is not None or self.grpc_tls_name is not None):
+            raise ValueError("TLS between services needs --grpc-tls-ca, the CA of the other services")
+        if self.service_token is not None and self.service_token_file is not None:
+            raise ValueError("--service-token and --service-token-file are both set; set one of them")
+        return self
+
+    def link_security(self) -> LinkSecurity:
+        """Reads the files.
+
+        Raises:
+            ConfigurationRefused: a file is missing or bad.
+        """
+        certificates = tokens = None
+        if self.grpc_tls_ca is not None:
+            paths = CertificatePaths(self.grpc_tls_ca, self.grpc_tls_cert, self.grpc_tls_key)
+            certificates = Certificates(paths)
+        if self.service_token is not None:
+            tokens = ServiceTokens(token=self.service_token.get_secret_value())
+        elif self.service_token_file is not None:
+            tokens = ServiceTokens(file=self.service_token_file)
+        return LinkSecurity(certificates, tokens, peer_name=self.grpc_tls_name)
+
+
+class LinkSecuritySettings(CallSecuritySettings):
+    """How a service protects its gRPC calls and its gRPC port."""
+
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.LINKS: ("grpc_tls_require_client_cert",)}
+
+    grpc_tls_require_client_cert: bool = False
+    """Refuse connections without a client certificate from --grpc-tls-ca (mTLS)."""
+
+    @model_validator(mode="after")
+    def _port_has_a_certificate(self) -> Self:
+        if self.grpc_tls_ca is not None and self.grpc_tls_cert is None:
+            raise ValueError(
+                "with --grpc-tls-ca this service listens with TLS, too: set --grpc-tls-cert and --grpc-tls-key"
+            )
+        if self.grpc_tls_require_client_cert and self.grpc_tls_ca is None:
+            raise ValueError("--grpc-tls-require-client-cert needs TLS: set --grpc-tls-ca, -cert and -key")
+        return self
+
+    def link_security(self) -> LinkSecurity:
+        """Reads the files.
+
+        Raises:
+            ConfigurationRefused: a file is missing or bad.
+        """
+        calls = super().link_security()
+        return LinkSecurity(
+            calls.certificates, calls.tokens, self.grpc_tls_require_client_cert, calls.peer_name
+        )

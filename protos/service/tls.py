@@ -1,0 +1,171 @@
+"""The certificate files of a service: checked, and read again after changes."""
+
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import grpc
+
+from protos.errors import ConfigurationRefused
+from protos.service.logs import get_logger
+
+
+@dataclass(frozen=True)
+class CertificatePaths:
+    """Where the PEM files are."""
+
+    ca: Path
+    """The certificates that sign those of peers."""
+    cert: Path | None = None
+    """The service's own certificate, followed by intermediate certificates; `None` for a client without a
+    certificate."""
+    key: Path | None = None
+    """The key of `cert`."""
+
+
+@dataclass(frozen=True)
+class Pems:
+    """The content of the files."""
+
+    ca: bytes
+    cert: bytes | None
+    key: bytes | None
+
+
+class Certificates:
+    """The certificates of a service, as gRPC takes them."""
+
+    def __init__(self, paths: CertificatePaths) -> None:
+        """Reads the files.
+
+        Raises:
+            ConfigurationRefused: a file is missing or bad, or the key is not the certificate's.
+        """
+        files = tuple(path for path in (paths.ca, paths.cert, paths.key) if path is not None)
+        self._files = WatchedFiles(files, lambda: _read(paths))
+
+    def version(self) -> int:
+        """Looks at the files; returns a number that grows with every change."""
+        self._files.get()
+        return self._files.version
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Returns the credentials of a new channel."""
+        pems = self._files.get()
+        return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+
+    def server_credentials(self, *, require_client_cert: bool) -> grpc.ServerCredentials:
+        """Returns the credentials of a server's port. Each new connection uses the current files."""
+        seen = self._files.version
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal seen
+            if self.version() == seen:
+                return None
+            seen = self._files.version
+            return self._server_configuration()
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._server_configuration(),
+            changed,  # type: ignore[arg-type] # `None` for no change is documented
+            require_client_authentication=require_client_cert,
+        )
+
+    def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
+        pems = self._files.get()
+        assert pems.key is not None
+        assert pems.cert is not None
+        return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
+
+
+def _read(paths: CertificatePaths) -> Pems:
+    ca = read_bytes(paths.ca, "--grpc-tls-ca")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # Comments between certificates may have other letters.
+        context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigurationRefused(f"--grpc-tls-ca: {paths.ca} has no PEM certificates") from error
+    if paths.cert is None or paths.key is None:
+        return Pems(ca, None, None)
+    cert = read_bytes(paths.cert, "--grpc-tls-cert")
+    key = read_bytes(paths.key, "--grpc-tls-key")
+    try:
+        # An encrypted key would ask for its password on the terminal.
+        context.load_cert_chain(paths.cert, paths.key, password=lambda: "")
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise ConfigurationRefused(
+            f"--grpc-tls-cert and --grpc-tls-key: {paths.cert} and {paths.key} are not a PEM certificate and its"
+            " unencrypted key"
+        ) from error
+    return Pems(ca, cert, key)
+
+
+T = TypeVar("T")
+
+
+class WatchedFiles(Generic[T]):
+    """The content of some files, as a value. Any thread may read it."""
+
+    version: int
+    """Grows whenever the content has changed."""
+
+    def __init__(self, paths: tuple[Path, ...], read: Callable[[], T]) -> None:
+        """Reads the files.
+
+        Args:
+            paths: the files that may change.
+            read: reads them.
+
+        Raises:
+            ConfigurationRefused: as `read` does.
+        """
+        self.version = 0
+        self._paths = paths
+        self._read = read
+        self._seen = self._state()
+        self._value = read()
+        self._log = get_logger(files=[str(path) for path in paths])
+
+    def have_changed(self) -> bool:
+        """Whether :meth:`get` would read the files."""
+        return self._state() != self._seen
+
+    def get(self) -> T:
+        """Returns the content. Files that are bad now, such as half of a new pair, do not replace it."""
+        state = self._state()
+        if state != self._seen:
+            self._seen = state
+            try:
+                self._value = self._read()
+            except ConfigurationRefused as error:
+                self._log.warning("files_not_reloaded", reason=error.message, using="what they held before")
+            else:
+                self.version += 1
+                self._log.info("files_reloaded")
+        return self._value
+
+    def _state(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(map(_state_of, self._paths))
+
+
+def _state_of(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def read_bytes(path: Path, flag: str) -> bytes:
+    """Returns a file's content.
+
+    Raises:
+        ConfigurationRefused: it cannot be read; names the flag.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationRefused(f"{flag}: cannot read {path}: {error.strerror}") from error
