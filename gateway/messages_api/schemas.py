@@ -31,9 +31,10 @@ _NEEDED: Final[Mapping[BlockType, tuple[str, ...]]] = {
 # Blocks of other tools and files, which are read as text. An image is one only within a result: a user's turn
 # with an image asks about it, which no model here can answer.
 _IN_WORDS: Final = frozenset({
-    "advisor_tool_result", "browser_state", "bash_code_execution_tool_result", "code_execution_tool_result", "compaction",
-    "container_upload", "document", "fallback", "mcp_tool_result", "mcp_tool_use", "search_result", "server_tool_use",
-    "text_editor_code_execution_tool_result", "tool_reference", "tool_search_tool_result", "web_fetch_tool_result",
+    "advisor_tool_result", "bash_code_execution_tool_result", "browser_state", "code_execution_tool_result",
+    "compaction", "container_upload", "document", "fallback", "mcp_tool_listing", "mcp_tool_result",
+    "mcp_tool_use", "search_result", "server_tool_use", "text_editor_code_execution_tool_result",
+    "tool_addition", "tool_reference", "tool_removal", "tool_search_tool_result", "web_fetch_tool_result",
     "web_search_tool_result",
 })  # fmt: skip
 _IN_RESULTS: Final = _IN_WORDS | {"image"}

@@ -69,7 +69,14 @@ def _parts(output: Any) -> list[Any]:
     return [{"type": "text", "text": text} for text in (*streams, ended) if text]
 
 
-def _tools_found(item: Item) -> Item:
+def _tool_search(item: Item) -> Item | Words:
+    """A search by OpenAI's servers has no call id."""
+    return _call("tool_search", "arguments")(item) if _call_id(item) else omitted("tool search")
+
+
+def _tools_found(item: Item) -> Item | Words:
+    if not _call_id(item):
+        return omitted("tools found")
     return {"type": "function_call_output", "call_id": _call_id(item), "output": omitted("tools found")}
 
 
@@ -144,7 +151,7 @@ _FORMS: Final[Mapping[str, Callable[[Item], Item | Words]]] = {
     "apply_patch_call_output": _output,
     "computer_call": _call("computer", "action"),
     "computer_call_output": _output,
-    "tool_search_call": _call("tool_search", "arguments"),
+    "tool_search_call": _tool_search,
     "tool_search_output": _tools_found,
     "web_search_call": _web_search,
     "file_search_call": _file_search,
@@ -322,7 +329,8 @@ def _item(value: Any, info: ValidationInfo) -> InputItem:
     kind = value.get("type")
     if kind is None:
         # OpenAI's clients may send a reference without its type.
-        kind = "item_reference" if value.keys() == {"id"} else "message"
+        kind = "item_reference" if value.keys() - {"type"} == {"id"} else "message"
+        value = {**value, "type": kind}
     if kind == "item_reference":
         raise ValueError(
             "is not supported: nothing is stored that an item_reference could name; send the item itself, as"
