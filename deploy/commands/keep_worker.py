@@ -6,7 +6,6 @@ It is the first process of the worker's image. The worker's output goes where th
 import asyncio
 import contextlib
 import os
-import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +21,7 @@ from deploy.launcher.supervisor import (
     LaunchError,
     Standbys,
     Supervisor,
-    first_launch_error,
+    run_until_signal,
     standby_spec,
 )
 from protos.errors import ConfigurationRefused
@@ -64,32 +63,13 @@ async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
     )
     standbys = Standbys(standby_spec(worker), settings.standby_workers, _say)
     supervisor = Supervisor([[worker]], _say, standbys=standbys, grace_s=_GRACE_S)
-    loop = asyncio.get_running_loop()
-    keeping = asyncio.ensure_future(_keep(supervisor, settings, own_socket))
-    signals = 0
 
-    def on_signal() -> None:
-        nonlocal signals
-        signals += 1
-        if signals == 1:
-            keeping.cancel()
-        else:
-            supervisor.kill()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-    try:
-        await keeping
-    except asyncio.CancelledError:
-        return 0 if signals == 1 else 130
-    except ExceptionGroup as group:
-        error = first_launch_error(group)
-        if not isinstance(error, LaunchError):
-            raise
+    def complain(error: LaunchError) -> None:
         if error.exit_code != BAD_SETTING:  # otherwise the worker has said why
             _say(f"triptych keep-worker: {error}")
-        return error.exit_code
-    return 1
+
+    serving = _keep(supervisor, settings, own_socket)
+    return await run_until_signal(supervisor, serving, complain=complain)
 
 
 def _socket(settings: KeepWorkerSettings, folder: Path) -> Path | None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -27,8 +26,8 @@ from deploy.launcher.supervisor import (
     LaunchError,
     Standbys,
     Supervisor,
-    first_launch_error,
     memory_note,
+    run_until_signal,
     standby_spec,
 )
 from deploy.secure_files import SecureFiles
@@ -142,36 +141,20 @@ class Launcher:
         )
 
     async def run(self) -> int:
-        """Serves until a signal.
+        """Serves until a signal or a failure.
 
         Returns:
-            0, or 130 after a second signal.
-
-        Raises:
-            LaunchError: A service refuses its settings, or keeps dying before it serves.
+            0 after a signal, 130 after two, 2 if a service refuses to start, 1 if it keeps dying.
         """
-        loop = asyncio.get_running_loop()
-        serving = asyncio.ensure_future(self._serve())
-        signals = 0
+        program = self._settings.model_config.get("cli_prog_name")
 
-        def on_signal() -> None:
-            nonlocal signals
-            signals += 1
-            if signals == 1:
-                say("Stopping (again to kill).")
-                serving.cancel()
-            else:
-                self._supervisor.kill()
+        def complain(error: LaunchError) -> None:
+            print(f"{program}: {error}", file=sys.stderr, flush=True)
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, on_signal)
-        try:
-            await serving
-        except asyncio.CancelledError:
+        code = await run_until_signal(self._supervisor, self._serve(), complain=complain, say=say)
+        if code in {0, 130}:
             say("Stopped.")
-        except ExceptionGroup as group:
-            raise first_launch_error(group) from group
-        return 0 if signals <= 1 else 130
+        return code
 
     async def _serve(self) -> None:
         settings = self._settings

@@ -1,33 +1,58 @@
 """Reads the services' logs while they grow: structlog's JSON lines and the output of libraries."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 _TAIL_BYTES = 1 << 20
-_MAX_LINE_LENGTH = 240
+# A service's line about its own end. The bar of a download may precede it.
+_REASON = re.compile(rb"triptych (gateway|scheduler|worker|standby): ")
 # Fields of every line that say nothing new to a reader of one service's last lines.
 _NOISE = {"timestamp", "level", "service", "event", "exception"}
 
 
-def last_lines(path: Path, count: int, *, longest: int | None = _MAX_LINE_LENGTH) -> list[str]:
-    """Returns the last `count` lines of a log in readable form, or fewer if the log is shorter.
-
-    Args:
-        path: the log.
-        count: number of lines.
-        longest: characters of a line; `None` for whole lines.
-    """
+def last_lines(path: Path, count: int) -> list[str]:
+    """Returns the last `count` lines of a log in readable form, or fewer if the log is shorter."""
     try:
         with path.open("rb") as log:
-            log.seek(0, 2)
-            log.seek(max(0, log.tell() - _TAIL_BYTES))
+            log.seek(max(0, size_of(path) - _TAIL_BYTES))
             text = log.read().decode(errors="replace")
     except FileNotFoundError:
         return []
     lines = [part for line in text.splitlines() if line.strip() for part in humanize(line).splitlines()]
-    return [line[:longest] for line in lines[-count:]]
+    return lines[-count:]
+
+
+def reason(path: Path, since: int) -> str:
+    """Returns a service's last line about its own end.
+
+    Args:
+        path: its log.
+        since: the log's size before the service started.
+
+    Returns:
+        The whole line or, if there is none, the log's last line; empty without a log.
+    """
+    found = b""
+    try:
+        with path.open("rb") as log:
+            log.seek(since if since <= size_of(path) else 0)  # it was rotated
+            for line in log:
+                if not line.startswith(b"{") and (match := _REASON.search(line)):
+                    found = line[match.start() :]
+    except FileNotFoundError:
+        return ""
+    return found.decode(errors="replace").strip() or "".join(last_lines(path, 1))
+
+
+def size_of(path: Path) -> int:
+    """Returns a file's size; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def humanize(line: str) -> str:

@@ -2,17 +2,19 @@
 
 import asyncio
 import contextlib
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from deploy.launcher.log_tail import last_lines
+from deploy.launcher.log_tail import last_lines, reason, size_of
 from deploy.launcher.process import Child, ChildSpec, describe_exit
 from worker_svc.standby_messages import Orders
 
 BAD_SETTING = 2
-"""The exit code of a service that refuses its settings. A restart would not help."""
+"""The exit code of a service that refuses to start, and for the same reason would refuse again."""
 
 
 class LaunchError(Exception):
@@ -26,15 +28,6 @@ class LaunchError(Exception):
         self.exit_code = exit_code
 
 
-def first_launch_error(group: ExceptionGroup[Exception]) -> Exception:
-    """Returns the first `LaunchError` in a group, or the group if it has none."""
-    for error in group.exceptions:
-        found = first_launch_error(error) if isinstance(error, ExceptionGroup) else error
-        if isinstance(found, LaunchError):
-            return found
-    return group
-
-
 @dataclass(frozen=True)
 class RestartPolicy:
     """How long a dead child waits for its restart, and when the launcher gives up."""
@@ -46,7 +39,7 @@ class RestartPolicy:
     forgive_after_s: float = 60.0
     """The count of deaths restarts after a child ran this long."""
     failed_starts: int = 3
-    """Consecutive deaths of one child after which the launcher gives up, unless it has already served."""
+    """Consecutive deaths of one child that end the start of a stack."""
 
     def delay_s(self, deaths: int) -> float:
         """Returns the seconds to wait after `deaths` consecutive deaths."""
@@ -175,7 +168,7 @@ class Standbys:
             if standby in self._waiting:
                 self._waiting.remove(standby)
             if status == BAD_SETTING:
-                self._report(f"{describe_death(spec, status)}\nNo other standby takes its place.")
+                self._report(f"There is no {spec.name}: {reason(spec.log, 0) or describe_exit(status)}")
                 return
             lived_s = self._clock() - started
             deaths = 1 if lived_s >= self._policy.forgive_after_s else deaths + 1
@@ -234,28 +227,25 @@ class Supervisor:
         self._served = asyncio.Event()
 
     def mark_served(self) -> None:
-        """Records that the stack has served. From now on the supervisor restarts children without limit."""
+        """Records that the start is over: from now on children are restarted without limit."""
         self._served.set()
 
     async def run(self) -> None:
-        """Keeps the children running until cancelled, and stops all of them in any case.
+        """Starts the children and keeps them running until cancelled; `stop` stops them.
 
         Raises:
-            ExceptionGroup: With a `LaunchError`: a child refuses its settings, or keeps dying before the
-                stack has served.
+            ExceptionGroup: With a `LaunchError`: during the start of the stack, a child refuses to start or
+                keeps dying.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._rotate_logs())
-                group.create_task(self._keep_standbys())
-                for stage in self._stages:
-                    for child in stage:
-                        group.create_task(self._keep_running(child))
-        finally:
-            await self._stop()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._rotate_logs())
+            group.create_task(self._keep_standbys())
+            for stage in self._stages:
+                for child in stage:
+                    group.create_task(self._keep_running(child))
 
     def kill(self) -> None:
-        """Kills every child at once, without waiting for `run` to stop them."""
+        """Kills every child at once; `stop` then ends soon."""
         self._standbys.kill()
         for stage in self._stages:
             for child in stage:
@@ -274,11 +264,10 @@ class Supervisor:
             await asyncio.sleep(self._look_every_s)
 
     async def _keep_running(self, child: Child) -> None:
-        deaths = 0
-        first = True
+        spec, deaths, last_refusal = child.spec, 0, ""
         while True:
-            started = self._clock()
-            standby = self._standbys.take(child.spec)
+            started, log_start = self._clock(), size_of(spec.log)
+            standby = self._standbys.take(spec)
             if standby is None:
                 await child.start()
             else:
@@ -286,27 +275,28 @@ class Supervisor:
             status = await child.wait()
             lived_s = self._clock() - started
             deaths = 1 if lived_s >= self._policy.forgive_after_s else deaths + 1
-            self._raise_if_hopeless(child.spec, status, deaths, first=first)
-            first = False
-            death = describe_death(child.spec, status)
-            if deaths == 1 and self._standbys.has_one_for(child.spec):
-                self._report(f"{death}\nA standby takes the place of {child.spec.name}.")
-                continue
             delay_s = self._policy.delay_s(deaths)
-            self._report(f"{death}\n{child.spec.name} restarts in {delay_s:g} s.")
+            if status == BAD_SETTING:
+                refusal = reason(spec.log, log_start) or f"{spec.name} refuses its settings"
+                if not self._served.is_set():
+                    raise LaunchError(refusal, BAD_SETTING)
+                if refusal != last_refusal:
+                    longest_s = self._policy.longest_delay_s
+                    self._report(f"{spec.name} does not start, and is tried every {longest_s:g} s: {refusal}")
+                last_refusal = refusal
+                await asyncio.sleep(delay_s)
+                continue
+            last_refusal, death = "", describe_death(spec, status)
+            if deaths >= self._policy.failed_starts and not self._served.is_set():
+                raise LaunchError(f"{death}\nIt died {deaths} times before it served; giving up.")
+            if deaths == 1 and self._standbys.has_one_for(spec):
+                self._report(f"{death}\nA standby takes the place of {spec.name}.")
+                continue
+            self._report(f"{death}\n{spec.name} restarts in {delay_s:g} s.")
             await asyncio.sleep(delay_s)
 
-    def _raise_if_hopeless(self, spec: ChildSpec, status: int, deaths: int, *, first: bool) -> None:
-        """Raises `LaunchError` if a restart of the child would not help."""
-        if status == BAD_SETTING and first and not self._served.is_set():
-            lines = last_lines(spec.log, 1, longest=None)
-            raise LaunchError(lines[0] if lines else f"{spec.name} refused its settings", BAD_SETTING)
-        if not self._served.is_set() and deaths >= self._policy.failed_starts:
-            raise LaunchError(
-                f"{describe_death(spec, status)}\nIt died {deaths} times before it served; giving up."
-            )
-
-    async def _stop(self) -> None:
+    async def stop(self) -> None:
+        """Stops the children, stage by stage. Call it after the end of `run`."""
         await self._standbys.stop()
         for stage in self._stages:
             running = [child for child in stage if child.running]
@@ -314,3 +304,57 @@ class Supervisor:
             for child, in_time in zip(running, ended, strict=True):
                 if not in_time:
                     self._report(f"{child.spec.name} did not exit within {self._grace_s:g} s and was killed.")
+
+
+async def run_until_signal(
+    supervisor: Supervisor,
+    serving: Coroutine[Any, Any, None],
+    *,
+    complain: Callable[[LaunchError], None],
+    say: Callable[[str], None] = lambda _: None,
+) -> int:
+    """Serves until a signal or a failure, and stops the children.
+
+    Args:
+        supervisor: of the children.
+        serving: runs the supervisor.
+        complain: receives a failure, before anything is stopped.
+        say: receives messages about the signals.
+
+    Returns:
+        0 after a signal, 130 after two, or the exit code of the failure.
+    """
+    loop, task, signals, code = asyncio.get_running_loop(), asyncio.ensure_future(serving), 0, 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        if signals == 1:
+            say("Stopping (again to kill).")
+            task.cancel()
+        else:
+            supervisor.kill()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        await task
+    except asyncio.CancelledError:
+        pass
+    except ExceptionGroup as group:
+        error = _first_launch_error(group)
+        complain(error)
+        code = error.exit_code
+    finally:
+        await supervisor.stop()
+    return code if signals <= 1 else 130
+
+
+def _first_launch_error(group: ExceptionGroup[Exception]) -> LaunchError:
+    """Returns the first `LaunchError` in a group; raises the group if it has none."""
+    errors, _ = group.split(LaunchError)
+    while isinstance(errors, ExceptionGroup):
+        errors = errors.exceptions[0]
+    if errors is None:
+        raise group
+    return errors

@@ -29,14 +29,6 @@ def test_last_lines_of_a_missing_or_short_log(tmp_path: Path) -> None:
     assert last_lines(log, 1) == ["two"]
 
 
-def test_last_lines_are_cut_or_whole(tmp_path: Path) -> None:
-    """A long line is cut, except where it is the reason of a refused start."""
-    log, long = tmp_path / "x.log", "reason " * 20_000
-    log.write_text(f"one\n{long}\n")
-    assert len(last_lines(log, 1)[0]) < 1000
-    assert last_lines(log, 1, longest=None) == [long]
-
-
 def test_a_tail_yields_complete_lines_once(tmp_path: Path) -> None:
     """An incomplete line waits for its end, and no line comes twice."""
     log = tmp_path / "worker-0.log"

@@ -151,10 +151,10 @@ async def test_a_standby_refuses_bad_settings_with_one_line(tmp_path: Path) -> N
 
 
 async def test_a_standby_that_refuses_its_settings_is_not_replaced(tmp_path: Path) -> None:
-    """Its replacement would refuse them as well."""
+    """Its replacement would refuse them as well; one line says so."""
     reports = Reports()
     async with asyncio.timeout(20):
-        await standbys(tmp_path, reports, code="import sys; sys.exit(2)").keep()
-    (report,) = reports.lines
-    assert report.startswith("standby-0 died (exit code 2)")
-    assert report.endswith("No other standby takes its place.")
+        await standbys(
+            tmp_path, reports, code="import sys; print('triptych standby: no vLLM\\nmore'); sys.exit(2)"
+        ).keep()
+    assert reports.lines == ["There is no standby-0: triptych standby: no vLLM"]

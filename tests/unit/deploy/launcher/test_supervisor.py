@@ -54,6 +54,7 @@ async def supervised(supervisor: Supervisor) -> AsyncIterator[None]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        await supervisor.stop()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -139,40 +140,87 @@ async def test_a_child_runs_although_standard_error_is_on_the_full_disk(
     os.close(full)
 
 
-async def test_a_refused_setting_stops_everything(tmp_path: Path) -> None:
-    """Exit code 2 at the first start is final: the child's last line is the error, and all children stop."""
-    other = spec(tmp_path, "scheduler", FOREVER)
-    bad = spec(tmp_path, "worker-0", "import sys; print('no such model: x', file=sys.stderr); sys.exit(2)")
+async def refusal_of(supervisor: Supervisor) -> LaunchError:
+    """Runs a supervisor to the failure of a start."""
     with pytest.raises(ExceptionGroup) as raised:
-        await Supervisor([[other], [bad]], Reports(), policy=QUICK).run()
+        await supervisor.run()
+    await supervisor.stop()
     error = raised.value.exceptions[0]
     assert isinstance(error, LaunchError)
-    assert str(error) == "no such model: x"
+    return error
+
+
+REASON = "triptych worker: no such model: " + "x" * 300_000
+NOISE = "print('noise ' * 400_000, file=sys.stderr)"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (f"print('triptych worker: no such model: ' + 'x' * 300_000, file=sys.stderr); {NOISE}", REASON),
+        (
+            "sys.stderr.write('Loading: 5%\\rLoading: 9%triptych worker: bad file\\n')",
+            "triptych worker: bad file",
+        ),
+        ("print('worker: error: bad flag', file=sys.stderr)", "worker: error: bad flag"),
+        ("", "worker-0 refuses its settings"),
+    ],
+    ids=["long", "progress bar", "other line", "no line"],
+)
+async def test_a_refusal_ends_the_start_with_its_whole_reason(
+    tmp_path: Path, code: str, expected: str
+) -> None:
+    """Whatever the service writes later. All children stop."""
+    other = spec(tmp_path, "scheduler", FOREVER)
+    bad = spec(tmp_path, "worker-0", f"import sys\n{code}\nsys.exit(2)")
+    bad.log.write_text("triptych worker: of an earlier process\n" if expected.startswith("triptych") else "")
+    error = await refusal_of(Supervisor([[other], [bad]], Reports(), policy=QUICK))
+    assert str(error) == expected
     assert error.exit_code == 2
     assert not list(tmp_path.glob("*.pid"))
+
+
+async def test_a_refusal_after_a_death_ends_the_start(tmp_path: Path) -> None:
+    """A restarted service may find the reason."""
+    code = (
+        "import sys, pathlib\n"
+        f"mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "if mark.exists():\n"
+        "    print('triptych worker: no GPU', file=sys.stderr)\n"
+        "    sys.exit(2)\n"
+        "mark.touch()\n"
+        "sys.exit(1)"
+    )
+    error = await refusal_of(Supervisor([[spec(tmp_path, "worker-0", code)]], Reports(), policy=QUICK))
+    assert (str(error), error.exit_code) == ("triptych worker: no GPU", 2)
 
 
 async def test_gives_up_on_a_child_that_keeps_dying(tmp_path: Path) -> None:
     """Before the stack has served, three consecutive deaths are an error that shows the log's last lines."""
     bad = spec(tmp_path, "worker-0", "raise RuntimeError('no device')")
     reports = Reports()
-    with pytest.raises(ExceptionGroup) as raised:
-        await Supervisor([[bad]], reports, policy=QUICK).run()
-    error = raised.value.exceptions[0]
-    assert isinstance(error, LaunchError)
+    error = await refusal_of(Supervisor([[bad]], reports, policy=QUICK))
     assert "no device" in str(error)
     assert error.exit_code == 1
     assert len(reports.lines) == 2
 
 
-async def test_never_gives_up_once_served(tmp_path: Path) -> None:
-    """After the stack has served, a child may die any number of times."""
-    bad = spec(tmp_path, "worker-0", "raise SystemExit(2)")
+async def test_a_served_stack_keeps_trying_a_service_that_refuses(tmp_path: Path) -> None:
+    """Each reason is said once; the device, for example, may come back."""
+    code = (
+        "import os, sys, pathlib\n"
+        f"starts = pathlib.Path({str(tmp_path / 'starts')!r})\n"
+        "with starts.open('a') as file:\n"
+        "    file.write('x')\n"
+        "print('triptych worker:', 'first' if starts.stat().st_size < 4 else 'second', file=sys.stderr)\n"
+        "sys.exit(2)"
+    )
     reports = Reports()
-    supervisor = Supervisor([[bad]], reports, policy=QUICK)
+    supervisor = Supervisor([[spec(tmp_path, "worker-0", code)]], reports, policy=QUICK)
     supervisor.mark_served()
     async with supervised(supervisor):
-        await until(lambda: len(reports.lines) >= 4)
+        await reports.wait_for("triptych worker: second")
+    assert len(reports.lines) == 2
 
 
 async def test_stops_stage_by_stage(tmp_path: Path) -> None:
