@@ -102,14 +102,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(rest)
     except KeyboardInterrupt:
         return 130
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in _FIRST_PARTY or not command.packages:
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in _FIRST_PARTY or not command.packages:
             raise
-        print(
-            f"triptych {name}: {missing} is not installed; run `triptych install {command.packages}`",
-            file=sys.stderr,
-        )
+        is_missing = isinstance(error, ModuleNotFoundError)
+        fault = f"{package} is not installed" if is_missing else f"a package is broken: {error}"
+        print(f"triptych {name}: {fault}; run `triptych install {command.packages}`", file=sys.stderr)
         return 2
 
 

@@ -21,7 +21,7 @@ from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.startup_queue import StartupQueue
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
-from protos.errors import ConfigurationRefused, TriptychError, Unavailable
+from protos.errors import ConfigurationRefused, TriptychError, Unavailable, one_line
 from protos.service import logs
 from protos.service.environment import check_for_service
 from protos.service.settings import load
@@ -29,6 +29,8 @@ from protos.service.tracing import Tracer, open_tracer
 
 # Files that are open beside the clients' connections: modules, logs, the scheduler's channel.
 _OTHER_FILES: Final = 256
+# How long a gateway that refuses its model takes to answer the requests that wait for one.
+_REFUSAL_S: Final = 0.3
 
 
 class HttpServer(uvicorn.Server):
@@ -38,23 +40,21 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._client = client
         self._drain_timeout_s = drain_timeout_s
-        self._refusal: ConfigurationRefused | None = None
+        self._refused = False
 
     def refuse(self, error: TriptychError) -> None:
-        """Stops serving; :meth:`run` raises the error as one line."""
-        self._refusal = ConfigurationRefused(" ".join(error.message.split()))
+        """Prints the error as one line, and ends the process with exit code 2, even if clients hold it up."""
+        if self._refused:
+            return
+        print(f"triptych gateway: {one_line(error)}", file=sys.stderr, flush=True)
+        self._refused = self.should_exit = True
         self._client.fail_all(error)
-        self.should_exit = True
+        asyncio.get_running_loop().call_later(_REFUSAL_S, os._exit, 2)
 
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serves until a signal ends it.
-
-        Raises:
-            ConfigurationRefused: see :meth:`refuse`.
-        """
-        super().run(sockets)
-        if self._refusal is not None:
-            raise self._refusal
+    def serve_until_signal(self, sockets: list[socket.socket]) -> int:
+        """Serves; returns the exit code."""
+        self.run(sockets)
+        return 2 if self._refused else 0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -158,21 +158,25 @@ def check(settings: Settings) -> None:
         tracer.close()
 
 
-def serve(settings: Settings) -> None:
-    """Runs the gateway until a signal ends it.
+def serve(settings: Settings) -> int:
+    """Runs the gateway until a signal ends it, or the served model's text files cannot be used.
+
+    Returns:
+        The exit code.
 
     Raises:
-        ConfigurationRefused: if a setting or the served model's text files cannot be used.
+        ConfigurationRefused: if a setting cannot be used.
     """
     tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
     try:
         server = build(settings, tracer)
         with listening(settings) as listeners:
-            _run(settings, server, listeners)
+            code = _run(settings, server, listeners)
     finally:
         if tracer is not None:
             tracer.close()
     logs.get_logger().info("stopped")
+    return code
 
 
 @contextlib.contextmanager
@@ -192,7 +196,7 @@ def listening(settings: Settings) -> Iterator[list[socket.socket]]:
         yield listeners
 
 
-def _run(settings: Settings, server: HttpServer, listeners: list[socket.socket]) -> None:
+def _run(settings: Settings, server: HttpServer, listeners: list[socket.socket]) -> int:
     ports = [None if each.family is socket.AF_UNIX else each.getsockname()[1] for each in listeners]
     allow_files(settings.max_connections + _OTHER_FILES)
     logs.get_logger().info(
@@ -204,7 +208,7 @@ def _run(settings: Settings, server: HttpServer, listeners: list[socket.socket])
         tls=settings.ssl_certfile is not None,
         scheduler=settings.scheduler_address,
     )
-    server.run(sockets=listeners)
+    return server.serve_until_signal(listeners)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -213,11 +217,10 @@ def main(argv: list[str] | None = None) -> int:
         settings = load(Settings, argv)
         logs.configure("gateway", level=settings.log_level, log_format=settings.log_format)
         check_for_service(os.environ)
-        serve(settings)
+        return serve(settings)
     except ConfigurationRefused as error:
-        print(f"triptych gateway: {error}", file=sys.stderr)
+        print(f"triptych gateway: {one_line(error)}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@
 
 Every class has its code in ``triptych.v1.ErrorCode``, its gRPC status and its HTTP status. An error travels
 as a ``triptych.v1.Error``: inline on streams that carry many requests, otherwise as a detail of the call's
-status. gRPC loses a status above 8 KiB, so its texts take at most 2 KiB together.
+status. Clients of gRPC lose a status above 8 KiB by default, so its texts take at most 2 KiB together;
+services accept more of one another.
 """
 
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias, cast
@@ -36,8 +37,13 @@ from protos.triptych.v1 import common_pb2 as pb
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 """The context of a call in a servicer's method."""
 
+MAX_METADATA_BYTES: Final = 128 * 1024
+"""Longest metadata that services accept of one another: a refusal may list a model's tensors."""
+
 _MAX_STATUS_TEXT: Final = 2048
-"""Bytes of a status' message and details as sent."""
+"""Bytes of a status' message and details as sent to any client."""
+_MAX_SERVICE_STATUS_TEXT: Final = MAX_METADATA_BYTES // 2
+"""Bytes of them as sent between services."""
 _MAX_PARAM: Final = 64
 """Bytes of a parameter's name there."""
 # Bytes of a status without text: the type's name, the tags, the other fields and an ellipsis, encoded.
@@ -188,6 +194,11 @@ _BY_CODE: dict[int, type[TriptychError]] = {
 }  # fmt: skip
 
 
+def one_line(error: Exception) -> str:
+    """Returns an error's message without line breaks, as a service prints it before it ends."""
+    return " ".join((error.message if isinstance(error, TriptychError) else str(error)).split())
+
+
 def from_proto(error: pb.Error) -> TriptychError:
     """Returns the exception for an error message; an unknown code becomes ``Internal``."""
     cls = _BY_CODE.get(error.code, Internal)
@@ -236,10 +247,16 @@ def _typed_detail(error: grpc.aio.AioRpcError) -> pb.Error | None:
     return None
 
 
-async def abort(context: Context, error: TriptychError) -> NoReturn:
-    """Ends a call with the error's status, message and typed detail. Shortens long messages."""
+async def abort(context: Context, error: TriptychError, *, to_service: bool = False) -> NoReturn:
+    """Ends a call with the error's status, message and typed detail. Shortens long messages.
+
+    Args:
+        context: the call's.
+        error: its reason.
+        to_service: whether the client is a service, which accepts longer messages than others.
+    """
     typed = error.to_proto()
-    typed.message = _shortened(typed.message)
+    typed.message = _shortened(typed.message, _MAX_SERVICE_STATUS_TEXT if to_service else _MAX_STATUS_TEXT)
     typed.param = typed.param.encode()[:_MAX_PARAM].decode(errors="ignore")
     detail = any_pb2.Any()
     detail.Pack(typed)
@@ -250,10 +267,10 @@ async def abort(context: Context, error: TriptychError) -> NoReturn:
     raise AssertionError("unreachable: abort raises")
 
 
-def _shortened(text: str) -> str:
+def _shortened(text: str, max_bytes: int) -> str:
     """Returns a text, or its beginning and an ellipsis, so that all its copies in a status fit."""
     # gRPC percent-encodes the message and sends the details, which hold two copies, in base64.
-    left = _MAX_STATUS_TEXT - _TEXTLESS_STATUS
+    left = max_bytes - _TEXTLESS_STATUS
     for end, char in enumerate(text):
         size = len(char.encode(errors="replace"))
         left -= (1 if " " <= char <= "~" and char != "%" else 3 * size) + 3 * size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from protos.errors import TriptychError
+from protos.errors import ConfigurationRefused, TriptychError, one_line
 from protos.service.environment import check_for_service
 from protos.service.logs import configure, get_logger
 from protos.service.server import Server, check_addresses
@@ -98,15 +98,15 @@ def check(settings: Settings) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit code: 0 after a clean stop, 2 for a bad setting."""
+    """Runs the command; returns its exit code: 0 after a clean stop, 2 for a bad setting, 1 for a fault."""
     try:
         settings = load(Settings, argv)
         configure("scheduler", level=settings.log_level, log_format=settings.log_format)
         check_for_service(os.environ)
         uvloop.run(serve(settings))
     except TriptychError as error:
-        print(f"triptych scheduler: {error.message}", file=sys.stderr)
-        return 2
+        print(f"triptych scheduler: {one_line(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigurationRefused) else 1
     return 0
 
 

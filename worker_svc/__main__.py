@@ -3,10 +3,11 @@
 import os
 import sys
 import threading
+from typing import NoReturn
 
 import uvloop
 
-from protos.errors import ConfigurationRefused
+from protos.errors import ConfigurationRefused, one_line
 from protos.service.environment import check_for_service
 from protos.service.logs import configure
 from protos.service.settings import load
@@ -31,20 +32,25 @@ def main(argv: list[str] | None = None) -> int:
         # Imported late, so that a bad flag is reported before torch takes seconds to import.
         from worker_svc.service import serve
 
-        uvloop.run(serve(settings))
-        code = 0
     except ConfigurationRefused as error:
-        print(f"triptych worker: {error.message}", file=sys.stderr)
-        code = 2
-    except WorkerFailed as error:
-        print(f"triptych worker: {error}", file=sys.stderr)
-        code = EXIT_CODE
-    # A broken device may block a normal exit, too.
-    if code == EXIT_CODE or _uses_torch():
+        print(f"triptych worker: {one_line(error)}", file=sys.stderr)
+        return 2
+    try:
+        uvloop.run(serve(settings, _end))
+    except (ConfigurationRefused, WorkerFailed) as error:
+        _end(error)
+    if _uses_torch():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)
-    return code
+        os._exit(0)
+    return 0
+
+
+def _end(error: ConfigurationRefused | WorkerFailed) -> NoReturn:
+    """Prints the reason and ends the process at once: a broken device may block a normal exit."""
+    print(f"triptych worker: {one_line(error)}", file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(2 if isinstance(error, ConfigurationRefused) else EXIT_CODE)
 
 
 def _uses_torch() -> bool:

@@ -5,7 +5,7 @@ import functools
 import signal
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from protos.errors import ConfigurationRefused
 from protos.service.channels import LinkSecurity
@@ -23,12 +23,16 @@ from worker_svc.settings import Settings
 SERVICE = "triptych.v1.Worker"
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoReturn]) -> None:
     """Runs the service until SIGTERM or SIGINT.
 
+    Args:
+        settings: the worker's.
+        end: ends the process, which then has neither a registration nor requests: the model cannot be
+            served, or the scheduler refuses the worker.
+
     Raises:
-        ConfigurationRefused: if the address cannot be bound, the model cannot be served, or the scheduler
-            refuses the worker.
+        ConfigurationRefused: if the address cannot be bound.
         WorkerFailed: if too many steps failed in a row.
     """
     log = get_logger()
@@ -68,10 +72,12 @@ async def serve(settings: Settings) -> None:
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for end in done:
-            end.result()
+        for one in done:
+            one.result()
     except ConfigurationRefused as error:
-        raise servicer.refusal or error from None
+        end(servicer.refusal or error)
+    except ImportError as error:
+        end(ConfigurationRefused(f"a package cannot be imported: {error}; run `triptych install worker`"))
     finally:
         # Readiness goes first, then the requests, then the process.
         leaving.set()

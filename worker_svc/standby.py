@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from protos.errors import ConfigurationRefused
+from protos.errors import ConfigurationRefused, one_line
 from protos.service.logs import configure, get_logger
 from protos.service.settings import load
 from worker_svc import __main__ as worker
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(Settings, argv)
     except ConfigurationRefused as error:
-        _say(error.message)
+        _say(one_line(error))
         return _BAD_SETTING
     configure("standby", level=settings.log_level, log_format=settings.log_format)
     importing = threading.Thread(target=_import, args=(settings,), name="imports", daemon=True)
@@ -72,7 +72,7 @@ def _import(settings: Settings) -> None:
         worker.prepare_process()
         _import_worker(settings)
     except ConfigurationRefused as error:
-        _say(error.message)
+        _say(one_line(error))
         os._exit(_BAD_SETTING)
     except BaseException:  # noqa: BLE001 - a process that misses a module must not become a worker
         traceback.print_exc()

@@ -16,7 +16,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from deploy.launcher import service_flags
-from deploy.launcher.log_tail import LogTail, progress
+from deploy.launcher.log_tail import LogTail, progress, refused_adapter
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.readiness import Served, wait_for_model
 from deploy.launcher.settings import LaunchSettings, check_variables, secured
@@ -131,6 +131,9 @@ class Launcher:
         self._plan = plan = StackPlan.make(settings, sockets)
         self._scheduler = unix_address(plan.scheduler_socket)
         self._names = {unix_address(sockets / f"{spec.name}.sock"): spec.name for spec in plan.workers}
+        self._scheduler_log = LogTail(plan.scheduler.log)
+        self._worker_logs = [(spec.name, LogTail(spec.log)) for spec in plan.workers]
+        self._has_served = False
         standbys = Standbys(standby_spec(plan.workers[0]), num_standbys(settings), say)
         # The stopping order: each service outlives its clients.
         self._supervisor = Supervisor(
@@ -169,15 +172,23 @@ class Launcher:
             group.create_task(self._print_address(time.monotonic()))
 
     async def _print_progress(self) -> None:
-        scheduler = LogTail(self._plan.scheduler.log)
-        workers = [(spec.name, LogTail(spec.log)) for spec in self._plan.workers]
         while True:
-            for name, tail in workers:
-                for line in tail.new_lines():
-                    self._say_if_progress(line, name)
-            for line in scheduler.new_lines():
-                self._say_if_progress(line)
+            self._read_logs()
             await asyncio.sleep(_POLL_S)
+
+    def _read_logs(self) -> None:
+        """Prints progress.
+
+        Raises:
+            LaunchError: an adapter of the settings is refused before the stack has served.
+        """
+        for name, tail in self._worker_logs:
+            for line in tail.new_lines():
+                self._say_if_progress(line, name)
+        for line in self._scheduler_log.new_lines():
+            self._say_if_progress(line)
+            if not self._has_served and (refusal := refused_adapter(line)) is not None:
+                raise LaunchError(f"{refusal}; change --lora-modules", BAD_SETTING)
 
     def _say_if_progress(self, line: str, worker: str = "") -> None:
         found = progress(line)
@@ -190,6 +201,8 @@ class Launcher:
         base = self._url(self._plan.ports.http) if uds is None else "http://localhost"
         own = [self._url(port) for port in self._plan.ports.metrics if port is not None]
         model = await wait_for_model(own or [base], self._scheduler, self._security)
+        self._read_logs()
+        self._has_served = True
         self._supervisor.mark_served()
         path, body = first_request(model)
         metrics = "".join(f"Metrics of a gateway: {gateway}/metrics\n" for gateway in own)

@@ -97,10 +97,18 @@ def progress(line: str) -> tuple[str, str] | None:
         case {"event": "settings_ignored", "names": [*names], "reason": reason}:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             return "scheduler", f"{flags} {'has' if len(names) == 1 else 'have'} no effect here: {reason}"
+        case {"event": "adapter_delayed", "reason": reason}:
+            return "scheduler", f"tries again: {reason}"
         case {"event": "ready", "phase_seconds": {**seconds}}:
             return target, f"ready ({', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())})"
         case _:
             return None
+
+
+def refused_adapter(line: str) -> str | None:
+    """Returns the reason why an adapter of the settings is refused if the scheduler's line says so."""
+    entry = parse(line) or {}
+    return str(entry["reason"]) if entry.get("event") == "adapter_refused" else None
 
 
 class LogTail:

@@ -107,6 +107,12 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
         return self.host if self.uds is None else "127.0.0.1"
 
     @model_validator(mode="after")
+    def _adapters_can_run(self) -> Self:
+        if self.lora_modules and not self.enable_lora:
+            raise ValueError("--lora-modules needs --enable-lora; add it, or omit the adapters")
+        return self
+
+    @model_validator(mode="after")
     def _one_gateway_has_a_socket(self) -> Self:
         if self.uds is not None and self.gateways > 1:
             raise ValueError(

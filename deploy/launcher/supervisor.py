@@ -352,9 +352,8 @@ async def run_until_signal(
 
 def _first_launch_error(group: ExceptionGroup[Exception]) -> LaunchError:
     """Returns the first `LaunchError` in a group; raises the group if it has none."""
-    errors, _ = group.split(LaunchError)
-    while isinstance(errors, ExceptionGroup):
-        errors = errors.exceptions[0]
-    if errors is None:
-        raise group
-    return errors
+    for error in group.exceptions:
+        found = _first_launch_error(error) if isinstance(error, ExceptionGroup) else error
+        if isinstance(found, LaunchError):
+            return found
+    raise group

@@ -18,7 +18,7 @@ from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
 from gateway.scheduler_client.pending_request import Subscription
 from gateway.scheduler_client.pool_calls import pool_all
 from gateway.scheduler_client.startup_queue import StartupQueue
-from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
+from protos.errors import ConfigurationRefused, TriptychError, Unavailable, from_rpc_error
 from protos.service.channels import PLAIN, LinkSecurity
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -209,7 +209,7 @@ class InferenceClient:
         """Writes the model's tokenizer files into ``folder``.
 
         Raises:
-            Internal: if the stream cannot be a tokenizer.
+            ConfigurationRefused: if the stream cannot be a tokenizer.
             TriptychError: as :meth:`get_model`.
         """
         await download_tokenizer(self._stub, folder, _TOKENIZER_TIMEOUT_FACTOR * self._call_timeout_s)
@@ -240,8 +240,8 @@ async def download_tokenizer(stub: "InferenceAsyncStub", folder: Path, timeout_s
         timeout_s: for the whole download.
 
     Raises:
-        Internal: if the stream cannot be a tokenizer: it has unsafe file names, too many files or too many
-            bytes.
+        ConfigurationRefused: if the stream cannot be a tokenizer: it has unsafe file names, too many files or
+            too many bytes.
         TriptychError: if the scheduler is away or refuses.
     """
     names: set[str] = set()
@@ -251,11 +251,11 @@ async def download_tokenizer(stub: "InferenceAsyncStub", folder: Path, timeout_s
         async for chunk in call:
             name = chunk.name
             if Path(name).name != name or name in {"", ".", ".."} or "\0" in name:
-                raise Internal(f"the scheduler sent a tokenizer file with the name {name[:80]!r}")
+                raise ConfigurationRefused(f"the scheduler sent a tokenizer file with the name {name[:80]!r}")
             names.add(name)
             bytes_left -= len(chunk.data)
             if len(names) > MAX_TOKENIZER_FILES or bytes_left < 0:
-                raise Internal(
+                raise ConfigurationRefused(
                     f"the scheduler sent more than {MAX_TOKENIZER_FILES} tokenizer files or"
                     f" {MAX_TOKENIZER_BYTES >> 20} MiB of them; check that the model's folder holds no other"
                     " files"

@@ -10,7 +10,7 @@ from typing import Final
 from gateway.http.errors import UnknownModel, internal
 from gateway.scheduler_client.client import InferenceClient
 from gateway.text.tokenization import TextCodec
-from protos.errors import Internal, TriptychError, Unavailable, Unsupported
+from protos.errors import ConfigurationRefused, TriptychError, Unavailable, Unsupported
 from protos.limits import MAX_NAME_BYTES
 from protos.service.logs import get_logger
 from protos.step_messages import shape_from_proto
@@ -119,17 +119,16 @@ def load_text(folder: Path, template: str | None, prepare: Callable[[TextCodec],
     """Loads a model's tokenizer and chat template, and prepares them.
 
     Raises:
-        TriptychError: the files cannot be used, and a retry would not help.
-        OSError: a file cannot be read now.
+        ConfigurationRefused: the files cannot be used, and a retry would not help.
     """
     try:
         text = TextCodec.load(folder, template)
         prepare(text)
-    except (OSError, MemoryError, TriptychError):
-        raise
+    except TriptychError as error:
+        raise ConfigurationRefused(error.message) from error
     except Exception as error:
         unusable = f"the model's tokenizer cannot be used: {type(error).__name__}: {error}"
-        raise Internal(unusable) from error
+        raise ConfigurationRefused(unusable) from error
     return text
 
 
@@ -238,13 +237,21 @@ class ServedModelWatcher:
             except TimeoutError:
                 continue
 
-    async def _load(self, folder: Path) -> TextCodec:
+    async def _load(self) -> TextCodec:
         try:
-            return await asyncio.to_thread(load_text, folder, self._template, self._prepare)
-        except TriptychError as error:
+            # The loaded tokenizer is in memory, so the folder is temporary.
+            with tempfile.TemporaryDirectory(prefix="triptych-tokenizer-") as folder:
+                await self._client.get_tokenizer(Path(folder))
+                return await asyncio.to_thread(load_text, Path(folder), self._template, self._prepare)
+        except ConfigurationRefused as error:
             if self._served is None:
                 self._on_unusable(error)
             raise
+        except OSError as error:
+            unusable = ConfigurationRefused(f"the model's tokenizer cannot be kept: {error}")
+            if self._served is None:
+                self._on_unusable(unusable)
+            raise unusable from error
 
     async def _refresh(self) -> None:
         model = await self._client.get_model()
@@ -254,10 +261,7 @@ class ServedModelWatcher:
         if served is not None and served.model.tokenizer_sha256 == model.tokenizer_sha256:
             text = served.text
         else:
-            # The loaded tokenizer is in memory, so the folder is temporary.
-            with tempfile.TemporaryDirectory(prefix="triptych-tokenizer-") as folder:
-                await self._client.get_tokenizer(Path(folder))
-                text = await self._load(Path(folder))
+            text = await self._load()
         self._served = ServedModel(model, text)
         self._log.info(
             "serving",

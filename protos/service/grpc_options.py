@@ -7,6 +7,7 @@ from urllib.parse import quote
 
 import grpc.aio
 
+from protos.errors import MAX_METADATA_BYTES
 from protos.triptych.v1 import common_pb2
 
 # Increase it whenever an older peer would misread a message or lack a call. Peers exchange it when they
@@ -42,6 +43,8 @@ _KEEPALIVE: Final = (
 CHANNEL_OPTIONS: Final = (
     *_LIMITS,
     *_KEEPALIVE,
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     # Find a restarted peer quickly; the default backs off to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),

@@ -133,14 +133,14 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             seat = await self._admit(address_of(request, context.peer()))
         except TriptychError as error:
             self._log.warning("worker_refused", peer=context.peer(), reason=error.message)
-            await abort(context, error)
+            await abort(context, error, to_service=True)
         try:
             while not isinstance(news := await seat.news.get(), TriptychError):
                 yield news
             # Requests must wait elsewhere before the worker registers again.
             await seat.group.ended()
             if self._log_end(seat, news):
-                await abort(context, news)
+                await abort(context, news, to_service=True)
         finally:
             if seat.group.hang_up(seat):
                 self._log.warning("worker_hung_up", worker=seat.address.worker_id, target=seat.address.target)

@@ -69,6 +69,19 @@ async def test_long_reasons_keep_their_type(text: str) -> None:
         assert _MAX_BYTES / 2 < sent <= _MAX_BYTES
 
 
+@pytest.mark.parametrize("text", ["model.layers.29.self_attn.q_proj.weight, " * 250, "重み" * 1500])
+async def test_services_tell_one_another_long_reasons(text: str) -> None:
+    """A list of a model's tensors arrives whole."""
+
+    async def fail(context: Context) -> None:
+        await abort(context, ConfigurationRefused(text), to_service=True)
+
+    async with _calling(fail) as error:
+        typed = from_rpc_error(error)
+        assert isinstance(typed, ConfigurationRefused)
+        assert typed.message == text
+
+
 async def test_short_reasons_arrive_whole() -> None:
     """Texts of usual length are not shortened."""
 

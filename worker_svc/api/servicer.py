@@ -211,7 +211,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             self._log.error("configuration_refused", reason=error.message)
         else:
             self._log.error("configuration_failed", exc_info=error)
-        await abort(context, as_triptych_error(error, "the worker failed to start"))
+        await abort(context, as_triptych_error(error, "the worker failed to start"), to_service=True)
 
     async def GetModelFiles(
         self, request: worker_pb2.GetModelFilesRequest, context: Context
@@ -255,7 +255,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         except Exception as error:  # noqa: BLE001 - any error fails this adapter only
             if not isinstance(error, TriptychError):
                 self._log.exception("adapter_failed", adapter=request.name)
-            await abort(context, as_triptych_error(error, f"loading adapter {request.name} failed"))
+            await abort(
+                context, as_triptych_error(error, f"loading adapter {request.name} failed"), to_service=True
+            )
         self._log.info(
             "adapter_loaded", adapter=request.name, adapter_id=request.adapter_id, rank=loaded.rank,
             bytes=loaded.num_bytes, revision=loaded.revision,

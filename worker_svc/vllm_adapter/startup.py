@@ -74,6 +74,12 @@ def prepare(device_name: str) -> None:
                 import worker_svc.vllm_adapter.layers.static_moe  # noqa: F401 - registers on import
         # Modules live as long as the process; later collections can skip them.
         gc.freeze()
+    except ConfigurationRefused:
+        raise
+    except Exception as error:
+        raise ConfigurationRefused(
+            f"vLLM cannot be imported: {type(error).__name__}: {error}; run `triptych install worker`"
+        ) from error
     finally:
         gc.enable()
     if spec.has_vllm_kernels:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -130,7 +131,7 @@ async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, in
     ],
 )
 async def test_unusable_text_files_end_it(tmp_path: Path, file: str, text: str, reason: str) -> None:
-    """A gateway that can never serve its model's texts exits with 2, and its last line is the reason."""
+    """A gateway that can never serve its model's texts exits with 2, and one line is the reason."""
     for path in smollm2_folder().iterdir():
         if path.name != "chat_template.jinja":
             (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -139,8 +140,22 @@ async def test_unusable_text_files_end_it(tmp_path: Path, file: str, text: str, 
         with started("--scheduler-address", f"127.0.0.1:{server.port}") as gateway:
             _, err = await asyncio.to_thread(gateway.process.communicate, None, 20)
     assert gateway.process.returncode == 2
-    assert err.splitlines()[-1].startswith("triptych gateway: ")
-    assert reason in err.splitlines()[-1]
+    (line,) = [line for line in err.splitlines() if line.startswith("triptych gateway: ")]
+    assert reason in line
+
+
+async def test_a_full_disk_ends_it(scheduler: tuple[FakeScheduler, int]) -> None:
+    """A gateway that cannot keep the tokenizer's files says so, and exits with 2."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file of the process can grow
+    try:
+        with started("--scheduler-address", f"127.0.0.1:{scheduler[1]}") as gateway:
+            _, err = await asyncio.to_thread(gateway.process.communicate, None, 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert gateway.process.returncode == 2
+    (line,) = [line for line in err.splitlines() if line.startswith("triptych gateway: ")]
+    assert "tokenizer cannot be kept" in line
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])

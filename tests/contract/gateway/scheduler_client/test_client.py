@@ -17,7 +17,7 @@ from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import (
     Aborted,
-    Internal,
+    ConfigurationRefused,
     InvalidArgument,
     Overloaded,
     TriptychError,
@@ -362,7 +362,7 @@ async def test_a_flood_of_tokenizer_files_is_refused(
     """A scheduler that sends too much does not fill the disk."""
     monkeypatch.setattr(client_module, limit, value)
     async with serving(scheduler) as server, connected(server.port) as client:
-        with pytest.raises(Internal, match=r"more than .* tokenizer files or .* MiB"):
+        with pytest.raises(ConfigurationRefused, match=r"more than .* tokenizer files or .* MiB"):
             await client.get_tokenizer(tmp_path)
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= client_module.MAX_TOKENIZER_BYTES
         assert len(list(tmp_path.iterdir())) <= client_module.MAX_TOKENIZER_FILES
@@ -379,7 +379,7 @@ async def test_unsafe_tokenizer_file_names_are_refused(
 
     monkeypatch.setattr(scheduler, "GetTokenizer", files)
     async with serving(scheduler) as server, connected(server.port) as client:
-        with pytest.raises(Internal, match="tokenizer file with the name"):
+        with pytest.raises(ConfigurationRefused, match="tokenizer file with the name"):
             await client.get_tokenizer(tmp_path)
 
 

@@ -104,8 +104,8 @@ def test_refusals_are_one_line(line: str, refusal: str, capsys: pytest.CaptureFi
         ("no-enable-prefix-caching: false\nno-enable-chunked-prefill: true", {}),
         ("enable-sleep-mode: false\nenable-lora:\nhf-overrides: {}", {}),
         (
-            'lora-modules: [sql=/a, {"name": "b", "path": "/b"}]\nmax_num_seqs: 4',
-            {"lora_modules": ("sql=/a", "b=/b"), "max_num_seqs": 4},
+            'lora-modules: [sql=/a, {"name": "b", "path": "/b"}]\nenable_lora: true',
+            {"lora_modules": ("sql=/a", "b=/b"), "enable_lora": True},
         ),
         ('tensor-parallel-size: "2"\nmax-model-len: -1', {"tensor_parallel_size": 2}),
         ("disable-log-requests: true\nswap-space: 4\noptimization-level: 3", {"optimization_level": 3}),

@@ -92,7 +92,7 @@ ARGUMENTS = {
     "tenant_weights": ["--tenant-weights=paid=4,trial=0.5"],
     "tool_call_parser": ["--tool-call-parser=hermes"],
     "batchsize_log_interval_s": ["--batchsize-log-interval-s=-1"],
-    "lora_modules": ["--lora-modules", "sql=/adapters/sql", "chat=/adapters/chat"],
+    "lora_modules": ["--enable-lora", "--lora-modules", "sql=/adapters/sql", "chat=/adapters/chat"],
     "max_cpu_loras": ["--max-cpu-loras=9"],
 }
 PASSED_ON = [
@@ -126,7 +126,7 @@ def test_a_service_reads_the_value_that_up_was_given(
 )
 def test_adapters_keep_their_names_and_paths(given: list[str], modules: list[tuple[str, str]]) -> None:
     """Also those with spaces, commas and equals signs, which JSON can say."""
-    flags = scheduler("--lora-modules", *given)
+    flags = scheduler("--enable-lora", "--lora-modules", *given)
     read = load(SchedulerSettings, flags).lora_modules
     assert [name_and_path(module) for module in read] == modules
 

@@ -14,7 +14,7 @@ import pytest
 
 from deploy.launcher.parent import PARENT_VARIABLE
 from deploy.launcher.process import Child, ChildSpec, describe_exit
-from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor
+from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor, run_until_signal
 
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
@@ -178,6 +178,27 @@ async def test_a_refusal_ends_the_start_with_its_whole_reason(
     assert str(error) == expected
     assert error.exit_code == 2
     assert not list(tmp_path.glob("*.pid"))
+
+
+async def test_a_failure_is_told_before_the_services_stop(tmp_path: Path) -> None:
+    """Their ends may take long."""
+    busy = spec(tmp_path, "scheduler", "import signal; signal.signal(15, signal.SIG_IGN); " + FOREVER)
+    code = (
+        "import pathlib, sys, time\n"
+        f"while not (log := pathlib.Path({str(busy.log)!r})).exists() or not log.read_text():\n"
+        "    time.sleep(0.005)\n"
+        "print('triptych worker: no', file=sys.stderr)\n"
+        "sys.exit(2)"
+    )
+    supervisor = Supervisor([[busy], [spec(tmp_path, "worker-0", code)]], Reports(), grace_s=0.1)
+    told: list[tuple[str, bool]] = []
+
+    def complain(error: LaunchError) -> None:
+        told.append((str(error), alive(int(busy.pid_file.read_text()))))
+
+    assert await run_until_signal(supervisor, supervisor.run(), complain=complain) == 2
+    assert told == [("triptych worker: no", True)]
+    assert not busy.pid_file.exists()
 
 
 async def test_a_refusal_after_a_death_ends_the_start(tmp_path: Path) -> None:
