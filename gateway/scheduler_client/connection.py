@@ -11,7 +11,6 @@ import grpc.aio
 
 from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
 from gateway.scheduler_client.startup_queue import jittered
-from protos import wire
 from protos.errors import (
     SchemaMismatch,
     TriptychError,
@@ -21,6 +20,7 @@ from protos.errors import (
     from_rpc_error,
 )
 from protos.service.channels import wait_until_ready
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.triptych.v1 import inference_pb2 as inference
 
@@ -38,7 +38,7 @@ _WAITED_PART: Final = 0.25
 # `Unimplemented` comes from another service.
 _REFUSALS: Final = (Unauthenticated, SchemaMismatch, Unimplemented)
 
-_HELLO: Final = inference.ConnectRequest(schema_revision=wire.SCHEMA_REVISION)
+_HELLO: Final = inference.ConnectRequest(schema_revision=SCHEMA_REVISION)
 
 
 class Connection:
