@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,6 +144,11 @@ def _without_memory(layout: RankLayout, *, then: RankLayout) -> Iterator[torch.d
 
 def _initialize(config: Any, device: Device, where: torch.device) -> Any:
     """Builds the layers of a configuration with memory of `where`."""
+    if "Splade" in config.model_config.architecture:
+        raise ConfigurationRefused(
+            f"{Path(config.model_config.model).name} ({config.model_config.architecture}) makes sparse vectors (SPLADE),"
+            " which are not served; choose another model"
+        )
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype

@@ -201,8 +201,7 @@ def _read(pooler: Any, name: str) -> tuple[PoolingMethod, list[Layer], Any]:
     if hasattr(pooling, "pooling"):  # a pooler with layers of its own in front of the classifier
         method, steps, _ = _read(pooling, name)
     else:
-        # SPLADE's pooler has a name there.
-        what = type(pooler if pooling is None or isinstance(pooling, str) else pooling).__name__
+        what = type(pooler if pooling is None else pooling).__name__
         if what not in _METHODS:
             raise ConfigurationRefused(
                 f"{name} pools by {what}, which is not served yet; choose another model"

@@ -158,15 +158,16 @@ def test_a_process_reward_model_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_values_for_words_are_refused(tmp_path: Path) -> None:
-    """SPLADE's vectors have a value for each word of the vocabulary."""
+@pytest.mark.parametrize("tied", [True, False])
+def test_sparse_vectors_are_refused(tmp_path: Path, tied: bool) -> None:
+    """SPLADE is refused by name, also if the checkpoint omits the decoder because it is tied."""
     torch.manual_seed(0)
-    BertForMaskedLM(BertConfig(**SIZES, tie_word_embeddings=False)).save_pretrained(tmp_path)
+    BertForMaskedLM(BertConfig(**SIZES, tie_word_embeddings=tied)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(
         json.dumps({**config, "architectures": ["BertSpladeSparseEmbeddingModel"]})
     )
-    with pytest.raises(ConfigurationRefused, match="pools by SPLADESparsePooler, which is not served yet"):
+    with pytest.raises(ConfigurationRefused, match=r"sparse vectors \(SPLADE\), which are not served"):
         load_model(tmp_path)
 
 
