@@ -179,11 +179,11 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
             continue
         if manifest is None or _is_intact(CompileCache(target), key):
             continue
-        pending = CompileCache(target).begin(manifest.fields)
+        folder = CompileCache(target).begin(manifest.fields)
         for name in manifest.files:
-            (pending.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(cache.root / key / name, pending.folder / name)
-        pending.commit(manifest.graphs, manifest.seconds)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(cache.root / key / name, folder / name)
+        CompileCache(target).commit(folder, manifest.fields, manifest.graphs, manifest.seconds)
         print(f"{key} exported to {target}")
     return 1 if damaged else 0
 

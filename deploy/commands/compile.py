@@ -112,7 +112,7 @@ def _check_writable(settings: WorkerSettings, device: str) -> None:
 
     folder = settings.cache_folder(device)
     assert folder is not None
-    CompileCache(folder).begin({}).discard()
+    CompileCache(folder).begin({}).rmdir()
 
 
 def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.ConfigureRequest":

@@ -37,11 +37,10 @@ from worker_svc.model_files.demo_models import FetchError, fetch
 from worker_svc.model_files.quantize import (
     HEAD,
     Calibration,
-    quantization_config,
-    quantization_group,
     quantize_folder,
 )
 from worker_svc.quantized import codes
+from worker_svc.quantized.checkpoint_config import quantization_config, quantization_group
 from worker_svc.quantized.codes import Scheme, quantize
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel

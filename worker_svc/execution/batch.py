@@ -85,7 +85,6 @@ class Batch:
 
         Raises:
             Internal: if the slot is taken or the request does not fit.
-            InvalidArgument: if the sampling parameters cannot be met.
         """
         slot, known = request.slot, len(request.token_ids)
         if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] >= 0:
@@ -102,7 +101,6 @@ class Batch:
             raise Internal(
                 f"the plan admits {known} tokens with a prompt of {request.prompt_len} to slot {slot}"
             )
-        self.sampling.check(request)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
         adapter = NO_ADAPTER if request.adapter_slot is None else request.adapter_slot

@@ -61,17 +61,8 @@ class TracedCall:
 
 
 @dataclass(frozen=True)
-class KernelCall:
-    """A kernel of a replay."""
-
-    op: Any
-    """The operator's overload."""
-    args: Sequence[Any]
-    """Its positional arguments."""
-    kwargs: Mapping[str, Any]
-    """Its keyword arguments."""
-    result: Any
-    """The tensors that a replay writes; `None` if the operator writes its arguments."""
+class KernelCall(TracedCall):
+    """A kernel of a replay. The result is `None` if the operator writes its arguments."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields every tensor that the call reads or writes."""
@@ -224,7 +215,6 @@ def _is_gather(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _zeros_of_result(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Returns zeros in place of an operator's single result."""
     shapes = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (tuple(args), dict(kwargs)))
     shape: torch.Tensor = func(*shapes[0], **shapes[1])
     device = next(leaf.device for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor))

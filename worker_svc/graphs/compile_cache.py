@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -191,8 +191,8 @@ class CompileCache:
             raise
         return folder
 
-    def begin(self, fields: Mapping[str, str]) -> "PendingEntry":
-        """Creates a folder for a new entry with these fields.
+    def begin(self, fields: Mapping[str, str]) -> Path:
+        """Creates a folder for the files of a new entry; `commit` turns it into the entry.
 
         Raises:
             ConfigurationRefused: if the cache cannot be written or is full.
@@ -207,61 +207,38 @@ class CompileCache:
                 f"cannot write to the compile cache {self.root} ({error.strerror});"
                 " change --compile-cache-dir"
             ) from error
-        return PendingEntry(self, folder, fields)
+        return folder
 
-
-class PendingEntry:
-    """An entry that is being filled."""
-
-    folder: Path
-    """Where compilers put their files."""
-
-    def __init__(self, cache: CompileCache, folder: Path, fields: Mapping[str, str]) -> None:
-        """Called by `CompileCache.begin`."""
-        self._cache = cache
-        self._fields = dict(fields)
-        self.folder = folder
-
-    def commit(self, graphs: Sequence[str], seconds: float) -> None:
-        """Turns the folder into an entry, unless another process was faster.
+    def commit(self, folder: Path, fields: Mapping[str, str], graphs: Sequence[str], seconds: float) -> None:
+        """Turns a folder of `begin` into the entry, or drops it if another process was faster.
 
         Args:
+            folder: the entry's files.
+            fields: of the entry.
             graphs: the signatures of its graphs, in words.
-            seconds: how long compiling took.
+            seconds: the time of compiling.
 
         Raises:
             OSError: if the entry cannot be written; the folder stays.
         """
-        files = {name: _sha256(self.folder / name) for name in _files(self.folder)}
-        manifest = {
-            "fields": self._fields, "graphs": list(graphs), "seconds": seconds, "created": time.time(), "files": files,
-        }  # fmt: skip
-        path = self.folder / MANIFEST
-        with path.open("w", encoding="utf-8") as file:
-            json.dump(manifest, file, indent=1)
+        files = {name: _sha256(folder / name) for name in _files(folder)}
+        manifest = Manifest(dict(fields), list(graphs), seconds, time.time(), files)
+        with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+            json.dump(asdict(manifest), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        key = key_of(self._fields)
-        target = self._cache.root / key
         try:
-            exists = self._cache.verify(key) is not None
+            exists = self.verify(manifest.key) is not None
         except DamagedEntry:
             exists = False
-            self._cache.remove(key)
-        if exists:
-            self.discard()
-        else:
+            self.remove(manifest.key)
+        if not exists:
             try:
-                self.folder.rename(target)
+                folder.rename(self.root / manifest.key)
             except OSError as error:
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                    raise
-                self.discard()  # another process committed the entry just now
-        self.folder = target
-
-    def discard(self) -> None:
-        """Removes the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+                    raise  # otherwise another process committed the entry just now
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_free(folder: Path) -> None:

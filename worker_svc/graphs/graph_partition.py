@@ -77,8 +77,6 @@ def _read(call: TracedCall | LayerAttention) -> list[torch.Tensor]:
 
 @dataclass
 class _Builder:
-    """Builds a subgraph from operator calls."""
-
     external: set[int]
     """Ids of the storages that attention writes. They are allocated before the step, so no subgraph
     allocates them.
@@ -154,7 +152,6 @@ class _Builder:
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether a call does more than return a result."""
     if node.op != "call_function":
         return True
     schema = getattr(node.target, "_schema", None)

@@ -333,7 +333,6 @@ class GraphRunner:
             )  # fmt: skip
 
     def _lower(self, signature: GraphSignature, recording: Recording) -> Graph:
-        """Raises ConfigurationRefused if the compiler fails."""
         sizes = self._options.sizes
         if self._options.level < INDUCTOR_LEVEL or (
             signature.kind == "decode" and sizes is not None and signature.batch not in sizes
@@ -348,11 +347,7 @@ class GraphRunner:
             ) from error
 
     def _check(self, graph: Graph, recording: Recording, trial: Inputs, *adapters: torch.Tensor) -> None:
-        """Compares the graph with the model on a step with contents other than recorded.
-
-        Raises:
-            NotStatic: if they differ.
-        """
+        """Compares the graph with the model on other contents; raises `NotStatic` if they differ."""
         tokens, places, plans = trial
         expected = self._model.forward(tokens, places, plans, *adapters)
         got = graph.replay((tokens, places, *adapters), plans)

@@ -76,8 +76,6 @@ def _compile(
 
 @dataclass(frozen=True)
 class _Run:
-    """Runs a compiled subgraph."""
-
     function: CompiledSubgraph
     """The compiled code."""
     reads: tuple[int, ...]
@@ -88,8 +86,6 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Attend:
-    """Calls the device's attention."""
-
     layer: str
     """The layer's name, the key of its plan."""
     recorded: AttentionCall

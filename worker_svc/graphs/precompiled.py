@@ -15,7 +15,6 @@ from worker_svc.graphs.compile_cache import (
     CompileCache,
     DamagedEntry,
     Manifest,
-    PendingEntry,
     added_files,
     differences,
     key_of,
@@ -73,7 +72,6 @@ def _compiler_cache_dirs() -> dict[str, Path]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether files can be created in a folder, which need not exist."""
     # `Path.exists` raises where a folder may not be searched.
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110
     return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
@@ -107,18 +105,18 @@ class CompiledCode:
         self._key = key_of(fields)
         self._cache = cache
         self._manifest: Manifest | None = None
-        self._pending: PendingEntry | None = None
-        self._temporary: Path | None = None
+        self._is_new = False
+        # A folder to remove: of an unfinished entry, of the compilers' copy, or outside the cache.
+        self._private: Path | None = None
         self._variables: Mapping[str, str | None] = {}
         self.is_warm = False
         folder = None if cache is None else self._open(cache, required=required)
         if folder is None:
-            folder = self._temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+            folder = self._private = Path(tempfile.mkdtemp(prefix=TEMPORARY))
         self.folder = folder
         atexit.register(self.discard)
 
     def _open(self, cache: CompileCache, *, required: bool) -> Path | None:
-        """Returns the folder of the code or of a new entry; `None` if the cache cannot be written."""
         cache.remove_abandoned()
         manifest, reasons = self._find(cache, required=required)
         if manifest is not None:
@@ -130,14 +128,14 @@ class CompiledCode:
         for reason in reasons:
             self._log.warning(f"[PRECOMPILED_WARN] {reason}")
         try:
-            self._pending = cache.begin(self._fields)
+            self._private = cache.begin(self._fields)
         except ConfigurationRefused as error:
             self._log.warning("compiled_code_not_kept", reason=error.message)
-            return None
-        return self._pending.folder
+        else:
+            self._is_new = True
+        return self._private
 
     def _find(self, cache: CompileCache, *, required: bool) -> tuple[Manifest | None, Sequence[str]]:
-        """Returns the code's entry, or the reasons why there is none."""
         try:
             if (manifest := cache.verify(self._key)) is not None:
                 return manifest, ()
@@ -153,11 +151,11 @@ class CompiledCode:
     def _copy(self, cache: CompileCache, manifest: Manifest) -> Path:
         """Returns the folder of the compilers' copy, or the entry's without room for a copy."""
         try:
-            self._temporary = cache.copy(manifest)
+            self._private = cache.copy(manifest)
         except OSError as error:
             self._log.warning("compiled_code_not_copied", entry=self._key, reason=str(error))
             return cache.root / self._key
-        return self._temporary
+        return self._private
 
     @property
     def was_found(self) -> bool:
@@ -177,12 +175,9 @@ class CompiledCode:
         """Drops an entry that is not complete, and a private folder. Compilers keep later code elsewhere."""
         restore_variables(self._variables)
         self._variables = {}
-        if self._pending is not None:
-            self._pending.discard()
-            self._pending = None
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = None
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+            self._private, self._is_new = None, False
 
     def commit(self, graphs: Sequence[str], seconds: float) -> None:
         """Completes the entry if the code was compiled anew.
@@ -195,13 +190,13 @@ class CompiledCode:
         """
         if self._cache is None:
             return
-        if self._pending is not None:
+        if self._is_new:
             try:
-                self._pending.commit(graphs, seconds)
+                self._cache.commit(self.folder, self._fields, graphs, seconds)
             except OSError as error:
                 self._log.warning("compiled_code_not_kept", reason=str(error))
             else:
-                self._pending, self.is_warm = None, True
+                self.is_warm = True
                 self._log.info("compiled_code_stored", entry=self._key)
         self.discard()
         if self.is_warm:

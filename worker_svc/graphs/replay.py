@@ -58,8 +58,6 @@ def build_kernel_graph(recording: Recording, device: Device) -> "KernelGraph":
 
 @dataclass(frozen=True)
 class _Kernel:
-    """A kernel of a graph."""
-
     name: str
     """Its operator, or `ATTENTION`."""
     run: Callable[..., Any]
@@ -245,7 +243,6 @@ class _MemoryPlan:
 
 
 def _bound(call: KernelCall, memory: _MemoryPlan, device: Device) -> Callable[[], Any]:
-    """Returns a recorded call as a function without arguments that writes to the assigned memory."""
     args, kwargs, result = tree_map_only(
         torch.Tensor, memory.relocated, (tuple(call.args), dict(call.kwargs), call.result)
     )
@@ -277,7 +274,6 @@ def _entry(op: Any) -> Any:
 
 @functools.cache
 def _out_variant(op: Any) -> Any:
-    """Returns the overload that writes the result to `out`; `None` without such an overload."""
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not _is_about_memory(a)]  # noqa: SLF001
     for name in op.overloadpacket.overloads():
         candidate = getattr(op.overloadpacket, name)

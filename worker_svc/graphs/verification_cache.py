@@ -8,8 +8,7 @@ import contextlib
 import functools
 import hashlib
 import json
-import os
-import tempfile
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -47,16 +46,14 @@ class VerificationCache:
         """Remembers these graphs. Does nothing if the folder cannot be written."""
         if self._file is None:
             return
-        with contextlib.suppress(OSError):
+        unfinished = self._file.with_suffix(f".{uuid.uuid4().hex}")
+        try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, temporary = tempfile.mkstemp(dir=self._file.parent, suffix=".tmp")
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(sorted(signatures), file)
-                Path(temporary).replace(self._file)
-            except OSError:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            unfinished.write_text(json.dumps(sorted(signatures)), encoding="utf-8")
+            unfinished.replace(self._file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
 
 @functools.cache

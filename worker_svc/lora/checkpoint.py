@@ -262,12 +262,7 @@ def _is_size(value: object) -> bool:
 
 
 def _read_tensors(folder: Path, name: str, max_rank: int) -> tuple[dict[str, torch.Tensor], bytes]:
-    """Returns the tensors by their keys, and a hash of the file. Reads no tensor before all are checked.
-
-    Raises:
-        NotFound: if the file is missing.
-        InvalidArgument: if it is damaged, or its tensors do not fit an adapter of the rank.
-    """
+    """Returns the tensors by their keys, and a hash of the file. Reads no tensor before all are checked."""
     from safetensors import SafetensorError, safe_open
 
     path = folder / WEIGHTS
@@ -292,7 +287,6 @@ def _read_tensors(folder: Path, name: str, max_rank: int) -> tuple[dict[str, tor
 
 
 def _check_described(key: str, shape: Sequence[int], dtype: str, name: str, max_rank: int) -> None:
-    """Checks a tensor by the file's header."""
     _, which = _place_of(key, name)
     if dtype not in _DTYPES:
         raise InvalidArgument(f"adapter {name}: {key} has the type {dtype}, not a float's", param="source")
@@ -308,11 +302,7 @@ def _check_described(key: str, shape: Sequence[int], dtype: str, name: str, max_
 
 
 def _place_of(key: str, name: str) -> tuple[str, str]:
-    """Returns the path of the layer in the base model, and the kind of matrix.
-
-    Raises:
-        InvalidArgument: if the tensor is neither of the two kinds.
-    """
+    """Returns the path of the layer in the base model, and the kind of matrix."""
     if match := _MATRIX.fullmatch(key):
         return match["path"].removeprefix(_PREFIX), match["which"]
     if "lora_embedding_" in key:

@@ -100,5 +100,4 @@ def _download(repository: str, revision: str, source: str, name: str) -> Path:
 
 
 def _is_refusal(error: "HfHubHTTPError") -> bool:
-    """Whether the hub denied the adapter, or this worker's access to it."""
     return error.response.status_code in (401, 403, 404)

@@ -112,7 +112,6 @@ class AdapterStore:
     def _read(
         self, name: str, source: str, revision: str
     ) -> tuple[AdapterCheckpoint, Mapping[str, LayerWeights], str]:
-        """Returns an adapter, this rank's matrices, and their commit."""
         try:
             files = find_files(source, name, revision)
             checkpoint = read_adapter(files.folder, name=name, max_rank=self.limits.max_rank)

@@ -76,19 +76,11 @@ class Shard:
 
 
 class _Damaged(ValueError):  # noqa: N818 - describes the file
-    """A file is damaged; the text says how."""
+    ...
 
 
 def _tensors(header: dict[str, Any], num_bytes: int) -> dict[str, Tensor]:
-    """Returns the tensors of a parsed header.
-
-    Args:
-        header: the parsed header.
-        num_bytes: the file's bytes after its header.
-
-    Raises:
-        _Damaged: if the tensors do not fill the file exactly.
-    """
+    """Returns the tensors of a header; raises `_Damaged` unless they fill the rest of the file exactly."""
     found, end = {}, 0
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):

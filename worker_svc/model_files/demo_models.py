@@ -142,14 +142,7 @@ def _lock(path: Path, name: str) -> Iterator[None]:
 
 
 def _once(cache: Path, name: str, stamp: str, fill: Callable[[Path, Path], None]) -> Path:
-    """Returns the folder `name` of the cache; makes it first if it is missing or has another stamp.
-
-    Args:
-        cache: created if it is missing.
-        name: the folder's name.
-        stamp: identifies the contents.
-        fill: called with a temporary folder and the path of the folder to make.
-    """
+    """Returns the folder `name` of the cache, made by `fill` if it is missing or its stamp differs."""
     target = cache / name
     if _is_complete(target, stamp):
         return target
@@ -179,7 +172,6 @@ def _make(target: Path, stamp: str, fill: Callable[[Path, Path], None]) -> None:
 
 
 def _unpack(packaged: _PackagedModel, work: Path, folder: Path) -> None:
-    """Makes a packaged model's folder."""
     if packaged.is_gguf:
         _check_converter()  # before a download
     sources = [_locate(packaged, work / "packages") / part for part in packaged.parts]
@@ -190,7 +182,6 @@ def _unpack(packaged: _PackagedModel, work: Path, folder: Path) -> None:
 
 
 def _locate(packaged: _PackagedModel, scratch: Path) -> Path:
-    """Returns the folder that has the packages: this environment's if they are installed, else `scratch`."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         installed = [importlib.metadata.distribution(p.partition("==")[0]) for p in packaged.packages]
         wanted = [p.partition("==")[2] for p in packaged.packages]
@@ -211,7 +202,6 @@ def _locate(packaged: _PackagedModel, scratch: Path) -> Path:
 
 
 def _join(parts: list[Path], joined: Path, sha256: str) -> Path:
-    """Joins the parts of a file. A single part is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     with joined.open("wb") as out:
@@ -227,11 +217,6 @@ def _join(parts: list[Path], joined: Path, sha256: str) -> Path:
 
 
 def _check_converter() -> None:
-    """Refuses a conversion if a package is missing.
-
-    Raises:
-        FetchError: naming the package and how to install it.
-    """
     missing = [name for name in _CONVERTER_PACKAGES if find_spec(name) is None]
     if missing:
         raise FetchError(
@@ -241,19 +226,13 @@ def _check_converter() -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Runs the converter in its own process.
-
-    Raises:
-        FetchError: if a package is missing or the file cannot be converted.
-    """
     _check_converter()
     _print(f"converting {source.name} to a Hugging Face folder")
     folder.mkdir()
-    # Run by path: the child may not be able to import this package. -P keeps this folder's modules, whose
-    # names other packages have too, off its import path.
-    script = Path(__file__).with_name("gguf_convert.py")
-    command = [sys.executable, "-P", str(script), str(source), str(folder)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    command = [sys.executable, "-m", "worker_svc.model_files.gguf_convert", str(source), str(folder)]
+    paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         # A traceback's last line has the error's name and text.

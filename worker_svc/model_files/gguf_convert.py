@@ -3,8 +3,7 @@
 A file whose projections are all Q4_0 or all Q8_0 keeps their codes and scales: the folder is a checkpoint of
 compressed-tensors with groups of 32. Everything else is dequantized to bfloat16.
 
-A script with the arguments FILE and FOLDER. It runs in its own process, whose end frees the memory. That
-process may be unable to import this package, so the script packs and describes codes by itself. Other
+A program with the arguments FILE and FOLDER. It runs in its own process, whose end frees the memory. Other
 families, scaled rotary embeddings and other pre-tokenizers are refused.
 
 The weights equal those of transformers' converter bit for bit. transformers' tokenizers are wrong: Gemma's
@@ -24,6 +23,9 @@ import torch
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from worker_svc.quantized.checkpoint_config import quantization_config, quantization_group
+from worker_svc.quantized.codes import Bits, Scheme, pack
 
 _TOP_LEVEL = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -57,7 +59,7 @@ _SPLITS = ("gpt-2", "smollm")
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # Types whose blocks of 32 weights are codes and a scale, with their bits. Other types have zero points or
 # codes of other sizes.
-_BITS = {gguf.GGMLQuantizationType.Q4_0: 4, gguf.GGMLQuantizationType.Q8_0: 8}
+_BITS: dict[Any, Bits] = {gguf.GGMLQuantizationType.Q4_0: 4, gguf.GGMLQuantizationType.Q8_0: 8}
 _BLOCK = 32
 # Rows dequantized at a time: a step takes several times their size in float32.
 _ROWS = 4096
@@ -89,7 +91,12 @@ def convert(source: Path, folder: Path) -> None:
         "vocab_size": weights["model.embed_tokens.weight"].shape[0],
     }
     if bits:
-        config["quantization_config"] = _quantization_config(bits, "lm_head.weight_packed" in weights)
+        head = ["lm_head"]
+        targets, ignored = (
+            (["Linear", *head], []) if "lm_head.weight_packed" in weights else (["Linear"], head)
+        )
+        group = quantization_group(Scheme(bits, _BLOCK), targets)
+        config["quantization_config"] = quantization_config({"group_0": group}, ignored)
     del weights  # the tokenizer of a large vocabulary takes as much
     special = {
         f"{short}_token_id": int(fields[f"tokenizer.ggml.{name}_token_id"])
@@ -116,11 +123,6 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def _check(family: str, fields: dict[str, Any]) -> None:
-    """Refuses files that this module cannot convert.
-
-    Raises:
-        ValueError: naming the unsupported part and the way out.
-    """
     instead = "use the model's safetensors instead"
     if family not in _NORMS:
         raise ValueError(
@@ -137,8 +139,7 @@ def _check(family: str, fields: dict[str, Any]) -> None:
         raise ValueError(f"tokenizers of the type {kind} ({split}) are not supported; {instead}")
 
 
-def _bits_of_projections(reader: gguf.GGUFReader) -> int | None:
-    """Returns the bits of the projections' codes if their type is the same and is kept, else `None`."""
+def _bits_of_projections(reader: gguf.GGUFReader) -> Bits | None:
     kinds = {tensor.tensor_type for tensor in reader.tensors if _is_projection(tensor.name)}
     return _BITS.get(kinds.pop()) if len(kinds) == 1 else None
 
@@ -148,7 +149,7 @@ def _is_projection(name: str) -> bool:
 
 
 def _weights(
-    reader: gguf.GGUFReader, family: str, fields: dict[str, Any], bits: int | None
+    reader: gguf.GGUFReader, family: str, fields: dict[str, Any], bits: Bits | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields all tensors; with `bits`, projections and an output head of their type keep their codes."""
     for tensor in reader.tensors:
@@ -162,7 +163,7 @@ def _weights(
         if bits and (is_head or _is_projection(tensor.name)):
             codes, scales = (_unpermute(each, heads) for each in _blocks(tensor.data, bits))
             module = name.removesuffix(".weight")
-            yield f"{module}.weight_packed", _packed(codes, bits)
+            yield f"{module}.weight_packed", pack(codes, bits)
             yield f"{module}.weight_scale", scales.contiguous()
             yield f"{module}.weight_shape", torch.tensor(codes.shape)
             continue
@@ -188,23 +189,6 @@ def _blocks(data: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     stored = blocks[..., 2:]
     codes = stored ^ 0x80 if bits == 8 else torch.cat((stored & 0xF, stored >> 4), dim=-1)
     return codes.flatten(1), blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
-
-
-def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs codes into int32 words as compressed-tensors does, the first in the lowest bits."""
-    if bits == 4:
-        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return codes.contiguous().view(torch.int32)
-
-
-def _quantization_config(bits: int, has_head: bool) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group", "group_size": _BLOCK}
-    targets = ["Linear", "lm_head"] if has_head else ["Linear"]
-    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": [] if has_head else ["lm_head"],
-    }  # fmt: skip
 
 
 def _hugging_face_name(name: str, family: str) -> str:

@@ -22,7 +22,7 @@ from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint, Shard
 from worker_svc.quantized import codes
 from worker_svc.quantized.calibration import TOKENS, Calibrated, Progress, calibrate
-from worker_svc.quantized.checkpoint_config import stored_config
+from worker_svc.quantized.checkpoint_config import quantization_config, quantization_group, stored_config
 from worker_svc.quantized.codes import Scheme, quantize
 
 HEAD: Final = Scheme(8, None)
@@ -129,8 +129,6 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 class _Maker:
-    """Quantizes a model."""
-
     def __init__(self, source: Path, checkpoint: Checkpoint, scheme: Scheme, *, head: bool) -> None:
         """Reads the configuration.
 
@@ -267,7 +265,6 @@ class _Maker:
         yield f"{module}.weight_shape", torch.tensor(weight.shape)
 
     def _codes(self, module: str, weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a matrix's codes and scales, calibrated where possible."""
         if self._calibrated is not None and module != _HEAD.removesuffix(".weight"):
             if made := self._calibrated.get(module):
                 codes_found, scales = made
@@ -285,17 +282,11 @@ class _Maker:
 
 
 def _is_projection(name: str) -> bool:
-    """Returns whether a matrix of that name is a projection of a decoder layer."""
     return _PROJECTION.fullmatch(name) is not None and not _OTHER_TOWER.search(name)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
-    """Opens a file of weights.
-
-    Raises:
-        ConfigurationRefused: it cannot be opened, or read in the context.
-    """
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -322,29 +313,8 @@ def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
     )
 
 
-def quantization_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
-    """Returns a group of `quantization_config` in the form of compressed-tensors."""
-    weights = {
-        "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
-        "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group,
-    }  # fmt: skip
-    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
-
-
-def quantization_config(groups: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """Returns the `quantization_config` of config.json."""
-    return {
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "config_groups": groups, "ignore": ignored,
-    }  # fmt: skip
-
-
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes a file of weights.
-
-    Raises:
-        OSError: it cannot be written; safetensors' own error names the cause in its text only.
-    """
+    """Writes a file of weights. safetensors' own error names the system's reason in its text only."""
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -195,7 +195,6 @@ class PoolRunner:
         self._steps.clear()
 
     def _admit(self, request: Admission) -> Internal | None:
-        """Puts a request into its slot, or returns why it cannot."""
         if request.slot in self._slots:
             return Internal(f"the plan admits a request to slot {request.slot}, which is taken")
         if not 1 <= len(request.token_ids) <= self._longest:
@@ -264,17 +263,7 @@ class PoolRunner:
     def _finish(
         self, requests: Sequence[Admission], raw: torch.Tensor, *, is_packed: bool
     ) -> list[torch.Tensor]:
-        """Returns each request's values as it wants them: cut, then activated.
-
-        Args:
-            requests: the requests.
-            raw: the model's result for them, float32 [requests, size] or [requests, row_len, size], or
-                [tokens, size] if they are packed.
-            is_packed: whether they are.
-
-        Returns:
-            float32 [size] or [tokens, size] each.
-        """
+        """Returns each request's values, float32 [size] or [tokens, size], cut and activated as it asks."""
         wishes = [self._wish(request) for request in requests]
         # Nearly always, all requests want the same.
         made = {}
@@ -295,7 +284,6 @@ class PoolRunner:
         return found
 
     def _wish(self, request: Admission) -> tuple[int, bool]:
-        """Returns how many values of a vector a request wants, and whether it wants the activation."""
         asked, description = request.pooling, self._description
         active = description.activates
         if asked is not None and asked.HasField("use_activation"):

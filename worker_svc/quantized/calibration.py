@@ -91,7 +91,6 @@ def calibrate(
 
 
 def _load(source: Path) -> tuple[Any, torch.dtype]:
-    """Returns transformers' model, frozen, and its stored type."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -150,7 +149,6 @@ def _hessian_bytes(modules: Mapping[str, torch.nn.Linear]) -> int:
 def _hessians(
     model: Any, modules: Mapping[str, torch.nn.Linear], rows: torch.Tensor, progress: Progress
 ) -> dict[str, torch.Tensor]:
-    """Returns each module's Hessian on the text, float32 [inputs, inputs]."""
     hessians = {name: torch.zeros(each.in_features, each.in_features) for name, each in modules.items()}
     hooks = [each.register_forward_hook(_observer(hessians[name])) for name, each in modules.items()]
     generator = torch.Generator().manual_seed(0)
@@ -217,7 +215,6 @@ def own_text(model: Any, tokens: int, length: int, progress: Progress) -> torch.
 
 
 def _ends(model: Any) -> list[int]:
-    """Returns the tokens that end a text."""
     found: set[int] = set()
     for config in (model.config.get_text_config(), model.generation_config):
         ends = config.eos_token_id

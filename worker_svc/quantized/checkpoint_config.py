@@ -100,16 +100,28 @@ def read(folder: Path) -> CheckpointQuantization | None:
     )
 
 
+def quantization_group(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    """Returns a group of `quantization_config` in the form of compressed-tensors."""
+    weights = {
+        "num_bits": scheme.bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
+        "strategy": "channel" if scheme.group is None else "group", "group_size": scheme.group,
+    }  # fmt: skip
+    return {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
+
+
+def quantization_config(groups: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
+    """Returns the `quantization_config` of config.json."""
+    return {
+        "quant_method": "compressed-tensors", "format": _PACKED, "quantization_status": "compressed",
+        "config_groups": groups, "ignore": ignored,
+    }  # fmt: skip
+
+
 def _refuse(what: str) -> ConfigurationRefused:
     return ConfigurationRefused(f"{what}, which is not served; {_OTHER}")
 
 
 def _scheme(bits: int, group: int | None) -> Scheme:
-    """Returns the scheme.
-
-    Raises:
-        ConfigurationRefused: for other codes and groups.
-    """
     if bits not in _BITS:
         raise _refuse(f"the checkpoint has weights of {bits} bits (served: 4 and 8)")
     group = None if group in (None, -1) else group

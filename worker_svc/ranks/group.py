@@ -121,7 +121,6 @@ class RankGroup:
             self.links.connect(device)
 
     def _agree(self, facts: Mapping[str, str], identity: str) -> list[str]:
-        """Compares the ranks' facts and devices; returns all ranks' identities."""
         try:
             refuse_differences([json.loads(each) for each in self.exchange(json.dumps(dict(facts)).encode())])
             devices = [each.decode() for each in self.exchange(identity.encode())]
@@ -158,7 +157,6 @@ def _refuse_shared_devices(layout: RankLayout, devices: Sequence[str]) -> None:
 
 
 def _meet(layout: RankLayout, backend: str, master: str, epoch: str) -> None:
-    """Starts torch.distributed with all ranks; raises Unavailable if they do not meet."""
     if master:
         others = [rank for rank in range(layout.world_size) if rank != layout.rank]
         get_logger().info("joining", rank=layout.rank, master=master, waits_for_ranks=others, limit_s=_JOIN_S)

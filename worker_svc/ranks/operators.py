@@ -25,8 +25,6 @@ _ONE_SHOT_DTYPES: Final = (torch.float32, torch.bfloat16)
 
 
 class _Stage:
-    """The ranks of this process' stage."""
-
     group: Any = None
     """Their process group; `None` before the process has joined a group."""
     shared: torch.Tensor | None = None

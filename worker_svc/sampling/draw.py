@@ -78,12 +78,7 @@ def draw(mass: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _race(mass: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Returns the winner of each row's race, int64 [rows]; 0 where no contender has any mass.
-
-    Args:
-        mass: int64 [rows, contenders], the rates.
-        keys: int64 [rows, contenders], the inputs of their random numbers' hashes.
-    """
+    """Returns the winner of each row's race, int64 [rows]; 0 where no contender has any mass."""
     random = (_mix_64(keys) >> (64 - _RANDOM_BITS)) & ((1 << _RANDOM_BITS) - 1)
     uniform = random.double().add_(0.5).mul_(2.0**-_RANDOM_BITS)
     # The negative times: -infinity without mass.

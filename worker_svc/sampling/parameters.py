@@ -98,5 +98,4 @@ def repetition_of(sampling: common_pb2.SamplingParams) -> float:
 
 
 def _words(*values: float) -> tuple[int, ...]:
-    """Returns a row's words from its values in the order of `SlotParameters`."""
     return _WORDS.unpack(_ROW.pack(*values))

@@ -10,7 +10,6 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from protos.errors import InvalidArgument
 from protos.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
@@ -205,42 +204,8 @@ class SamplingState:
             *(full | each for each in (SamplingOps(greedy=True), drawn, few, filtered)),
         ]
 
-    def check(self, request: Admission) -> None:
-        """Checks that the tables and the vocabulary can hold a request's parameters.
-
-        Raises:
-            InvalidArgument: names the parameter and its limit.
-        """
-        sampling, size = request.sampling, self.vocabulary.size
-        for name, ids in (
-            ("logit_bias", sampling.logit_bias),
-            ("allowed_token_ids", sampling.allowed_token_ids),
-            ("bad_words", [token for word in sampling.bad_words for token in word.token_ids]),
-            ("stop_token_ids", sampling.stop_token_ids),
-        ):
-            beyond = next((token for token in ids if not 0 <= token < size), None)
-            if beyond is not None:
-                raise InvalidArgument(
-                    f"{name} has token {beyond}, but the vocabulary has {size} tokens", param=name
-                )
-        if len(sampling.logit_bias) > MAX_BIASES:
-            raise InvalidArgument(
-                f"logit_bias has {len(sampling.logit_bias)} tokens; the limit is {MAX_BIASES};"
-                " to allow only a few tokens, use"
-                " allowed_token_ids",
-                param="logit_bias",
-            )
-        if any(not 1 <= len(word.token_ids) <= MAX_BAN_TOKENS for word in sampling.bad_words):
-            raise InvalidArgument(f"bad_words must have 1 to {MAX_BAN_TOKENS} tokens each", param="bad_words")
-        if len(self._bans(request)) > MAX_BANS:
-            name = "bad_words" if len(sampling.bad_words) > MAX_BANS // 2 else "stop_token_ids"
-            raise InvalidArgument(
-                f"bad_words have more than {MAX_BANS} entries, counting stop_token_ids if min_tokens is set",
-                param=name,
-            )
-
     def set(self, request: Admission) -> tuple[int, ...]:
-        """Stores the parameters of a request that passed `check`, and counts its sampled tokens.
+        """Stores a request's parameters, which the scheduler has checked, and counts its sampled tokens.
 
         Returns:
             The slot's row of `parameters.rows`, which the caller writes.
@@ -250,7 +215,6 @@ class SamplingState:
         return row_of(request, self.vocabulary.size)
 
     def _set_entries(self, request: Admission) -> None:
-        """Stores the host's record of a slot, and its rows of the tables."""
         slot, sampling = request.slot, request.sampling
         self._logprobs[slot] = sampling.logprobs if sampling.HasField("logprobs") else None
         bans = self._bans(request)

@@ -32,7 +32,6 @@ def request(
 
 def admit(state: SamplingState, admission: Admission) -> None:
     """Stores a request's tokens and parameters as a batch does."""
-    state.check(admission)
     state.tokens[admission.slot, : len(admission.token_ids)] = torch.tensor(admission.token_ids)
     state.parameters.rows[admission.slot] = torch.tensor(state.set(admission))
 

@@ -16,9 +16,10 @@ def cache(tmp_path: Path) -> CompileCache:
     """A cache with two entries."""
     cache = CompileCache(tmp_path / "cache")
     for level in ("2", "3"):
-        filling = cache.begin({**FIELDS, "level": level})
-        (filling.folder / "kernel.py").write_text(f"level = {level}")
-        filling.commit(["prefill of 128 tokens", "decode of 1 rows"], 3.0)
+        fields = {**FIELDS, "level": level}
+        folder = cache.begin(fields)
+        (folder / "kernel.py").write_text(f"level = {level}")
+        cache.commit(folder, fields, ["prefill of 128 tokens", "decode of 1 rows"], 3.0)
     return cache
 
 

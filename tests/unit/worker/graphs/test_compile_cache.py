@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from protos.errors import ConfigurationRefused
-from worker_svc.graphs.compile_cache import MANIFEST, CompileCache, DamagedEntry, differences, key_of
+from worker_svc.graphs.compile_cache import MANIFEST, CompileCache, DamagedEntry, key_of
 from worker_svc.graphs.precompiled import CompiledCode
 
 FIELDS = {"model": "Llama 1234", "dtype": "bfloat16", "chunk": "128"}
@@ -20,12 +20,13 @@ FIELDS = {"model": "Llama 1234", "dtype": "bfloat16", "chunk": "128"}
 
 def store(root: Path, fields: dict[str, str] | None = None) -> str:
     """Stores an entry of two files; returns its key."""
-    pending = CompileCache(root).begin(fields or FIELDS)
-    (pending.folder / "inductor").mkdir()
-    (pending.folder / "inductor" / "kernel.so").write_bytes(b"code")
-    (pending.folder / "kernel.py").write_text("x = 1")
-    pending.commit(["decode of 1 rows"], 2.5)
-    return key_of(fields or FIELDS)
+    fields = fields or FIELDS
+    folder = CompileCache(root).begin(fields)
+    (folder / "inductor").mkdir()
+    (folder / "inductor" / "kernel.so").write_bytes(b"code")
+    (folder / "kernel.py").write_text("x = " + "1" * 32)
+    CompileCache(root).commit(folder, fields, ["decode of 1 rows"], 2.5)
+    return key_of(fields)
 
 
 def test_an_entry_describes_itself(tmp_path: Path) -> None:
@@ -38,23 +39,11 @@ def test_an_entry_describes_itself(tmp_path: Path) -> None:
     assert CompileCache(tmp_path).entries() == [key]
 
 
-def test_an_incomplete_entry_is_invisible(tmp_path: Path) -> None:
-    """An entry is listed and read only after its commit."""
-    cache = CompileCache(tmp_path)
-    pending = cache.begin(FIELDS)
-    (pending.folder / "kernel.py").write_text("x")
-    assert cache.entries() == []
-    assert cache.read(key_of(FIELDS)) is None
-    pending.discard()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_killed_process_leaves_no_entry(tmp_path: Path) -> None:
     """An abandoned folder is never an entry and is removed once it is old."""
 
     def fill_and_die() -> None:
-        pending = CompileCache(tmp_path).begin(FIELDS)
-        (pending.folder / "kernel.py").write_text("x")
+        (CompileCache(tmp_path).begin(FIELDS) / "kernel.py").write_text("x")
         os.kill(os.getpid(), signal.SIGKILL)
 
     process = multiprocessing.get_context("fork").Process(target=fill_and_die)
@@ -179,9 +168,7 @@ def test_found_code_is_used_in_place_on_a_full_disk(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without room for a copy, compilers read the entry itself."""
-    pending = CompileCache(tmp_path).begin(FIELDS)
-    (pending.folder / "kernel.py").write_text("x = " + "1" * 32)
-    pending.commit(["decode of 1 rows"], 2.5)
+    store(tmp_path)
     with full_disk():
         code = CompiledCode(CompileCache(tmp_path), FIELDS, required=True)
     assert (code.is_warm, code.folder) == (True, tmp_path / key_of(FIELDS))
@@ -193,14 +180,13 @@ def test_found_code_is_used_in_place_on_a_full_disk(
 def test_the_first_of_two_equal_entries_wins(tmp_path: Path) -> None:
     """When two processes fill the same entry, the second one's files are dropped."""
     cache = CompileCache(tmp_path)
-    first, second = cache.begin(FIELDS), cache.begin(FIELDS)
-    for index, pending in enumerate((first, second)):
-        (pending.folder / "kernel.py").write_text(str(index))
-    first.commit(["a"], 1.0)
-    second.commit(["a"], 1.0)
+    folders = [cache.begin(FIELDS), cache.begin(FIELDS)]
+    for index, folder in enumerate(folders):
+        (folder / "kernel.py").write_text(str(index))
+    for folder in folders:
+        cache.commit(folder, FIELDS, ["a"], 1.0)
     assert (tmp_path / key_of(FIELDS) / "kernel.py").read_text() == "0"
     assert [path.name for path in tmp_path.iterdir()] == [key_of(FIELDS)]
-    assert second.folder == tmp_path / key_of(FIELDS)
 
 
 def test_a_copied_folder_is_valid(tmp_path: Path) -> None:
@@ -234,18 +220,3 @@ def test_without_a_cache_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"].startswith(str(code.folder))
     code.commit(["decode"], 1.0)
     assert not list(tmp_path.iterdir())
-
-
-def test_an_unwritable_cache_is_refused(tmp_path: Path) -> None:
-    """The refusal names the setting."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationRefused, match="--compile-cache-dir"):
-        CompileCache(tmp_path / "file" / "cache").begin(FIELDS)
-
-
-def test_differences_are_sorted_by_field() -> None:
-    """Each field that differs gets one line, in the order of names."""
-    assert differences({"b": "1", "a": "1"}, {"b": "2", "a": "2"}) == [
-        "a: 1 is needed, 2 is precompiled",
-        "b: 1 is needed, 2 is precompiled",
-    ]
