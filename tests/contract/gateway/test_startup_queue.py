@@ -151,20 +151,3 @@ async def test_a_request_that_waits_in_vain(port: int) -> None:
         assert response.status_code == 503
         assert "within 0.2 s" in response.json()["error"]["message"]
         assert int(response.headers["retry-after"]) > 0
-
-
-async def test_refusals_leave_nothing_behind(port: int) -> None:
-    """Repeated refusals do not add to the traceback of one and the same exception."""
-    async with (
-        running_gateway(port, wait=False) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
-    ):
-        error = gateway.app.state.context.watcher._error
-        depths = set()
-        for _ in range(3):
-            assert (await http.get("/v1/models")).status_code == 503
-            traceback, depth = error.__traceback__, 0
-            while traceback is not None:
-                traceback, depth = traceback.tb_next, depth + 1
-            depths.add(depth)
-        assert len(depths) == 1

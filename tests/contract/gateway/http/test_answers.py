@@ -67,39 +67,6 @@ async def test_chat_stream(stack: Stack) -> None:
     assert len({(event["id"], event["created"], event["model"]) for event in [*events, usage]}) == 1
 
 
-async def test_stream_without_usage(stack: Stack) -> None:
-    """By default, no chunk has usage."""
-    events = await stack.stream("/v1/completions", {"prompt": "x"})
-    assert all("usage" not in event for event in events[:-1])
-
-
-async def test_continuous_usage(stack: Stack) -> None:
-    """Each chunk counts the tokens generated so far."""
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    events = await stack.stream(
-        "/v1/completions", {"prompt": "x", "max_tokens": 5, "stream_options": options}
-    )
-    counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
-    assert counts == sorted(counts)
-    assert counts[-1] == 5
-
-
-async def test_several_prompts(stack: Stack) -> None:
-    """Prompts may be texts or token ids; choices come back by index, streamed or not."""
-    body = (
-        await stack.http.post("/v1/completions", json={"prompt": ["a", "b", "c"], "max_tokens": 4})
-    ).json()
-    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
-    assert len({choice["text"] for choice in body["choices"]}) == 1
-    assert body["usage"]["completion_tokens"] == 12
-    events = await stack.stream("/v1/completions", {"prompt": [[5, 6], [7]], "max_tokens": 4})
-    texts = {0: "", 1: ""}
-    for event in events[:-1]:
-        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
-    assert texts[0] == texts[1] == body["choices"][0]["text"]
-    assert [list(request.prompt_token_ids) for request in stack.scheduler.requests[-2:]] == [[5, 6], [7]]
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
 @pytest.mark.parametrize(("stop", "include", "text"), [
@@ -125,42 +92,6 @@ async def test_stop_strings(
     assert choice["stop_reason"] == (stop if isinstance(stop, str) else ".")
     assert usage["completion_tokens"] <= 7
     await stack.scheduler.until(lambda: bool(stack.scheduler.aborted) or tokens_per_event == 100)
-
-
-async def test_a_broken_scheduler_stream_is_invisible_to_clients(stack: Stack) -> None:
-    """The HTTP client sees no error, and no lost or doubled text."""
-    stack.scheduler.break_after = 4
-    events = await stack.stream("/v1/chat/completions", CHAT)
-    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events[:-1]) == TEXT
-    assert stack.scheduler.requests[-1].resumed
-
-
-async def test_models(stack: Stack) -> None:
-    """The served model appears in the list and alone."""
-    listed = (await stack.http.get("/v1/models")).json()
-    assert listed["object"] == "list"
-    (card,) = listed["data"]
-    assert (card["id"], card["object"], card["max_model_len"]) == ("smollm2", "model", 512)
-    assert (await stack.http.get("/v1/models/smollm2")).json() == card
-
-
-async def test_tokenize_and_back(stack: Stack) -> None:
-    """The answers have vLLM's shape."""
-    body = (
-        await stack.http.post("/tokenize", json={"prompt": "hello world", "return_token_strs": True})
-    ).json()
-    assert body == {
-        "count": 2,
-        "max_model_len": 512,
-        "tokens": [28120, 905],
-        "token_strs": ["hello", "Ġworld"],
-    }
-    assert (await stack.http.post("/detokenize", json={"tokens": body["tokens"]})).json() == {
-        "prompt": "hello world"
-    }
-    chat = (await stack.http.post("/tokenize", json=CHAT)).json()
-    assert chat["count"] > 10
-    assert chat["token_strs"] is None
 
 
 async def test_the_models_defaults_apply(stack: Stack) -> None:

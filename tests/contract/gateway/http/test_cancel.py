@@ -25,16 +25,3 @@ async def test_a_client_that_disconnects_cancels_its_request(stack: Stack, path:
         await reader.readuntil(b"data: ")
     writer.close()
     await stack.scheduler.until(lambda: stack.scheduler.aborted == [stack.scheduler.requests[0].request_id])
-
-
-async def test_a_client_that_disconnects_before_the_first_token(stack: Stack) -> None:
-    """The abort also reaches the scheduler while the prompt is computed."""
-    stack.scheduler.pause_after = 0
-    body = json.dumps({"prompt": "x", "stream": True})
-    _, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.port)
-    writer.write(
-        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode()
-    )
-    await stack.scheduler.until(lambda: bool(stack.scheduler.requests))
-    writer.close()
-    await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))

@@ -10,7 +10,6 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from tests.support.gateway.serving import CHAT, Stack, running_stack, smollm2_folder
 
@@ -104,17 +103,6 @@ async def test_choices_survive_a_broken_stream(stack: Stack, tokenizer: Tokenize
     assert parts[0].finished
     assert list(parts[1].token_ids) == stack.scheduler.reply[1 : 1 + len(parts[1].token_ids)]
     assert len(parts[1].token_ids) > 3
-
-
-async def test_a_client_that_disconnects_aborts_all_choices(stack: Stack) -> None:
-    """One abort covers the whole request."""
-    stack.scheduler.pause_after = 2
-    async with stack.http.stream(
-        "POST", "/v1/completions", json={"prompt": "x", "n": 3, "stream": True}
-    ) as r:
-        await anext(r.aiter_lines())
-    await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
-    assert stack.scheduler.aborted == [stack.scheduler.requests[0].request_id]
 
 
 async def test_logprobs_of_a_completion(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -285,20 +273,6 @@ async def test_every_parameter_reaches_the_scheduler(stack: Stack, tokenizer: To
     ]
     assert not sampling.HasField("top_k")
     assert not stack.scheduler.requests[-1].HasField("n")
-
-
-async def test_recommended_penalties_are_passed_on(stack: Stack) -> None:
-    """generation_config's repetition_penalty applies unless the request sets one."""
-    stack.scheduler.sampling_defaults = pb.SamplingParams(repetition_penalty=1.25)
-    try:
-        await stack.gateway.app.state.context.watcher._refresh()
-        await post(stack, prompt="x", max_tokens=1)
-        assert stack.scheduler.requests[-1].sampling.repetition_penalty == 1.25
-        await post(stack, prompt="x", max_tokens=1, repetition_penalty=1.0)
-        assert not stack.scheduler.requests[-1].sampling.HasField("repetition_penalty")
-    finally:
-        stack.scheduler.sampling_defaults = pb.SamplingParams()
-        await stack.gateway.app.state.context.watcher._refresh()
 
 
 @pytest.mark.parametrize(

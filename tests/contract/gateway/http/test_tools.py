@@ -148,16 +148,6 @@ async def test_choice_none_parses_no_calls(stack: Stack) -> None:
     assert answer["finish_reason"] == "stop"
 
 
-async def test_malformed_calls_are_content(stack: Stack) -> None:
-    """The text is kept, and no call is reported."""
-    text = '<tool_call>\n{"name": "get_weather"}\n</tool_call>'
-    stack.reply_with(text)
-    for answer in (await collected(stack), (await streamed(stack))[0]):
-        assert answer["message"]["content"] == text
-        assert answer["finish_reason"] == "stop"
-        assert not functions(answer)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_cut_off_arguments(stack: Stack, stream: bool) -> None:
     """max_tokens inside the arguments leaves them cut, with the reason "length"."""
@@ -205,17 +195,6 @@ async def test_a_named_tool(stack: Stack) -> None:
         assert answer["finish_reason"] == "stop"
     (only,) = structural_tag(stack)["format"]["elements"][-1]["tags"]
     assert "get_weather" in only["begin"]
-
-
-async def test_strict_applies_to_optional_calls(stack: Stack) -> None:
-    """Free text may contain valid calls; tools that are not strict may have any arguments."""
-    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    loose = {**TIME, "function": {**TIME["function"], "parameters": WEATHER["function"]["parameters"]}}
-    await collected(stack, tools=[strict, loose])
-    form = structural_tag(stack)["format"]["elements"][-1]
-    assert (form["type"], form["triggers"]) == ("triggered_tags", ["<tool_call>"])
-    schemas = [tag["content"]["json_schema"] for tag in form["tags"]]
-    assert schemas == [CLOSED, {"type": "object"}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -299,23 +278,6 @@ async def test_thinking(stack: Stack, tokens_per_event: int) -> None:
     assert (await collected(stack))["message"]["reasoning"] == "Hm, <tool_call> is\na marker."
     hidden = (await collected(stack, include_reasoning=False))["message"]
     assert (hidden["reasoning"], hidden["content"]) == (None, "Yes.")
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "text", "reasoning", "content"),
-    [
-        ({"opened": True}, "Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
-        ({"enable_thinking": False}, "Yes.</think>", None, "Yes.</think>"),
-        ({}, "Yes.", None, "Yes."),
-    ],
-)
-async def test_the_prompt_says_where_thinking_begins(
-    stack: Stack, kwargs: dict[str, Any], text: str, reasoning: str | None, content: str
-) -> None:
-    """The template may open the thinking, close it, or leave it to the model."""
-    stack.reply_with(text)
-    answer = await collected(stack, chat_template_kwargs=kwargs)
-    assert (answer["message"]["reasoning"], answer["message"]["content"]) == (reasoning, content)
 
 
 @pytest.mark.parametrize("stream", [False, True])

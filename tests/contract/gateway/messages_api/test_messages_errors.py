@@ -91,16 +91,6 @@ async def test_a_stream_that_fails(stack: Stack, client: anthropic.AsyncAnthropi
     strict_error(body)
 
 
-async def test_a_client_that_leaves(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
-    """Its request is aborted."""
-    stack.reply_with("It rains. " * 20)
-    stack.scheduler.pause_after = 3
-    stream = await client.messages.create(**ASK, stream=True)
-    await anext(stream)
-    await stream.close()
-    await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
-
-
 async def test_the_context_is_too_short(stack: Stack, client: anthropic.AsyncAnthropic) -> None:
     """The message names the limit and what the request asks for."""
     with pytest.raises(anthropic.BadRequestError, match="512 tokens"):

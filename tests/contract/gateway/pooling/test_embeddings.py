@@ -260,11 +260,3 @@ async def test_a_lost_scheduler_costs_a_pause() -> None:
         await gateway.__aexit__(None, None, None)
     assert response.json()["data"][0]["embedding"][:2] == [2, 5]
     assert len({request.request_id for request in scheduler.pooled}) == 2
-
-
-@pytest.mark.parametrize("path", [URL, "/pooling"])
-async def test_an_empty_model_means_the_served_one(stack: Stack, path: str) -> None:
-    """Clients that have no model set send an empty name or null."""
-    for model in ("", None):
-        response = await stack.http.post(path, json={"input": "a", "model": model})
-        assert response.json()["model"] == "minilm", response.text

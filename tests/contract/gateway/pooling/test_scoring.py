@@ -13,7 +13,6 @@ import pytest_asyncio
 from tokenizers import Tokenizer
 
 from gateway.pooling.schemas import RerankAnswer, ScoreList
-from protos.errors import Internal
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2
 from tests.support.gateway.documented import check_answer
@@ -253,13 +252,6 @@ async def test_cosines_take_no_options_of_cross_encoders(
     response = await embedder.http.post("/score", json={"text_1": "a", "text_2": "b", field: value})
     assert (response.status_code, response.json()["error"]["param"]) == (400, field)
     assert text in response.json()["error"]["message"]
-
-
-async def test_one_failure_fails_the_request(stack: Stack) -> None:
-    """The scheduler's error is the answer."""
-    stack.scheduler.refuse_pool = lambda _: Internal("not finite")
-    response = await stack.http.post("/rerank", json={"query": "a", "documents": ["b", "c"]})
-    assert (response.status_code, response.json()["error"]["message"]) == (500, "not finite")
 
 
 async def test_a_generating_model_scores_nothing() -> None:

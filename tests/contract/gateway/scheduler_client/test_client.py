@@ -88,18 +88,6 @@ async def test_a_request_runs(scheduler: FakeScheduler) -> None:
         assert client.num_pending == 0
 
 
-async def test_many_requests_share_one_stream(scheduler: FakeScheduler) -> None:
-    """Fifty concurrent requests of different lengths do not mix."""
-    async with serving(scheduler) as server, connected(server.port) as client:
-        lengths = [1 + n % 20 for n in range(50)]
-        groups = [
-            EventReader(client.submit([request(f"r{n}", max_tokens=length)]))
-            for n, length in enumerate(lengths)
-        ]
-        results = await asyncio.gather(*(tokens_of(group) for group in groups))
-        assert [result[0] for result in results] == [REPLY[:length] for length in lengths]
-
-
 async def test_requests_of_one_group_are_told_apart(scheduler: FakeScheduler) -> None:
     """Each event carries its request's index."""
     async with serving(scheduler) as server, connected(server.port) as client:
@@ -118,14 +106,6 @@ async def test_an_aborted_group_aborts_its_requests(scheduler: FakeScheduler) ->
         group.abort()
         await scheduler.until(lambda: sorted(scheduler.aborted) == ["a", "b"])
         assert client.num_pending == 0
-
-
-async def test_finished_requests_are_not_aborted(scheduler: FakeScheduler) -> None:
-    """A finished request is not aborted at the scheduler."""
-    async with serving(scheduler) as server, connected(server.port) as client:
-        await tokens_of(EventReader(client.submit([request("a")])))
-        await tokens_of(EventReader(client.submit([request("b")])))
-        assert scheduler.aborted == []
 
 
 @pytest.mark.parametrize(
@@ -161,21 +141,6 @@ async def test_without_a_scheduler_requests_are_refused_at_once() -> None:
         await client.close()
 
 
-async def test_a_broken_stream_is_a_pause(scheduler: FakeScheduler) -> None:
-    """The request is sent again with the tokens received so far, under a new id.
-
-    No token is lost or doubled.
-    """
-    scheduler.break_after = 5
-    async with serving(scheduler) as server, connected(server.port) as client:
-        assert await tokens_of(EventReader(client.submit([request("a")]))) == [REPLY]
-        again = scheduler.requests[-1]
-        assert again.request_id == "a.r1"
-        (part,) = again.resumed
-        assert list(part.token_ids) == REPLY[: len(part.token_ids)]
-        assert len(part.token_ids) >= 5
-
-
 async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> None:
     """Another process may take over the port, and may have no replica at first."""
     scheduler.pause_after = 4
@@ -195,35 +160,6 @@ async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> Non
                 assert await asyncio.wait_for(reader, 20) == [REPLY]
             assert [r.request_id for r in successor.requests] == ["a.r1", "a.r2", "a.r3"]
             assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
-
-
-async def test_the_scheduler_ends_a_request_whose_last_event_was_lost(scheduler: FakeScheduler) -> None:
-    """The client resubmits all tokens, and the scheduler answers with the finish reason."""
-    scheduler.pause_after = 5
-    async with serving(scheduler) as server, connected(server.port) as client:
-        group = EventReader(client.submit([request("a", max_tokens=6)]))
-        while len(group.requests[0].received[0]) < 5:
-            await asyncio.sleep(0.01)
-        # Pretend that the last token came without its finish reason before the stream broke.
-        group.requests[0].received[0].append(REPLY[5])
-        scheduler.break_after = 1
-        client._outbox.put(inference.ConnectRequest(generate=request("other")))
-        await scheduler.until(lambda: any(one.request_id == "a.r1" for one in scheduler.requests))
-        await scheduler.resume()
-        await asyncio.wait_for(_drained(group), 10)
-        (resumed,) = (one.resumed[0] for one in scheduler.requests if one.request_id == "a.r1")
-        assert list(resumed.token_ids) == REPLY[:6]
-        assert group.requests[0].received[0] == REPLY[:6]
-
-
-async def _first_answer(client: InferenceClient) -> None:
-    """Sends requests until one is accepted, and waits for its end."""
-    for _ in range(500):
-        try:
-            await _drained(EventReader(client.submit([request()])))
-            return
-        except Unavailable:
-            await asyncio.sleep(0.01)
 
 
 async def _drained(group: EventReader) -> None:
@@ -287,27 +223,6 @@ async def test_an_unexpected_exception_is_a_pause(
     monkeypatch.setattr(InFlightRequests, method, fails_once)
     scheduler.break_after = 5 if method == "_resubmit" else None
     async with serving(scheduler) as server, connected(server.port) as client:
-        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 20) == [REPLY]
-        assert not faults
-        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("b")]))), 20) == [REPLY]
-
-
-async def test_a_request_that_cannot_be_written_is_a_pause(
-    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A bug in the writer does not leave a connection that looks alive."""
-    works, faults = Outbox.take, [RuntimeError("a bug")]
-
-    async def fails_once(outbox: Outbox) -> inference.ConnectRequest:
-        message = await works(outbox)
-        if faults:
-            raise faults.pop()
-        return message
-
-    monkeypatch.setattr(Outbox, "take", fails_once)
-    async with serving(scheduler) as server, connected(server.port) as client:
-        # The transport decides whether the first stream's request reaches the scheduler before the stream is
-        # cut.
         assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 20) == [REPLY]
         assert not faults
         assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("b")]))), 20) == [REPLY]

@@ -69,45 +69,6 @@ async def tokens_of(group: EventReader) -> list[list[int]]:
     return found
 
 
-async def test_requests_wait_for_a_scheduler_that_is_away(scheduler: FakeScheduler, port: int) -> None:
-    """They run as soon as it is there."""
-    async with started(port) as client:
-        groups = [
-            EventReader(client.submit([request("a")])),
-            EventReader(client.submit([request("b"), request("c")])),
-        ]
-        assert len(client.startup_queue) == 3
-        async with serving(scheduler, port):
-            assert [await tokens_of(group) for group in groups] == [[REPLY], [REPLY, REPLY]]
-        assert len(client.startup_queue) == client.num_pending == 0
-
-
-async def test_requests_wait_for_a_worker(scheduler: FakeScheduler, port: int) -> None:
-    """A scheduler that is draining, or has no worker yet, refuses them a few times."""
-    refusals = iter([Unavailable("no worker is ready yet", retry_after_ms=20)] * 3)
-    scheduler.refuse = lambda _: next(refusals, None)
-    async with serving(scheduler, port), started(port) as client:
-        assert await tokens_of(EventReader(client.submit([request()]))) == [REPLY]
-        assert len(scheduler.requests) == 4
-        assert len(client.startup_queue) == client.num_pending == 0
-
-
-async def test_places_are_bounded(scheduler: FakeScheduler, port: int) -> None:
-    """A request without a place is refused at once, with the time to wait; freed places are given again."""
-    async with started(port, StartupQueue(max_requests=2)) as client:
-        first = EventReader(client.submit([request("a")]))
-        with pytest.raises(Unavailable, match="no further request can wait") as caught:
-            EventReader(client.submit([request("b"), request("c")]))
-        assert caught.value.retry_after_ms
-        EventReader(client.submit([request("b")]))
-        with pytest.raises(Unavailable):
-            await client.pool([pool_request()], vector_size=4)
-        first.abort()
-        assert len(client.startup_queue) == 1
-        EventReader(client.submit([request("d")]))
-        assert client.num_pending == 2
-
-
 async def test_a_refused_request_without_a_place_fails(scheduler: FakeScheduler, port: int) -> None:
     """It fails with the scheduler's own error."""
     scheduler.refuse = lambda _: Unavailable("no worker is ready yet", retry_after_ms=2000)
@@ -117,20 +78,6 @@ async def test_a_refused_request_without_a_place_fails(scheduler: FakeScheduler,
         with pytest.raises(Unavailable, match="no worker is ready yet") as caught:
             await tokens_of(EventReader(client.submit([request("b")])))
         assert caught.value.retry_after_ms == 2000
-
-
-@pytest.mark.parametrize("away", [True, False])
-async def test_the_time_is_bounded(scheduler: FakeScheduler, port: int, away: bool) -> None:
-    """Time at a scheduler that only refuses counts."""
-    scheduler.refuse = lambda _: Unavailable("no worker is ready yet", retry_after_ms=20)
-    async with contextlib.AsyncExitStack() as stack:
-        if not away:
-            await stack.enter_async_context(serving(scheduler, port))
-        client = await stack.enter_async_context(started(port, StartupQueue(timeout_s=0.3)))
-        with pytest.raises(Unavailable, match=r"no worker became ready within 0\.3 s") as caught:
-            await tokens_of(EventReader(client.submit([request()])))
-        assert caught.value.retry_after_ms
-        assert len(client.startup_queue) == client.num_pending == 0
 
 
 async def test_an_overloaded_scheduler_is_not_waited_for(scheduler: FakeScheduler, port: int) -> None:
