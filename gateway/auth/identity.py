@@ -1,4 +1,4 @@
-"""The caller of a request: what its key lets it say about itself."""
+"""The caller of a request, and the rights of its key."""
 
 import hashlib
 from collections.abc import MutableMapping
@@ -28,7 +28,7 @@ class Account(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The rights of one key. The defaults are those of a request where no keys are set."""
+    """The rights of a key. The defaults apply where no keys are set."""
 
     name: str = ""
     """The key's name, for logs and metrics; empty: no key."""
@@ -42,11 +42,11 @@ class Caller:
     """Whether its tenant shares cached prefixes with no other tenant."""
 
     def account(self, headers: Headers, priority: int, cache_salt: str | None) -> Account:
-        """Returns how the scheduler treats one of the caller's requests.
+        """Returns how the scheduler treats a request of the caller.
 
         Args:
             headers: the request's.
-            priority: the priority that the request asks for; the nearest one that the caller may use counts.
+            priority: the requested priority, clamped to the caller's range.
             cache_salt: the request's own salt.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from gateway.auth.identity import ANY_PRIORITY, ANYONE, Caller
-from gateway.auth.rate_limits import KeyLimiter, Ledger, Limits, SharedLedger
+from gateway.auth.rate_limits import KeyLimiter, Limits, Page, SharedLedger
 from gateway.settings import SecuritySettings
 from protos.errors import ConfigurationRefused
 from protos.limits import MAX_NAME_BYTES
@@ -37,7 +37,7 @@ class _Strict(BaseModel):
 
 
 class KeyEntry(_Strict):
-    """One key of the file."""
+    """A key of the file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
     """Shown in logs and metrics."""
@@ -144,28 +144,28 @@ def _reason(error: ValidationError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key."""
+    """A key."""
 
     digest: bytes
     """Its SHA-256. The key itself is not kept."""
     caller: Caller
     limiter: KeyLimiter | None = None
-    """Counts what it uses; ``None``: it has no limits."""
+    """Counts its use; ``None``: no limits."""
 
 
 class KeyStore:
     """Finds the key that a request shows. A changed file counts from the next request on."""
 
     def __init__(
-        self, fixed: Sequence[Key], path: Path | None, clock: Callable[[], float], ledger: Ledger
+        self, fixed: Sequence[Key], path: Path | None, clock: Callable[[], float], ledger: SharedLedger | None
     ) -> None:
         """Reads the file.
 
         Args:
-            fixed: keys that no file changes.
-            path: the file of the other keys, if there is one.
-            clock: monotonic seconds, the same in all processes that share the ledger.
-            ledger: where it is counted what keys use.
+            fixed: keys of the settings.
+            path: the file of further keys.
+            clock: monotonic seconds, the same in all processes of the ledger.
+            ledger: counts the use of keys in several gateways; ``None``: this process counts alone.
 
         Raises:
             ConfigurationRefused: if the file is wrong.
@@ -189,7 +189,7 @@ class KeyStore:
         Args:
             settings: the gateway's.
             clock: monotonic seconds.
-            shared: the folder where several gateways count together what keys use.
+            shared: the folder in which several gateways count together.
 
         Raises:
             ConfigurationRefused: if the file of keys is wrong.
@@ -206,7 +206,7 @@ class KeyStore:
             rights = Caller(name="admin", tenant=tenant, is_admin=True, is_isolated=guards)
             fixed.append(Key(digest_of(settings.admin_api_key.get_secret_value()), rights))
         # Keys of settings have no limits.
-        ledger = Ledger() if shared is None or settings.api_key_file is None else SharedLedger(shared)
+        ledger = None if shared is None or settings.api_key_file is None else SharedLedger(shared)
         return cls(fixed, settings.api_key_file, clock, ledger)
 
     @property
@@ -220,10 +220,7 @@ class KeyStore:
         return any(key.caller.is_admin for key in self._keys)
 
     def find(self, given: Iterable[str]) -> Key | None:
-        """Returns the first key that is among ``given``.
-
-        The time does not depend on which key it is, nor on how much of one is right.
-        """
+        """Returns the first key among ``given``, in a time that reveals nothing about the keys."""
         if not self._keys:
             return None
         digests, found = [digest_of(text) for text in given], None
@@ -265,15 +262,10 @@ class KeyStore:
         return entries
 
     def _adopt(self, entries: Sequence[KeyEntry], *, must_share: bool) -> None:
-        """Uses the keys of the file from now on, beside those of the settings.
+        """Adopts the keys of the file, in addition to those of the settings.
 
-        Args:
-            entries: the keys.
-            must_share: whether a key without a shared page is refused. A later change counts in any case: a
-                revoked key must not stay valid because a disk is full.
-
-        Raises:
-            ConfigurationRefused: as the ledger does, if `must_share`.
+        With ``must_share``, a key without a shared page is refused. A later change is adopted in any case: a
+        revoked key must not stay valid because a disk is full.
         """
         limiters = {entry.name: self._limiter(entry.name, entry.limits, must_share) for entry in entries}
         self._limiters = {name: limiter for name, limiter in limiters.items() if limiter is not None}
@@ -283,13 +275,12 @@ class KeyStore:
         ]
 
     def _limiter(self, name: str, limits: Limits, must_share: bool) -> KeyLimiter | None:
-        """Returns the limiter of a key, which remembers what the key has used before."""
         if limits == Limits():
             return None
         old = self._limiters.get(name)
         if old is None or name in self._alone:
             try:
-                page = self._ledger.page(name)
+                page = self._ledger.page(name) if self._ledger else Page()
                 self._alone.discard(name)
                 return KeyLimiter(name, limits, self._clock, page)
             except ConfigurationRefused as error:
@@ -298,6 +289,6 @@ class KeyStore:
                 self._alone.add(name)
                 get_logger().warning("key_counted_by_this_gateway_alone", key=name, reason=error.message)
         if old is None:
-            return KeyLimiter(name, limits, self._clock, Ledger().page(name))
+            return KeyLimiter(name, limits, self._clock, Page())
         old.set_limits(limits)
         return old

@@ -20,13 +20,13 @@ PAGE_FOLDER: Final = "/docs/"
 PAGE_FILES: Final = frozenset(
     {"swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png"}
 )
-"""What the pages of documentation load."""
+"""Files of the documentation pages."""
 
 OPEN_PATHS: Final = frozenset({
     "/health", "/live", "/ready", "/ping", "/load", "/version", "/metrics", "/docs", "/redoc", "/openapi.json",
     *(PAGE_FOLDER + name for name in PAGE_FILES),
 })  # fmt: skip
-"""Paths that need no key: they show neither prompts nor answers, and probes and scrapers have no keys."""
+"""Paths without keys: they show neither prompts nor answers; probes and scrapers send no keys."""
 
 _KEY_HEADER: Final = "x-api-key"
 
@@ -55,8 +55,8 @@ def check_admin(request: Request, keys: KeyStore) -> None:
     """Lets only requests with admin rights pass.
 
     Raises:
-        Forbidden: if no key has them, or the request's key has not.
-        Unauthorized: if the request shows no key, or a wrong one.
+        Forbidden: if the key of the request, or every key, lacks them.
+        Unauthorized: if the request shows no key, or a wrong key.
     """
     caller = caller_of(request)
     if caller.is_admin:
@@ -78,7 +78,7 @@ def _refusal(headers: Headers) -> Unauthorized:
 
 
 class KeyUsage:
-    """Counts what each key has used."""
+    """Metrics of the use of keys."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Adds the metrics to ``registry``."""
@@ -130,7 +130,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
 
     async def _run(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs a request within its key's limits, and counts what it uses."""
+        """Runs a request within its key's limits, and counts its use."""
         admission = None
         if key.limiter is not None and scope["method"] == "POST":
             add_headers(scope, key.limiter.headers)

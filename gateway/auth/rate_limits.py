@@ -1,9 +1,8 @@
 """Limits of a key: requests at a time, and requests and tokens per minute.
 
-A key's use is a page of numbers, in this process' memory or in a file that the gateways of one machine share.
-Shared, a page is a mapped file, which a process changes under a lock that it holds for microseconds. Each
-process counts its running requests in a slot of its own. Its lock on the slot ends with the process, so the
-requests of a crashed gateway stop counting.
+The use of a key is a page of numbers, in memory or in a mapped file shared by the gateways of one machine. A
+file's lock is held for microseconds. Each process counts its running requests in a slot of its own, locked
+for its lifetime, so the requests of a crashed gateway stop counting.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ import weakref
 from array import array
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from protos.errors import ConfigurationRefused, Overloaded
@@ -25,33 +23,26 @@ _ADMISSION: Final = "triptych.admission"
 
 _RETRY_BUSY_MS: Final = 1000
 
-# Two buckets, each with what a minute brings, its level, and the time of that level.
+# Of each of two buckets: the tokens of a minute, the level, and the time of that level.
 _BUCKET_SIZE: Final = 3
 _NUM_BUCKET_VALUES: Final = 2 * _BUCKET_SIZE
-# `triptych up` starts at most 64 gateways; those that drain still have their slots.
+# `triptych up` starts at most 64 gateways; draining gateways still hold their slots.
 _NUM_SLOTS: Final = 128
 _BYTES: Final = 8 * (_NUM_BUCKET_VALUES + _NUM_SLOTS)
 
-# A process that is stopped while it holds a lock must not stop the others. They then go on without it.
+# A process stopped while it holds a lock must not stop the others. They then go on without it.
 _LOCK_S: Final = 0.05
 
 
-class Ledger:
-    """The pages of all keys in this process' memory."""
-
-    def page(self, name: str) -> "Page":
-        """Returns the page of a key."""
-        del name
-        return Page(array("d", bytes(8 * (_NUM_BUCKET_VALUES + 1))))
-
-
 class Page:
-    """What one key has used. Its values are read and changed inside ``with page:``."""
+    """The use of one key, in memory. Read and change its values inside ``with page:``."""
 
-    def __init__(self, values: "array[float] | memoryview[float]", slot: int = 0) -> None:
-        """Keeps what a key has used in ``values``, and counts this process' requests in ``slot``."""
-        self.values = values
-        self._own = _NUM_BUCKET_VALUES + slot
+    values: "array[float] | memoryview[float]"
+
+    def __init__(self) -> None:
+        """Starts unused."""
+        self.values = array("d", bytes(8 * (_NUM_BUCKET_VALUES + 1)))
+        self._own = _NUM_BUCKET_VALUES
 
     @property
     def num_running(self) -> int:
@@ -63,83 +54,82 @@ class Page:
         self.values[self._own] += change
 
     def forget_ended(self) -> None:
-        """Stops counting the requests of processes that have ended."""
+        """Stops counting the requests of dead processes."""
 
     def __enter__(self) -> None:
         """Keeps other processes out."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Lets them in."""
 
 
-class SharedLedger(Ledger):
-    """The pages of all keys in a folder that the gateways of one machine share."""
+class SharedLedger:
+    """The pages of all keys, in a folder shared by the gateways of one machine."""
 
     def __init__(self, folder: Path) -> None:
-        """Takes a slot.
+        """Takes a slot, which is free again once ledger and pages are gone.
 
         Raises:
             ConfigurationRefused: if the folder cannot be used.
         """
         self._folder = folder
-        self._pages: dict[str, Page] = {}
+        # Two pages of one key would count this process' requests in the same slot.
+        self._pages: weakref.WeakValueDictionary[str, Page] = weakref.WeakValueDictionary()
         try:
             for each in (folder.parent, folder):  # the mode of parents is that of the umask
                 each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._slot = _Slot(folder)
+            self._slot = self._take_slot()
         except OSError as error:
-            raise _unusable(folder, error) from error
+            raise self._unusable(error) from error
 
-    def page(self, name: str) -> Page:
-        """Returns the page of a key, which is the same one for a key that leaves and comes back.
-
-        Raises:
-            ConfigurationRefused: if there can be no such file.
-        """
-        found = self._pages.get(name)
-        if found is None:
-            try:
-                found = _SharedPage(self._folder, name, self._slot)
-            except OSError as error:
-                raise _unusable(self._folder, error) from error
-            self._pages[name] = found
-        return found
-
-
-class _Slot:
-    """A number that no other process of the folder has, while this object lives."""
-
-    def __init__(self, folder: Path) -> None:
-        for self.number in range(_NUM_SLOTS):
-            lock = os.open(_slot_path(folder, self.number), os.O_RDWR | os.O_CREAT, 0o600)
+    def _take_slot(self) -> int:
+        for slot in range(_NUM_SLOTS):
+            lock = os.open(_slot_path(self._folder, slot), os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(lock)
                 continue
             weakref.finalize(self, os.close, lock)
-            return
+            return slot
         raise ConfigurationRefused(
-            f"--metrics-folder: {_NUM_SLOTS} gateways use {folder} already; choose another folder"
+            f"--metrics-folder: {_NUM_SLOTS} gateways use {self._folder} already; choose another folder"
+        )
+
+    def page(self, name: str) -> Page:
+        """Returns the page of a key.
+
+        Raises:
+            ConfigurationRefused: if its file cannot be made.
+        """
+        found = self._pages.get(name)
+        if found is None:
+            try:
+                found = self._pages[name] = _SharedPage(self, self._folder, name, self._slot)
+            except OSError as error:
+                raise self._unusable(error) from error
+        return found
+
+    def _unusable(self, error: OSError) -> ConfigurationRefused:
+        return ConfigurationRefused(
+            f"--metrics-folder: cannot count in {self._folder}: {error.strerror}; choose another folder"
         )
 
 
 class _SharedPage(Page):
-    def __init__(self, folder: Path, name: str, slot: _Slot) -> None:
+    def __init__(self, ledger: SharedLedger, folder: Path, name: str, slot: int) -> None:
         # A name may be "..", and has no slash.
         self._file = os.open(folder / f"{name}.used", os.O_RDWR | os.O_CREAT, 0o600)
         weakref.finalize(self, os.close, self._file)
         # A full disk must fail here, and not when a value is written.
         os.posix_fallocate(self._file, 0, _BYTES)
-        super().__init__(memoryview(mmap.mmap(self._file, _BYTES)).cast("d"), slot.number)
-        self._folder, self._slot = folder, slot
+        self.values = memoryview(mmap.mmap(self._file, _BYTES)).cast("d")
+        self._own = _NUM_BUCKET_VALUES + slot
+        self._ledger, self._folder = ledger, folder
         with self:
-            self.values[self._own] = 0.0  # what a process that had the slot before has left
+            self.values[self._own] = 0.0  # left by an earlier process with this slot
 
     def forget_ended(self) -> None:
-        """Stops counting the requests of processes that have ended."""
         for index in range(_NUM_BUCKET_VALUES, len(self.values)):
             if self.values[index] and index != self._own and self._has_ended(index - _NUM_BUCKET_VALUES):
                 self.values[index] = 0.0
@@ -158,34 +148,24 @@ class _SharedPage(Page):
         return True
 
     def __enter__(self) -> None:
-        deadline = 0.0
+        deadline = time.monotonic() + _LOCK_S
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                now = time.monotonic()
-                deadline = deadline or now + _LOCK_S
-                if now > deadline:
+                if time.monotonic() > deadline:
                     return
                 os.sched_yield()
             else:
                 return
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 def _slot_path(folder: Path, slot: int) -> Path:
     return folder / f"slot-{slot}"
-
-
-def _unusable(folder: Path, error: OSError) -> ConfigurationRefused:
-    return ConfigurationRefused(
-        f"--metrics-folder: cannot count in {folder}: {error.strerror}; choose another folder"
-    )
 
 
 class Limits(NamedTuple):
@@ -197,19 +177,19 @@ class Limits(NamedTuple):
 
 
 class Bucket:
-    """A token bucket: holds at most what one minute brings. It may owe what was not known beforehand.
+    """A token bucket of one minute, stored in a page. Its level may fall below zero.
 
-    Its state is in a page, so it is used inside ``with page:``.
+    Use it inside ``with page:``.
     """
 
     def __init__(self, per_minute: int, page: Page, number: int, clock: Callable[[], float]) -> None:
-        """Goes on from the state that the page has of a bucket of the same size; else it starts full.
+        """Continues a stored bucket of the same size; otherwise starts full.
 
         Args:
-            per_minute: what a minute brings.
-            page: has the bucket's state.
-            number: which of the page's buckets it is.
-            clock: monotonic seconds, the same in all processes that share the page.
+            per_minute: the size, filled in one minute.
+            page: stores the state.
+            number: the bucket's place in the page.
+            clock: monotonic seconds, the same in all processes.
         """
         self.per_minute = per_minute
         self._clock = clock
@@ -221,35 +201,28 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """What may be taken now; negative if more was taken than there was."""
+        """The content; negative after an overdraft."""
         now = self._clock()
-        # The clock starts anew with the machine, and a shared page outlives it.
+        # The clock restarts with the machine, and a shared page outlives it.
         passed = max(0.0, now - self._values[self._at])
         level = min(self.per_minute, self._values[self._level] + passed * self.per_minute / 60)
         self._values[self._level], self._values[self._at] = level, now
         return level
 
     def take(self, count: float) -> None:
-        """Takes ``count``, whether there is enough or not; gives back if it is negative."""
+        """Takes ``count`` at any level; gives back a negative count."""
         self._values[self._level] = self.level - count
 
     def seconds_until(self, level: float) -> float:
-        """Returns the time until the bucket holds ``level``, seconds."""
+        """Returns the seconds until the bucket holds ``level``."""
         return max(0.0, (level - self.level) * 60 / self.per_minute)
 
 
 class KeyLimiter:
-    """What one key has used of its limits. Only the event loop's thread may call it."""
+    """The use of one key against its limits. For the event loop's thread only."""
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float], page: Page) -> None:
-        """Goes on from what the key has used.
-
-        Args:
-            name: the key's.
-            limits: the key's.
-            clock: monotonic seconds.
-            page: what the key has used.
-        """
+        """Continues from the use in ``page``; ``clock`` returns monotonic seconds."""
         self._name = name
         self._clock = clock
         self._page = page
@@ -259,7 +232,7 @@ class KeyLimiter:
         self.set_limits(limits)
 
     def set_limits(self, limits: Limits) -> None:
-        """Changes the limits. Running requests still count; what a changed limit has counted is forgotten."""
+        """Changes the limits. Running requests still count; a changed bucket starts full."""
         with self._page:
             if limits.requests_per_minute != self._limits.requests_per_minute:
                 self._requests = self._bucket(0, limits.requests_per_minute)
@@ -271,58 +244,53 @@ class KeyLimiter:
         return None if per_minute is None else Bucket(per_minute, self._page, number, self._clock)
 
     def admit(self) -> "Admission":
-        """Takes one request in; its ``end`` must be called.
+        """Admits one request; its ``end`` must be called.
 
         Raises:
-            Overloaded: if the key has used what it may.
+            Overloaded: if the key is at a limit.
         """
-        limits = self._limits
         with self._page:
-            if limits.concurrent_requests is not None:
-                self._check_running(limits.concurrent_requests)
-            if self._requests is not None and self._requests.level < 1:
-                raise self._used_up("requests", limits.requests_per_minute, self._requests.seconds_until(1))
-            self._check_tokens()
+            if self._limits.concurrent_requests is not None:
+                self._check_running(self._limits.concurrent_requests)
+            for bucket, unit in ((self._requests, "requests"), (self._tokens, "tokens")):
+                self._check_level(bucket, unit)
             if self._requests is not None:
                 self._requests.take(1)
             self._page.count_running(1)
         return Admission(self)
 
     def _check_running(self, limit: int) -> None:
-        running = self._page.num_running
-        if running >= limit:
+        if self._page.num_running >= limit:
             self._page.forget_ended()
-            running = self._page.num_running
-        if running >= limit:
+        if (running := self._page.num_running) >= limit:
             raise Overloaded(
                 f"the key '{self._name}' has {running} requests under way, as many as it may have at a"
                 " time; wait until one ends",
                 retry_after_ms=_RETRY_BUSY_MS,
             )
 
-    def _check_tokens(self) -> None:
-        if self._tokens is not None and self._tokens.level < 1:
-            raise self._used_up("tokens", self._limits.tokens_per_minute, self._tokens.seconds_until(1))
-
-    def _used_up(self, what: str, limit: int | None, wait_s: float) -> Overloaded:
-        return Overloaded(
-            f"the key '{self._name}' has used its {limit} {what} per minute; retry in {wait_s:.1f} s",
+    def _check_level(self, bucket: Bucket | None, unit: str) -> None:
+        if bucket is None or bucket.level >= 1:
+            return
+        wait_s = bucket.seconds_until(1)
+        raise Overloaded(
+            f"the key '{self._name}' has used its {bucket.per_minute} {unit} per minute; retry in {wait_s:.1f} s",
             retry_after_ms=max(1, math.ceil(wait_s * 1000)),
         )
 
     def charge(self, count: int) -> None:
-        """Takes tokens that a request is about to use.
+        """Takes tokens before their use.
 
         Raises:
-            Overloaded: if the key has none left.
+            Overloaded: if none are left.
         """
         if self._tokens is not None:
             with self._page:
-                self._check_tokens()
+                self._check_level(self._tokens, "tokens")
                 self._tokens.take(count)
 
     def end_request(self, tokens: int) -> None:
-        """Counts a request as no longer running, and takes further tokens; gives back a negative number."""
+        """Ends a running request and takes further tokens; gives back a negative number."""
         with self._page:
             if self._tokens is not None:
                 self._tokens.take(tokens)
@@ -332,18 +300,18 @@ class KeyLimiter:
         """Returns OpenAI's headers about both limits per minute."""
         found = []
         with self._page:
-            for what, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            for unit, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
                 if bucket is not None:
                     found += [
-                        (b"x-ratelimit-limit-" + what, b"%d" % bucket.per_minute),
-                        (b"x-ratelimit-remaining-" + what, b"%d" % max(0, math.floor(bucket.level))),
-                        (b"x-ratelimit-reset-" + what, b"%.3fs" % bucket.seconds_until(bucket.per_minute)),
+                        (b"x-ratelimit-limit-" + unit, b"%d" % bucket.per_minute),
+                        (b"x-ratelimit-remaining-" + unit, b"%d" % max(0, math.floor(bucket.level))),
+                        (b"x-ratelimit-reset-" + unit, b"%.3fs" % bucket.seconds_until(bucket.per_minute)),
                     ]
         return found
 
 
 class Admission:
-    """One admitted request: the tokens that its key has been charged for it."""
+    """One admitted request, with the tokens charged for it."""
 
     def __init__(self, limiter: KeyLimiter) -> None:
         """Starts without tokens."""
@@ -351,16 +319,16 @@ class Admission:
         self._charged = 0
 
     def charge(self, count: int) -> None:
-        """Charges tokens that the request is about to use.
+        """Charges tokens before their use.
 
         Raises:
-            Overloaded: if the key has no tokens left.
+            Overloaded: if the key is out of tokens.
         """
         self._limiter.charge(count)
         self._charged += count
 
     def end(self, used: int) -> None:
-        """Ends the request, which has used ``used`` tokens in all."""
+        """Ends the request, which used ``used`` tokens in all."""
         self._limiter.end_request(used - self._charged)
 
 
@@ -370,10 +338,10 @@ def set_admission(scope: MutableMapping[str, Any], admission: Admission) -> None
 
 
 def charge(scope: MutableMapping[str, Any], num_prompt_tokens: int) -> None:
-    """Charges a request's prompt before it is submitted; what is generated is charged when it ends.
+    """Charges a request's prompt before submission; generated tokens are charged at its end.
 
     Raises:
-        Overloaded: if the key has no tokens left.
+        Overloaded: if the key is out of tokens.
     """
     admission: Admission | None = scope.get(_ADMISSION)
     if admission is not None:

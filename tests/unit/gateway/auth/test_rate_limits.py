@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.auth.rate_limits import Admission, KeyLimiter, Ledger, Limits
+from gateway.auth.rate_limits import Admission, KeyLimiter, Limits, Page
 from protos.errors import Overloaded
 
 
@@ -14,7 +14,7 @@ class Clock:
 
 
 def limiter_of(limits: Limits, clock: Clock | None = None) -> KeyLimiter:
-    return KeyLimiter("a", limits, clock or Clock(), Ledger().page("a"))
+    return KeyLimiter("a", limits, clock or Clock(), Page())
 
 
 def headers_of(limiter: KeyLimiter) -> dict[str, str]:
