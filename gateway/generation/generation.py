@@ -7,10 +7,10 @@ from functools import partial
 from types import TracebackType
 from typing import Protocol, Self
 
+from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.sequence_text import Delta, Prompt, SequenceText, ThinkingMeter
 from gateway.http.errors import internal
 from gateway.metrics import Metrics
-from gateway.parsers.events import ToolParser
 from gateway.scheduler_client.pending_request import SequenceEvent, Subscription
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
@@ -104,11 +104,9 @@ class Generation:
         served: ServedModel,
         worker: TextWorker,
         timing: Timing,
+        plan: AnswerPlan,
         *,
         echoes: Sequence[str] | None = None,
-        markers: frozenset[str] | None = frozenset(),
-        constraint_param: str = "",
-        thinking: Sequence[Callable[[], ToolParser]] = (),
     ) -> "Generation":
         """Returns the answer to requests that have been submitted.
 
@@ -118,26 +116,22 @@ class Generation:
             served: the model.
             worker: runs long work.
             timing: measures the answer.
+            plan: how the answer is read.
             echoes: for each prompt, the text that its answers begin with; ``None``: answers do not repeat the
                 prompt.
-            markers: special tokens that become text even if special tokens are skipped; ``None``: all of
-                them.
-            constraint_param: the request's parameter that constrains the output.
-            thinking: for each prompt, makes a parser that separates thinking; empty: its tokens are not
-                counted.
         """
         prompts = [
             Prompt.of(pending, echoes[index] if echoes is not None else None)
             for index, pending in enumerate(subscription.requests)
         ]
         sequences = [
-            SequenceText.of(index * body.n + sequence, body, served, prompt, markers, first=not sequence)
+            SequenceText.of(index * body.n + choice, body, served, prompt, plan.markers, first=not choice)
             for index, prompt in enumerate(prompts)
-            for sequence in range(body.n)
+            for choice in range(body.n)
         ]
-        if thinking:
-            for one in sequences:
-                one.thinking = ThinkingMeter(thinking[one.index // body.n]())
+        if plan.thinking is not None:
+            for sequence in sequences:
+                sequence.thinking = ThinkingMeter(plan.thinking())
         make = partial(served.text.detokenizers.make, skip_special_tokens=body.skip_special_tokens)
         return cls(
             subscription,
@@ -148,7 +142,7 @@ class Generation:
             make,
             worker,
             timing,
-            constraint_param,
+            plan.constraint_param,
         )
 
     def __enter__(self) -> Self:

@@ -1,7 +1,8 @@
 """The part that all generating endpoints share: submit the prompts, then stream or collect the answer."""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Any, Final, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +13,7 @@ from gateway.auth.rate_limits import charge
 from gateway.generation.answer_plan import AnswerPlan, plan_answer
 from gateway.generation.chat_prompts import ChatInput
 from gateway.generation.context import context_of, generating_model
-from gateway.generation.generation import Generation, Timing, Usage
+from gateway.generation.generation import Generation, Timing
 from gateway.generation.logprobs import Reporter
 from gateway.generation.request_builder import (
     bad_word_tokens,
@@ -21,83 +22,23 @@ from gateway.generation.request_builder import (
     log_requests,
     truncated,
 )
-from gateway.generation.sequence_text import Delta
-from gateway.generation.streaming import Answer, CollectedWriter, ResponseWriter
+from gateway.generation.streaming import Answer, AnswerHead, ResponseWriter
 from gateway.http.event_streams import EarlyStream
 from gateway.http.middleware import note, pass_on
-from gateway.parsers.events import ToolParser
 from gateway.scheduler_client.pending_request import MAX_REQUEST_ID
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.sampling import SamplingRequest
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
 
 # Hexadecimal digits that make a client's request id unique among its retries.
 _UNIQUE_DIGITS: Final = 8
 
 
-class CollectedExtras(NamedTuple):
-    """The parts of a collected answer beside its texts."""
-
-    usage: Usage
-    reporter: Reporter
-    prompt_logprobs: list[list[dict[str, Any] | None]] | None
-    """One list per prompt, if log-probabilities of prompts were asked for."""
-    n: int
-    """Choices per prompt."""
-    fingerprint: str
-    """The model's; answers carry it as `system_fingerprint`."""
-    prompts: Sequence[Sequence[int]] | None = None
-    """Token ids of the prompts, if ids were asked for."""
-
-    def of_prompt(self, sequence: int) -> dict[str, Any]:
-        """Returns the fields about the prompt that ``sequence`` continues."""
-        fields: dict[str, Any] = {}
-        if self.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = self.prompt_logprobs[sequence // self.n]
-        if self.prompts is not None:
-            fields["prompt_token_ids"] = self.prompts[sequence // self.n]
-        return fields
-
-    def of_choice(self, end: Delta) -> dict[str, Any]:
-        """Returns the further fields of a choice."""
-        return {} if self.prompts is None else {"token_ids": end.token_ids}
-
-
-class StreamStart(NamedTuple):
-    """The parts of an answer that the writer of its stream needs."""
-
-    answer_id: str
-    created: int
-    """Seconds since the epoch."""
-    model: str
-    reporter: Reporter
-    usage_so_far: Callable[[], Usage]
-    fingerprint: str
-    """The model's; answers carry it as `system_fingerprint`."""
-    prompt_of: Callable[[int], Sequence[int]] | None
-    """Returns the token ids of a choice's prompt, if ids were asked for."""
-
-
-class AnswerFormat(NamedTuple):
-    """How one endpoint writes its answers."""
-
-    id_prefix: str
-    stream: Callable[[StreamStart], ResponseWriter]
-    """Makes the writer of a streamed answer."""
-    body: Callable[[str, int, str, list[Delta], CollectedExtras], bytes]
-    """Encodes a collected answer from its id, time of creation, model, whole texts and extras."""
-    markers: frozenset[str] | None = frozenset()
-    """Special tokens that the endpoint needs as text; ``None``: all of them."""
-    constraint: pb.StructuredOutput | None = None
-    """The grammar that the output must match; ``None``: any text is fine."""
-    constraint_param: str = ""
-    """The request's parameter that set the constraint."""
-    headers: Mapping[str, str] | None = None
-    """Further headers of the HTTP response."""
-    thinking: Sequence[Callable[[], ToolParser]] = ()
-    """For each prompt, makes a parser that separates thinking; empty: the model does not think."""
+NewWriter: TypeAlias = Callable[[AnswerHead], ResponseWriter]
+"""Makes the writer of an answer, streamed or collected."""
 
 
 async def kept_alive(
@@ -127,7 +68,10 @@ async def kept_alive(
 async def respond_to_chat(
     request: Request,
     body: ChatCompletionRequest,
-    write: Callable[[AnswerPlan], AnswerFormat],
+    new_writer: Callable[[AnswerPlan, AnswerHead], ResponseWriter],
+    *,
+    id_prefix: str,
+    headers: Mapping[str, str] | None = None,
     prompt: list[int] | None = None,
 ) -> Response:
     """Answers a conversation in the form of one protocol.
@@ -135,8 +79,10 @@ async def respond_to_chat(
     Args:
         request: the HTTP request.
         body: the conversation; protocols other than chat completions convert theirs.
-        write: returns how the planned answer is written; its markers and constraint are set here.
-        prompt: what :func:`chat_prompt` has returned for the conversation; ``None``: it was not called.
+        new_writer: makes the writer of the planned answer.
+        id_prefix: begins the answer's id.
+        headers: further headers of the response.
+        prompt: the result of :func:`chat_prompt`, if it has been called.
 
     Raises:
         TriptychError: if the request is refused or fails before the first byte of the answer.
@@ -149,13 +95,8 @@ async def respond_to_chat(
     size = len(await request.body())
     effort = size if body.tools or body.constrained else 0
     plan = await context.text_worker.run(effort, lambda: plan_answer(context.settings, served, body, prompt))
-    form = write(plan)._replace(
-        markers=plan.markers,
-        constraint=plan.constraint,
-        constraint_param=plan.constraint_param,
-        thinking=() if plan.thinking is None else [plan.thinking],
-    )
-    return await respond(request, form, body, served, [prompt])
+    writer = partial(new_writer, plan)
+    return await respond(request, body, served, [prompt], plan, writer, id_prefix=id_prefix, headers=headers)
 
 
 async def chat_prompt(request: Request, served: ServedModel, body: ChatCompletionRequest) -> list[int]:
@@ -168,21 +109,27 @@ async def chat_prompt(request: Request, served: ServedModel, body: ChatCompletio
 
 async def respond(
     request: Request,
-    form: AnswerFormat,
     body: SamplingRequest,
     served: ServedModel,
     prompts: Sequence[Sequence[int]],
+    plan: AnswerPlan,
+    new_writer: NewWriter,
     *,
+    id_prefix: str,
+    headers: Mapping[str, str] | None = None,
     echoes: Sequence[str] | None = None,
 ) -> Response:
     """Runs ``prompts`` and answers in the way that ``body`` asks for.
 
     Args:
         request: the HTTP request.
-        form: writes the answer.
         body: the parsed request body.
         served: the model.
         prompts: token ids, one list per prompt.
+        plan: constrains and reads the answer.
+        new_writer: makes the writer of the answer.
+        id_prefix: begins the answer's id.
+        headers: further headers of the response.
         echoes: for each prompt, the text that its answers begin with; ``None``: answers do not repeat the
             prompt.
 
@@ -192,43 +139,38 @@ async def respond(
         TriptychError: if the request is refused or fails before the first byte of the answer.
     """
     context = context_of(request)
-    answer_id, created = form.id_prefix + context.new_id(), int(context.wall_clock())
-    generation = await _begin(request, form, body, served, prompts, echoes)
-    model = served.adapter_of(body.model) or served.model.served_name
-    fingerprint = version.fingerprint(served.model)
+    answer_id, created = id_prefix + context.new_id(), int(context.wall_clock())
+    requests = await _wire_requests(request, body, served, prompts, plan.constraint)
+    generation = Generation.begin(
+        context.client.submit(requests),
+        body,
+        served,
+        context.text_worker,
+        Timing(context.metrics, context.clock, request.scope["triptych.arrived"]),
+        plan,
+        echoes=echoes,
+    )
     reporter = Reporter(
         served.text.detokenizers.token_bytes,
         as_ids=body.return_tokens_as_token_ids,
         wanted=body.num_logprobs is not None,
     )
-    if body.stream:
-        prompt_of = (lambda choice: prompts[choice // body.n]) if body.return_token_ids else None
-        start = StreamStart(
-            answer_id, created, model, reporter, lambda: generation.usage, fingerprint, prompt_of
-        )
-        writer = form.stream(start)
-    else:
-
-        def encode(ends: list[Delta]) -> bytes:
-            prompt_logprobs = _prompt_logprobs(body, generation, reporter)
-            ids = prompts if body.return_token_ids else None
-            extras = CollectedExtras(generation.usage, reporter, prompt_logprobs, body.n, fingerprint, ids)
-            return form.body(answer_id, created, model, ends, extras)
-
-        writer = CollectedWriter(len(generation.sequences), encode, lambda: _prompt_effort(body, generation))
+    model = served.adapter_of(body.model) or served.model.served_name
+    head = AnswerHead(
+        answer_id, created, model, version.fingerprint(served.model), body, generation, reporter
+    )
     idle_s = context.settings.sse_keep_alive_interval
-    return Answer(generation, writer, context.unread, form.headers, keep_alive_s=idle_s)
+    return Answer(generation, new_writer(head), context.unread, headers, keep_alive_s=idle_s)
 
 
-async def _begin(
+async def _wire_requests(
     request: Request,
-    form: AnswerFormat,
     body: SamplingRequest,
     served: ServedModel,
     prompts: Sequence[Sequence[int]],
-    echoes: Sequence[str] | None,
-) -> Generation:
-    """Submits ``prompts`` to the scheduler."""
+    constraint: pb.StructuredOutput | None,
+) -> list[inference.GenerateRequest]:
+    """Returns the checked requests to the scheduler, which are logged and charged."""
     context = context_of(request)
     account = account_of(request, body.priority, body.cache_salt)
     note(request.scope, tenant=account.tenant or None)
@@ -243,39 +185,13 @@ async def _begin(
         unique_wire_id(request),
         account=account,
         bad_words=bad_words,
-        constraint=form.constraint,
+        constraint=constraint,
     )
     if context.settings.enable_log_requests:
         log_requests(requests)
     charge(request.scope, sum(map(len, prompts)))
     pass_on(request.scope, requests)
-    return Generation.begin(
-        context.client.submit(requests),
-        body,
-        served,
-        context.text_worker,
-        Timing(context.metrics, context.clock, request.scope["triptych.arrived"]),
-        echoes=echoes,
-        markers=form.markers,
-        constraint_param=form.constraint_param,
-        thinking=form.thinking,
-    )
-
-
-def _prompt_logprobs(
-    body: SamplingRequest, generation: Generation, reporter: Reporter
-) -> list[list[dict[str, Any] | None]] | None:
-    count = body.prompt_logprobs
-    if count is None:
-        return None
-    return [reporter.prompt(prompt.token_ids, prompt.logprobs, count) for prompt in generation.prompts]
-
-
-def _prompt_effort(body: SamplingRequest, generation: Generation) -> int:
-    """Estimates the work of encoding the log-probabilities of prompts."""
-    if body.prompt_logprobs is None:
-        return 0
-    return sum(len(prompt.token_ids) for prompt in generation.prompts) * (1 + body.prompt_logprobs)
+    return requests
 
 
 def unique_wire_id(request: Request) -> str:

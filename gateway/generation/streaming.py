@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.generation.generation import Generation, Usage
+from gateway.generation.logprobs import Reporter
 from gateway.generation.sequence_text import Delta
 from gateway.http.errors import ClientGone, note_error
 from gateway.http.event_streams import (
@@ -20,6 +22,7 @@ from gateway.http.event_streams import (
 )
 from gateway.http.middleware import note
 from gateway.http.protocol import BodyWriter
+from gateway.schemas.sampling import SamplingRequest
 from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
 
@@ -104,24 +107,51 @@ class ResponseWriter(ABC):
         return 0
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """The parts of an answer besides its deltas."""
+
+    answer_id: str
+    created: int
+    """Seconds since the epoch."""
+    model: str
+    fingerprint: str
+    """The model's; answers carry it as `system_fingerprint`."""
+    body: SamplingRequest
+    generation: Generation
+    reporter: Reporter
+
+    def prompt_of(self, sequence: int) -> Sequence[int]:
+        """Returns the token ids of the prompt that ``sequence`` continues."""
+        return list(self.generation.prompts[sequence // self.body.n].token_ids)
+
+    def prompt_fields(self) -> list[dict[str, Any]]:
+        """Returns the fields about each prompt in a collected answer."""
+        found: list[dict[str, Any]] = []
+        for prompt in self.generation.prompts:
+            fields: dict[str, Any] = {}
+            if (count := self.body.prompt_logprobs) is not None:
+                fields["prompt_logprobs"] = self.reporter.prompt(prompt.token_ids, prompt.logprobs, count)
+            if self.body.return_token_ids:
+                fields["prompt_token_ids"] = list(prompt.token_ids)
+            found.append(fields)
+        return found
+
+    def choice_fields(self, end: Delta) -> dict[str, Any]:
+        """Returns the further fields of a choice of a collected answer."""
+        return {"token_ids": end.token_ids} if self.body.return_token_ids else {}
+
+
 class CollectedWriter(ResponseWriter):
     """Appends the deltas of each sequence, and writes one JSON body at the end."""
 
     streams = False
 
-    def __init__(
-        self, num_sequences: int, body: Callable[[list[Delta]], bytes], effort: Callable[[], int]
-    ) -> None:
-        """Starts without text.
-
-        Args:
-            num_sequences: of the answer.
-            body: encodes the answer, given the whole of each sequence as one delta.
-            effort: estimates the work of the parts of the body besides the deltas.
-        """
+    def __init__(self, head: AnswerHead, body: Callable[[list[Delta], Usage], bytes]) -> None:
+        """Starts without text; ``body`` encodes the answer, given the whole of each sequence as one delta."""
+        self._head = head
         self._body = body
-        self._effort = effort
-        self._parts: list[list[Delta]] = [[] for _ in range(num_sequences)]
+        self._parts: list[list[Delta]] = [[] for _ in head.generation.sequences]
 
     def headers(self, size: int) -> Sequence[tuple[bytes, bytes]]:
         """Returns type and length."""
@@ -132,18 +162,17 @@ class CollectedWriter(ResponseWriter):
         self._parts[delta.sequence].append(delta)
         return b""
 
-    def end(self, usage: Usage) -> bytes:  # noqa: ARG002 - the body reads it
+    def end(self, usage: Usage) -> bytes:
         """Returns the body."""
-        return self._body(
-            [
-                parts[-1]._replace(
-                    text="".join(part.text for part in parts),
-                    tokens=tuple(token for part in parts for token in part.tokens),
-                    token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
-                )
-                for parts in self._parts
-            ]
-        )
+        ends = [
+            parts[-1]._replace(
+                text="".join(part.text for part in parts),
+                tokens=tuple(token for part in parts for token in part.tokens),
+                token_ids=tuple(token_id for part in parts for token_id in part.token_ids),
+            )
+            for parts in self._parts
+        ]
+        return self._body(ends, usage)
 
     def error(self, error: TriptychError) -> bytes:
         """Never called: a collected answer that fails has no body yet."""
@@ -152,8 +181,11 @@ class CollectedWriter(ResponseWriter):
     def effort(self) -> int:
         """Counts characters, tokens and their log-probabilities."""
         deltas = [delta for parts in self._parts for delta in parts]
-        tokens = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
-        return self._effort() + tokens + sum(len(delta.text) + len(delta.token_ids) for delta in deltas)
+        size = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
+        size += sum(len(delta.text) + len(delta.token_ids) for delta in deltas)
+        if (count := self._head.body.prompt_logprobs) is not None:
+            size += (1 + count) * sum(len(prompt.token_ids) for prompt in self._head.generation.prompts)
+        return size
 
 
 T = TypeVar("T")

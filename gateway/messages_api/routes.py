@@ -8,15 +8,10 @@ from starlette.responses import Response
 
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.context import context_of, generating_model
-from gateway.generation.respond import (
-    AnswerFormat,
-    CollectedExtras,
-    StreamStart,
-    chat_prompt,
-    kept_alive,
-    respond_to_chat,
-)
+from gateway.generation.generation import Usage
+from gateway.generation.respond import chat_prompt, kept_alive, respond_to_chat
 from gateway.generation.sequence_text import Delta
+from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.errors import UnknownRoute, shape_errors
 from gateway.http.openapi import api_router, documented
 from gateway.messages_api.conversion import ConvertedRequest, to_chat
@@ -70,25 +65,21 @@ async def _respond(request: Request, body: MessagesRequest, headers: dict[str, s
     served = await generating_model(request, body.model)
     omit_thinking = body.thinking is not None and body.thinking.display == "omitted"
 
-    def write(plan: AnswerPlan) -> AnswerFormat:
-        def stream(start: StreamStart) -> MessageStreamWriter:
-            return MessageStreamWriter(
-                start.answer_id, start.model, plan, start.usage_so_far, omit_thinking=omit_thinking
-            )
+    def new_writer(plan: AnswerPlan, head: AnswerHead) -> ResponseWriter:
+        if body.stream:
+            return MessageStreamWriter(head, plan, omit_thinking=omit_thinking)
 
-        def collected(
-            answer_id: str, _: int, model: str, ends: list[Delta], extras: CollectedExtras
-        ) -> bytes:
+        def collected(ends: list[Delta], usage: Usage) -> bytes:
             events = plan.reader().whole(ends[0].text)
-            return orjson.dumps(
-                message_body(answer_id, model, ends[0], events, extras.usage, omit_thinking=omit_thinking)
-            )
+            return orjson.dumps(message_body(head, ends[0], events, usage, omit_thinking=omit_thinking))
 
-        return AnswerFormat(ID_PREFIX, stream, collected, headers=headers)
+        return CollectedWriter(head, collected)
 
     chat = await _chat(request, body, served)
     prompt = await chat_prompt(request, served, chat)
-    return await respond_to_chat(request, chat, write, prompt)
+    return await respond_to_chat(
+        request, chat, new_writer, id_prefix=ID_PREFIX, headers=headers, prompt=prompt
+    )
 
 
 @router.post(

@@ -5,7 +5,7 @@ what to do: wait and retry.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, Literal, NamedTuple
 
 import orjson
@@ -14,7 +14,7 @@ from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.answer_reader import DeltaReader
 from gateway.generation.generation import Usage
 from gateway.generation.sequence_text import Delta
-from gateway.generation.streaming import ResponseWriter
+from gateway.generation.streaming import AnswerHead, ResponseWriter
 from gateway.http.errors import Forbidden, PayloadTooLarge, ShapedError, Unauthorized
 from gateway.messages_api.schemas import AnswerBlock, MessageAnswer, MessageHead, TokenCounts
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
@@ -120,13 +120,12 @@ def content_of(events: Iterable[Event]) -> list[tuple[Event, str]]:
 
 
 def message_body(
-    answer_id: str, model: str, end: Delta, events: Iterable[Event], usage: Usage, *, omit_thinking: bool
+    head: AnswerHead, end: Delta, events: Iterable[Event], usage: Usage, *, omit_thinking: bool
 ) -> MessageAnswer:
     """Returns the message that a whole answer is.
 
     Args:
-        answer_id: its id.
-        model: the model's name, as the client wrote it.
+        head: its id and model.
         end: the answer's only delta.
         events: thinking, text and calls in the answer.
         usage: token counts.
@@ -135,7 +134,7 @@ def message_body(
     content, called, complete = list[AnswerBlock](), False, True
     for index, (event, text) in enumerate(content_of(events)):
         if isinstance(event, Reasoning):
-            content.append(thinking_block("" if omit_thinking else text, signature_of(answer_id, index)))
+            content.append(thinking_block("" if omit_thinking else text, signature_of(head.answer_id, index)))
         elif isinstance(event, CallStart):
             arguments = input_of(text)
             called, complete = True, arguments is not None
@@ -144,7 +143,7 @@ def message_body(
             content.append(text_block(text))
     stop = StopReason.of(end, called=called, complete=complete)
     return {
-        **message_head(answer_id, model),
+        **message_head(head.answer_id, head.model),
         # An answer without text has an empty block: clients read the first one.
         "content": content or [text_block("")],
         "stop_reason": stop.reason,
@@ -203,27 +202,9 @@ def error_event(error: TriptychError) -> bytes:
 class MessageStreamWriter(ResponseWriter):
     """Writes the blocks of one message. One is open at a time."""
 
-    def __init__(
-        self,
-        answer_id: str,
-        model: str,
-        plan: AnswerPlan,
-        usage_so_far: Callable[[], Usage],
-        *,
-        omit_thinking: bool,
-    ) -> None:
-        """Creates a writer.
-
-        Args:
-            answer_id: the message's id.
-            model: the model's name, as the client wrote it.
-            plan: how the text is read.
-            usage_so_far: returns the token counts.
-            omit_thinking: write thinking blocks without their text.
-        """
-        self._answer_id = answer_id
-        self._model = model
-        self._usage_so_far = usage_so_far
+    def __init__(self, head: AnswerHead, plan: AnswerPlan, *, omit_thinking: bool) -> None:
+        """Reads the text by ``plan``; ``omit_thinking`` leaves thinking blocks empty."""
+        self._head = head
         self._omit_thinking = omit_thinking
         self._reader = None if plan.plain else DeltaReader(plan.reader())
         self._stop = StopReason("end_turn")
@@ -239,9 +220,9 @@ class MessageStreamWriter(ResponseWriter):
 
     def begin(self) -> bytes:
         """Returns the start of the message, and a ping as Anthropic sends it."""
-        usage = {**usage_body(self._usage_so_far()), "output_tokens": 0, "service_tier": "standard"}
+        usage = {**usage_body(self._head.generation.usage), "output_tokens": 0, "service_tier": "standard"}
         message = {
-            **message_head(self._answer_id, self._model),
+            **message_head(self._head.answer_id, self._head.model),
             "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage,
         }  # fmt: skip
         return encode_event("message_start", message=message) + encode_event("ping")
@@ -315,7 +296,7 @@ class MessageStreamWriter(ResponseWriter):
             return b""
         out = b""
         if self._open is Reasoning:
-            out = self._delta("signature_delta", signature=signature_of(self._answer_id, self._index))
+            out = self._delta("signature_delta", signature=signature_of(self._head.answer_id, self._index))
         self._open = None
         return out + encode_event("content_block_stop", index=self._index)
 

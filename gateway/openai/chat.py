@@ -11,12 +11,13 @@ from starlette.responses import Response
 
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.context import context_of
-from gateway.generation.respond import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond_to_chat
+from gateway.generation.generation import Usage
+from gateway.generation.respond import kept_alive, respond_to_chat
 from gateway.generation.sequence_text import Delta
-from gateway.generation.streaming import ResponseWriter
+from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.openapi import api_router, documented, event_stream
 from gateway.openai.answers import AssistantMessage, ChatChunk, ChatCompletion, ToolCall
-from gateway.openai.chunks import ChatChunks, ChatStreamWriter, chunk_writer, finish_reason, last_error
+from gateway.openai.chunks import ChatChunks, finish_reason, last_error
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.schemas.chat import ChatCompletionRequest
 
@@ -36,52 +37,38 @@ async def chat_completions(request: Request, body: ChatCompletionRequest) -> Res
     """
     if context_of(request).settings.enable_force_include_usage:
         body = body.with_forced_usage()
-    answer = respond_to_chat(request, body, partial(_format, body))
+    answer = respond_to_chat(request, body, _writer, id_prefix="chatcmpl-")
     return await kept_alive(request, answer, last_error, streams=body.stream)
 
 
-def _format(body: ChatCompletionRequest, plan: AnswerPlan) -> AnswerFormat:
-    return AnswerFormat("chatcmpl-", partial(_stream, body, plan), partial(_collected_body, plan))
+def _writer(plan: AnswerPlan, head: AnswerHead) -> ResponseWriter:
+    return ChatChunks(head, plan) if head.body.stream else CollectedWriter(head, partial(_body, plan, head))
 
 
-def _stream(body: ChatCompletionRequest, plan: AnswerPlan, start: StreamStart) -> ResponseWriter:
-    chunks = ChatChunks(
-        *start[:3],
-        with_usage=body.include_usage,
-        reporter=start.reporter,
-        fingerprint=start.fingerprint,
-        prompt_of=start.prompt_of,
-    )
-    write = chunks.write if plan.plain else ChatStreamWriter(chunks, plan.reader, named=plan.named).write
-    return chunk_writer(start, body, chunks, write)
-
-
-def _choice(plan: AnswerPlan, end: Delta, extras: CollectedExtras) -> dict[str, Any]:
+def _choice(plan: AnswerPlan, head: AnswerHead, end: Delta) -> dict[str, Any]:
     message, reason = CollectedMessage.of(plan.reader().whole(end.text)), end.finish_reason
     return {
         "index": end.sequence,
         "message": message.body(with_reasoning=plan.thinking is not None),
-        "logprobs": extras.reporter.chat(end.tokens),
+        "logprobs": head.reporter.chat(end.tokens),
         "finish_reason": reason and finish_reason(reason, len(message.calls), named=plan.named),
         "stop_reason": end.stop_reason,
-        **extras.of_choice(end),
+        **head.choice_fields(end),
     }
 
 
-def _collected_body(
-    plan: AnswerPlan, answer_id: str, created: int, model: str, ends: list[Delta], extras: CollectedExtras
-) -> bytes:
+def _body(plan: AnswerPlan, head: AnswerHead, ends: list[Delta], usage: Usage) -> bytes:
     return orjson.dumps(
         {
-            "id": answer_id,
+            "id": head.answer_id,
             "object": "chat.completion",
-            "created": created,
-            "model": model,
-            "choices": [_choice(plan, end, extras) for end in ends],
-            "usage": extras.usage.body(),
+            "created": head.created,
+            "model": head.model,
+            "choices": [_choice(plan, head, end) for end in ends],
+            "usage": usage.body(),
             "service_tier": "default",
-            "system_fingerprint": extras.fingerprint,
-            **extras.of_prompt(0),
+            "system_fingerprint": head.fingerprint,
+            **head.prompt_fields()[0],
         }
     )
 

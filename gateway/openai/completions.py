@@ -9,14 +9,16 @@ from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.context import context_of, generating_model
+from gateway.generation.generation import Usage
 from gateway.generation.request_builder import encode_prompts, truncated
-from gateway.generation.respond import AnswerFormat, CollectedExtras, StreamStart, kept_alive, respond
+from gateway.generation.respond import kept_alive, respond
 from gateway.generation.sequence_text import Delta
-from gateway.generation.streaming import ResponseWriter
+from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.openapi import api_router, documented, event_stream
 from gateway.openai.answers import Completion, CompletionChunk
-from gateway.openai.chunks import CompletionChunks, chunk_writer, last_error
+from gateway.openai.chunks import CompletionChunks, last_error
 from gateway.schemas.base import Unserved
 from gateway.schemas.sampling import (
     COMMON_UNSERVED,
@@ -144,14 +146,8 @@ async def _respond(request: Request, body: CompletionRequest) -> Response:
             else served.text.decode(prompt, skip_special_tokens=body.skip_special_tokens)
             for given, prompt in zip(body.prompt, prompts, strict=True)
         ]
-    form = AnswerFormat(
-        "cmpl-",
-        partial(_stream, body),
-        _completion,
-        constraint=body.constraint(),
-        constraint_param=body.constraint_param,
-    )
-    return await respond(request, form, body, served, prompts, echoes=echoes)
+    plan = AnswerPlan(constraint=body.constraint(), constraint_param=body.constraint_param)
+    return await respond(request, body, served, prompts, plan, _writer, id_prefix="cmpl-", echoes=echoes)
 
 
 def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
@@ -173,40 +169,32 @@ def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
         )
 
 
-def _stream(body: CompletionRequest, start: StreamStart) -> ResponseWriter:
-    chunks = CompletionChunks(
-        *start[:3],
-        with_usage=body.include_usage,
-        reporter=start.reporter,
-        fingerprint=start.fingerprint,
-        prompt_of=start.prompt_of,
-    )
-    return chunk_writer(start, body, chunks, chunks.write)
+def _writer(head: AnswerHead) -> ResponseWriter:
+    return CompletionChunks(head) if head.body.stream else CollectedWriter(head, partial(_body, head))
 
 
-def _completion(
-    answer_id: str, created: int, model: str, ends: list[Delta], extras: CollectedExtras
-) -> bytes:
+def _body(head: AnswerHead, ends: list[Delta], usage: Usage) -> bytes:
+    prompts = head.prompt_fields()
     choices = [
         {
             "index": end.sequence,
             "text": end.text,
-            "logprobs": extras.reporter.completion(end.tokens),
+            "logprobs": head.reporter.completion(end.tokens),
             "finish_reason": end.finish_reason,
             "stop_reason": end.stop_reason,
-            **extras.of_choice(end),
-            **extras.of_prompt(end.sequence),
+            **head.choice_fields(end),
+            **prompts[end.sequence // head.body.n],
         }
         for end in ends
     ]
     return orjson.dumps(
         {
-            "id": answer_id,
+            "id": head.answer_id,
             "object": "text_completion",
-            "created": created,
-            "model": model,
+            "created": head.created,
+            "model": head.model,
             "choices": choices,
-            "usage": extras.usage.body(),
-            "system_fingerprint": extras.fingerprint,
+            "usage": usage.body(),
+            "system_fingerprint": head.fingerprint,
         }
     )

@@ -10,16 +10,11 @@ from starlette.responses import Response
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.answer_reader import DeltaReader
 from gateway.generation.context import context_of, generating_model
+from gateway.generation.generation import Usage
 from gateway.generation.logprobs import ChatToken, Reporter, TokenReport
-from gateway.generation.respond import (
-    AnswerFormat,
-    CollectedExtras,
-    StreamStart,
-    chat_prompt,
-    kept_alive,
-    respond_to_chat,
-)
+from gateway.generation.respond import chat_prompt, kept_alive, respond_to_chat
 from gateway.generation.sequence_text import Delta
+from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.errors import UnknownRoute
 from gateway.http.openapi import api_router, documented
 from gateway.parsers.events import Event, Text
@@ -92,34 +87,25 @@ async def _chat(request: Request, body: ResponsesRequest, served: ServedModel) -
 async def _respond(request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
     served = await generating_model(request, body.model)
 
-    def write(plan: AnswerPlan) -> AnswerFormat:
-        return AnswerFormat(
-            ID_PREFIX, partial(_stream, body, plan), partial(_body, body, plan), headers=headers
-        )
-
-    return await respond_to_chat(request, await _chat(request, body, served), write)
+    chat, writer = await _chat(request, body, served), partial(_writer, body)
+    return await respond_to_chat(request, chat, writer, id_prefix=ID_PREFIX, headers=headers)
 
 
-def _stream(body: ResponsesRequest, plan: AnswerPlan, start: StreamStart) -> ResponseStreamWriter:
-    response = ResponseObject(body, start.answer_id, start.created, start.model)
+def _writer(body: ResponsesRequest, plan: AnswerPlan, head: AnswerHead) -> ResponseWriter:
+    response = ResponseObject(body, head.answer_id, head.created, head.model)
+    if not body.stream:
+        return CollectedWriter(head, partial(_body, response, plan, head.reporter))
     reader = None if plan.plain else DeltaReader(plan.reader())
-    return ResponseStreamWriter(response, reader, start.reporter)
+    return ResponseStreamWriter(response, reader, head.reporter)
 
 
 def _body(
-    body: ResponsesRequest,
-    plan: AnswerPlan,
-    answer_id: str,
-    created: int,
-    model: str,
-    ends: list[Delta],
-    extras: CollectedExtras,
+    response: ResponseObject, plan: AnswerPlan, reporter: Reporter, ends: list[Delta], usage: Usage
 ) -> bytes:
     (end,) = ends
-    logprobs = _message_logprobs(plan, end, extras.reporter)
-    response, cut = ResponseObject(body, answer_id, created, model), end.finish_reason == "length"
+    logprobs, cut = _message_logprobs(plan, end, reporter), end.finish_reason == "length"
     output = collected(response.output(), plan.reader().whole(end.text), logprobs)
-    return orjson.dumps(response.ended(output.bodies(cut=cut), extras.usage, cut=cut))
+    return orjson.dumps(response.ended(output.bodies(cut=cut), usage, cut=cut))
 
 
 def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[ChatToken]:

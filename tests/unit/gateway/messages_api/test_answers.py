@@ -2,20 +2,33 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from gateway.generation.answer_plan import AnswerPlan
-from gateway.generation.generation import Usage
+from gateway.generation.generation import Generation, Usage
+from gateway.generation.logprobs import Reporter
 from gateway.generation.sequence_text import Delta
+from gateway.generation.streaming import AnswerHead
 from gateway.messages_api.schemas import MessageAnswer
 from gateway.messages_api.writer import MessageStreamWriter, StopReason, message_body, shape, usage_body
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from gateway.schemas.sampling import SamplingRequest
 from protos import errors
 
 USAGE = Usage(10, 5, 3, 2)
 START = CallStart(0, "call_1", "f")
+HEAD = AnswerHead(
+    "msg_1",
+    0,
+    "m",
+    "fp",
+    SamplingRequest(stream=True),
+    cast("Generation", SimpleNamespace(usage=USAGE)),
+    Reporter(lambda _: b""),
+)
 
 
 class Script:
@@ -37,7 +50,7 @@ class Script:
 def streamed(*events: Sequence[Event], reason: str = "stop") -> list[dict[str, Any]]:
     """Returns the events of a stream whose parser finds ``events``."""
     plan = AnswerPlan(calls=lambda: Script(*events, []))
-    writer = MessageStreamWriter("msg_1", "m", plan, lambda: USAGE, omit_thinking=False)
+    writer = MessageStreamWriter(HEAD, plan, omit_thinking=False)
     data = writer.begin() + b"".join(writer.write(Delta(0, "x")) for _ in events)
     data += writer.write(Delta(0, "", reason)) + writer.end(USAGE)
     return [json.loads(event.partition("data: ")[2]) for event in data.decode().split("\n\n")[:-1]]
@@ -45,7 +58,7 @@ def streamed(*events: Sequence[Event], reason: str = "stop") -> list[dict[str, A
 
 def body(*events: Event, **end: Any) -> MessageAnswer:
     delta = Delta(0, "", "stop")._replace(**end)
-    return message_body("msg_1", "m", delta, events, USAGE, omit_thinking=False)
+    return message_body(HEAD, delta, events, USAGE, omit_thinking=False)
 
 
 def test_blocks_keep_their_order() -> None:
