@@ -7,6 +7,7 @@ import torch
 
 from protos.errors import Internal
 from protos.steps import Admission, Decode, GroupKind, Growth, Prefill
+from protos.validation import check_token_ids
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
 from worker_svc.devices.host import upload
 from worker_svc.devices.lora_stack import NO_ADAPTER
@@ -85,6 +86,7 @@ class Batch:
 
         Raises:
             Internal: if the slot is taken or the request does not fit.
+            InvalidArgument: if a parameter names a token beyond the vocabulary.
         """
         slot, known = request.slot, len(request.token_ids)
         if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] >= 0:
@@ -101,6 +103,7 @@ class Batch:
             raise Internal(
                 f"the plan admits {known} tokens with a prompt of {request.prompt_len} to slot {slot}"
             )
+        check_token_ids(request.sampling, self.sampling.vocabulary.size)
         self._num_known[slot] = known
         self._num_computed[slot] = request.num_computed_tokens
         adapter = NO_ADAPTER if request.adapter_slot is None else request.adapter_slot

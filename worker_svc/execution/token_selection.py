@@ -29,7 +29,7 @@ Returns what `sampling.sampler.sample` returns."""
 
 ComputeLogprobs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes logits [rows, vocab] and the selected tokens, int64 [rows]; see
-`sampling.logprobs.compute_logprobs`."""
+`sampling.sampler.compute_logprobs`."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,6 @@ handles regular expressions. `special_tokens` gives an xgrammar tag's special to
 caches compiled grammars; `compile_client` gets them from processes of `compile_server`. `constraints`
 chooses the tokens of a step with a `matcher` per slot and the `masks`; `rank_constraints` stands between
 in a replica of several ranks. Only this package imports the engines. Imported by `execution` and `api`;
-imports only `devices`, `protos` and `ranks.channel`. This file imports nothing, because the compiling
+imports only `devices`, `protos` and `ranks.channels`. This file imports nothing, because the compiling
 processes must not load torch.
 """

@@ -236,19 +236,6 @@ def test_a_compiler_error_names_the_signature(monkeypatch: pytest.MonkeyPatch) -
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "backend"), [("eager", "eager"), ("inductor", "compiled"), ("sendnn", "compiled"), ("", "auto")]
-)
-def test_other_stacks_variables_are_understood(
-    monkeypatch: pytest.MonkeyPatch, value: str, backend: str
-) -> None:
-    """vLLM-Spyre's backend names and vLLM-RBLN's strict mode set our settings."""
-    monkeypatch.setenv("VLLM_SPYRE_DYNAMO_BACKEND", value)
-    monkeypatch.setenv("VLLM_RBLN_COMPILE_STRICT_MODE", "1")
-    settings = load(Settings, ["--model", "m"])
-    assert (settings.backend, settings.compile_strict) == (backend, True)
-
-
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal is one line that names the setting."""
     monkeypatch.setenv("VLLM_SPYRE_DYNAMO_BACKEND", "magic")

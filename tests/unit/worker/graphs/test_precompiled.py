@@ -10,8 +10,6 @@ import pytest
 
 from worker_svc.graphs.precompiled import (
     replace_unwritable_cache_dirs,
-    restore_variables,
-    set_compiler_cache_dirs,
 )
 
 _NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -98,19 +96,6 @@ def test_pytorchs_folder_is_replaced_too(monkeypatch: pytest.MonkeyPatch, no_fol
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(no_folder))
     replace_unwritable_cache_dirs()
     Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(parents=True)
-
-
-def test_late_kernels_use_the_private_folder(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_folder: Path
-) -> None:
-    """A worker's own cache takes the folders' place while it starts; afterwards the private ones are back."""
-    monkeypatch.setenv("HOME", str(no_folder))
-    replace_unwritable_cache_dirs()
-    private = variables()
-    before = set_compiler_cache_dirs(tmp_path / "entry")
-    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "entry" / "triton")
-    restore_variables(before)
-    assert variables() == private
 
 
 def test_a_full_folder_for_temporary_files_costs_no_start(

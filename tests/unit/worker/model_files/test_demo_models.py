@@ -1,6 +1,5 @@
 """Demo models are fetched once, completely, and by one process at a time."""
 
-import ast
 import subprocess
 import sys
 import threading
@@ -23,11 +22,6 @@ def _pip_version() -> str:
     import importlib.metadata
 
     return importlib.metadata.version("pip")
-
-
-def test_known_names() -> None:
-    """The catalog has three models."""
-    assert set(demo_models.NAMES) == {"smollm2", "gemma3-270m", "minilm"}
 
 
 def test_fetch_makes_a_folder_once(catalog: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,20 +114,3 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         "converting a GGUF file needs gguf, which is not installed; run `triptych install worker`"
     )
     assert [path.suffix for path in (tmp_path / "cache" / "gguf").iterdir()] == [".lock"]
-
-
-def test_the_packages_of_the_converter_are_listed() -> None:
-    """The list has every third-party module that the converter imports."""
-    source = Path(demo_models.__file__).with_name("gguf_convert.py").read_text()
-    imported = {
-        name.partition(".")[0]
-        for node in ast.walk(ast.parse(source))
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
-    assert imported - sys.stdlib_module_names - {"worker_svc"} == set(demo_models._CONVERTER_PACKAGES)

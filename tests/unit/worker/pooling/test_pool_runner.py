@@ -14,7 +14,6 @@ from tests.support.worker.layerless import POISON, Echo, PlainDevice
 from worker_svc.devices import open_device
 from worker_svc.devices.attention import AttentionCall, AttentionParams
 from worker_svc.devices.base import Device
-from worker_svc.graphs.capture import NotStatic, Recording
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.pooling.pool_runner import PoolRunner, pool_rows
 from worker_svc.shapes.geometry import PoolGeometry
@@ -156,21 +155,6 @@ def test_without_warm_up_the_first_step_makes_its_graph_late() -> None:
     assert runner.graphs.num_late == 1
 
 
-def test_a_shape_without_a_graph_is_refused_in_strict_mode() -> None:
-    """After a warm-up that was to make all graphs, the step fails and names its shape."""
-    runner = make_runner(strict=True)
-    runner.graphs.finish_warm_up(made_all=True)
-    with pytest.raises(Internal, match="pooling of 3 rows of 4 tokens has no graph"):
-        run(runner, [5])
-
-
-class Dynamic(Echo):
-    """A pooling model with a step that depends on data."""
-
-    def record(self, token_ids: torch.Tensor, lengths: torch.Tensor, *_: torch.Tensor) -> Recording:
-        raise NotStatic("aten.nonzero depends on data")
-
-
 class Lengthy(Echo):
     """A model whose result depends on the longest text, which a recording does not show."""
 
@@ -207,12 +191,6 @@ def test_graphs_are_compared_on_longer_texts(shape: PoolShape, short: list[int],
         with pytest.raises(ConfigurationRefused, match="a replay differs from the model's own forward"):
             runner.make_graphs(lambda *_: None)
     assert model.planned == [(short, row_len), (full, row_len)]
-
-
-def test_a_shape_that_cannot_be_a_graph_is_refused() -> None:
-    """A required graph that cannot be made ends the configuration and names the shape."""
-    with pytest.raises(ConfigurationRefused, match=r"no graph for pooling of 1 row of 4 tokens: .*nonzero"):
-        make_runner(Dynamic()).make_graphs(lambda *_: None)
 
 
 class CountingDevice(PlainDevice):

@@ -64,21 +64,6 @@ def test_greedy_only_step_needs_nothing() -> None:
     assert not hasattr(state, "counts")
 
 
-def test_greedy_rows_ignore_random_neighbours() -> None:
-    """A greedy row yields the argmax beside random rows."""
-    logits = some_logits(2)
-    tokens = pick(
-        logits, [complete_params(temperature=0.0), complete_params(temperature=1.0, seed=3, top_k=3)]
-    )
-    assert tokens[0] == int(logits[0].argmax())
-
-
-def test_tiny_temperature_is_greedy() -> None:
-    """At temperatures near 0 nothing overflows and the most probable token wins."""
-    logits = some_logits(4)
-    assert pick(logits, seeds(4, temperature=1e-4)) == logits.argmax(dim=-1).tolist()
-
-
 def test_top_k_keeps_ties() -> None:
     """Tokens as probable as the k-th are all kept, so their order does not matter."""
     logits = torch.tensor([1.0, 1.0, 1.0, 0.0])
@@ -99,25 +84,12 @@ def test_top_p_keeps_the_smallest_sufficient_set(top_p: float, kept: int) -> Non
     assert set(draw_many(logits, complete_params(top_p=top_p), 2_000).tolist()) == set(range(kept))
 
 
-def test_top_p_applies_after_top_k() -> None:
-    """After top_k 2 of 0.5, 0.3, ..., the first token has 0.625 of the mass: enough for a top_p of 0.6."""
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw_many(logits, complete_params(top_k=2, top_p=0.6), 1000).tolist()) == {0}
-    assert set(draw_many(logits, complete_params(top_k=2, top_p=0.7), 1000).tolist()) == {0, 1}
-
-
 def test_a_flat_nucleus_is_found() -> None:
     """A nucleus of thousands of almost equal tokens ends at the right token."""
     logits = torch.linspace(1.0, 0.0, 5_000)
     tokens = draw_many(logits, complete_params(top_p=0.5), 2_000)
     cutoff = int((logits.softmax(-1).cumsum(-1) < 0.5).sum())
     assert cutoff - 20 < int(tokens.max()) <= cutoff
-
-
-def test_min_p_drops_the_unlikely() -> None:
-    """Tokens below min_p times the largest probability are not drawn."""
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    assert set(draw_many(logits, complete_params(min_p=0.5), 1_000).tolist()) == {0, 1}
 
 
 def test_the_threshold_search_is_exact() -> None:
@@ -210,15 +182,6 @@ def test_searching_few_tokens_keeps_the_same_tokens(kind: str) -> None:
         kept.append(filtered_masses(state, needs, logits, best, torch.arange(8), tile).clone())
     assert all(torch.equal(other, kept[0]) for other in kept[1:])
     assert (kept[0] > 0).any(dim=-1).all()
-
-
-def test_rows_filter_independently() -> None:
-    """Each row of a mixed batch keeps the tokens that its own filters keep."""
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    mixed = [complete_params(seed=s, top_k=1) if s % 2 else complete_params(seed=s) for s in range(1_000)]
-    tokens = pick(logits, mixed)
-    assert set(tokens[1::2]) == {0}
-    assert set(tokens[0::2]) == {0, 1, 2, 3}
 
 
 MIXED = [
@@ -320,17 +283,6 @@ def test_bans_end_with_min_tokens() -> None:
     assert choose(state, logits[:1], [1] * 3, [0]).tolist() == [0]
     admit(state, request(0, least, output=(5, 6, 7)))
     assert state.batch([0], [4] * 3).needs == SamplingOps(greedy=True)
-
-
-def test_a_prefill_between_steps_keeps_the_cached_batch() -> None:
-    """The cached needs of the decoding slots survive a step of one slot, until one of them changes."""
-    state = make_state([request(slot, each) for slot, each in enumerate(MIXED)], VOCAB)
-    lengths, slots = [4] * len(MIXED), [1, 2, 3]
-    first = state.batch(slots, lengths)
-    assert state.batch([0], lengths).needs == SamplingOps(random=True)
-    assert state.batch(slots, lengths) is first
-    admit(state, request(3, complete_params(temperature=0.0)))
-    assert state.batch(slots, lengths).needs.greedy
 
 
 def test_logprobs_come_from_the_unfiltered_distribution() -> None:

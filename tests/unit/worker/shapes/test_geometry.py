@@ -115,11 +115,6 @@ def test_a_block_of_one_or_more_windows_is_accepted(block_size: int) -> None:
         replace(sizes, num_blocks=(9, 1)).check(IN_PLACE, block_size_multiple=32, longest_context=1024)
 
 
-def test_default_sizes_are_accepted() -> None:
-    """Sizes that fit are accepted."""
-    SIZES.check(HYBRID, block_size_multiple=32, longest_context=1024)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
