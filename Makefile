@@ -75,7 +75,7 @@ format: $(STAMPS)/dev ## Format the code and apply the linters' fixes
 protos: $(STAMPS)/dev ## Generate the stubs of protos/triptych
 	@$(BIN)/python -m protos.generate
 
-docs: $(STAMPS)/dev ## Write the generated pages and plots in docs/
+docs: $(STAMPS)/dev ## Write the generated pages in docs/
 	@$(BIN)/python -m tests.support.docs
 
 lock: $(STAMPS)/dev ## Write the locks from what is installed

@@ -1,1 +1,1 @@
-"""Benches of single kernels: attention over paged blocks, and sampling."""
+"""Benches of single kernels."""

@@ -1,17 +1,14 @@
-"""Writes the generated pages and plots of docs/: ``python -m tests.support.docs``.
+"""Writes the generated pages of docs/: ``python -m tests.support.docs``.
 
 ``--check`` compares instead, and names each page that is out of date.
 """
 
 import argparse
 import difflib
-import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-from tests.bench.support.plot import draw
 from tests.support.docs.configuration import configuration
 from tests.support.docs.grpc_api import grpc_api
 from tests.support.docs.http_api import http_api
@@ -19,11 +16,6 @@ from tests.support.docs.migration import migration
 from tests.support.docs.models_page import models
 from tests.support.docs.rooms import architecture
 from tests.support.paths import ROOT
-
-
-def _plot(data: Path) -> str:
-    return draw(json.loads(data.read_text()))
-
 
 # The function that makes each file's text.
 PAGES: dict[Path, Callable[[], str]] = {
@@ -33,10 +25,6 @@ PAGES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "architecture.md": architecture,
     ROOT / "docs" / "migration.md": migration,
     ROOT / "docs" / "models.md": models,
-    **{
-        ROOT / "docs" / "images" / f"{data.stem}.svg": partial(_plot, data)
-        for data in sorted((ROOT / "docs" / "data").glob("*.json"))
-    },
 }
 
 

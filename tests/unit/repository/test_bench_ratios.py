@@ -8,7 +8,6 @@ from safetensors.torch import save_file
 
 from tests.bench import logprobs
 from tests.bench.decode_step import Floor, weight_bytes
-from tests.bench.gpu.load import Costs
 from tests.bench.pooling import vs_vllm_embeddings
 from tests.bench.support.http_load import Arrivals
 from tests.bench.support.step_parts import HEAD, StepParts
@@ -80,11 +79,6 @@ def test_the_parts_of_a_step_cover_all_kernels() -> None:
         parts.add(operator, seconds)
     parts.add("aten::silu", 8.0)
     assert (parts.linear, parts.attention, parts.other) == (3.0, 4.0, 16.0)
-
-
-def test_an_answer_costs_a_chunk_and_its_share_of_the_steps() -> None:
-    """128 tokens are a chunk of 3.5 ms and 127 steps of 2.1 ms, each shared by 64 rows."""
-    assert Costs(3.5e-3, 2.1e-3).tokens_per_second(64) == pytest.approx(128 / (3.5e-3 + 127 * 2.1e-3 / 64))
 
 
 def test_a_load_counts_the_tokens_of_its_window() -> None:
