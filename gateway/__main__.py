@@ -144,7 +144,7 @@ def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
 
 
 def check(settings: Settings) -> None:
-    """Refuses what a start would refuse, and serves nothing.
+    """Makes the checks of a start without serving.
 
     Raises:
         ConfigurationRefused: if a setting cannot be used, or an address is not available.

@@ -116,7 +116,7 @@ def _assemble(
     wall_clock: Callable[[], float],
     on_unusable: Callable[[TriptychError], None],
 ) -> Context:
-    """Makes the parts that all routes share."""
+    """Makes the parts shared by all routes."""
     watcher = ServedModelWatcher(
         client,
         poll_s=settings.model_poll_s,
@@ -152,7 +152,7 @@ def _assemble(
 
 
 def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Returns what starts the parts, and ends them with the application."""
+    """Returns the start and end of the parts."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -173,7 +173,7 @@ def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncC
 
 
 def _add_middleware(app: FastAPI, context: Context, tracer: Tracer | None) -> None:
-    """Wraps the routes. The middleware that is added last runs first."""
+    """Wraps the routes. The last middleware runs first."""
     settings = context.settings
     app.add_middleware(AuthMiddleware, keys=context.keys, usage=KeyUsage(context.metrics.registry))
     if settings.allowed_origins:
@@ -190,7 +190,7 @@ def _add_middleware(app: FastAPI, context: Context, tracer: Tracer | None) -> No
 
 
 def _cross_origin(settings: Settings) -> dict[str, Any]:
-    """Returns the arguments of the middleware that lets web pages of other origins call the API."""
+    """Returns the arguments of the middleware for web pages of other origins."""
     return {
         "allow_origins": settings.allowed_origins,
         "allow_methods": settings.allowed_methods,
@@ -201,7 +201,7 @@ def _cross_origin(settings: Settings) -> dict[str, Any]:
 
 
 def _preparation(settings: Settings) -> Callable[[TextCodec], None]:
-    """Returns what else a tokenizer needs before it is used."""
+    """Returns the last step of preparing a tokenizer."""
     if vllm_parsers.uses_vllm(settings.tool_call_parser, settings.reasoning_parser):
         return vllm_parsers.prepare
     return lambda _: None

@@ -55,7 +55,7 @@ _REASONS: Final = ("stop", "length", "abort", "error")
 
 
 class _Family(NamedTuple):
-    """A histogram that each engine has."""
+    """A histogram of each engine."""
 
     name: str
     text: str
@@ -80,7 +80,7 @@ _HISTOGRAMS: Final = {
 
 
 class _Observations:
-    """The values of one histogram. `prometheus_client` takes locks for each value, and each token is one."""
+    """The values of a histogram, without the locks of `prometheus_client`: each token is a value."""
 
     __slots__ = ("_bounds", "counts", "total")
 
@@ -100,7 +100,7 @@ class _Observations:
         self.total += other.total
 
     def add_to(self, family: HistogramMetricFamily, labels: tuple[str, ...], longest: int) -> None:
-        """Adds the buckets, each with the ones below it, and the sum. Bounds of tokens end at ``longest``."""
+        """Adds cumulative buckets and the sum. Bounds of tokens end at ``longest``."""
         buckets, below = [], 0
         for bound, count in zip(self._bounds, self.counts, strict=False):
             below += count
@@ -111,7 +111,7 @@ class _Observations:
 
 
 class EngineMetrics:
-    """What the gateway measures of the sequences of one engine, which is a replica of the deployment."""
+    """Measurements of the sequences of an engine, which is a replica of the deployment."""
 
     __slots__ = ("_observe_gap", "finished_by_reason", "histograms")
 
@@ -120,7 +120,7 @@ class EngineMetrics:
         self.histograms = {key: _Observations(family.bounds) for key, family in _HISTOGRAMS.items()}
         """Histograms by their keys in the table above."""
         self.finished_by_reason: Counts[str] = Counts()
-        """Sequences that have ended, by reason."""
+        """Ended sequences, by reason."""
         self._observe_gap = self.histograms["itl"].observe
 
     def first_token(self, seconds: float) -> None:
@@ -150,7 +150,7 @@ class EngineMetrics:
         self.histograms["tpot"].observe(per_token)
 
     def answered(self, n: int, max_tokens: int | None, longest: int) -> None:
-        """Records that all ``n`` sequences of a prompt have ended, and the tokens of the longest one."""
+        """Records the end of all ``n`` sequences of a prompt, and the tokens of the longest."""
         self.histograms["n"].observe(n)
         self.histograms["longest"].observe(longest)
         if max_tokens is not None:
@@ -163,7 +163,7 @@ class EngineMetrics:
             self.histograms[key].add(values)
 
     def unfinished(self, reason: str) -> None:
-        """Records a sequence that has ended without all its tokens: "abort" or "error"."""
+        """Records an unfinished sequence: "abort" or "error"."""
         self.finished_by_reason[reason] += 1
 
 
@@ -184,7 +184,7 @@ class _Engines(Collector):
         return found
 
     def _retire_oldest(self) -> None:
-        """Adds the figures of the engine that was met first to those of engines before it."""
+        """Adds the figures of the oldest engine to those of earlier engines."""
         model_name, engine = next(key for key in self._engines if key[1] not in ("", _RETIRED))
         retired = self._engines.setdefault((model_name, _RETIRED), EngineMetrics())
         retired.add(self._engines.pop((model_name, engine)))
@@ -209,7 +209,7 @@ class _Engines(Collector):
 
 
 class _SlowReaders(Collector):
-    """What waits for clients, and the answers that were ended for it."""
+    """Unread output, and the answers ended for it."""
 
     def __init__(self, unread: UnreadLimits) -> None:
         self._unread = unread
@@ -229,7 +229,7 @@ class _SlowReaders(Collector):
 
 
 class Metrics:
-    """One gateway's metrics, in their own registry."""
+    """A gateway's metrics, in their own registry."""
 
     num_in_flight: int
     """HTTP requests under way."""
@@ -245,11 +245,11 @@ class Metrics:
         """Creates the metrics.
 
         Args:
-            model_name: returns the served model's name at the moment, for labels.
-            num_pending: returns how many requests have not finished, parked ones included.
-            num_parked: returns how many new requests wait for a scheduler with a ready worker.
-            unread: what waits for clients.
-            max_model_len: returns the longest sequence that is served at the moment, in tokens.
+            model_name: returns the served model's name, for labels.
+            num_pending: returns the number of unfinished requests, parked requests included.
+            num_parked: returns the number of requests waiting for a scheduler with a ready worker.
+            unread: output not yet read by clients.
+            max_model_len: returns the length of the longest served sequence, in tokens.
         """
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -304,7 +304,7 @@ class Metrics:
             self.num_in_flight -= 1
 
     def engine(self, replica_id: str) -> EngineMetrics:
-        """Returns the metrics of a replica; without an id, those of requests that no replica has run."""
+        """Returns the metrics of a replica; without an id, those of requests before any replica."""
         return self._engines.of(self._model_name(), replica_id)
 
     def answered(self, handler: str, method: str, status: int, seconds: float, error: str | None) -> None:
@@ -315,7 +315,7 @@ class Metrics:
             method: the HTTP method.
             status: the HTTP status; 0 if the client left first.
             seconds: time from the request's head to the end of the answer.
-            error: the code of its error, if it has one.
+            error: the code of its error.
         """
         self._http.labels(handler, method, str(status)).inc()
         self._durations.labels(handler, method).observe(seconds)
@@ -345,7 +345,7 @@ _FLAGS: Final = frozenset({"triptych:gateway_scheduler_up"})
 
 
 class SharedMetrics:
-    """One gateway's part in the metrics of all."""
+    """A gateway's part in the metrics of all."""
 
     def __init__(self, folder: Path, own_text: Callable[[], bytes]) -> None:
         """Prepares the part; :meth:`start` makes it readable.
@@ -396,7 +396,7 @@ class SharedMetrics:
 
 
 async def _read(path: Path) -> bytes | None:
-    """Returns the metrics of the gateway behind a socket; None if it does not answer."""
+    """Returns the metrics of the gateway at a socket; None without an answer."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(path)

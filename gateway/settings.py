@@ -137,7 +137,7 @@ class SecuritySettings(ServiceSettings):
     @field_validator("api_key", mode="before")
     @classmethod
     def _are_keys(cls, value: object) -> object:
-        """Reads a variable: one key or a JSON list; or a flag's keys, quoted with commas between them."""
+        """Reads a variable (a key or a JSON list), or a flag's keys, quoted with commas between them."""
         if isinstance(value, str):
             value = _json_list(value) if value.startswith(("[", '"')) else (value,)
         if isinstance(value, tuple | list) and "" in value:
@@ -180,7 +180,7 @@ _VLLM_PARSER = re.compile(r"vllm:[\w.-]+")
 
 
 class Settings(CallSecuritySettings, SecuritySettings):
-    """Serves the HTTP API of one scheduler."""
+    """Serves the HTTP API of a scheduler."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych gateway")
 

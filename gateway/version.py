@@ -1,4 +1,4 @@
-"""The installed version of Triptych, and what it serves."""
+"""The installed version of Triptych, and the fingerprint of a served model."""
 
 import functools
 import hashlib

@@ -35,7 +35,7 @@ _LOCK_S: Final = 0.05
 
 
 class Page:
-    """The use of one key, in memory. Read and change its values inside ``with page:``."""
+    """The use of a key, in memory. Read and change its values inside ``with page:``."""
 
     values: "array[float] | memoryview[float]"
 
@@ -169,7 +169,7 @@ def _slot_path(folder: Path, slot: int) -> Path:
 
 
 class Limits(NamedTuple):
-    """The limits of one key; ``None``: no limit."""
+    """The limits of a key; ``None``: no limit."""
 
     concurrent_requests: int | None = None
     requests_per_minute: int | None = None
@@ -177,7 +177,7 @@ class Limits(NamedTuple):
 
 
 class Bucket:
-    """A token bucket of one minute, stored in a page. Its level may fall below zero.
+    """A token bucket of a minute, stored in a page. Its level may fall below zero.
 
     Use it inside ``with page:``.
     """
@@ -186,7 +186,7 @@ class Bucket:
         """Continues a stored bucket of the same size; otherwise starts full.
 
         Args:
-            per_minute: the size, filled in one minute.
+            per_minute: the size, filled in a minute.
             page: stores the state.
             number: the bucket's place in the page.
             clock: monotonic seconds, the same in all processes.
@@ -219,7 +219,7 @@ class Bucket:
 
 
 class KeyLimiter:
-    """The use of one key against its limits. For the event loop's thread only."""
+    """The use of a key against its limits. For the event loop's thread only."""
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float], page: Page) -> None:
         """Continues from the use in ``page``; ``clock`` returns monotonic seconds."""
@@ -244,7 +244,7 @@ class KeyLimiter:
         return None if per_minute is None else Bucket(per_minute, self._page, number, self._clock)
 
     def admit(self) -> "Admission":
-        """Admits one request; its ``end`` must be called.
+        """Admits a request; its ``end`` must be called.
 
         Raises:
             Overloaded: if the key is at a limit.
@@ -311,7 +311,7 @@ class KeyLimiter:
 
 
 class Admission:
-    """One admitted request, with the tokens charged for it."""
+    """An admitted request, with the tokens charged for it."""
 
     def __init__(self, limiter: KeyLimiter) -> None:
         """Starts without tokens."""

@@ -23,7 +23,7 @@ _MAX_MEMBERS: Final = 64
 
 
 class BoundedBody:
-    """Receives one request's body: decoded, bounded in size and time."""
+    """Receives a request's body, decoded and bounded in size and time."""
 
     def __init__(self, receive: Receive, headers: Headers, max_bytes: int, timeout_s: float) -> None:
         """Wraps ``receive``.
@@ -44,15 +44,13 @@ class BoundedBody:
         self._complete = False
 
     async def __call__(self) -> Message:
-        """Returns the next message.
-
-        Headers are checked when the body is asked for, after the check of keys.
+        """Returns the next message. The first call checks the headers, after the check of keys.
 
         Raises:
             PayloadTooLarge: if the body is too long.
             RequestTooSlow: if it takes too long.
-            UnsupportedEncoding: if it has an encoding that is not decoded here.
-            InvalidArgument: if it is not in the encoding that its header names.
+            UnsupportedEncoding: for an unknown content encoding.
+            InvalidArgument: if the body does not match its content encoding.
             ClientGone: if the client closed the connection.
         """
         if self._complete:
@@ -118,11 +116,7 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
 
 
 def _encodings(headers: Headers) -> list[str]:
-    """Returns the names of a body's encodings, the outermost first.
-
-    Raises:
-        UnsupportedEncoding: if one of them is not decoded here.
-    """
+    """Returns the names of a body's encodings, the outermost first."""
     given = [name.strip().lower() for name in ",".join(headers.getlist("content-encoding")).split(",")]
     found = [name for name in reversed(given) if name not in ("", "identity")]
     for name in found:
@@ -147,12 +141,7 @@ class _Decoder:
         self._num_members = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Returns the bytes that ``data`` decodes to; allocates no more than the bound.
-
-        Raises:
-            PayloadTooLarge: if the body decodes to more than the bound.
-            InvalidArgument: if ``data`` is not in this encoding.
-        """
+        """Returns the decoded bytes of ``data``; allocates no more than the bound."""
         out = []
         while data:
             if self._inflater is None or self._inflater.eof:
@@ -168,11 +157,7 @@ class _Decoder:
         return b"".join(out)
 
     def finish(self) -> None:
-        """Checks that the body is whole.
-
-        Raises:
-            InvalidArgument: if its end is missing.
-        """
+        """Refuses a body whose end is missing."""
         if self._inflater is None or not self._inflater.eof:
             raise self._broken("ends too early")
 

@@ -1,20 +1,20 @@
-"""HTTP errors: one table gives each error class its OpenAI error type and code.
+"""HTTP errors, and the table of their types and codes in OpenAI's form.
 
 ::
 
     TriptychError (protos.errors)
     ├── InvalidArgument
-    │   ├── PayloadTooLarge    the body is longer than this gateway accepts
-    │   ├── RequestTooSlow     the body did not arrive in time
-    │   ├── UnsupportedEncoding  the body is compressed in a way that is not decoded here
-    │   ├── Unauthorized       a key is missing or wrong
-    │   └── Forbidden          a setting does not allow the request
+    │   ├── PayloadTooLarge
+    │   ├── RequestTooSlow
+    │   ├── UnsupportedEncoding
+    │   ├── Unauthorized
+    │   └── Forbidden
     ├── NotFound
-    │   ├── UnknownModel       the request names a model that is not served
-    │   └── UnknownRoute       no such path
-    │       └── WrongMethod    the path exists, the method does not
+    │   ├── UnknownModel
+    │   └── UnknownRoute
+    │       └── WrongMethod
     └── Aborted
-        └── ClientGone         the client closed its connection before the answer was complete
+        └── ClientGone
 """
 
 import math
@@ -44,7 +44,7 @@ from protos.errors import (
 _ERROR: Final = "triptych.error"
 
 METHOD: Final = "triptych.method"
-"""The method that the client sent, in a request's scope; routes see HEAD as GET."""
+"""The client's method, in a request's scope; routes see HEAD as GET."""
 
 # The Retry-After value, in seconds, if the error has none of its own.
 DEFAULT_RETRY_AFTER_S: Final = 1
@@ -66,7 +66,7 @@ class RequestTooSlow(InvalidArgument):
 
 
 class UnsupportedEncoding(InvalidArgument):
-    """The body is compressed in a way that is not decoded here."""
+    """The content encoding of the body is not served."""
 
     http_status = 415
 
@@ -84,7 +84,7 @@ class Forbidden(InvalidArgument):
 
 
 class UnknownModel(NotFound):
-    """The request names a model that is not served."""
+    """The request names an unknown model."""
 
 
 class UnknownRoute(NotFound):
@@ -212,7 +212,7 @@ def error_response(
 
 
 class _ErrorResponse(Response):
-    """An answer that tells the middleware which error it carries."""
+    """An answer whose error is noted for the middleware."""
 
     media_type = "application/json"
 
@@ -226,24 +226,24 @@ class _ErrorResponse(Response):
 
 
 def note_error(scope: MutableMapping[str, Any], error: TriptychError) -> None:
-    """Notes the error that a request ends with, for its line in the access log and for metrics."""
+    """Notes the error at a request's end, for the access log and metrics."""
     row = row_of(error)
     scope[_ERROR] = row.code or row.type
 
 
 def error_code(scope: MutableMapping[str, Any]) -> str | None:
-    """Returns the code of the error that a request has ended with, if it has."""
+    """Returns the code of the error at a request's end."""
     code: str | None = scope.get(_ERROR)
     return code
 
 
 def internal(error: BaseException) -> Internal:
-    """Returns the error that a client sees for an unexpected exception; the log keeps the details."""
+    """Returns the client's view of an unexpected exception; the log keeps the details."""
     return Internal(f"the gateway failed on this request ({type(error).__name__}); its log has the details")
 
 
 def sent_method(scope: MutableMapping[str, Any]) -> str:
-    """Returns the method that the client sent."""
+    """Returns the client's method."""
     method: str = scope.get(METHOD, scope["method"])
     return method
 

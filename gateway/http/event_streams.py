@@ -1,4 +1,4 @@
-"""Event streams: their headers and comments, and how one begins before its answer is known."""
+"""Event streams: headers, comments, and streams opened before their answer is known."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -24,12 +24,12 @@ STREAM_HEADERS: Final[tuple[tuple[bytes, bytes], ...]] = (
 
 
 def encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Returns headers as ASGI has them."""
+    """Returns headers in the form of ASGI."""
     return [(name.encode(), value.encode()) for name, value in headers.items()]
 
 
 def as_stream_error(error: Exception) -> TriptychError:
-    """Logs the failure of a stream that has begun; returns what the client sees of it."""
+    """Logs the failure of a stream after its start; returns the client's view of it."""
     if isinstance(error, TriptychError):
         get_logger().warning("stream failed", error=str(error), code=type(error).__name__)
         return error
@@ -38,9 +38,9 @@ def as_stream_error(error: Exception) -> TriptychError:
 
 
 class EarlyStream(Response):
-    """A stream that sends comments while its answer cannot begin yet, because no model is known.
+    """A stream of comments while no model is known, followed by the answer.
 
-    An answer, or a refusal, that comes before the first comment has its own status and headers.
+    An answer or refusal before the first comment keeps its own status and headers.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class EarlyStream(Response):
         Args:
             answer: returns the response to the request, a stream.
             every_s: seconds between two comments.
-            write_error: writes the events that end a stream that failed.
-            headers: further headers that are known before the answer is.
+            write_error: writes the last events of a failed stream.
+            headers: further headers, known before the answer.
         """
         super().__init__(status_code=200)
         self._answer = answer
@@ -86,7 +86,7 @@ class EarlyStream(Response):
     async def _send_rest(
         self, answer: asyncio.Task[Response], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Sends the answer to a client that has got a status line and comments."""
+        """Sends the answer after a status line and comments."""
 
         async def without_head(message: Message) -> None:
             if message["type"] != "http.response.start":

@@ -17,7 +17,7 @@ _ADVICE: Final = "check that they are PEM files, belong together and may be read
 
 
 def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """Returns a listening socket; with ``reuse_port`` one of several on the same port.
+    """Returns a listening socket; with ``reuse_port``, others may listen on the same port.
 
     Raises:
         ConfigurationRefused: if the address is not available; one line with the reason.
@@ -39,9 +39,9 @@ def _socket_reason(error: OSError) -> str:
 
 @contextlib.contextmanager
 def unix_listener(path: Path) -> Iterator[socket.socket]:
-    """Yields a socket that listens at ``path``, and removes the file at the end.
+    """Yields a listening socket at ``path``; removes the file at the end.
 
-    A file that a dead process left is replaced.
+    The file of a dead process is replaced.
 
     Raises:
         ConfigurationRefused: if the path is in use or cannot be written; one line with the reason.

@@ -1,4 +1,4 @@
-"""The gateway's spans: one for each HTTP request, the ancestor of the scheduler's and the workers' spans."""
+"""Middleware around every HTTP request: request id, access log, metrics, spans, and the body's limits."""
 
 import re
 import time
@@ -43,7 +43,7 @@ class HttpTraces:
         self._tracer = tracer
 
     def begin(self, scope: MutableMapping[str, Any], headers: Headers) -> None:
-        """Begins the span of a request, a child of the one that its headers name."""
+        """Begins the span of a request, a child of the span in its headers."""
         span = self._tracer.begin(
             sent_method(scope),
             headers.get("traceparent", ""),
@@ -63,14 +63,14 @@ class HttpTraces:
         error: str | None,
         noted: Mapping[str, Any],
     ) -> None:
-        """Writes the span of a request, if it has one.
+        """Writes the span of a sampled request.
 
         Args:
             scope: the request.
             route: its route's pattern.
             status: the HTTP status; 0 if the client left first.
-            error: the code of its error, if it has one.
-            noted: what the access log says of it.
+            error: the code of its error.
+            noted: its fields in the access log.
         """
         begun = scope.pop(_SPAN, None)
         if begun is None:
@@ -144,7 +144,7 @@ def note(scope: MutableMapping[str, Any], **fields: Any) -> None:
 
 
 def request_id_of(headers: Headers, new_id: Callable[[], str]) -> str:
-    """Returns the client's request id if it fits into a header and a log, else a new one."""
+    """Returns the client's request id if it fits into a header and a log, otherwise a new id."""
     given = headers.get(REQUEST_ID_HEADER, "")
     return given if _REQUEST_ID.fullmatch(given) else new_id()
 
@@ -155,7 +155,7 @@ def add_headers(scope: MutableMapping[str, Any], make: Callable[[], list[tuple[b
 
 
 class Outcome(NamedTuple):
-    """How a request has ended."""
+    """The end of a request."""
 
     status: int
     """0 if there was no answer."""
@@ -164,7 +164,7 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(scope: MutableMapping[str, Any]) -> Outcome:
-    """Returns how the request has ended, as far as its answer has been noted."""
+    """Returns status and token counts of the request, as noted so far."""
     noted = scope.get(_ACCESS_FIELDS, {})
     return Outcome(scope.get(_STATUS, 0), noted.get("prompt_tokens", 0), noted.get("completion_tokens", 0))
 
@@ -192,7 +192,7 @@ def _for_routes(scope: Scope) -> Scope:
 
 
 class RequestMiddleware:
-    """Wraps the application in plain ASGI, so that a streamed chunk costs one extra call."""
+    """Wraps the application in plain ASGI: a streamed chunk costs one extra call."""
 
     def __init__(
         self,

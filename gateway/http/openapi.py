@@ -45,7 +45,7 @@ def json_response(answer: Any) -> Response:
 
 
 def api_router(tag: str, *, error: Any = ErrorAnswer, api: str = "OpenAI") -> APIRouter:
-    """Returns a router whose errors all have one shape: ``error``, the error object of ``api``."""
+    """Returns a router whose errors all have the shape ``error``, the error object of ``api``."""
     failure = {"model": error, "description": f"Any other status: {api}'s error object."}
     return APIRouter(tags=[tag], route_class=BodyRoute, responses={"default": failure})
 

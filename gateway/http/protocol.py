@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's protocol, with bounds on what a client may hold and for how long."""
+"""HTTP connections: uvicorn's protocol, with bounds on the memory and time of clients."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -38,9 +38,9 @@ _BODY_WRITER: Final = "triptych.body_writer"
 
 
 class BodyWriter:
-    """Writes the parts of one response's body straight to the connection.
+    """Writes parts of a response's body straight to the connection.
 
-    A part costs a fraction of what it costs through the layers of the application and ASGI messages.
+    This costs a fraction of the way through the application's layers and ASGI messages.
     """
 
     __slots__ = ("_cycle",)
@@ -69,20 +69,15 @@ class BodyWriter:
 
 
 class DecliningParser:
-    """httptools' parser, which reads a request that offers another protocol as if it did not.
+    """httptools' parser, deaf to offers of another protocol.
 
-    Clients that would rather speak HTTP/2, such as Java's, make this offer with their first request, and get
-    HTTP/1.1. httptools would take the bytes after such a head for the other protocol: the request would lose
-    its body, and the body could pass for further requests.
+    Clients with a preference for HTTP/2, such as Java's, offer it in their first request and accept HTTP/1.1.
+    httptools would take the bytes after such a head for the other protocol: the request would lose its body,
+    and the body could pass for further requests.
     """
 
     def __init__(self, make: Callable[[], Any], head: Callable[[], bytes]) -> None:
-        """Creates a parser.
-
-        Args:
-            make: makes a parser of httptools.
-            head: returns the head of the newest request without its offer.
-        """
+        """Parses with the parsers of ``make``; ``head`` returns the newest head without its offer."""
         self._make = make
         self._head = head
         self._parser = make()
@@ -117,14 +112,7 @@ class DecliningParser:
 def _head_without_offer(
     method: bytes, target: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
-    """Returns a request's head without its offer of another protocol.
-
-    Args:
-        method: the method.
-        target: what the request line has between method and version.
-        version: the version, for example "1.1".
-        headers: names in lower case, and values.
-    """
+    """Returns a request's head without its offer of another protocol; names of headers are lower case."""
     lines = [b"%b %b HTTP/%b" % (method, target, version.encode())]
     for name, value in headers:
         if name == b"connection":
@@ -136,10 +124,10 @@ def _head_without_offer(
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Closes connections whose client takes too long: to send a request's head, or to read what was written.
+    """Closes connections of clients that send a head, or read an answer, too slowly.
 
-    A slow reader is cut off only after the transport has held more unsent bytes than its high-water mark for
-    the whole time. The application then sees a disconnect and aborts the request.
+    A slow reader is cut off only if the transport's buffer stays above its high-water mark for the whole
+    time. The application then sees a disconnect and aborts the request.
     """
 
     def __init__(self, *args: Any, read_timeout_s: float, write_timeout_s: float, **kwargs: Any) -> None:
@@ -148,7 +136,7 @@ class BoundedProtocol(HttpToolsProtocol):
         Args:
             *args: uvicorn's arguments.
             read_timeout_s: how long a client may take to send a request's head.
-            write_timeout_s: how long unsent bytes may wait for a client that reads too slowly.
+            write_timeout_s: how long unsent bytes may wait for a slow reader.
             **kwargs: uvicorn's arguments.
         """
         super().__init__(*args, **kwargs)
@@ -191,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse(b"431 Request Header Fields Too Large")
 
     def send_400_response(self, msg: str) -> None:
-        """Answers bytes that are no HTTP in the form of the API's errors, and closes the connection."""
+        """Answers malformed HTTP in the form of the API's errors, and closes the connection."""
         running = self._running
         if running is not None and running.response_started and not running.response_complete:
             self.transport.abort()  # nothing may be written into an answer
@@ -213,12 +201,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._start_head_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Takes a header; drops trailers, which could pass for headers that a proxy has checked."""
+        """Takes a header; drops trailers, which could pass for headers checked by a proxy."""
         if self._in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Ends the time for the head. Cuts off a client that sends requests without end on one connection."""
+        """Ends the time for the head. Cuts off a client with too many unanswered requests."""
         if self.parser.declines:
             return
         self._in_head, self._in_body = False, True
@@ -234,7 +222,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Ends the time for a body that nothing reads."""
+        """Ends the time for an unread body."""
         if self.parser.declines:
             return
         self._in_body = False
@@ -242,7 +230,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Starts the time for the rest of a body that came after its answer."""
+        """Starts the time for the rest of a body after its answer."""
         super().on_response_complete()
         if self._in_body and not self.transport.is_closing():
             self._start_head_timer()

@@ -1,7 +1,4 @@
-"""Turns a Messages request into the chat request that the rest of the gateway answers.
-
-The parts have been validated, so they are put together without a second validation.
-"""
+"""Turns a Messages request into a chat request. Its validated parts are not validated again."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +29,7 @@ _BILLING: Final = "x-anthropic-billing-header"
 
 
 class ConvertedRequest(ChatCompletionRequest):
-    """A chat request whose client knows its parameters by the names of Anthropic's API."""
+    """A chat request with the parameter names of Anthropic's API."""
 
     @property
     def constraint_param(self) -> str:
@@ -41,11 +38,7 @@ class ConvertedRequest(ChatCompletionRequest):
 
 
 def to_chat(body: PromptRequest, template: ChatTemplate | None) -> ConvertedRequest:
-    """Returns the chat request that stands for ``body``.
-
-    Args:
-        body: the request.
-        template: the model's chat template, which says what it can show; ``None``: the model has none.
+    """Returns the chat request for ``body`` and the model's chat template.
 
     Raises:
         InvalidArgument: if the last turn cannot be continued.
@@ -92,7 +85,7 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
 
 
 def _variables(body: PromptRequest, template: ChatTemplate | None) -> dict[str, Any]:
-    """Returns the template's variables: the switch of its thinking, and the client's own."""
+    """Returns the template's variables: the switch of its thinking, and those of the client."""
     known = template.variables if template is not None else frozenset()
     variables: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
@@ -102,7 +95,7 @@ def _variables(body: PromptRequest, template: ChatTemplate | None) -> dict[str, 
 
 
 def _messages(body: PromptRequest, *, merge_system: bool) -> list[Message]:
-    """Returns the turns for the template. Neighbouring turns of one role become one, as Anthropic says."""
+    """Returns the turns for the template. Neighbouring turns of the same role are joined."""
     texts, turns = [_text_of(body.system)], body.messages
     if merge_system:
         texts += [_text_of(turn.content) for turn in turns if turn.role == "system"]
@@ -127,7 +120,7 @@ def _text_of(blocks: Iterable[TextBlock | Block]) -> str:
 
 
 def _user_turns(blocks: Sequence[Block], names: dict[str | None, str | None]) -> Iterator[Message]:
-    """Yields the results of calls, then what the user says: results must follow their calls."""
+    """Yields the results of calls, which must follow their calls, then the user's text."""
     for block in blocks:
         if block.type == "tool_result":
             call = block.tool_use_id
@@ -140,7 +133,7 @@ def _user_turns(blocks: Sequence[Block], names: dict[str | None, str | None]) ->
 
 
 def _result(block: Block) -> str:
-    """Returns the text of a call's result. Templates have no field for failures, so the text names one."""
+    """Returns the text of a call's result, marked after a failure: templates lack a field for it."""
     text = "\n".join(part.text for part in block.content)
     return text if not block.is_error or text[:5].lower() == "error" else f"Error: {text}"
 

@@ -88,7 +88,7 @@ async def _respond(request: Request, body: MessagesRequest, headers: dict[str, s
     responses=documented(TokenCount),
 )
 async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
-    """Returns the number of tokens that the same messages, system prompt and tools have as a prompt."""
+    """Returns the number of prompt tokens of the same messages, system prompt and tools."""
     served = await generating_model(request, body.model)
     prompt = await chat_prompt(request, served, await _chat(request, body, served))
     headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
@@ -98,7 +98,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
 @router.api_route(f"{PATH}/batches", methods=["GET", "POST"], include_in_schema=False)
 @router.api_route(f"{PATH}/batches/{{rest:path}}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
 async def batches() -> Response:
-    """Answers that there are no batches, because nothing is stored."""
+    """Refuses batches: nothing is stored."""
     raise UnknownRoute(
         f"{PATH}/batches is not served: nothing is stored here; send each request of the batch to {PATH}"
     )

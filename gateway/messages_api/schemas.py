@@ -58,7 +58,7 @@ _MAX_DEPTH: Final = 6
 
 
 def _in_words(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a block of text for one that no model here can read: its texts, else a line that names it."""
+    """Returns a block of text in place of another block: its texts, or a line with its type."""
     kind = block["type"]
     if kind in _CALLS:
         text = f"[{clip(str(block.get('name')))} was called with {_json(block.get('input'))}]"
@@ -93,12 +93,7 @@ def _json(value: Any) -> str:
 
 
 def _blocks(*types: str, in_words: frozenset[str] = frozenset()) -> Callable[[Any], Any]:
-    """Returns a validator that accepts text or blocks of these types, and returns blocks.
-
-    Args:
-        types: the blocks that stay as they are.
-        in_words: the blocks that become text.
-    """
+    """Returns a validator of text and blocks of ``types``; blocks of ``in_words`` become text."""
 
     def check(content: Any) -> Any:
         if isinstance(content, str):
@@ -147,7 +142,7 @@ ResultBlocks = Annotated[
 
 
 class Block(RequestModel):
-    """One block of a turn's content. Its type says which fields it has."""
+    """A block of a turn's content, with the fields of its type."""
 
     type: BlockType
     text: Annotated[str | None, Field(description="With the type text.")] = None
@@ -213,7 +208,7 @@ _ROLES: Final[Mapping[str, frozenset[BlockType]]] = {
 
 
 class Turn(RequestModel):
-    """One turn of a conversation."""
+    """A turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[Blocks, Field(description="Text, or a list of blocks.")]
@@ -257,7 +252,7 @@ def _limit_system(system: Any) -> Any:
 
 
 class AnthropicTool(RequestModel):
-    """A tool. Only custom ones are served; the others are skipped, and a header of the answer names them."""
+    """A tool. Custom tools are served; others are skipped and named in a header of the answer."""
 
     type: Annotated[
         str | None, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", description="custom, or omitted.")
@@ -292,7 +287,7 @@ class AnthropicTool(RequestModel):
 
 
 def _without_settings_of_server_tools(tools: Any) -> Any:
-    """Keeps type and name of the tools that are skipped; each kind has fields of its own."""
+    """Keeps only type and name of skipped tools, whose further fields vary."""
     if not isinstance(tools, list):
         return tools
     return [
@@ -346,7 +341,7 @@ class ThinkingConfig(RequestModel):
 
 
 class JsonOutput(RequestModel):
-    """A JSON schema that the answer's text matches."""
+    """A JSON schema of the answer's text."""
 
     type: Literal["json_schema"]
     schema_: Annotated[Schema, Field(alias="schema", description="A JSON schema.")]
@@ -374,7 +369,7 @@ _ONLY_THIS_MODEL: Final = "it is not served by this deployment; omit it"
 
 
 class PromptRequest(RequestModel):
-    """The part of both bodies that becomes the prompt."""
+    """The fields of both bodies for the prompt."""
 
     unserved: ClassVar[Mapping[str, Unserved]] = {
         **TEMPLATE_UNSERVED,
@@ -439,12 +434,12 @@ class PromptRequest(RequestModel):
 
     @property
     def skipped_tools(self) -> list[str]:
-        """The types of the tools that are not served."""
+        """The types of skipped tools."""
         return [tool.type or "" for tool in self.tools if not tool.custom]
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | bool | None:
-        """The JSON schema that the answer's text matches; ``None``: any text is fine."""
+        """The JSON schema of the answer's text; ``None``: any text."""
         asked = self.output_format or (self.output_config and self.output_config.format)
         return asked.schema_ if asked else None
 
@@ -489,7 +484,7 @@ class MessagesRequest(PromptRequest):
 
 
 class AnthropicErrorDetail(TypedDict):
-    """What went wrong."""
+    """The error."""
 
     type: Annotated[str, Field(description="Anthropic's error type, for example invalid_request_error.")]
     message: Annotated[str, Field(description="One line: what was wrong, and what to change.")]
@@ -504,7 +499,7 @@ class AnthropicErrorAnswer(TypedDict):
 
 
 class AnswerBlock(TypedDict):
-    """A block of an answer. Its type says which fields it has."""
+    """A block of an answer, with the fields of its type."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: NotRequired[Annotated[str | None, Field(description="With the type text.")]]
@@ -531,7 +526,7 @@ class OutputTokensDetails(TypedDict):
 
 
 class TokenCounts(TypedDict):
-    """Token counts. The prompt has as many tokens as the three counts of its tokens together."""
+    """Token counts. The three counts of prompt tokens add up to the prompt's length."""
 
     input_tokens: Annotated[int, Field(description="Prompt tokens that were computed.")]
     cache_creation_input_tokens: Annotated[int, Field(description="Always 0: caching costs nothing.")]
@@ -547,7 +542,7 @@ class MessageUsage(TokenCounts):
 
 
 class MessageHead(TypedDict):
-    """The fields that begin a message."""
+    """The first fields of a message."""
 
     id: str
     type: Literal["message"]

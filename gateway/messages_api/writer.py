@@ -1,7 +1,6 @@
 """Writes messages, whole or as events, and errors in the form of Anthropic's API.
 
-Its clients know the status 529 as the one of a service that is overloaded for a moment, and its type names
-what to do: wait and retry.
+Its clients wait and retry after the status 529 and its error type.
 """
 
 import hashlib
@@ -25,21 +24,21 @@ ID_PREFIX: Final = "msg_"
 
 
 class StopReason(NamedTuple):
-    """Why an answer ended."""
+    """The end of an answer."""
 
     reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     sequence: str | None = None
-    """The stop sequence, if one ended the answer."""
+    """The stop sequence at the end of the answer."""
 
     @classmethod
     def of(cls, delta: Delta, *, called: bool, complete: bool) -> "StopReason":
-        """Returns the reason of a sequence's last delta.
+        """Returns the reason for the end of a sequence.
 
-        A stop sequence that cuts a call short wins over the call, which must not run.
+        A call cut short by a stop sequence must not run, so the stop sequence is the reason.
 
         Args:
             delta: the last delta.
-            called: whether the answer has calls.
+            called: whether there are calls in the answer.
             complete: whether the last call's input is complete.
         """
         if delta.finish_reason == "length":
@@ -52,9 +51,9 @@ class StopReason(NamedTuple):
 
 
 def usage_body(usage: Usage) -> TokenCounts:
-    """Returns the token counts. Tokens from the prefix cache are not part of ``input_tokens``.
+    """Returns the token counts. ``input_tokens`` excludes tokens from the prefix cache.
 
-    No cache entry is created on purpose: every computed prefix is cached, and costs nothing more.
+    Every computed prefix is cached at no further cost, so no tokens count as created.
     """
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
@@ -66,12 +65,12 @@ def usage_body(usage: Usage) -> TokenCounts:
 
 
 def message_head(answer_id: str, model: str) -> MessageHead:
-    """Returns the fields that begin a message."""
+    """Returns the first fields of a message."""
     return {"id": answer_id, "type": "message", "role": "assistant", "model": model}
 
 
 def signature_of(answer_id: str, index: int) -> str:
-    """Returns what clients send back with a thinking block; it is not verified."""
+    """Returns the signature of a thinking block, sent back by clients and not verified."""
     return hashlib.blake2b(f"{answer_id}/{index}".encode(), digest_size=32).hexdigest()
 
 
@@ -122,7 +121,7 @@ def content_of(events: Iterable[Event]) -> list[tuple[Event, str]]:
 def message_body(
     head: AnswerHead, end: Delta, events: Iterable[Event], usage: Usage, *, omit_thinking: bool
 ) -> MessageAnswer:
-    """Returns the message that a whole answer is.
+    """Returns the message of a whole answer.
 
     Args:
         head: its id and model.
@@ -190,17 +189,17 @@ def shape(error: TriptychError) -> ShapedError:
 
 
 def encode_event(kind: str, **fields: Any) -> bytes:
-    """Returns one server-sent event of the type ``kind``."""
+    """Returns a server-sent event of the type ``kind``."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
 
 
 def error_event(error: TriptychError) -> bytes:
-    """Returns the event that ends a stream that failed."""
+    """Returns the last event of a failed stream."""
     return encode_event("error", **error_body(error))
 
 
 class MessageStreamWriter(ResponseWriter):
-    """Writes the blocks of one message. One is open at a time."""
+    """Writes the blocks of a message, each closed before the next."""
 
     def __init__(self, head: AnswerHead, plan: AnswerPlan, *, omit_thinking: bool) -> None:
         """Reads the text by ``plan``; ``omit_thinking`` leaves thinking blocks empty."""
@@ -211,7 +210,7 @@ class MessageStreamWriter(ResponseWriter):
         self._index = -1
         """Of the newest block."""
         self._open: type[Event] | None = None
-        """The kind of the block that is open."""
+        """The kind of the open block."""
         self._call_blocks: dict[int, int] = {}
         """The block of each call."""
         self._arguments: list[str] = []
@@ -228,7 +227,7 @@ class MessageStreamWriter(ResponseWriter):
         return encode_event("message_start", message=message) + encode_event("ping")
 
     def write(self, delta: Delta) -> bytes:
-        """Returns the events that the text settles; at the end also the end of the last block."""
+        """Returns the events settled by the text; at the end also the end of the last block."""
         if self._reader is not None:
             out = b"".join([self._event(event) for event, _ in self._reader.read(delta)])
         else:
@@ -250,7 +249,7 @@ class MessageStreamWriter(ResponseWriter):
         )
 
     def error(self, error: TriptychError) -> bytes:
-        """Returns the event that ends a stream that failed."""
+        """Returns the last event of a failed stream."""
         return error_event(error)
 
     def keep_alive(self) -> bytes:
@@ -280,7 +279,7 @@ class MessageStreamWriter(ResponseWriter):
         return b"%b%b}}\n\n" % (out + self._before_text, orjson.dumps(text))
 
     def _start(self, kind: type[Event], block: AnswerBlock) -> bytes:
-        """Closes the open block and opens the next one."""
+        """Closes the open block and opens the next."""
         out = self._close()
         self._index, self._open = self._index + 1, kind
         if kind is Text:

@@ -1,7 +1,4 @@
-"""Turns a Responses request into the chat request that the rest of the gateway answers.
-
-The parts have been validated, so they are put together without a second validation.
-"""
+"""Turns a Responses request into a chat request. Its validated parts are not validated again."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,23 +22,18 @@ _SYSTEM: Final = ("system", "developer")
 
 
 class ResponseAsChat(ChatCompletionRequest):
-    """A Responses request as a chat request. Errors name the parameters that the client sent."""
+    """A Responses request as a chat request. Errors name the client's parameters."""
 
     prompt_param: ClassVar[str] = "input"
 
     @property
     def constraint_param(self) -> str:
-        """The parameter that constrains the answer."""
+        """The parameter with the answer's constraint."""
         return "text.format" if self.structured_outputs is None else "structured_outputs"
 
 
 def to_chat(body: ResponsesRequest, template: ChatTemplate | None) -> ResponseAsChat:
-    """Returns the chat request with the same answer.
-
-    Args:
-        body: the request.
-        template: the model's chat template, which says what it can show; ``None``: the model has none.
-    """
+    """Returns the chat request for ``body`` and the model's chat template."""
     shared = {
         name: getattr(body, name)
         for name in SamplingRequest.model_fields
@@ -82,7 +74,7 @@ def _tool(function: Function) -> Tool:
 
 
 def _is_unfinished(item: InputItem) -> bool:
-    """Whether an item is a message of the assistant that was cut."""
+    """Whether an item is an incomplete message of the assistant."""
     return (
         isinstance(item, InputMessage)
         and item.role == "assistant"
@@ -91,7 +83,7 @@ def _is_unfinished(item: InputItem) -> bool:
 
 
 def _system_first(messages: Sequence[Message]) -> list[Message]:
-    """Joins all system messages to one in front, for templates that refuse any other."""
+    """Joins all system messages in front, for templates that refuse later system messages."""
     system = [message for message in messages if message.role in _SYSTEM]
     if not system:
         return list(messages)
@@ -102,7 +94,7 @@ def _system_first(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn of the assistant, which spans several items."""
+    """A turn of the assistant, from several items."""
 
     reasoning: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
@@ -122,8 +114,7 @@ class _Turn:
 def messages_of(instructions: str | None, items: Iterable[InputItem]) -> Iterator[Message]:
     """Yields the chat messages of a conversation.
 
-    Thinking, text and calls of the assistant without another item between them are one message, as they were
-    one answer.
+    Adjacent thinking, text and calls of the assistant, parts of the same answer, are joined.
     """
     if instructions:
         yield Message.model_construct(role="system", content=instructions)
@@ -156,7 +147,7 @@ def messages_of(instructions: str | None, items: Iterable[InputItem]) -> Iterato
 
 
 def _other_message(item: InputItem, functions: dict[str, str]) -> Message | None:
-    """Returns the message of an item that is not part of the assistant's turn."""
+    """Returns the message of an item outside the assistant's turn."""
     if isinstance(item, InputMessage) and item.role != "assistant":
         return Message.model_construct(role=item.role, content=item.content)
     if isinstance(item, FunctionCallOutput):

@@ -22,16 +22,13 @@ Words = str
 
 
 def in_served_form(kind: str, item: Item) -> Item | Words:
-    """Returns what stands for an item: an item that is served, or words of the assistant.
-
-    An unknown item is returned as it is.
-    """
+    """Returns a served item, or words of the assistant, in place of an item; unknown items stay."""
     convert = _FORMS.get(kind)
     return item if convert is None else convert(item)
 
 
 def _call(name: str, field: str) -> Callable[[Item], Item]:
-    """Returns a converter of calls whose arguments are the object in ``field``."""
+    """Returns a converter of calls with the arguments in ``field``."""
     return lambda item: {
         "type": "function_call",
         "call_id": _call_id(item),
@@ -170,7 +167,7 @@ _FORMS: Final[Mapping[str, Callable[[Item], Item | Words]]] = {
     "additional_tools": _user(lambda _: omitted("additional tools")),
     "configuration_update": _user(lambda _: omitted("update of the configuration")),
 }
-"""The converter of each type of item in the openai package's types, and of those that Codex sends."""
+"""The converter of each type of item in the openai package and in Codex."""
 
 
 MAX_ITEMS: Final = MAX_MESSAGES
@@ -243,7 +240,7 @@ ResultText = Annotated[
 
 
 class InputMessage(RequestModel):
-    """One turn of the conversation."""
+    """A turn of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -302,12 +299,12 @@ class ReasoningItem(RequestModel):
 
     @property
     def text(self) -> str:
-        """The thinking; empty if the item has only an encrypted form."""
+        """The thinking; empty if only an encrypted form is given."""
         return "\n".join(piece.text for piece in self.content or self.summary or ())
 
 
 class Aside(NamedTuple):
-    """A part of the assistant's turn that stands for an item no model here can read."""
+    """Words of the assistant in place of an unreadable item."""
 
     text: str
 

@@ -71,7 +71,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     responses=documented(InputTokens),
 )
 async def count_input_tokens(request: Request, body: ResponsesRequest) -> Response:
-    """Returns the number of tokens that the same instructions, input and functions have as a prompt."""
+    """Returns the number of prompt tokens of the same instructions, input and functions."""
     served = await generating_model(request, body.model)
     prompt = await chat_prompt(request, served, await _chat(request, body, served))
     content = orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt)})
@@ -109,7 +109,7 @@ def _body(
 
 
 def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[ChatToken]:
-    """Returns the log-probabilities of the tokens that belong to the message, as a stream reports them."""
+    """Returns the log-probabilities of the message's tokens, as in a stream."""
     if plan.plain or not reporter.wanted:
         return chat_logprobs(reporter, end.tokens)
     reader, last = DeltaReader(plan.reader()), len(end.tokens) - 1
@@ -127,7 +127,7 @@ def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[
 
 @router.post(f"{PATH}/compact", include_in_schema=False)
 async def compact() -> Response:
-    """Answers that no conversation is compacted here."""
+    """Refuses to compact conversations."""
     raise UnknownRoute(
         f"{PATH}/compact is not served: a compacted conversation could only be read by OpenAI's models; ask the"
         f" model for a summary with POST {PATH}"
@@ -139,7 +139,7 @@ async def compact() -> Response:
 @router.post(f"{PATH}/{{response_id}}/cancel", include_in_schema=False)
 @router.get(f"{PATH}/{{response_id}}/input_items", include_in_schema=False)
 async def stored_response(response_id: str) -> Response:
-    """Answers that there is no such response, because none is ever stored."""
+    """Answers 404: responses are never stored."""
     raise NotFound(
         f"there is no response {quote(response_id)}: responses are not stored here, whatever 'store' says; keep"
         " the answer of POST /v1/responses",

@@ -1,8 +1,8 @@
 """The body of ``/v1/responses`` with its tools, and the answers.
 
-A custom tool is a function with one text. OpenAI's own tools (web search, computer use, MCP servers, …) are
-skipped: agents send them with every request, whether the model can use them or not. Agents group the
-functions of an MCP server in a namespace; the model knows such a function by both names together.
+A custom tool is a function with a text. OpenAI's own tools (web search, computer use, MCP servers, …) are
+skipped: agents send them with every request. Agents group the functions of an MCP server in a namespace; the
+model sees both names joined.
 """
 
 import re
@@ -29,13 +29,13 @@ MODES: Final = ("none", "auto", "required")
 
 
 class FunctionTool(Function):
-    """A function that the model may call."""
+    """A callable function."""
 
     type: Literal["function"]
 
 
 class CustomTool(RequestModel):
-    """A tool that the model calls with a plain text."""
+    """A tool called with a plain text."""
 
     type: Literal["custom"]
     name: ToolName
@@ -45,13 +45,13 @@ class CustomTool(RequestModel):
     ] = None
 
     def as_function(self, name: str) -> FunctionTool:
-        """Returns the function that stands for it, under the name that the model knows."""
+        """Returns the tool as a function named ``name``."""
         description = describe(self.description, self.format)
         return FunctionTool(type="function", name=name, description=description, parameters=INPUT_SCHEMA)
 
 
 class SkippedTool(NamedTuple):
-    """A tool that no model can call here."""
+    """A tool without service here."""
 
     type: str
 
@@ -60,7 +60,7 @@ CallableTool = FunctionTool | CustomTool
 
 
 def _callable(value: Any, info: ValidationInfo) -> CallableTool | SkippedTool:
-    """Reads the definition of a function or a custom tool; of any other tool only the type."""
+    """Reads a function or a custom tool; of any other tool only the type."""
     if not isinstance(value, dict):
         raise ValueError(f"must be a tool (a JSON object), got {quote(value)}")  # noqa: TRY004
     kind = value.get("type")
@@ -75,7 +75,7 @@ def _callable(value: Any, info: ValidationInfo) -> CallableTool | SkippedTool:
 
 
 def full_name(namespace: str | None, name: str) -> str:
-    """Returns the name that the model knows a function by."""
+    """Returns the model's name of a function."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -91,7 +91,7 @@ class Namespace(RequestModel):
 
     @property
     def functions(self) -> list[tuple[str, CallableTool]]:
-        """Its functions, each with the name that the model knows."""
+        """Its functions, each with the model's name."""
         return [
             (full_name(self.name, tool.name), tool) for tool in self.tools if isinstance(tool, CallableTool)
         ]
@@ -107,7 +107,7 @@ def _tool(value: Any, info: ValidationInfo) -> ResponseTool:
 
 
 class ScopedName(NamedTuple):
-    """The name that the client knows a function by."""
+    """The client's name of a function."""
 
     name: str
     namespace: str | None = None
@@ -115,7 +115,7 @@ class ScopedName(NamedTuple):
 
 
 def _callables(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, CallableTool, str | None]]:
-    """Yields the tools that the model may call: its name for them, the tool, and the namespace."""
+    """Yields the model's name of each callable tool, the tool, and its namespace."""
     for tool in tools:
         if isinstance(tool, CallableTool):
             yield tool.name, tool, None
@@ -124,7 +124,7 @@ def _callables(tools: Sequence[ResponseTool]) -> Iterator[tuple[str, CallableToo
 
 
 def functions_of(tools: Sequence[ResponseTool]) -> list[FunctionTool]:
-    """Returns the tools that the model may call, under the names that it knows."""
+    """Returns the callable tools under the model's names."""
     return [
         tool.as_function(name) if isinstance(tool, CustomTool) else tool.model_copy(update={"name": name})
         for name, tool, _ in _callables(tools)
@@ -132,7 +132,7 @@ def functions_of(tools: Sequence[ResponseTool]) -> list[FunctionTool]:
 
 
 def scoped_names(tools: Sequence[ResponseTool]) -> dict[str, ScopedName]:
-    """Returns the client's names of tools by the names that the model knows."""
+    """Returns the client's names of tools by the model's names."""
     return {
         name: ScopedName(tool.name, namespace, isinstance(tool, CustomTool))
         for name, tool, namespace in _callables(tools)
@@ -140,7 +140,7 @@ def scoped_names(tools: Sequence[ResponseTool]) -> dict[str, ScopedName]:
 
 
 def skipped_types(tools: Sequence[ResponseTool]) -> list[str]:
-    """Returns the types of the tools that the model cannot call."""
+    """Returns the types of skipped tools."""
     flat = [one for tool in tools for one in (tool.tools if isinstance(tool, Namespace) else (tool,))]
     return [tool.type for tool in flat if isinstance(tool, SkippedTool)]
 
@@ -169,7 +169,7 @@ class Allowed(NamedTuple):
 
     mode: Literal["auto", "required"]
     names: tuple[str, ...]
-    """Of functions, as the model knows them."""
+    """The model's names of functions."""
 
 
 def _names_in(namespace: str, tools: Sequence[ResponseTool]) -> list[str]:
@@ -195,7 +195,7 @@ def _allowed(value: dict[str, Any], given: Sequence[ResponseTool]) -> Allowed:
 
 
 def _chosen_name(function: dict[str, Any]) -> str:
-    """Returns the model's name of a function that a choice names; the namespace may be a field of its own."""
+    """Returns the model's name of a chosen function; the namespace may be a separate field."""
     namespace = function.get("namespace")
     return full_name(namespace if isinstance(namespace, str) else None, function["name"])
 
@@ -292,7 +292,7 @@ class ReasoningOptions(RequestModel):
 
 
 class ResponsesRequest(SamplingRequest):
-    """A request for a response. Parameters that OpenAI's API lacks are vLLM's."""
+    """A request for a response, with further parameters of vLLM."""
 
     prompt_param: ClassVar[str] = "input"
 
@@ -400,7 +400,7 @@ class ResponsesRequest(SamplingRequest):
 
     @property
     def functions(self) -> list[FunctionTool]:
-        """The tools that the model may call."""
+        """The callable tools."""
         return functions_of(self.tools)
 
     @property
@@ -471,7 +471,7 @@ class OutputReasoning(TypedDict):
 
 
 class OutputFunctionCall(TypedDict):
-    """A call that the model makes."""
+    """A call of a function."""
 
     id: str
     type: Literal["function_call"]

@@ -49,12 +49,12 @@ _UNNAMED: Final = ScopedName("")
 
 @dataclass(slots=True)
 class OutputItem(ABC):
-    """One item of an answer."""
+    """An item of an answer."""
 
     event_prefix: ClassVar[str]
-    """What the names of the events about its text begin with."""
+    """Prefix of the names of its text's events."""
     text_field: ClassVar[str] = "text"
-    """What the event about its whole text calls it."""
+    """Name of its text in the last event."""
 
     id: str
     index: int
@@ -132,7 +132,7 @@ class CallItem(OutputItem):
     call_id: str = ""
     name: ScopedName = _UNNAMED
     revoked: bool = False
-    """Whether its arguments turned out not to be JSON, when a stream had announced it."""
+    """Whether a stream announced it before its arguments turned out not to be JSON."""
 
     @property
     def has_parts(self) -> bool:
@@ -155,7 +155,7 @@ class CallItem(OutputItem):
 
 @dataclass(slots=True)
 class CustomCallItem(CallItem):
-    """A call of a custom tool, whose text is the input in the arguments."""
+    """A call of a custom tool; its text is the input in the arguments."""
 
     event_prefix = "response.custom_tool_call_input"
     text_field = "input"
@@ -178,22 +178,17 @@ class CustomCallItem(CallItem):
 
 
 class Output:
-    """The items of one answer, in order."""
+    """The items of an answer, in order."""
 
     def __init__(self, answer_id: str, names: Mapping[str, ScopedName]) -> None:
-        """Creates an answer without items.
-
-        Args:
-            answer_id: the items are named after it.
-            names: the client's names of tools by the names that the model knows.
-        """
+        """Starts empty; ids derive from ``answer_id``, and ``names`` maps the model's names of tools."""
         self._names = names
         self._suffix = answer_id.partition("_")[2]
         self.items: list[OutputItem] = []
         self._calls: dict[int, CallItem] = {}
 
     def take(self, event: Event) -> OutputItem:
-        """Adds an event to the item that it belongs to; that is a new last item if the event begins one."""
+        """Adds an event to its item, which may be new; returns the item."""
         last = self.items[-1] if self.items else None
         match event:
             case Text(text):
@@ -220,7 +215,7 @@ class Output:
         return self._add(MessageItem(*self._place("msg")))
 
     def bodies(self, *, cut: bool) -> list[OutputItemAnswer]:
-        """Returns the items; if the answer was ``cut``, the last one is incomplete."""
+        """Returns the items; the last item of a ``cut`` answer is incomplete."""
         last = len(self.items) - 1
         return [item.body("incomplete" if cut and item.index == last else "completed") for item in self.items]
 
@@ -264,7 +259,7 @@ _ERROR_CODES: Final = ((Overloaded, "rate_limit_exceeded"), (InvalidArgument, "i
 
 @dataclass(frozen=True, slots=True)
 class ResponseObject:
-    """The object that a request is answered with; most fields repeat the request."""
+    """The response object; most fields repeat the request."""
 
     body: ResponsesRequest
     answer_id: str
@@ -277,18 +272,18 @@ class ResponseObject:
         return Output(self.answer_id, scoped_names(self.body.tools))
 
     def in_progress(self) -> ResponseAnswer:
-        """Returns the object of an answer that begins."""
+        """Returns the object at an answer's start."""
         return self._object("in_progress", [])
 
     def ended(self, output: list[OutputItemAnswer], usage: Usage, *, cut: bool) -> ResponseAnswer:
-        """Returns the object of an answer that is complete, or was ``cut`` at its limit of tokens."""
+        """Returns the object of an answer, complete or ``cut`` at its limit of tokens."""
         if not cut:
             return self._object("completed", output, usage=_usage(usage))
         details: IncompleteDetails = {"reason": "max_output_tokens"}
         return self._object("incomplete", output, usage=_usage(usage), incomplete_details=details)
 
     def failed(self, output: list[OutputItemAnswer], error: TriptychError) -> ResponseAnswer:
-        """Returns the object of an answer that failed after ``output``."""
+        """Returns the object of an answer failed after ``output``."""
         known = (code for kind, code in _ERROR_CODES if isinstance(error, kind))
         details: ResponseFailure = {"code": next(known, "server_error"), "message": error.message}
         return self._object("failed", output, error=details)
@@ -406,7 +401,7 @@ def _tool_choice(body: ResponsesRequest) -> Any:
 
 
 class ResponseStreamWriter(ResponseWriter):
-    """Writes typed, numbered events; there is no terminator after the last one."""
+    """Writes typed, numbered events, without a terminator."""
 
     def __init__(self, response: ResponseObject, reader: DeltaReader | None, reporter: Reporter) -> None:
         """Creates a writer.
@@ -427,7 +422,7 @@ class ResponseStreamWriter(ResponseWriter):
         self._count = 0
 
     def begin(self) -> bytes:
-        """Returns the events that show the response object, still empty."""
+        """Returns the events of the empty response object."""
         self._began = True
         response = self._response.in_progress()
         return self._event("response.created", response=response) + self._event(
@@ -435,7 +430,7 @@ class ResponseStreamWriter(ResponseWriter):
         )
 
     def write(self, delta: Delta) -> bytes:
-        """Returns the events that the text settles; at the end also those that close the last item."""
+        """Returns the events settled by the text; at the end also the end of the last item."""
         item, text = self._open, delta.text
         if self._reader is None and item is not None and not (delta.tokens or delta.finish_reason):
             # Most deltas of most answers.
@@ -466,7 +461,7 @@ class ResponseStreamWriter(ResponseWriter):
         return self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: TriptychError) -> bytes:
-        """Returns the event for the error, and the response that failed if the stream has begun."""
+        """Returns the event for the error; after the stream's start also the failed response."""
         if not self._began:
             return only_error(error)
         event = self._event("error", **error_event(error))
