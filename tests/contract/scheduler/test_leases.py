@@ -1,14 +1,12 @@
 """Leases over real gRPC: the step loop while a worker runs several steps in a row."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from protos.errors import Unavailable
 from protos.steps import Decode, Prefill, StepPlan
 from protos.triptych.v1 import inference_pb2
-from scheduler_svc.workers.step_loop import StepLoop
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
@@ -77,33 +75,6 @@ async def test_a_new_request_ends_a_running_lease() -> None:
         assert await second == expected_tokens([6, 7], 4)
 
 
-async def test_a_request_that_arrives_while_a_lease_is_sent_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that arrives before the step loop reads results still ends the lease."""
-    worker = worker_with(hold_at_step=2)
-    write = StepLoop._write
-    second: asyncio.Task[list[int]] | None = None
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-
-        async def slow_write(loop: StepLoop, call: Any, plan: StepPlan) -> None:
-            nonlocal second
-            await write(loop, call, plan)
-            if leases(plan) and second is None:
-                second = asyncio.create_task(tokens_of(scheduler, generate_request([6, 7], max_tokens=4)))
-                async with asyncio.timeout(5):
-                    while scheduler.engine.num_running < 2:
-                        await asyncio.sleep(0)
-
-        monkeypatch.setattr(StepLoop, "_write", slow_write)
-        first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
-        await lease_begins(worker)
-        plan = await next_plan(worker)
-        assert [new.token_ids for new in plan.admit] == [(6, 7)]
-        worker.gate.set()
-        assert await first == expected_tokens(SHORT, 20)
-        assert second is not None
-        assert await second == expected_tokens([6, 7], 4)
-
-
 async def test_an_abort_ends_a_lease_and_frees_the_slot() -> None:
     """An abort ends the lease, and the other request of the lease loses no token."""
     worker = worker_with(hold_at_step=5)
@@ -147,38 +118,3 @@ async def test_a_worker_lost_in_a_lease_costs_no_token() -> None:
             assert isinstance(await gone, Unavailable)
         async with joined(scheduler, worker_with(), "w2"):
             assert await answer == expected_tokens(SHORT, 20)
-
-
-async def test_losing_a_worker_cancels_the_plan_that_ends_its_lease(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The plan that would end the lease is never written, and its writer ends with the replica."""
-    worker = worker_with(hold_at_step=4, die_at_step=4)
-    write = StepLoop._write
-    writing, ended = asyncio.Event(), asyncio.Event()
-
-    async def stuck_write(loop: StepLoop, call: Any, plan: StepPlan) -> None:
-        if (6, 7) not in [new.token_ids for new in plan.admit] or writing.is_set():
-            await write(loop, call, plan)
-            return
-        writing.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    monkeypatch.setattr(StepLoop, "_write", stuck_write)
-    async with run_scheduler() as scheduler:
-        async with run_worker(worker) as port:
-            gone = await lost(scheduler, port)
-            first = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
-            await lease_begins(worker)
-            second = asyncio.create_task(tokens_of(scheduler, generate_request([6, 7], max_tokens=4)))
-            async with asyncio.timeout(5):
-                await writing.wait()
-                worker.gate.set()
-                assert isinstance(await gone, Unavailable)
-                assert ended.is_set()
-        async with joined(scheduler, worker_with(), "w2"):
-            assert await first == expected_tokens(SHORT, 20)
-            assert await second == expected_tokens([6, 7], 4)

@@ -1,10 +1,7 @@
 """Prefixes over real gRPC: resets, KV events and KV groups; also priorities and tenants."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 
-import grpc.aio
 import pytest
 
 from protos.errors import Unavailable
@@ -34,39 +31,6 @@ async def cached(scheduler: RunningScheduler, prompt: list[int], salt: str = "")
     return (await collect(scheduler.inference.Generate(request)))[0].prompt.num_cached_tokens
 
 
-async def fill(scheduler: RunningScheduler, times: int = 4) -> None:
-    """Fills a small cache, which evicts everything else."""
-    for index in range(times):
-        await tokens_of(scheduler, generate_request([40 + index] * 24, max_tokens=1))
-
-
-@contextlib.asynccontextmanager
-async def watching(
-    scheduler: RunningScheduler, *, after: int = 0, replica_id: str = ""
-) -> AsyncIterator[asyncio.Queue[inference_pb2.KvEventBatch]]:
-    """Watches the KV events within the block."""
-    call = scheduler.inference.WatchKvEvents(
-        inference_pb2.WatchKvEventsRequest(after_sequence=after, replica_id=replica_id)
-    )
-    batches: asyncio.Queue[inference_pb2.KvEventBatch] = asyncio.Queue()
-
-    async def read() -> None:
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-            async for batch in call:
-                batches.put_nowait(batch)
-
-    reader = asyncio.create_task(read())
-    try:
-        yield batches
-    finally:
-        call.cancel()
-        await reader
-
-
-async def next_batch(batches: "asyncio.Queue[inference_pb2.KvEventBatch]") -> inference_pb2.KvEventBatch:
-    return await asyncio.wait_for(batches.get(), 10)
-
-
 async def test_a_reset_forgets_prefixes(scheduler: RunningScheduler) -> None:
     """A reset forgets all prefixes and returns the number of replicas."""
     await tokens_of(scheduler, generate_request(PROMPT, max_tokens=1))
@@ -85,33 +49,6 @@ async def test_a_reset_does_not_touch_running_requests(scheduler: RunningSchedul
     await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
     tokens += [token async for event in events for token in event.token_ids]
     assert tokens == expected_tokens(PROMPT, 30)
-
-
-async def test_a_watcher_sees_a_snapshot_then_what_is_stored_and_removed() -> None:
-    """Sequence numbers are consecutive, parents precede children, and only stored keys are removed."""
-    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(num_blocks=9)):
-        await tokens_of(scheduler, generate_request([5] * 9, max_tokens=1))
-        async with watching(scheduler) as batches:
-            snapshot = await next_batch(batches)
-            assert snapshot.snapshot
-            (event,) = snapshot.events
-            known = set(event.stored.hashes)
-            assert (len(known), event.stored.tokens_per_hash) == (2, 4)
-            sequence, removed, parent = snapshot.sequence, 0, b""
-            await fill(scheduler, 2)
-            while not removed:
-                batch = await next_batch(batches)
-                sequence += 1
-                assert (batch.sequence, batch.snapshot) == (sequence, False)
-                for event in batch.events:
-                    if event.HasField("stored"):
-                        stored = event.stored
-                        assert len(stored.token_ids) == 4 * len(stored.hashes)
-                        assert not parent or stored.parent_hash in known or stored.token_ids[0] == 41
-                        parent = stored.hashes[-1]
-                        known |= set(stored.hashes)
-                    removed += len(event.removed.hashes)
-                    assert known.issuperset(event.removed.hashes)
 
 
 async def test_a_watcher_that_does_not_keep_up_is_cut_off(scheduler: RunningScheduler) -> None:

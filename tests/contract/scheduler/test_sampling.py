@@ -215,16 +215,6 @@ async def test_aborting_one_sequence_lets_the_others_finish(
     assert [t for e in events if e.sequence == 2 for t in e.token_ids] == expected_tokens(PROMPT, 20, 2)
 
 
-async def test_the_end_of_the_call_ends_all_sequences(
-    scheduler: RunningScheduler, worker: FakeWorker
-) -> None:
-    """Cancelling the call aborts all sequences."""
-    call = scheduler.inference.Generate(request_for(4, max_tokens=40))
-    await call.read()
-    call.cancel()
-    assert await scheduler.engine.drained(5)
-
-
 async def test_resumed_sequences_continue_after_the_received_tokens(scheduler: RunningScheduler) -> None:
     """A finished sequence stays ended, a started one continues, and the third one starts."""
     wanted = [expected_tokens(PROMPT, 8, sequence) for sequence in range(3)]

@@ -35,20 +35,6 @@ from tests.support.scheduler.running_scheduler import (
 pytestmark = pytest.mark.contract
 
 
-async def test_a_worker_lost_mid_stream_costs_no_token() -> None:
-    """When a worker is lost, another one continues the stream where it stopped."""
-    async with run_scheduler() as scheduler:
-        dying = FakeWorker(die_at_step=5)
-        async with run_worker(dying) as port:
-            call = await register(scheduler, port)
-            stream = scheduler.inference.Generate(generate_request(max_tokens=20))
-            answer = asyncio.create_task(collect(stream))
-            assert isinstance(await failure(call), Unavailable)
-        async with joined(scheduler, FakeWorker(), "w2"):
-            events = await answer
-    assert [token for event in events for token in event.token_ids] == expected_tokens([5, 6, 7], 20)
-
-
 async def test_waiting_requests_fail_when_no_worker_returns() -> None:
     """After replica_wait_s without a worker, waiting requests fail with a retryable error."""
     async with run_scheduler(Settings(replica_wait_s=0.05)) as scheduler:

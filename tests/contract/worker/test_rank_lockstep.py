@@ -329,15 +329,6 @@ async def test_an_announcement_without_its_call_ends_no_later_call(
         assert servers.reasons == []
 
 
-async def gave_up(servers: RankServers) -> None:
-    """Waits until no call waits for the unload on rank 1."""
-    follower = servers.workers[1].follower
-    assert follower is not None
-    async with asyncio.timeout(20):
-        while follower._unload_calls[1]:
-            await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("ends", ["refused", "cancelled"])
 @pytest.mark.parametrize("number", [0, 1], ids=["same sizes", "other sizes"])
 async def test_a_call_of_an_earlier_scheduler_holds_no_unload_up(
@@ -361,28 +352,6 @@ async def test_a_call_of_an_earlier_scheduler_holds_no_unload_up(
                 assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
             for _ in range(2):
                 await asyncio.gather(other(), first())
-        assert servers.reasons == []
-
-
-async def test_an_unload_that_rank_0_never_announces_holds_no_later_one_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 0's call failed, and the other rank's ended at its deadline."""
-    async with rank_servers(2, 1, monkeypatch) as servers:
-        for worker in servers.workers:
-            worker.adapters = cast("Any", Hosted())
-        await servers.configure(sizes())
-        first, other = unloads(servers)
-        for _ in range(2):
-            call = other()
-            await announced(servers)
-            call.cancel()
-            await gave_up(servers)
-            later = asyncio.ensure_future(other())
-            await announced(servers)
-            assert not later.done()
-            async with asyncio.timeout(20):
-                await asyncio.gather(first(), later)
         assert servers.reasons == []
 
 

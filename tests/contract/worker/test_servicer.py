@@ -161,32 +161,6 @@ async def test_adapters_that_hang_hold_no_other_call_up(stub: Any, adapters: Han
     assert [str(await refusal(load)) for load in loads] == ["the disk is gone"] * 4
 
 
-async def test_retries_of_a_source_that_hangs_take_no_threads(
-    stub: Any, servicer: WorkerServicer, adapters: Hanging
-) -> None:
-    """However often it is retried, one thread waits for it, and other sources are read."""
-    slow = load_request(1, "/slow")
-    async with asyncio.timeout(20):
-        first = stub.LoadAdapter(slow)
-        await adapters.wait_for_reads(1)
-        first.cancel()
-        while not servicer._adapter_threads._abandoned:
-            await asyncio.sleep(0)
-        for _ in range(100):
-            refused = await refusal(stub.LoadAdapter(slow))
-            assert isinstance(refused, Unavailable)
-            assert refused.message == (
-                "adapter sql: an earlier read of /slow hangs; retry once its disk or hub answers"
-            )
-        assert not adapters.begun.acquire(blocking=False)
-        assert (await stub.LoadAdapter(load_request(2, "/fast"))).rank == 8
-        adapters.answers.set()
-        # The thread ends after the disk's answer, at a moment that no call sees.
-        while "earlier read" in (again := await refusal(stub.LoadAdapter(slow))).message:
-            await asyncio.sleep(0)
-    assert again.message == "the disk is gone"
-
-
 class Loading:
     """Adapters that are trained on the base models that their names say."""
 

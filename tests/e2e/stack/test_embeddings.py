@@ -57,13 +57,6 @@ def test_grpc_and_http_agree(minilm: Stack) -> None:
     assert all(math.isclose(dot(one["embedding"], one["embedding"]), 1, abs_tol=1e-4) for one in data)
 
 
-def test_a_text_that_fits_no_shape_is_refused(minilm: Stack) -> None:
-    """The longest shape limits prompts, even if the model could read more."""
-    response = httpx.post(f"{minilm.base_url}/v1/embeddings", json={"input": [[1] * 129]}, timeout=20)
-    assert response.status_code == 400
-    assert "at most 128" in response.json()["error"]["message"]
-
-
 def test_scores_are_cosines(minilm: Stack) -> None:
     """/score and /rerank compare embeddings of a model that does not read pairs."""
     with OpenAI(base_url=f"{minilm.base_url}/v1", api_key="unused") as client:
@@ -79,21 +72,6 @@ def test_scores_are_cosines(minilm: Stack) -> None:
         f"{minilm.base_url}/rerank", json={"query": TEXTS[0], "documents": [TEXTS[2], TEXTS[1]]}, timeout=20
     )
     assert [one["index"] for one in ranked.json()["results"]] == [1, 0]
-
-
-def test_settings_without_effect_are_logged(minilm: Stack) -> None:
-    """The scheduler logs that --max-num-seqs has no effect."""
-    log = (minilm.run_dir / "scheduler.log").read_text()
-    assert '"settings_ignored"' in log
-    assert "max_num_seqs" in log
-
-
-def test_chat_is_refused_with_a_hint(minilm: Stack) -> None:
-    """The model cannot generate tokens."""
-    body = {"messages": [{"role": "user", "content": "hi"}]}
-    response = httpx.post(f"{minilm.base_url}/v1/chat/completions", json=body, timeout=20)
-    assert response.status_code == 400
-    assert "use /v1/embeddings" in response.json()["error"]["message"]
 
 
 def test_the_example_compares_sentences(minilm: Stack) -> None:

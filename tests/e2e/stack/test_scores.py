@@ -73,13 +73,3 @@ def test_documents_are_sorted(stack: Stack, expected: list[float]) -> None:
     order = sorted(range(3), key=lambda index: -expected[index])
     assert [one["index"] for one in results] == order
     assert results[0]["document"]["text"] == DOCUMENTS[order[0]]
-
-
-def test_a_pair_that_fits_no_shape_is_refused_with_the_shapes(stack: Stack) -> None:
-    """The refusal lists the shapes; truncation makes it fit."""
-    long = "word " * 80
-    response = httpx.post(f"{stack.base_url}/score", json={"text_1": QUERY, "text_2": long}, timeout=30)
-    assert response.status_code == 400
-    assert "fits none of the shapes 4x32, 1x64 (rows x tokens)" in response.json()["error"]["message"]
-    body = post(stack, "/score", text_1=QUERY, text_2=long, truncate_prompt_tokens=-1)
-    assert body["usage"]["prompt_tokens"] == 64

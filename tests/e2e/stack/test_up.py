@@ -177,20 +177,3 @@ def pids_written(run_dir: Path) -> dict[str, int]:
     with contextlib.suppress(ValueError):
         return pids(run_dir)
     return {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (["--model", "/nonexistent/model"], "/nonexistent/model"),
-        (["--block-size", "100", "--max-num-batched-tokens", "64"], "block"),
-    ],
-)
-def test_a_refused_setting_stops_the_launcher(tmp_path: Path, arguments: list[str], word: str) -> None:
-    """The launcher prints one line and exits with 2, whether it or a service refuses."""
-    with launcher(tmp_path, *arguments) as process:
-        _, errors = process.communicate(timeout=60)
-        assert process.returncode == 2, errors
-    assert word in errors
-    assert errors.count("\n") == 1
-    assert list(tmp_path.glob("*.pid")) == []

@@ -11,7 +11,6 @@ from protos.errors import (
     Internal,
     InvalidArgument,
     NotFound,
-    Overloaded,
     Unavailable,
     Unsupported,
 )
@@ -162,38 +161,6 @@ async def test_a_lost_workers_requests_run_elsewhere() -> None:
             assert await asyncio.gather(*calls) == [embedding_of([n]) for n in (1, 2, 3)]
 
 
-async def test_waiting_requests_fail_when_no_worker_returns() -> None:
-    """After replica_wait_s, waiting requests fail and new ones are refused at once."""
-    settings = SHAPES.model_copy(update={"replica_wait_s": 0.05})
-    async with run_scheduler(settings) as scheduler:
-        worker = FakePoolWorker()
-        worker.gate.clear()
-        async with run_worker(worker) as port:
-            registered = await register(scheduler, port)
-            call = asyncio.create_task(failure(scheduler.inference.Pool(pool_request())))
-            await worker.received.wait()
-            registered.cancel()
-            assert isinstance(await call, Unavailable)
-        assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Unavailable)
-
-
-async def test_two_workers_share_the_queue() -> None:
-    """While one worker's device is blocked, the other worker serves all other requests."""
-    async with run_scheduler(SHAPES) as scheduler:
-        held, free = FakePoolWorker(), FakePoolWorker()
-        held.gate.clear()
-        async with joined(scheduler, held, "held"), joined(scheduler, free, "free"):
-            calls = [asyncio.create_task(values_of(scheduler, [3 + n])) for n in range(12)]
-            for done, finished in enumerate(asyncio.as_completed(calls), start=1):
-                await finished
-                if done == 8:
-                    break
-            held.gate.set()
-            assert await asyncio.gather(*calls) == [embedding_of([3 + n]) for n in range(12)]
-    assert held.steps > 0
-    assert free.steps > 0
-
-
 async def test_a_cancelled_call_and_an_abort_end_a_request(
     scheduler: RunningScheduler, worker: FakePoolWorker
 ) -> None:
@@ -214,21 +181,6 @@ async def test_a_cancelled_call_and_an_abort_end_a_request(
     assert await values_of(scheduler, [8]) == embedding_of([8])
     assert not (await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="running"))).found
     assert [rows for rows, _, _ in worker.batches] == [1, 1]
-
-
-async def test_a_full_queue_refuses_requests() -> None:
-    """A full queue refuses requests with a retryable error."""
-    settings = SHAPES.model_copy(update={"max_waiting_requests": 1})
-    worker = FakePoolWorker()
-    async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        calls = [asyncio.create_task(values_of(scheduler, [1]))]
-        await worker.received.wait()
-        calls.append(asyncio.create_task(values_of(scheduler, [2])))
-        await until_waiting(scheduler, 1)
-        assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Overloaded)
-        worker.gate.set()
-        assert await asyncio.gather(*calls) == [embedding_of([1]), embedding_of([2])]
 
 
 async def test_draining_lets_running_requests_finish(

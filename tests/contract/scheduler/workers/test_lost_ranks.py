@@ -113,31 +113,6 @@ async def test_a_rank_that_dies_while_steps_run_costs_no_token(dies: int) -> Non
         await serves_again(scheduler, answer)
 
 
-async def test_a_rank_0_that_ends_its_stream_ends_the_group() -> None:
-    """All processes start again, rank 0 included: the scheduler does not know what the others still run."""
-    async with run_scheduler() as scheduler:
-        ranks = FakeRank(rank=0, die_at_step=3), FakeRank(rank=1)
-        async with serving_ranks(scheduler, *ranks) as registered:
-            answer = asyncio.create_task(tokens_of(scheduler, generate_request(max_tokens=20)))
-            messages = await asyncio.gather(*(rank.released() for rank in registered))
-        assert messages == ["rank 0 of replica r0 is lost: the worker ended its stream: OK"] * 2
-        await serves_again(scheduler, answer)
-
-
-async def test_a_cut_link_to_a_rank_makes_no_suspect() -> None:
-    """A process that still answers has not died, whatever its rank."""
-    async with run_scheduler(Settings(max_worker_losses=1)) as scheduler:
-        first = FakeRank(rank=0, hold_at_step=3)
-        async with (
-            serving_ranks(scheduler, first, FakeRank(rank=1)) as ranks,
-            answering(scheduler, first) as answer,
-        ):
-            ranks[1].call.cancel()
-            await ranks[0].released()
-            assert scheduler.deployment.losses.workers == {Loss.CUT_OFF: 1}
-        await serves_again(scheduler, answer)
-
-
 async def test_a_hung_step_gives_up_every_rank() -> None:
     """Each may be the one that hangs, so each hears STATE_HUNG."""
     async with run_scheduler(Settings(step_timeout_s=0.3)) as scheduler:
