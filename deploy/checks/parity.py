@@ -23,12 +23,12 @@ from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
 from protos.steps import Decode, StepResult
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.convert.model import copies_blocks_from_proto, description_from_proto
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.settings import Settings as SchedulerSettings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
+from scheduler_svc.workers.descriptions import copies_blocks_from_proto, description_from_proto
 from scheduler_svc.workers.engine_protocol import WorkerLink
 from scheduler_svc.workers.generating import GeneratingReplicas, make_engine
 from worker_svc.api.convert import description_to_proto, geometry_from_proto, ready_to_proto

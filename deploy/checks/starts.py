@@ -248,8 +248,8 @@ def configuration(settings: SchedulerSettings, worker: "Worker") -> worker_pb2.C
         ConfigurationRefused: the settings contradict the model or the device.
     """
     # The worker's room imports torch.
-    from scheduler_svc.convert.model import description_from_proto
     from scheduler_svc.workers.deployment import Deployment
+    from scheduler_svc.workers.descriptions import description_from_proto
     from worker_svc.api.convert import description_to_proto
 
     description = description_from_proto(description_to_proto(worker, worker_id="", model=""))

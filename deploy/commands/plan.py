@@ -11,8 +11,7 @@ from protos.errors import ConfigurationRefused
 from protos.service.settings import load
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import DamagedHistogram, RecordedBatches, histogram_path
-from scheduler_svc.shapes.bucket_planner import BucketPlan, BucketUsage, plan_buckets
-from scheduler_svc.shapes.buckets import decode_buckets
+from scheduler_svc.shapes.buckets import BucketPlan, BucketUsage, decode_buckets, plan_buckets
 
 
 class _NoPlanError(Exception):

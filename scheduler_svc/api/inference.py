@@ -21,20 +21,20 @@ from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.validation import check_fields
 from scheduler_svc.api.event_buffer import EventBuffer
-from scheduler_svc.api.kv_watch import watch_kv_events
+from scheduler_svc.api.event_columns import ConnectEncoder
+from scheduler_svc.api.kv_watch import kv_batch_to_proto, watch_kv_events
 from scheduler_svc.api.lora_service import LoraService
-from scheduler_svc.convert.connect_stream import ConnectEncoder
-from scheduler_svc.convert.inference import (
+from scheduler_svc.api.messages import (
     check_results_fit,
     event_to_protos,
+    files_to_proto,
+    load_to_proto,
     lora_to_proto,
+    model_to_proto,
     pool_submission_from_proto,
     pooled_to_proto,
     submission_from_proto,
 )
-from scheduler_svc.convert.kv_events import kv_batch_to_proto
-from scheduler_svc.convert.load import load_to_proto
-from scheduler_svc.convert.model import files_to_proto, model_to_proto
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.requests.admission import Submission

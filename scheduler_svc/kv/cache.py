@@ -16,11 +16,9 @@ from scheduler_svc.kv.groups import (
     PagedWindowGroup,
     Table,
 )
-from scheduler_svc.kv.prefix_index import PrefixIndex
+from scheduler_svc.kv.prefix_index import KeepJunctions, KeepPolicy, KvStats, PrefixIndex
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.kv.stats import KvStats
-from scheduler_svc.kv.window_policy import KeepJunctions, KeepPolicy
-from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import Geometry, KvGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
-from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.shapes.shape_config import Geometry
 
 
 @dataclass(slots=True, eq=False)

@@ -19,7 +19,6 @@ from protos.errors import (
 from protos.service.grpc_options import SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.convert.model import WorkerDescription, copies_blocks_from_proto, description_from_proto
 from scheduler_svc.ranks.rank import (
     ParallelSizes,
     RankAddress,
@@ -29,6 +28,11 @@ from scheduler_svc.ranks.rank import (
     ranks_text,
 )
 from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.descriptions import (
+    WorkerDescription,
+    copies_blocks_from_proto,
+    description_from_proto,
+)
 from scheduler_svc.workers.engine_protocol import ReplicaSetup
 from scheduler_svc.workers.model_files import FileReceiver
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from protos.errors import ConfigurationRefused, TriptychError, Unavailable
-from scheduler_svc.convert.model import ModelDescription, WorkerDescription
+from scheduler_svc.workers.descriptions import ModelDescription, WorkerDescription
 
 # Facts about the model in which the ranks of a replica must agree.
 _MODEL_FACTS = (

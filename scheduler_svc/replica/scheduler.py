@@ -23,7 +23,7 @@ from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.shapes.buckets import bucket_for
-from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.shapes.shape_config import Geometry
 
 
 class ReplicaOwner(RequestOwner, Protocol):

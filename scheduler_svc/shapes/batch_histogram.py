@@ -1,6 +1,6 @@
 """The number of rows of decode steps: counted in memory, logged periodically, kept on disk across restarts.
 
-`triptych plan` (`bucket_planner.py`) reads the file and proposes decode buckets that fit the traffic.
+`triptych plan` reads the file and proposes decode buckets that fit the traffic.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
-from scheduler_svc.shapes.bucket_planner import usage_of
+from scheduler_svc.shapes.buckets import usage_of
 
 _VERSION = 1
 # Seconds between two writes of the file while nothing is logged.

@@ -1,4 +1,4 @@
-"""Decode buckets: the batch sizes that decode graphs are compiled for.
+"""Decode buckets: the batch sizes of compiled decode graphs, by the settings or fitted to observed traffic.
 
 Pure functions. The strategies and their settings follow vLLM-RBLN (``VLLM_RBLN_DECODE_BATCH_BUCKET_*``). They
 start at the largest batch and go down by division (exponential) or subtraction (linear), until a bucket would
@@ -6,7 +6,8 @@ be below the minimum or the limit of buckets is reached. Manual buckets are sort
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 BucketStrategy = Literal["exponential", "exp", "linear", "manual"]
@@ -96,3 +97,170 @@ def bucket_for(batch: int, buckets: Sequence[int]) -> int:
     if index == len(buckets):
         raise ValueError(f"no bucket holds {batch} rows; the largest is {buckets[-1]}")
     return buckets[index]
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Cost of a decode step, in any unit: ``fixed + per_row * bucket``."""
+
+    fixed: float = 0.0
+    """Cost of a step regardless of its rows; not negative. It affects the gain, not the choice of buckets."""
+    per_row: float = 1.0
+    """Cost of each row of the bucket, padding included; positive."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketUsage:
+    """How the steps of a histogram use a set of buckets."""
+
+    buckets: tuple[int, ...]
+    """Ascending."""
+    num_steps: int
+    """Decode steps."""
+    num_rows: int
+    """Rows that belong to requests."""
+    padded_rows: int
+    """Rows that are padding."""
+    cost: float
+    """Cost of all steps."""
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding among all rows, 0 to 1."""
+        total = self.num_rows + self.padded_rows
+        return self.padded_rows / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """The current buckets and the best ones, for the same steps."""
+
+    current: BucketUsage
+    best: BucketUsage
+
+    @property
+    def gain(self) -> float:
+        """Share of the cost that the best buckets save, 0 to 1; negative if they are too few."""
+        return 1 - self.best.cost / self.current.cost if self.current.cost else 0.0
+
+
+def usage_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost = StepCost()) -> BucketUsage:
+    """Returns how steps with these numbers of rows use these buckets.
+
+    Raises:
+        ValueError: if a step has more rows than the largest bucket.
+    """
+    num_steps = num_rows = total = 0
+    for rows, steps in counts.items():
+        num_steps += steps
+        num_rows += steps * rows
+        total += steps * bucket_for(rows, buckets)
+    return BucketUsage(
+        tuple(buckets), num_steps, num_rows, total - num_rows, cost.fixed * num_steps + cost.per_row * total
+    )
+
+
+def plan_buckets(
+    counts: Mapping[int, int], current: Sequence[int], *, max_batch: int, graphs: int, cost: StepCost = StepCost()
+) -> BucketPlan:  # fmt: skip
+    """Returns the current buckets and the best ones, with their costs.
+
+    Args:
+        counts: maps rows of a step (1 to ``max_batch``) to steps.
+        current: the current buckets, ascending; the last holds ``max_batch`` rows.
+        max_batch: most rows of a step; the last bucket.
+        graphs: most buckets to choose.
+        cost: cost of a step.
+
+    Raises:
+        ValueError: naming the bad value and the rule.
+    """
+    best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
+    return BucketPlan(current=usage_of(counts, current, cost), best=usage_of(counts, best, cost))
+
+
+def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> tuple[int, ...]:
+    """Returns at most ``graphs`` buckets, the last one ``max_batch``, that run the fewest rows in total.
+
+    Every bucket but the last is a size that occurs, because lowering it to the next such size would pad less.
+    Take sizes s_1 < ... < s_n = max_batch, with P_j steps of up to s_j rows. The fewest rows for sizes up to
+    s_j with k buckets are ``cost(k, j) = min over i < j of cost(k - 1, i) + (P_j - P_i) * s_j``. For a fixed
+    k, these are minima of lines of falling slope (-P_i) at rising points (s_j). The convex hull trick finds
+    them in O(n), so the total is O(graphs * n), in integers.
+
+    Example:
+        >>> best_buckets({1: 100, 2: 10, 5: 50, 6: 50}, max_batch=8, graphs=3)
+        (1, 6, 8)
+
+    Raises:
+        ValueError: naming the bad value and the rule.
+    """
+    if max_batch < 1:
+        raise ValueError(f"the largest decode batch must be at least 1, not {max_batch}")
+    if graphs < 1:
+        raise ValueError(f"the number of graphs must be at least 1, not {graphs}")
+    observed = sorted(rows for rows, steps in counts.items() if steps)
+    if observed and not 1 <= observed[0] <= observed[-1] <= max_batch:
+        raise ValueError(
+            f"steps have {observed[0]} to {observed[-1]} rows; only 1 to {max_batch} fit the largest decode batch"
+        )
+    sizes = observed if observed[-1:] == [max_batch] else [*observed, max_batch]
+    if graphs >= len(sizes):
+        return tuple(sizes)
+    # Steps with up to that size; index 0 stands for no size.
+    upto = [0]
+    for size in sizes:
+        upto.append(upto[-1] + counts.get(size, 0))
+    costs = [0, *(steps * size for steps, size in zip(upto[1:], sizes, strict=True))]
+    # For each number of buckets from 2 on: index of the last but one bucket, by index of the last.
+    before: list[list[int]] = []
+    for buckets in range(2, graphs + 1):
+        costs, chosen = _one_more(costs, sizes, upto, buckets)
+        before.append(chosen)
+    index = len(sizes)
+    best = [sizes[index - 1]]
+    for chosen in reversed(before):
+        index = chosen[index]
+        best.append(sizes[index - 1])
+    return tuple(reversed(best))
+
+
+def _one_more(
+    costs: list[int], sizes: list[int], upto: list[int], buckets: int
+) -> tuple[list[int], list[int]]:
+    """Extends the cheapest choices of ``buckets - 1`` buckets by one, by index of the last bucket.
+
+    Returns:
+        Costs, and the index of the last but one bucket; meaningful from index ``buckets`` (at least 2) on.
+    """
+    new, chosen = list(costs), [0] * len(costs)
+    # Indices i of lines y(x) = costs[i] - upto[i] * x that are lowest somewhere at or after the current x.
+    hull: list[int] = []
+    first = 0
+    for last in range(buckets, len(costs)):
+        _append_line(hull, first, last - 1, costs, upto)
+        size = sizes[last - 1]
+        while first + 1 < len(hull) and _at(hull[first + 1], size, costs, upto) <= _at(
+            hull[first], size, costs, upto
+        ):
+            first += 1
+        chosen[last] = hull[first]
+        new[last] = upto[last] * size + _at(hull[first], size, costs, upto)
+    return new, chosen
+
+
+def _at(line: int, x: int, costs: list[int], upto: list[int]) -> int:
+    return costs[line] - upto[line] * x
+
+
+def _append_line(hull: list[int], first: int, line: int, costs: list[int], upto: list[int]) -> None:
+    """Adds the steepest line so far, and drops lines from ``first`` on that are no longer lowest anywhere."""
+    while len(hull) >= first + 2:
+        one, two = hull[-2], hull[-1]
+        # Wherever `line` is below `one`, it is also below `two`.
+        if (costs[line] - costs[one]) * (upto[two] - upto[one]) > (costs[two] - costs[one]) * (
+            upto[line] - upto[one]
+        ):
+            break
+        hull.pop()
+    hull.append(line)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.service.logs import get_logger
-from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.load import Load, ReplicaLoad
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts
@@ -16,6 +15,7 @@ from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram, histogram_path
+from scheduler_svc.workers.descriptions import WorkerDescription
 from scheduler_svc.workers.engine_protocol import (
     EngineProtocol,
     ReplicaFactory,

@@ -12,7 +12,6 @@ from protos.errors import TriptychError
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
-from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.dispatch.adapter_control import Outcome
 from scheduler_svc.dispatch.load import Load, ReplicaMemory
 from scheduler_svc.dispatch.prefix_control import KvChange
@@ -22,6 +21,7 @@ from scheduler_svc.replica.suspects import Detached, Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, Sink
 from scheduler_svc.requests.sampling import Grammar
+from scheduler_svc.workers.descriptions import WorkerDescription
 from scheduler_svc.workers.grammar_compiler import Answered
 
 

@@ -10,13 +10,11 @@ from protos.service.settings import Group
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.adapters.modules import name_and_path
-from scheduler_svc.convert.configuration import configure_to_proto
-from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
+from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.pipeline import PipelineScheduler
@@ -26,7 +24,8 @@ from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import stage_batch
-from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.shapes.shape_config import Geometry
+from scheduler_svc.workers.descriptions import WorkerDescription, configure_to_proto
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 from scheduler_svc.workers.grammar_compiler import CompiledGrammar
 

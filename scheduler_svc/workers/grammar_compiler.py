@@ -8,8 +8,7 @@ import grpc.aio
 from structlog.typing import FilteringBoundLogger
 
 from protos.errors import Internal, Overloaded, TriptychError, from_rpc_error
-from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.convert.configuration import grammar_to_proto
+from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from scheduler_svc.requests.sampling import Grammar
 
 # Compiling itself takes seconds at most; the rest is time behind other grammars.
@@ -97,3 +96,8 @@ class GrammarCompiler:
                 if error.code() not in _BROKEN or error.trailing_metadata():
                     raise
             await asyncio.sleep(_RETRY_S)
+
+
+def grammar_to_proto(grammar: Grammar) -> common_pb2.StructuredOutput:
+    """Returns a grammar's message, for a worker to compile."""
+    return common_pb2.StructuredOutput.FromString(grammar.serialized)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from protos.errors import Internal
-from scheduler_svc.convert.model import ModelDescription
+from scheduler_svc.workers.descriptions import ModelDescription
 
 # Far above the needs of any real tokenizer. Every client that reaches the registry's port may register a
 # worker.

@@ -7,13 +7,12 @@ from protos.service.settings import Group
 from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape
 from protos.validation import TOKEN_TASKS
-from scheduler_svc.convert.configuration import configure_pool_to_proto
-from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.pooling.engine import PoolEngine, PoolReplica
 from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.pooling.tasks import MOST_VALUES, PooledModel
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.pool_shapes import shapes_of
+from scheduler_svc.workers.descriptions import WorkerDescription, configure_pool_to_proto
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 from scheduler_svc.workers.generating import make_order, warn_of_ignored
 

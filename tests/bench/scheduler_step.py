@@ -36,7 +36,7 @@ from protos.service.backpressure import UnreadLimits
 from protos.steps import Decode, GroupKind, Prefill, StepResult
 from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.api.event_buffer import EventBuffer
-from scheduler_svc.convert.connect_stream import ConnectEncoder
+from scheduler_svc.api.event_columns import ConnectEncoder
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
@@ -48,7 +48,7 @@ from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import decode_buckets
-from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import Geometry, KvGroup
 from tests.bench.support.report import report
 from tests.support.gateway.event_reader import EventReader
 from tests.support.scheduler import vllm_peer

@@ -12,8 +12,8 @@ from worker_svc.devices.base import BlockCopies
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
-from worker_svc.shapes.geometry import Geometry, PoolGeometry
 from worker_svc.shapes.model_description import PoolingDescription, PoolingTask
+from worker_svc.shapes.shape_config import Geometry, PoolGeometry
 
 # More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536

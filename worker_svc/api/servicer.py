@@ -32,7 +32,7 @@ from worker_svc.lora.checkpoint import is_named_like
 from worker_svc.lora.store import AdapterStore, HostAdapter
 from worker_svc.model_files import loader
 from worker_svc.phases import Phase, PhaseProgress
-from worker_svc.shapes.geometry import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import Geometry, PoolGeometry
 
 
 class _NotBegunError(Exception):

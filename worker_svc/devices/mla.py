@@ -11,7 +11,7 @@ import torch
 
 from worker_svc.devices.attention import AttentionCall, PagedInput
 from worker_svc.devices.gather_attention import GatheredPlan
-from worker_svc.shapes.geometry import KvGroup
+from worker_svc.shapes.shape_config import KvGroup
 
 
 @dataclass(frozen=True)

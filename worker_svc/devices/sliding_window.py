@@ -12,7 +12,7 @@ import torch
 
 from worker_svc.devices import gather_attention
 from worker_svc.devices.attention import AttentionCall, InPlaceInput
-from worker_svc.shapes.geometry import KvGroup
+from worker_svc.shapes.shape_config import KvGroup
 
 
 @dataclass(frozen=True)

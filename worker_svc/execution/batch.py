@@ -13,7 +13,7 @@ from worker_svc.devices.host import upload
 from worker_svc.devices.lora_stack import NO_ADAPTER
 from worker_svc.execution.staged_writes import StagedWrites
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
-from worker_svc.shapes.geometry import NULL_BLOCK, Geometry, KvGroup
+from worker_svc.shapes.shape_config import NULL_BLOCK, Geometry, KvGroup
 
 # The tensors that admissions write, by their index in `StagedWrites`; a table for each group follows.
 _TOKENS, _COMPUTED, _ADAPTERS, _PARAMETERS, _TABLES = range(5)

@@ -11,7 +11,7 @@ from protos.steps import StepPlan
 from worker_svc.graphs.capture import Recording
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
-from worker_svc.shapes.geometry import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import Geometry, PoolGeometry
 
 G = TypeVar("G")
 

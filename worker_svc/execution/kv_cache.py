@@ -9,7 +9,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from protos.steps import BlockCopy
 from worker_svc.devices.base import Device
-from worker_svc.shapes.geometry import Geometry, KvGroup
+from worker_svc.shapes.shape_config import Geometry, KvGroup
 
 
 class KvCache:

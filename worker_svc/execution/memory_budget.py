@@ -25,8 +25,8 @@ from worker_svc.devices.host import is_host
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.sampling.state import sampling_bytes, state_bytes
-from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.shapes.model_description import ModelSize
+from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry
 
 _GIB = 2**30
 _FLOAT32 = 4

@@ -40,7 +40,7 @@ from worker_svc.phases import Progress
 from worker_svc.ranks.group import RankGroup
 from worker_svc.sampling.sampler import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.geometry import Geometry, KvGroup
+from worker_svc.shapes.shape_config import Geometry, KvGroup
 
 
 class Runner:

@@ -16,7 +16,7 @@ from worker_svc.execution.token_selection import DecodeStep, captured_step, logi
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.lora.store import AdapterStore
 from worker_svc.phases import Progress, one_by_one
-from worker_svc.shapes.geometry import Geometry, KvGroup
+from worker_svc.shapes.shape_config import Geometry, KvGroup
 
 
 class StepGraphs:

@@ -36,8 +36,8 @@ from worker_svc.phases import Phase, PhaseProgress, Phases
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry, group_layers
 from worker_svc.shapes.model_description import ModelDescription
+from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry, group_layers
 from worker_svc.vllm_settings import default_sampling
 
 if TYPE_CHECKING:

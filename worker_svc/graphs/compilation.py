@@ -15,8 +15,8 @@ from worker_svc.graphs.precompiled import CompiledCode, replace_unwritable_cache
 from worker_svc.graphs.verification_cache import VerificationCache
 from worker_svc.phases import Phases, Progress
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry, KvGroup, PoolGeometry
 from worker_svc.shapes.model_description import ModelDescription
+from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry
 
 
 def graph_options(settings: Settings, device: Device) -> GraphOptions:

@@ -12,8 +12,8 @@ from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.pooling.pool_runner import PoolingModel, PoolRunner
-from worker_svc.shapes.geometry import Geometry, PoolGeometry
 from worker_svc.shapes.model_description import ModelDescription
+from worker_svc.shapes.shape_config import Geometry, PoolGeometry
 
 
 class PoolingEngine:

@@ -18,8 +18,8 @@ from worker_svc.graphs.graph_runner import (
     RecordableModel,
 )
 from worker_svc.phases import Progress, one_by_one
-from worker_svc.shapes.geometry import PoolGeometry
 from worker_svc.shapes.model_description import Activation, PoolingDescription, PoolingMethod
+from worker_svc.shapes.shape_config import PoolGeometry
 
 
 def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from worker_svc.shapes.geometry import AttentionLayer
+from worker_svc.shapes.shape_config import AttentionLayer
 
 PoolingMethod = Literal["MEAN", "CLS", "LAST", "ALL"]
 """The pooling of a row's hidden states: mean of its real tokens, first, last, or a result for each token."""

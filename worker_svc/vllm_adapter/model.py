@@ -13,13 +13,13 @@ from worker_svc.graphs.capture import Recorder, Recording
 from worker_svc.lora.checkpoint import LoraLimits
 from worker_svc.pooling.pool_runner import pool_packed, pool_rows
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.geometry import AttentionLayer
 from worker_svc.shapes.model_description import (
     ModelDescription,
     ModelSize,
     PoolingDescription,
     PoolingTask,
 )
+from worker_svc.shapes.shape_config import AttentionLayer
 from worker_svc.vllm_adapter.building import (
     build,
     compare_weights,

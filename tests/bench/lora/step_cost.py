@@ -27,7 +27,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.lora.checkpoint import CONFIG, WEIGHTS
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry
+from worker_svc.shapes.shape_config import Geometry
 
 RANK: Final = 16
 SLOTS: Final = 4

@@ -41,7 +41,7 @@ from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 from scheduler_svc.shapes.buckets import decode_buckets
-from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import Geometry, KvGroup
 from tests.bench.support.report import report
 
 REPLICAS: Final = 64

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from protos.steps import GroupKind
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy, Worth
-from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions, KeepPolicy, Worth
+from scheduler_svc.shapes.shape_config import Geometry, KvGroup
 from tests.bench.support.report import report
 from tests.support.scheduler.factories import make_sequence
 

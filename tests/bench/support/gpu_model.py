@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry
+from worker_svc.shapes.shape_config import Geometry
 
 BLOCK: Final = 128
 CHUNK: Final = 512

@@ -16,8 +16,8 @@ from worker_svc.devices import open_device
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.pooling.pool_runner import PoolRunner
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.geometry import PoolGeometry
 from worker_svc.shapes.model_description import PoolingDescription
+from worker_svc.shapes.shape_config import PoolGeometry
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

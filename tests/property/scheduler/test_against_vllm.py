@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from protos.steps import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import Geometry, KvGroup
 from tests.support.scheduler import vllm_peer
 from tests.support.scheduler.factories import make_sequence
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from scheduler_svc.shapes.bucket_planner import best_buckets, usage_of
+from scheduler_svc.shapes.buckets import best_buckets, usage_of
 
 pytestmark = pytest.mark.property
 

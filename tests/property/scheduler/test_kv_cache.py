@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from protos.steps import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.copies import PendingCopy
+from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions
-from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import DeviceLimits, Geometry, KvGroup
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import FULL, make_geometry, make_sequence
 from tests.support.scheduler.kv_cache_model import KvModel, contexts_of

@@ -12,7 +12,7 @@ from protos.errors import InvalidArgument
 from protos.steps import Decode, GroupKind
 from scheduler_svc.kv.block_pool import Block, BlockPool
 from scheduler_svc.requests.sampling import FinishReason
-from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
+from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import (
     EOS,

@@ -19,7 +19,7 @@ from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed
-from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
+from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import EOS, FULL, make_geometry, make_submission
 from tests.support.scheduler.protocol_model import Client, KnownPrefixes, ModelWorker, Stream

@@ -9,8 +9,8 @@ from protos.steps import Admission, Pool, PoolShape, StepPlan
 from tests.support.sampling_params import pooling_params, sampling_params
 from worker_svc.devices import open_device
 from worker_svc.pooling.pool_runner import PoolRunner
-from worker_svc.shapes.geometry import PoolGeometry
 from worker_svc.shapes.model_description import PoolingTask
+from worker_svc.shapes.shape_config import PoolGeometry
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

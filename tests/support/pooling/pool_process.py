@@ -19,7 +19,7 @@ from tests.support.sampling_params import pooling_params, sampling_params
 from worker_svc.execution.worker import Worker
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import PoolGeometry
+from worker_svc.shapes.shape_config import PoolGeometry
 
 
 @dataclasses.dataclass(frozen=True)

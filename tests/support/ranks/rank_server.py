@@ -23,7 +23,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.phases import Phases
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import Geometry, PoolGeometry
 
 
 class FakeEngine(GenerationEngine):

@@ -25,7 +25,7 @@ from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
-from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import Geometry, KvGroup
 from tests.support.plan_order import SimulatedWorker
 from tests.support.sampling_params import sampling_params
 from tests.support.scheduler.simulated_device import (

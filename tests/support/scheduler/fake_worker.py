@@ -9,8 +9,8 @@ from protos.service.grpc_options import SCHEMA_REVISION
 from protos.step_messages import plan_from_proto
 from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from scheduler_svc.convert.configuration import groups_from_proto
-from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.shapes.shape_config import Geometry
+from scheduler_svc.workers.descriptions import groups_from_proto
 from tests.support.plan_order import next_leased
 from tests.support.scheduler.factories import EOS
 from tests.support.scheduler.simulated_device import DeviceLostError, Moment, SimulatedDevice, nothing_kills

@@ -12,7 +12,7 @@ from protos.steps import GroupKind
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.groups import Table
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import Geometry, KvGroup
 
 Cell = tuple[bytes, bool]
 """KV of one position: its context (all tokens up to it), and whether a whole aligned chunk computed it."""

@@ -15,14 +15,14 @@ from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Sink
 from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.shapes.geometry import Geometry as SchedulerGeometry
-from scheduler_svc.shapes.geometry import KvGroup
+from scheduler_svc.shapes.shape_config import Geometry as SchedulerGeometry
+from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices import open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.geometry import Geometry, group_layers
+from worker_svc.shapes.shape_config import Geometry, group_layers
 from worker_svc.vllm_adapter.model import VllmModel
 
 

@@ -12,7 +12,7 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.shapes.shape_config import Geometry
 from tests.support.scheduler.factories import FULL, Rig
 from tests.support.scheduler.simulated_device import SimulatedDevice, StepFailedError
 

@@ -22,7 +22,7 @@ from protos.steps import (
 )
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.block_pool import NULL_BLOCK_ID
-from scheduler_svc.shapes.geometry import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import Geometry, KvGroup
 
 Kind: TypeAlias = Literal["admit", "chunk", "decode"]
 

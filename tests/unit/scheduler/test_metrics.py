@@ -10,13 +10,13 @@ from protos.errors import Overloaded
 from protos.service.backpressure import UnreadLimits
 from protos.steps import Decode, WorkerReport
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.metrics import RETIRED, SchedulerMetrics
 from scheduler_svc.replica.stats import Distribution
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
+from scheduler_svc.workers.descriptions import description_from_proto
 from scheduler_svc.workers.model_files import describe_served
 from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
 

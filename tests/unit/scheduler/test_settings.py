@@ -7,8 +7,8 @@ import pytest
 from protos.errors import ConfigurationRefused
 from protos.service.settings import load
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.convert.model import description_from_proto
 from scheduler_svc.settings import Settings
+from scheduler_svc.workers.descriptions import description_from_proto
 from scheduler_svc.workers.generating import geometry_for
 
 DESCRIPTION = description_from_proto(

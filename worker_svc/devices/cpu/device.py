@@ -33,7 +33,7 @@ from worker_svc.devices.cpu.lora_stack import serves as serves_adapters
 from worker_svc.devices.cpu.quantized import CpuProducts
 from worker_svc.devices.lora_stack import AdapterStack, StackShape
 from worker_svc.devices.registry import CPU, DeviceSpec
-from worker_svc.shapes.geometry import KvGroup
+from worker_svc.shapes.shape_config import KvGroup
 
 # vLLM registers its compiled kernels in this namespace.
 _vllm_ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name

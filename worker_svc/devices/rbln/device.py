@@ -41,7 +41,7 @@ from worker_svc.devices.rbln.operators import CUSTOM, TRITON, Namespace, emit_ar
 from worker_svc.devices.rbln.quantized import NpuProducts
 from worker_svc.devices.rbln.vendor import Vendor
 from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
-from worker_svc.shapes.geometry import NULL_BLOCK, KvGroup
+from worker_svc.shapes.shape_config import NULL_BLOCK, KvGroup
 
 # The head sizes that the kernels are built for.
 _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)

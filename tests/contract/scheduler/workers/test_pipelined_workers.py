@@ -7,10 +7,10 @@ import pytest
 
 from protos.steps import Decode, Prefill, StepPlan
 from protos.triptych.v1 import registry_pb2
-from scheduler_svc.convert.model import WorkerDescription
 from scheduler_svc.settings import Settings
-from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.shapes.shape_config import Geometry
 from scheduler_svc.workers import generating
+from scheduler_svc.workers.descriptions import WorkerDescription
 from scheduler_svc.workers.step_loop import StepLoop
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker

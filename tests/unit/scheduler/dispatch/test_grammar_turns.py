@@ -16,7 +16,7 @@ from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason, Grammar
-from scheduler_svc.shapes.geometry import Geometry
+from scheduler_svc.shapes.shape_config import Geometry
 from tests.support.scheduler.factories import (
     FULL,
     Rig,

@@ -8,7 +8,7 @@ from protos.steps import GroupKind
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason
-from scheduler_svc.shapes.geometry import KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
     ListSink,

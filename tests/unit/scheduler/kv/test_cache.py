@@ -4,9 +4,9 @@ import pytest
 
 from protos.steps import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
+from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions, KeepPolicy
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.kv.window_policy import KeepEnds, KeepJunctions, KeepPolicy
-from scheduler_svc.shapes.geometry import KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
     expected_tokens,

@@ -8,7 +8,7 @@ import pytest
 
 from protos.errors import Internal
 from protos.steps import Decode, GroupKind, Prefill, StepPlan, StepResult
-from scheduler_svc.shapes.geometry import KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
     Rig,

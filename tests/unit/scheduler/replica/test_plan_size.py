@@ -10,7 +10,7 @@ from protos.service.grpc_options import MAX_MESSAGE_BYTES
 from protos.step_messages import plan_to_proto
 from protos.steps import StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
-from scheduler_svc.convert.inference import submission_from_proto
+from scheduler_svc.api.messages import submission_from_proto
 from scheduler_svc.replica.plans import MAX_ADMITTED_BYTES
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.sampling import Sampling

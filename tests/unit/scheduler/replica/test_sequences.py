@@ -13,7 +13,7 @@ from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.admission import Resumed
 from scheduler_svc.requests.request import Event, SequenceGroup
 from scheduler_svc.requests.sampling import FinishReason
-from scheduler_svc.shapes.geometry import KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.sampling_params import token_logprobs
 from tests.support.scheduler.factories import (
     FULL,

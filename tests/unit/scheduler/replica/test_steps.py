@@ -6,7 +6,7 @@ from protos.errors import Internal
 from protos.steps import Decode, GroupKind, Prefill, SlotOutput, StepPlan, StepResult
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
-from scheduler_svc.shapes.geometry import KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
     ListSink,

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from scheduler_svc.shapes.bucket_planner import BucketUsage, StepCost, best_buckets, plan_buckets, usage_of
+from scheduler_svc.shapes.buckets import BucketUsage, StepCost, best_buckets, plan_buckets, usage_of
 
 
 def test_work_counts_rows_and_padding() -> None:

@@ -4,8 +4,9 @@ import pytest
 
 from protos.errors import Internal
 from protos.triptych.v1 import common_pb2, worker_pb2
-from scheduler_svc.convert.model import description_from_proto, files_to_proto
+from scheduler_svc.api.messages import files_to_proto
 from scheduler_svc.workers import model_files
+from scheduler_svc.workers.descriptions import description_from_proto
 from scheduler_svc.workers.model_files import FileReceiver, describe_served
 
 

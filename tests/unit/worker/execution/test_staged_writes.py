@@ -13,7 +13,7 @@ from tests.support.sampling_params import sampling_params
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.staged_writes import StagedWrites
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.geometry import AttentionLayer, Geometry, group_layers
+from worker_svc.shapes.shape_config import AttentionLayer, Geometry, group_layers
 
 SLOTS = 32
 SIZES = Geometry(max_model_len=64, max_num_seqs=SLOTS, chunk=8, block_size=4, decode_buckets=(SLOTS,))

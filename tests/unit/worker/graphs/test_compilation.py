@@ -14,8 +14,8 @@ from tests.support.worker.layerless import GROUPS
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry
 from worker_svc.shapes.model_description import ModelDescription
+from worker_svc.shapes.shape_config import Geometry
 
 SIZES = Geometry(32, 2, 8, 16, (1, 2), (5, 5))
 DESCRIPTION = ModelDescription("Tiny", 10, 32, (), torch.float32, None, (), None, {})

@@ -15,8 +15,8 @@ from worker_svc.graphs.compile_cache import MANIFEST
 from worker_svc.phases import Phases
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
-from worker_svc.shapes.geometry import Geometry, PoolGeometry
 from worker_svc.shapes.model_description import ModelDescription, PoolingDescription
+from worker_svc.shapes.shape_config import Geometry, PoolGeometry
 
 GEOMETRY = PoolGeometry((PoolShape(prompt_len=4, batch=1), PoolShape(prompt_len=8, batch=2)))
 DESCRIPTION = ModelDescription(

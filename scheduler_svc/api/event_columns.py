@@ -5,7 +5,7 @@ from typing import Final
 
 from protos.service.grpc_options import FULL_MESSAGE_BYTES
 from protos.triptych.v1 import inference_pb2
-from scheduler_svc.convert.inference import event_to_protos
+from scheduler_svc.api.messages import event_to_protos
 from scheduler_svc.requests.request import Event, TokenColumns
 
 # Upper bound of a handle's and a token's size on the wire.

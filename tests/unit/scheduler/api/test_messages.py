@@ -5,8 +5,8 @@ import itertools
 from protos.step_messages import plan_to_proto
 from protos.steps import Admission, StepPlan
 from protos.triptych.v1 import common_pb2, inference_pb2
-from scheduler_svc.convert.inference import event_to_protos, submission_from_proto
-from scheduler_svc.convert.kv_events import kv_batch_to_proto
+from scheduler_svc.api.kv_watch import kv_batch_to_proto
+from scheduler_svc.api.messages import event_to_protos, submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason

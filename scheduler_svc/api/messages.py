@@ -1,21 +1,23 @@
-"""Reads clients' requests, and writes their events and results as messages."""
+"""Reads clients' requests, and writes events, results, load and the model as messages."""
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from protos.errors import Aborted, InvalidArgument
-from protos.service.grpc_options import FULL_MESSAGE_BYTES
+from protos.service.grpc_options import FULL_MESSAGE_BYTES, file_chunks
 from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import TOKEN_TASKS, check_generate, check_pool, count_values
 from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.dispatch.load import Load, ReplicaLoad
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.pooling.tasks import MOST_VALUES
 from scheduler_svc.requests.admission import Resumed, Submission
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 from scheduler_svc.requests.trace import TraceContext
+from scheduler_svc.workers.descriptions import ModelDescription
 
 
 def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer | None = None) -> Submission:
@@ -207,3 +209,50 @@ def lora_to_proto(adapter: Adapter, replica_ids: Sequence[str]) -> inference_pb2
         replica_ids=replica_ids,
         revision=adapter.revision,
     )
+
+
+def load_to_proto(load: Load) -> inference_pb2.Load:
+    """Converts the load of a deployment."""
+    return inference_pb2.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_waiting_tokens=load.num_waiting_tokens,
+        kv_usage=load.kv_usage,
+        replicas=[_replica_to_proto(replica) for replica in load.replicas],
+    )
+
+
+def _replica_to_proto(replica: ReplicaLoad) -> inference_pb2.ReplicaLoad:
+    if replica.starting is not None:
+        return inference_pb2.ReplicaLoad(
+            replica_id=replica.replica_id,
+            state=inference_pb2.REPLICA_STATE_CONFIGURING,
+            detail=replica.starting,
+        )
+    return inference_pb2.ReplicaLoad(
+        replica_id=replica.replica_id,
+        state=inference_pb2.REPLICA_STATE_READY,
+        num_running=replica.num_running,
+        kv_usage=replica.kv_usage,
+    )
+
+
+def model_to_proto(
+    model: ModelDescription, *, served_name: str, aliases: Sequence[str] = (), max_model_len: int,
+    created_unix_s: int, tokenizer_sha256: str,
+) -> common_pb2.ModelInfo:  # fmt: skip
+    """Returns the worker's model description, completed with what the deployment decides."""
+    info = common_pb2.ModelInfo()
+    info.CopyFrom(model.message)
+    info.served_name = served_name
+    info.aliases.extend(aliases)
+    info.max_model_len = max_model_len
+    info.created_unix_s = created_unix_s
+    info.tokenizer_sha256 = tokenizer_sha256
+    return info
+
+
+def files_to_proto(files: Mapping[str, bytes]) -> Iterator[common_pb2.FileChunk]:
+    """Cuts files, given by name, into messages."""
+    for name, data in files.items():
+        yield from file_chunks(name, data)

@@ -6,7 +6,7 @@ import pytest
 
 from protos.errors import ConfigurationRefused
 from protos.steps import GroupKind
-from scheduler_svc.shapes.geometry import DeviceLimits, Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import DeviceLimits, Geometry, KvGroup
 from tests.support.scheduler.factories import FULL
 
 LIMITS = DeviceLimits(max_context=2048, block_size_multiple=32, max_batch=64, max_chunk=512)

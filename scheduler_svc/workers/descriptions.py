@@ -1,12 +1,13 @@
-"""The model and the device that a worker describes, and the model as clients see it."""
+"""A worker's description of its model and device, and its configuration."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protos.service.grpc_options import file_chunks
+from protos.errors import ConfigurationRefused
+from protos.step_messages import shape_to_proto
+from protos.steps import PoolShape, kind_from_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
-from scheduler_svc.convert.configuration import groups_from_proto, limits_from_proto
-from scheduler_svc.shapes.geometry import DeviceLimits, KvGroup
+from scheduler_svc.shapes.shape_config import DeviceLimits, Geometry, KvGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,22 +130,52 @@ def copies_blocks_from_proto(value: "worker_pb2.BlockCopies.ValueType") -> bool:
     return value in (worker_pb2.BLOCK_COPIES_TENSORS, worker_pb2.BLOCK_COPIES_RUNTIME)
 
 
-def model_to_proto(
-    model: ModelDescription, *, served_name: str, aliases: Sequence[str] = (), max_model_len: int,
-    created_unix_s: int, tokenizer_sha256: str,
-) -> common_pb2.ModelInfo:  # fmt: skip
-    """Returns the worker's model description, completed with what the deployment decides."""
-    info = common_pb2.ModelInfo()
-    info.CopyFrom(model.message)
-    info.served_name = served_name
-    info.aliases.extend(aliases)
-    info.max_model_len = max_model_len
-    info.created_unix_s = created_unix_s
-    info.tokenizer_sha256 = tokenizer_sha256
-    return info
+def limits_from_proto(description: worker_pb2.DescribeResponse) -> DeviceLimits:
+    """Reads the limits that a worker describes."""
+    return DeviceLimits(
+        max_context=description.model.max_model_len,
+        block_size_multiple=max(1, description.block_size_multiple),
+        max_batch=description.max_batch,
+        max_chunk=description.max_chunk,
+    )
 
 
-def files_to_proto(files: Mapping[str, bytes]) -> Iterator[common_pb2.FileChunk]:
-    """Cuts files, given by name, into messages."""
-    for name, data in files.items():
-        yield from file_chunks(name, data)
+def groups_from_proto(description: worker_pb2.DescribeResponse) -> tuple[KvGroup, ...]:
+    """Reads a model's KV groups, by id.
+
+    Raises:
+        ConfigurationRefused: a kind is unknown, or the ids are not 0, 1, 2, ...
+    """
+    groups = []
+    for position, group in enumerate(description.kv_groups):
+        kind = kind_from_proto(group.kind)
+        if kind is None or group.group_id != position:
+            raise ConfigurationRefused(
+                f"{description.model.source} describes KV group {group.group_id} of kind {group.kind} at place {position}, "
+                "which this scheduler does not know; run the same release on both"
+            )
+        groups.append(KvGroup(kind, group.window))
+    return tuple(groups)
+
+
+def configure_to_proto(
+    geometry: Geometry, num_blocks: Sequence[int], windows_kept_per_slot: int
+) -> worker_pb2.ConfigureRequest:
+    """Returns a worker's configuration; an empty ``num_blocks`` asks for as many as its memory allows."""
+    return worker_pb2.ConfigureRequest(
+        max_model_len=geometry.max_model_len,
+        max_num_seqs=geometry.max_num_seqs,
+        chunk=geometry.chunk,
+        block_size=geometry.block_size,
+        decode_buckets=geometry.buckets,
+        num_blocks=num_blocks,
+        windows_kept_per_slot=windows_kept_per_slot,
+    )
+
+
+def configure_pool_to_proto(shapes: Sequence[PoolShape]) -> worker_pb2.ConfigureRequest:
+    """Returns the configuration of a worker of a pooling model."""
+    return worker_pb2.ConfigureRequest(
+        max_model_len=max(shape.prompt_len for shape in shapes),
+        pool_shapes=[shape_to_proto(shape) for shape in shapes],
+    )
