@@ -148,29 +148,11 @@ def test_a_grammar_forces_nothing_that_other_parameters_may_forbid(fields: dict[
     assert output.error.message.startswith("no token is left that both the grammar and")
 
 
-def test_the_workspace_has_its_final_size_before_capture() -> None:
-    """Captured steps hold its address, so it must not be reallocated for a larger bucket."""
-    sampling = ReplayWorker(captured=True).runner._batch.sampling
-    assert sampling.workspace(1).num_rows == SIZES.decode_buckets[-1]
-
-
 def test_seeds_matter() -> None:
     """The requests give different tokens, so the tests above compare more than prompts."""
     drawn = {tuple(alone(index)[0][len(REQUESTS[index][1]) :]) for index in range(len(REQUESTS))}
     assert len(drawn) == len(REQUESTS)
     assert all(len(set(tokens)) > 3 for tokens in drawn)
-
-
-def test_a_request_without_allowed_tokens_fails_alone() -> None:
-    """The other request continues."""
-    worker = ReplayWorker()
-    nothing = sampling_params(allowed_token_ids=(7,), bad_words=((7,),))
-    (output,) = worker.run(admit=[admission(0, (5,), nothing)], work=Prefill(0, 0, 1, sample=True))
-    assert output.error is not None
-    assert output.error.message.startswith("no token is left to sample")
-    known = [4, 4]
-    worker.admit(3, known, 1)
-    assert known == alone(3)[0][:3]
 
 
 @pytest.mark.parametrize("captured", [False, True])

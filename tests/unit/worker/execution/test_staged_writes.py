@@ -11,7 +11,6 @@ from protos.errors import Internal
 from protos.steps import Admission, Decode, Prefill
 from tests.support.sampling_params import sampling_params
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.staged_writes import StagedWrites
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes.shape_config import AttentionLayer, Geometry, group_layers
 
@@ -119,17 +118,3 @@ def test_a_request_that_leaves_before_the_copy_writes_nothing(leave: Callable[[B
     batch.copy_admitted()
     batch.check(Prefill(2, 8, 1, sample=True))
     assert batch.tokens_of(2, 0, 10).tolist() == [*range(100, 109), 0]
-
-
-def test_writes_go_to_their_places() -> None:
-    """Words of several types and slots, in any order; a dropped slot writes nothing."""
-    small, large = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
-    writes = StagedWrites([small, large])
-    writes.add(1, 1, 3, (2**40,))
-    writes.add(0, 0, 2, (5, -6))
-    writes.add(2, 0, 0, (9,))
-    writes.add(1, 1, 0, range(2))
-    writes.drop(2)
-    writes.copy()
-    assert small.tolist() == [[0, 0, 5], [-6, 0, 0]]
-    assert large.tolist() == [0, 1, 0, 2**40]

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
-from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file
 
+from tests.unit.worker.model_files.test_loader import HEADS, KV_HEADS, shapes, write_gguf
 from worker_svc.model_files import demo_models
 from worker_svc.model_files.gguf_convert import convert
 from worker_svc.quantized import codes
@@ -18,67 +17,10 @@ from worker_svc.quantized.checkpoint_config import read
 from worker_svc.quantized.codes import Scheme
 
 Q = gguf.GGMLQuantizationType
-HIDDEN, INNER, VOCAB, HEADS, KV_HEADS = 64, 96, 16, 4, 2
-
-
-def _shapes(*, head: bool) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd.weight": (VOCAB, HIDDEN),
-        "output_norm.weight": (HIDDEN,),
-    }
-    if head:
-        shapes["output.weight"] = (VOCAB, HIDDEN)
-    kv = HIDDEN // HEADS * KV_HEADS
-    layer = {
-        "attn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN),
-        "attn_output": (HIDDEN, HIDDEN), "ffn_norm": (HIDDEN,), "ffn_gate": (INNER, HIDDEN),
-        "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER),
-    }  # fmt: skip
-    return shapes | {f"blk.0.{name}.weight": shape for name, shape in layer.items()}
-
-
-def _write(path: Path, kinds: dict[str, Any], *, head: bool) -> dict[str, torch.Tensor]:
-    """Writes a Llama of one layer; returns its tensors, dequantized.
-
-    Args:
-        path: the new file.
-        kinds: types of tensors by name; float32 for the others.
-        head: whether it has an output head of its own.
-    """
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(["ab", *(chr(97 + token) for token in range(VOCAB - 1))])
-    writer.add_token_types([1] * VOCAB)
-    writer.add_token_merges(["a b"])
-    values = {}
-    generator = np.random.default_rng(0)
-    for name, shape in _shapes(head=head).items():
-        data, kind = generator.standard_normal(shape).astype(np.float32), kinds.get(name)
-        if kind is None:
-            writer.add_tensor(name, data)
-            values[name] = torch.from_numpy(data)
-        else:
-            blocks = quantize(data, kind)
-            writer.add_tensor(name, blocks, raw_dtype=kind)
-            values[name] = torch.from_numpy(dequantize(blocks, kind))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return values
 
 
 def _projections() -> list[str]:
-    return [name for name in _shapes(head=False) if name.startswith("blk.") and "norm" not in name]
+    return [name for name in shapes(head=False) if name.startswith("blk.") and "norm" not in name]
 
 
 def _unpermuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -93,7 +35,7 @@ def _unpermuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def test_codes_are_kept(tmp_path: Path, kind: Any, bits: int, *, head: bool) -> None:
     """Projections and a head of their type equal the file's weights bit for bit; the rest is bfloat16."""
     names = [*_projections(), *(["output.weight"] if head else [])]
-    values = _write(tmp_path / "m.gguf", dict.fromkeys(names, kind), head=head)
+    values = write_gguf(tmp_path / "m.gguf", kinds=dict.fromkeys(names, kind), head=head)
     convert(tmp_path / "m.gguf", tmp_path)
     found = load_file(tmp_path / "model.safetensors")
     renamed = {
@@ -122,7 +64,7 @@ def test_mixed_types_are_dequantized(tmp_path: Path) -> None:
     """Projections of several types become bfloat16."""
     names = _projections()
     kinds = dict.fromkeys(names, Q.Q4_0) | {names[0]: Q.Q8_0}
-    values = _write(tmp_path / "m.gguf", kinds, head=False)
+    values = write_gguf(tmp_path / "m.gguf", kinds=kinds)
     folder = demo_models.convert(tmp_path / "m.gguf", tmp_path / "cache")
     found = load_file(folder / "model.safetensors")
     assert read(folder) is None

@@ -115,49 +115,30 @@ def test_modules_that_awq_leaves_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (_compressed(symmetric=False), "the checkpoint has zero points (symmetric is false)"),
-        (_compressed(num_bits=3), "the checkpoint has weights of 3 bits (served: 4 and 8)"),
-        (_compressed(type="float"), "the checkpoint has weights of type float (served: int)"),
-        (
-            _compressed(group_size=256),
-            "the checkpoint has groups of 256 inputs (served: 32, 64, 128 and per channel)",
-        ),
-        (
-            _compressed(actorder="group"),
-            "the checkpoint has groups in the order of activations (actorder, g_idx)",
-        ),
-        (_compressed(strategy="block"), "the checkpoint has a scale per block (served: group and channel)"),
-        (
-            _compressed() | {"format": "int-quantized"},
-            "the checkpoint has the format int-quantized (served: pack-quantized)",
-        ),
-        (_compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "the checkpoint quantizes the KV cache"),
-        (_compressed() | {"sparsity_config": {"format": "sparse-24"}}, "the checkpoint has sparse weights"),
-        (
-            _compressed() | {"transform_config": {"config_groups": {}}},
-            "the checkpoint transforms activations (transform_config)",
-        ),
-        (_compressed() | {"config_groups": {}}, "the checkpoint has a quantization_config without weights"),
-        (GPTQ | {"sym": False}, "the checkpoint has zero points (sym is false)"),
-        (
-            GPTQ | {"desc_act": True},
-            "the checkpoint has groups in the order of activations (desc_act, g_idx)",
-        ),
-        (GPTQ | {"bits": 2}, "the checkpoint has weights of 2 bits (served: 4 and 8)"),
-        (GPTQ | {"dynamic": {"-:.*": {}}}, "the checkpoint quantizes layers differently (dynamic)"),
-        (
-            GPTQ | {"checkpoint_format": "marlin"},
-            "the checkpoint has GPTQ's format marlin (served: gptq and gptq_v2)",
-        ),
-        (AWQ | {"version": "gemv"}, "the checkpoint has AWQ's format gemv (served: gemm)"),
-        (AWQ | {"bits": 8}, "the checkpoint has AWQ weights of 8 bits (served: 4)"),
+        (_compressed(symmetric=False), "symmetric is false"),
+        (_compressed(num_bits=3), "weights of 3 bits"),
+        (_compressed(type="float"), "weights of type float"),
+        (_compressed(group_size=256), "groups of 256 inputs"),
+        (_compressed(actorder="group"), "the order of activations"),
+        (_compressed(strategy="block"), "a scale per block"),
+        (_compressed() | {"format": "int-quantized"}, "the format int-quantized"),
+        (_compressed() | {"kv_cache_scheme": {"num_bits": 8}}, "quantizes the KV cache"),
+        (_compressed() | {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
+        (_compressed() | {"transform_config": {"config_groups": {}}}, "transforms activations"),
+        (_compressed() | {"config_groups": {}}, "without weights"),
+        (GPTQ | {"sym": False}, "sym is false"),
+        (GPTQ | {"desc_act": True}, "desc_act"),
+        (GPTQ | {"bits": 2}, "weights of 2 bits"),
+        (GPTQ | {"dynamic": {"-:.*": {}}}, "dynamic"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "GPTQ's format marlin"),
+        (AWQ | {"version": "gemv"}, "AWQ's format gemv"),
+        (AWQ | {"bits": 8}, "AWQ weights of 8 bits"),
     ],
 )
 def test_refusals(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     """What is not served is refused in one line that names it."""
-    with pytest.raises(ConfigurationRefused) as refused:
+    with pytest.raises(ConfigurationRefused, match=f"{reason}.*, which is not served; {WAY}"):
         _read(tmp_path, config)
-    assert refused.value.message == f"{reason}, which is not served; {WAY}"
 
 
 def test_activations_and_embeddings_are_refused(tmp_path: Path) -> None:
