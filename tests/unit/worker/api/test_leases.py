@@ -188,16 +188,6 @@ def test_a_plan_that_continues_another_is_void_unless_that_ran_whole(runs_ahead:
     assert all(failure.step == 3 and failure.last for failure in failures)
 
 
-@both
-def test_a_lease_that_is_cut_short_is_answered_before_its_void_renewal(runs_ahead: bool) -> None:
-    """The step that was kept unread for the renewal is read first."""
-    plans = [leased(step=3), leased(step=4, position=11, continues=True), StepPlan(5)]
-    stream = Stream(StubWorker(runs_ahead), plans)
-    stream.run()
-    assert stream.answers == [(3, 0, True), (4, 0, True), (5, 0, True)]
-    assert [result.void for result in stream.results] == [False, True, False]
-
-
 def test_a_chunk_with_log_probabilities_runs_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise every chunk behind it would be void, and so would every chunk behind that one."""
     outputs = PendingStep(
@@ -217,14 +207,6 @@ def test_a_void_step_that_was_launched_is_read() -> None:
     results = Stream(worker, plans).run()
     assert [result.void for result in results] == [False, True, False]
     assert [position for what, position in worker.log if what == "read"] == [10, 11, 20]
-
-
-def test_a_chunk_that_samples_nothing_runs_whole() -> None:
-    """A plan that continues it runs."""
-    stream = Stream(
-        StubWorker(), [StepPlan(3, Prefill(0, 0, 4, sample=False)), leased(4, 7, 1, continues=True)]
-    )
-    assert [result.void for result in stream.run()] == [False, False]
 
 
 @both

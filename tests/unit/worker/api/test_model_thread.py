@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
@@ -11,9 +12,16 @@ from structlog.testing import capture_logs
 from worker_svc.api.model_thread import MODEL_THREAD, ModelThread, Running
 
 
-async def test_functions_run_in_order_on_one_thread() -> None:
+@pytest.fixture
+async def thread() -> AsyncIterator[ModelThread]:
+    found = ModelThread()
+    yield found
+    await found.close(5)
+    assert found.running is None
+
+
+async def test_functions_run_in_order_on_one_thread(thread: ModelThread) -> None:
     """Functions run in the order of submission, all on the same thread."""
-    thread = ModelThread()
     names: list[tuple[int, str]] = []
 
     def note(number: int) -> None:
@@ -22,12 +30,10 @@ async def test_functions_run_in_order_on_one_thread() -> None:
     futures = [thread.submit(partial(note, number)) for number in range(5)]
     await asyncio.gather(*futures)
     assert names == [(n, MODEL_THREAD) for n in range(5)]
-    await thread.close(1)
 
 
-async def test_an_exception_belongs_to_its_future() -> None:
+async def test_an_exception_belongs_to_its_future(thread: ModelThread) -> None:
     """An exception is raised from the function's future, and the next function runs."""
-    thread = ModelThread()
 
     def fail() -> None:
         raise ValueError("broken")
@@ -35,12 +41,10 @@ async def test_an_exception_belongs_to_its_future() -> None:
     with pytest.raises(ValueError, match="broken"):
         await thread.submit(fail)
     assert await thread.submit(lambda: 7) == 7
-    await thread.close(1)
 
 
-async def test_the_loop_stays_live_and_sees_how_long_a_function_runs() -> None:
+async def test_the_loop_stays_live_and_sees_how_long_a_function_runs(thread: ModelThread) -> None:
     """While a function blocks, the event loop runs and the thread counts as busy."""
-    thread = ModelThread()
     assert thread.busy_s == 0
     running, let_go = threading.Event(), threading.Event()
 
@@ -54,13 +58,11 @@ async def test_the_loop_stays_live_and_sees_how_long_a_function_runs() -> None:
     assert not future.done()
     let_go.set()
     await future
-    await thread.close(1)
     assert thread.busy_s == 0
 
 
-async def test_a_function_of_many_steps_is_busy_since_the_last_one() -> None:
+async def test_a_function_of_many_steps_is_busy_since_the_last_one(thread: ModelThread) -> None:
     """The busy time restarts at each reported step."""
-    thread = ModelThread()
     stepped, let_go = threading.Event(), threading.Event()
     before: list[float] = []
 
@@ -79,23 +81,19 @@ async def test_a_function_of_many_steps_is_busy_since_the_last_one() -> None:
     let_go.set()
     await future
     assert thread.busy_s == 0
-    await thread.close(1)
 
 
-async def test_a_cancelled_future_does_not_disturb_the_thread() -> None:
+async def test_a_cancelled_future_does_not_disturb_the_thread(thread: ModelThread) -> None:
     """A cancelled future does not stop its function or the next one."""
-    thread = ModelThread()
     let_go = threading.Event()
     future = thread.submit(let_go.wait)
     future.cancel()
     let_go.set()
     assert await thread.submit(lambda: "next") == "next"
-    await thread.close(1)
 
 
-async def test_what_waits_for_the_device_leaves_the_thread_free() -> None:
+async def test_what_waits_for_the_device_leaves_the_thread_free(thread: ModelThread) -> None:
     """Deferred functions run in order on another thread, and the thread takes its next function meanwhile."""
-    thread = ModelThread()
     let_go = threading.Event()
     order: list[str] = []
 
@@ -118,12 +116,10 @@ async def test_what_waits_for_the_device_leaves_the_thread_free() -> None:
     let_go.set()
     await settled
     assert order[2:] == ["first read", "second read", "settled"]
-    await thread.close(5)
 
 
-async def test_waiting_for_the_device_counts_as_running() -> None:
+async def test_waiting_for_the_device_counts_as_running(thread: ModelThread) -> None:
     """With the kind and limit of the function that deferred it, and as one state from its start on."""
-    thread = ModelThread()
     waiting, let_go = threading.Event(), threading.Event()
 
     def read() -> None:
@@ -139,14 +135,14 @@ async def test_waiting_for_the_device_counts_as_running() -> None:
     assert thread.busy_s > 0
     let_go.set()
     await thread.submit(thread.settle)
-    await thread.close(5)
     assert thread.running is None
 
 
 @pytest.mark.parametrize("fault", [ValueError("broken"), SystemExit(1), asyncio.CancelledError()])
-async def test_a_fault_in_what_was_deferred_ends_nothing_else(fault: BaseException) -> None:
+async def test_a_fault_in_what_was_deferred_ends_nothing_else(
+    thread: ModelThread, fault: BaseException
+) -> None:
     """The next step is read and answered as usual, also if a library calls for the end of the thread."""
-    thread = ModelThread()
     read = threading.Event()
 
     def fail() -> None:
@@ -158,12 +154,10 @@ async def test_a_fault_in_what_was_deferred_ends_nothing_else(fault: BaseExcepti
         await asyncio.wait_for(thread.submit(thread.settle), 5)
     assert read.is_set()
     assert [entry["event"] for entry in logs] == ["deferred_failed"]
-    await thread.close(5)
 
 
-async def test_a_hung_read_shows_although_the_thread_runs_something_else() -> None:
+async def test_a_hung_read_shows_although_the_thread_runs_something_else(thread: ModelThread) -> None:
     """What was deferred is the older work, so it is what hangs."""
-    thread = ModelThread()
     waiting, blocked, let_go = threading.Event(), threading.Event(), threading.Event()
 
     def block(reached: threading.Event) -> None:
@@ -178,12 +172,10 @@ async def test_a_hung_read_shows_although_the_thread_runs_something_else() -> No
     assert thread.running.what == "step"
     let_go.set()
     await last
-    await thread.close(5)
 
 
-async def test_progress_shows_as_another_state() -> None:
+async def test_progress_shows_as_another_state(thread: ModelThread) -> None:
     """What runs is named, with its limit, and changes with each progress."""
-    thread = ModelThread()
     seen: list[Running | None] = []
 
     def steps() -> None:
@@ -198,4 +190,3 @@ async def test_progress_shows_as_another_state() -> None:
     assert (first.what, first.limit_s) == (second.what, second.limit_s) == ("step", 3.0)
     assert first is not second
     assert thread.running is None
-    await thread.close(1)

@@ -1,7 +1,7 @@
 """An Execute stream: plans that arrive, and results that leave."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from structlog.testing import capture_logs
@@ -37,8 +37,27 @@ def lease(step: int, *, continues: bool = False) -> worker_pb2.StepPlan:
     return plan_to_proto(StepPlan(step, Decode((1,), (7,), 1, 4), continues=continues))
 
 
+StreamOf = Callable[[AsyncIterator[worker_pb2.StepPlan], Echo], PlanStream]
+
+
+@pytest.fixture
+async def stream_of() -> AsyncIterator[StreamOf]:
+    """Opens streams of plans on a thread of their own."""
+    thread, streams = ModelThread(), list[PlanStream]()
+
+    def make(incoming: AsyncIterator[worker_pb2.StepPlan], worker: Echo) -> PlanStream:
+        failed = FailedSteps(0, lambda _: None)
+        streams.append(PlanStream(incoming, worker, thread, failed_steps=failed, step_limit_s=0.0))
+        return streams[-1]
+
+    yield make
+    for stream in streams:
+        stream.close()
+    await thread.close(wait_s=5.0)
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
-async def test_a_stream_reads_ahead(runs_ahead: bool) -> None:
+async def test_a_stream_reads_ahead(stream_of: StreamOf, runs_ahead: bool) -> None:
     """A later plan ends a lease, unless it continues it; so does the end of the stream."""
     messages: asyncio.Queue[worker_pb2.StepPlan | None] = asyncio.Queue()
 
@@ -46,10 +65,7 @@ async def test_a_stream_reads_ahead(runs_ahead: bool) -> None:
         while (message := await messages.get()) is not None:
             yield message
 
-    thread = ModelThread()
-    stream = PlanStream(
-        incoming(), Echo(runs_ahead=runs_ahead), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0,
-    )  # fmt: skip
+    stream = stream_of(incoming(), Echo(runs_ahead=runs_ahead))
     results = stream.results()
     messages.put_nowait(lease(1))
     first = await anext(results)
@@ -69,29 +85,25 @@ async def test_a_stream_reads_ahead(runs_ahead: bool) -> None:
     messages.put_nowait(None)
     assert [result async for result in results] == []
     assert stream.is_superseded(3)
-    stream.close()
-    await thread.close(wait_s=5.0)
 
 
-async def test_a_report_counts_from_the_beginning_of_its_stream() -> None:
+async def test_a_report_counts_from_the_beginning_of_its_stream(stream_of: StreamOf) -> None:
     """A scheduler that the worker comes back to has counted what was before."""
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
         yield worker_pb2.StepPlan(step=0)
         yield lease(1)
 
-    thread, worker = ModelThread(), Echo()
-    stream = PlanStream(
-        incoming(), worker, thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
-    )
+    worker = Echo()
+    stream = stream_of(incoming(), worker)
     worker.num_late = 5
     reports = [result.report async for result in stream.results() if result.HasField("report")]
     assert [report.late_graphs for report in reports] == [3]
-    stream.close()
-    await thread.close(wait_s=5.0)
 
 
-async def test_a_report_that_fails_costs_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_report_that_fails_costs_no_result(
+    stream_of: StreamOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The counters of an earlier report stay as they are, and the log has the reason once."""
     monkeypatch.setattr(plan_stream, "_REPORT_S", 0.0)
 
@@ -102,19 +114,15 @@ async def test_a_report_that_fails_costs_no_result(monkeypatch: pytest.MonkeyPat
         for step in range(3):
             yield lease(step)
 
-    thread, worker = ModelThread(), Echo()
+    worker = Echo()
     worker.num_late = 5
     with capture_logs() as logs:
-        stream = PlanStream(
-            incoming(), worker, thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
-        )
+        stream = stream_of(incoming(), worker)
         monkeypatch.setattr(worker, "report", fail)
         results = [result async for result in stream.results()]
     assert [result.HasField("report") for result in results] == [False] * len(results)
     assert {result.step for result in results} == {0, 1, 2}
     assert [log["event"] for log in logs] == ["report_failed"]
-    stream.close()
-    await thread.close(wait_s=5.0)
 
 
 class Crash(Echo):
@@ -124,43 +132,33 @@ class Crash(Echo):
         raise SystemExit("a fault")
 
 
-async def test_a_plan_that_is_not_answered_ends_the_stream() -> None:
+async def test_a_plan_that_is_not_answered_ends_the_stream(stream_of: StreamOf) -> None:
     """The scheduler must not wait for a result that will not come."""
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
         yield lease(1)
         await asyncio.Event().wait()
 
-    thread = ModelThread()
-    stream = PlanStream(
-        incoming(), Crash(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
-    )
+    stream = stream_of(incoming(), Crash())
     with pytest.raises(SystemExit, match="a fault"):
         await anext(stream.results())
-    stream.close()
-    await thread.close(wait_s=5.0)
 
 
-async def test_a_plan_that_cannot_be_read_ends_the_stream() -> None:
+async def test_a_plan_that_cannot_be_read_ends_the_stream(stream_of: StreamOf) -> None:
     """With its reason, after the results of the plans before it."""
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
         yield plan_to_proto(StepPlan(1))
         raise ValueError("no plan")
 
-    thread = ModelThread()
-    stream = PlanStream(
-        incoming(), Echo(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
-    )
+    stream = stream_of(incoming(), Echo())
     results = stream.results()
     assert (await anext(results)).step == 1
     with pytest.raises(ValueError, match="no plan"):
         await anext(results)
-    stream.close()
-    await thread.close(wait_s=5.0)
 
 
-async def test_a_stream_whose_plans_are_all_void_ends() -> None:
+async def test_a_stream_whose_plans_are_all_void_ends(stream_of: StreamOf) -> None:
     """A scheduler that plans on what will never be is told so, and the log has one line."""
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
@@ -169,11 +167,8 @@ async def test_a_stream_whose_plans_are_all_void_ends() -> None:
             yield lease(step, continues=True)
         await asyncio.Event().wait()
 
-    thread = ModelThread()
     with capture_logs() as logs:
-        stream = PlanStream(
-            incoming(), Echo(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
-        )
+        stream = stream_of(incoming(), Echo())
         num_void = 0
 
         async def read() -> None:
@@ -185,24 +180,18 @@ async def test_a_stream_whose_plans_are_all_void_ends() -> None:
             await read()
     assert num_void == plan_stream.MOST_VOID - 1
     assert [log["event"] for log in logs] == ["no_progress"]
-    stream.close()
-    await thread.close(wait_s=5.0)
 
 
-async def test_a_result_that_cannot_be_encoded_ends_the_stream() -> None:
+async def test_a_result_that_cannot_be_encoded_ends_the_stream(stream_of: StreamOf) -> None:
     """The scheduler would wait for it as long as for a step that hangs."""
 
     async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
         yield plan_to_proto(StepPlan(1, Decode((1,), (7,), 1)))
         await asyncio.Event().wait()
 
-    thread, worker = ModelThread(), Echo()
+    worker = Echo()
     worker.launch = lambda *_, **__: PendingStep(read_tokens=lambda: [-1])  # type: ignore[method-assign]
-    stream = PlanStream(
-        incoming(), worker, thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0
-    )
+    stream = stream_of(incoming(), worker)
     with pytest.raises(ValueError, match="range"):
         async with asyncio.timeout(5):
             await anext(stream.results())
-    stream.close()
-    await thread.close(wait_s=5.0)

@@ -36,10 +36,17 @@ class Metadata:
 
 
 def record(step: Step, example: torch.Tensor) -> KernelGraph:
+    return record_attending(lambda x, _: step(x), example)
+
+
+def record_attending(
+    step: Callable[[torch.Tensor, Recorder], torch.Tensor], example: torch.Tensor
+) -> KernelGraph:
+    """Records a step that takes its recorder for calls of attention."""
     static = example.clone()
     recorder = Recorder((static,))
     with torch.inference_mode(), recorder:
-        output = step(static)
+        output = step(static, recorder)
     return build_kernel_graph(recorder.finish(output), AddingDevice())
 
 
@@ -123,18 +130,14 @@ def test_attention_gets_the_plan_of_each_replay() -> None:
     """A replay calls the device's attention in its place, with the layer's cache and the new plan."""
     cache, query = torch.zeros(1), torch.ones(2, 4)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def step(x: torch.Tensor, recorder: Recorder) -> torch.Tensor:
         for layer in ("a", "b"):
             output = torch.empty_like(x)
             recorder.attend(layer, AttentionCall(PARAMS, x * 2, x, x, cache, output))
             x = output + 1
         return x
 
-    static = query.clone()
-    recorder = Recorder((static,))
-    with torch.inference_mode(), recorder:
-        output = step(static)
-    graph = build_kernel_graph(recorder.finish(output), AddingDevice())
+    graph = record_attending(step, query)
     for first, second in ((10.0, 20.0), (30.0, 40.0)):
         plans = {"a": Metadata(first), "b": Metadata(second)}
         result = graph.replay((query,), plans)
@@ -146,16 +149,12 @@ def test_attention_gets_its_sinks_in_each_replay() -> None:
     """Attention gets sinks that are computed from a weight in every replay."""
     sinks = torch.arange(4, dtype=torch.bfloat16)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def step(x: torch.Tensor, recorder: Recorder) -> torch.Tensor:
         output = torch.empty_like(x)
         recorder.attend("a", AttentionCall(PARAMS, x * 2, x, x, torch.zeros(1), output, sinks.float()))
         return output * 3
 
-    static = torch.zeros(2, 4)
-    recorder = Recorder((static,))
-    with torch.inference_mode(), recorder:
-        output = step(static)
-    graph = build_kernel_graph(recorder.finish(output), AddingDevice())
+    graph = record_attending(step, torch.zeros(2, 4))
     for x in (torch.ones(2, 4), torch.full((2, 4), 5.0)):
         assert torch.equal(graph.replay((x,), {"a": Metadata(10.0)}), (x * 2 + 10 + sinks) * 3)
 
@@ -195,16 +194,12 @@ def test_a_profile_is_a_replay_with_each_kernels_seconds() -> None:
         nonlocal waited
         waited += 1
 
-    def step(x: torch.Tensor) -> torch.Tensor:
+    def step(x: torch.Tensor, recorder: Recorder) -> torch.Tensor:
         output = torch.empty_like(x)
         recorder.attend("a", AttentionCall(PARAMS, functional.silu(x * 2), x, x, torch.zeros(1), output))
         return output + 1
 
-    static = torch.ones(2, 4)
-    recorder = Recorder((static,))
-    with torch.inference_mode(), recorder:
-        output = step(static)
-    graph = build_kernel_graph(recorder.finish(output), AddingDevice())
+    graph = record_attending(step, torch.ones(2, 4))
     inputs, plans = (torch.full((2, 4), 3.0),), {"a": Metadata(10.0)}
     result, timed = graph.profile(inputs, plans, wait)
     assert torch.equal(result.clone(), graph.replay(inputs, plans))
