@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final, cast
@@ -43,13 +44,15 @@ class HttpServer(uvicorn.Server):
         self._refused = False
 
     def refuse(self, error: TriptychError) -> None:
-        """Prints the error as one line, and ends the process with exit code 2, even if clients hold it up."""
+        """Prints the error as one line, and ends the process with exit code 2, whatever else holds it up."""
         if self._refused:
             return
         print(f"triptych gateway: {one_line(error)}", file=sys.stderr, flush=True)
         self._refused = self.should_exit = True
         self._client.fail_all(error)
-        asyncio.get_running_loop().call_later(_REFUSAL_S, os._exit, 2)
+        end = threading.Timer(_REFUSAL_S, os._exit, (2,))
+        end.daemon = True
+        end.start()
 
     def serve_until_signal(self, sockets: list[socket.socket]) -> int:
         """Serves; returns the exit code."""

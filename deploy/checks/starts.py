@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 import grpc
 
 from deploy.checks.check_results import CheckFailed, Note, Report
+from deploy.launcher.log_tail import nothing_to_precompile
 from deploy.launcher.process import ChildSpec
 from deploy.launcher.settings import LaunchSettings, secured
 from deploy.launcher.stack_plan import COMMAND, StackPlan, claim
 from deploy.launcher.supervisor import BAD_SETTING
 from gateway.settings import Settings as GatewaySettings
-from protos.errors import ConfigurationRefused
+from protos.errors import ConfigurationRefused, TriptychError
 from protos.service.security_settings import CallSecuritySettings
 from protos.service.settings import ServiceSettings, load
 from protos.service.tokens import METADATA_KEY
@@ -105,7 +106,9 @@ def _check_worker(
         report.check("worker", lambda: _opened(settings, devices))
     elif report.check("worker", prepare, needs=("model",)) == "ok":
         if scheduler is not None:
-            report.check("shapes", lambda: _shapes(scheduler, workers[0]))
+            report.check("shapes", lambda: _shapes(scheduler, settings, workers[0]))
+            if modules := scheduler.lora_modules:
+                report.check("adapters", lambda: _adapters(modules, workers[0]))
         if gateway is not None:
             report.check("text", lambda: _text(gateway, workers[0]))
         workers[0].close()
@@ -166,15 +169,36 @@ def _described(device: "Device") -> str:
     return f"{device.product_name()} with {device.free_memory() / _GIB:.3g} GiB free"
 
 
-def _shapes(scheduler: SchedulerSettings, worker: "Worker") -> str:
+def _shapes(scheduler: SchedulerSettings, settings: WorkerSettings, worker: "Worker") -> str:
     from worker_svc.api.convert import geometry_from_proto
+    from worker_svc.graphs.compilation import graph_options, keeps_code
 
     request = configuration(scheduler, worker)
     worker.check(geometry_from_proto(request))
+    level = graph_options(settings, worker.device).level
+    if settings.require_precompiled and not keeps_code(level, worker.device):
+        raise Note(nothing_to_precompile(level, worker.device.name))
     if request.pool_shapes:
         return f"{len(request.pool_shapes)} pool shapes fit"
     buckets = ",".join(map(str, request.decode_buckets))
     return f"chunks of {request.chunk} tokens and decode buckets {buckets} fit"
+
+
+def _adapters(modules: Sequence[str], worker: "Worker") -> str:
+    from scheduler_svc.adapters.modules import name_and_path
+
+    assert worker.adapters is not None, "the settings refuse adapters without --enable-lora"
+    for module in modules:
+        name, source = name_and_path(module)
+        try:
+            worker.adapters.load(0, name, source)
+        except TriptychError as error:
+            if not error.retryable:
+                raise
+            raise Note(f"{error.message}; the scheduler tries again") from error
+        finally:
+            worker.adapters.unload(0)
+    return f"{len(modules)} of --lora-modules fit"
 
 
 def _text(gateway: GatewaySettings, worker: "Worker") -> str:

@@ -188,7 +188,7 @@ class Launcher:
         for line in self._scheduler_log.new_lines():
             self._say_if_progress(line)
             if not self._has_served and (refusal := refused_adapter(line)) is not None:
-                raise LaunchError(f"{refusal}; change --lora-modules", BAD_SETTING)
+                raise LaunchError(refusal, BAD_SETTING)
 
     def _say_if_progress(self, line: str, worker: str = "") -> None:
         found = progress(line)

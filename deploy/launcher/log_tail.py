@@ -91,9 +91,7 @@ def progress(line: str) -> tuple[str, str] | None:
             count = f" {done}/{total}" if total else ""
             return target, f"{str(phase).replace('_', ' ')}{count} {message}"
         case {"event": "nothing_to_precompile", "level": level, "device": device}:
-            return target, (
-                f"--require-precompiled has no effect: -O {level} on device {device} keeps no compiled code"
-            )
+            return target, nothing_to_precompile(level, device)
         case {"event": "settings_ignored", "names": [*names], "reason": reason}:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in names)
             return "scheduler", f"{flags} {'has' if len(names) == 1 else 'have'} no effect here: {reason}"
@@ -103,6 +101,11 @@ def progress(line: str) -> tuple[str, str] | None:
             return target, f"ready ({', '.join(f'{name} {s:.1f} s' for name, s in seconds.items())})"
         case _:
             return None
+
+
+def nothing_to_precompile(level: int, device: str) -> str:
+    """Returns the line about a flag without effect."""
+    return f"--require-precompiled has no effect: -O {level} on device {device} keeps no compiled code"
 
 
 def refused_adapter(line: str) -> str | None:

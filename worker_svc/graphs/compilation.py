@@ -19,6 +19,11 @@ from worker_svc.shapes.model_description import ModelDescription
 from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry
 
 
+def keeps_code(level: int, device: Device) -> bool:
+    """Whether a device's graphs of a level consist of compiled code, which a later start can use."""
+    return level >= INDUCTOR_LEVEL or (device.has_own_compiler and level > 0)
+
+
 def graph_options(settings: Settings, device: Device) -> GraphOptions:
     """Returns the graph options of this device and these settings.
 
@@ -110,7 +115,7 @@ class Compilation:
             ConfigurationRefused: if the settings require precompiled code and there is none.
         """
         options, settings = self._options, self._settings
-        if options.level < INDUCTOR_LEVEL and not (self._device.has_own_compiler and options.level):
+        if not keeps_code(options.level, self._device):
             if settings.require_precompiled:
                 self._log.warning("nothing_to_precompile", level=options.level, device=self._device.name)
             return

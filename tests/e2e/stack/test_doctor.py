@@ -70,6 +70,8 @@ def check_refusal(model: Path, folder: Path, flags: str, words: str, **variables
         ("--service-token-file missing", "missing"),
         ("--run-dir /proc/none", "/proc/none"),
         ("--workers 2 --device rbln", "lists 1 NPUs"),
+        ("--lora-modules a=/none", "needs --enable-lora"),
+        pytest.param("--enable-lora --lora-modules a=/none", "adapter a", marks=SLOW),
         pytest.param("--chat-template missing.jinja", "missing.jinja", marks=SLOW),
         pytest.param("--tool-call-parser none-such", "--tool-call-parser", marks=SLOW),
         pytest.param("--api-key-file missing.yaml", "missing.yaml", marks=SLOW),
@@ -155,3 +157,56 @@ def test_a_model_that_serves_passes(model: Path, tmp_path: Path) -> None:
         check["name"] for check in report["checks"] if check["status"] == "ok"
     }
     assert {path.name for path in tmp_path.iterdir()} == {"code"}
+
+
+@SLOW
+def test_a_flag_without_effect_is_a_note(model: Path, tmp_path: Path) -> None:
+    """At levels without compiled code nothing can be required; the start says the same."""
+    flags = [
+        str(model),
+        "--port=0",
+        "--scheduler-port=0",
+        "--device=cpu",
+        "-O1",
+        "--require-precompiled",
+        "--json",
+    ]
+    doctor = triptych("doctor", "up", *flags, cwd=tmp_path)
+    checks = {check["name"]: check for check in json.loads(doctor.stdout)["checks"]}
+    assert (doctor.returncode, checks["shapes"]["status"]) == (0, "note"), checks
+    assert "--require-precompiled has no effect" in checks["shapes"]["text"]
+
+
+@SLOW
+def test_a_secure_stack_keeps_its_files(model: Path, tmp_path: Path) -> None:
+    """The doctor uses the certificates that are there, makes others only for itself, and changes nothing."""
+    flags = [str(model), "--port=0", "--scheduler-port=0", "--secure", "--json"]
+    new = triptych("doctor", "up", *flags, cwd=tmp_path)
+    assert new.returncode == 0, new.stdout
+    assert {path.name for path in tmp_path.iterdir()} <= {"code"}
+    secure = tmp_path / "run" / "secure"
+    made = triptych("secure-files", str(secure), cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    (secure / "service.pem").write_text("damaged")
+    (secure / "api-keys.json").write_text("{")
+    before = {path.name: path.read_bytes() for path in secure.iterdir()}
+    damaged = triptych("doctor", "up", *flags, cwd=tmp_path)
+    assert damaged.returncode == 2
+    assert "api-keys.json" in json.loads(damaged.stdout)["error"]
+    assert {path.name: path.read_bytes() for path in secure.iterdir()} == before
+
+
+@SLOW
+def test_each_worker_is_checked_with_its_own_devices(model: Path, tmp_path: Path) -> None:
+    """The second worker gets another NPU, in a process of its own."""
+    flags = [
+        str(model),
+        "--port=0",
+        "--scheduler-port=0",
+        "--workers=2",
+        "--device=rbln",
+        "--rbln-backend=rbln-check",
+    ]
+    doctor = triptych("doctor", "up", *flags, "--json", cwd=tmp_path)
+    checks = {check["name"]: check["status"] for check in json.loads(doctor.stdout)["checks"]}
+    assert (doctor.returncode, checks["worker-1"]) == (0, "ok"), doctor.stdout
