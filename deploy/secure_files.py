@@ -35,49 +35,29 @@ _EARLIER: Final = dt.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class SecureFiles:
-    """Where the files are."""
+    """The files of a folder."""
 
     folder: Path
+    ca: Path
+    """The CA's certificate, for all clients. It is no secret."""
+    service_cert: Path
+    """The certificate of the services."""
+    service_key: Path
+    http_cert: Path
+    """The certificate of the HTTP API."""
+    http_key: Path
+    service_token: Path
+    """The token that the services share."""
+    api_key: Path
+    """A key of the HTTP API, for clients."""
+    api_keys: Path
+    """The gateway's file of keys, ``--api-key-file``, with a hash of the key."""
 
-    @property
-    def ca(self) -> Path:
-        """The CA's certificate, for all clients. It is no secret."""
-        return self.folder / "ca.pem"
-
-    @property
-    def service_cert(self) -> Path:
-        """The certificate of the services."""
-        return self.folder / "service.pem"
-
-    @property
-    def service_key(self) -> Path:
-        """Its key."""
-        return self.folder / "service-key.pem"
-
-    @property
-    def http_cert(self) -> Path:
-        """The certificate of the HTTP API."""
-        return self.folder / "http.pem"
-
-    @property
-    def http_key(self) -> Path:
-        """Its key."""
-        return self.folder / "http-key.pem"
-
-    @property
-    def service_token(self) -> Path:
-        """The token that the services share."""
-        return self.folder / "service-token"
-
-    @property
-    def api_key(self) -> Path:
-        """A key of the HTTP API, for clients."""
-        return self.folder / "api-key"
-
-    @property
-    def api_keys(self) -> Path:
-        """The gateway's file of keys: ``--api-key-file``. It holds a hash of the key."""
-        return self.folder / "api-keys.json"
+    @classmethod
+    def in_folder(cls, folder: Path) -> "SecureFiles":
+        """Returns the files of a folder, made or not."""
+        names = ("ca.pem", "service.pem", "service-key.pem", "http.pem", "http-key.pem")
+        return cls(folder, *(folder / name for name in (*names, "service-token", "api-key", "api-keys.json")))
 
 
 def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
@@ -92,7 +72,7 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
         ConfigurationRefused: a host has letters that certificates do not allow.
         ModuleNotFoundError: cryptography is not installed.
     """
-    files = SecureFiles(folder)
+    files = SecureFiles.in_folder(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not files.service_token.exists():
         _write(files.service_token, f"{secrets.token_urlsafe(32)}\n".encode())

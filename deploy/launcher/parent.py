@@ -12,14 +12,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher(environ: MutableMapping[str, str]) -> None:
-    """Asks the kernel to kill this process when its launcher dies. Does nothing without one, or off Linux.
+    """Asks the kernel to kill this process when its launcher dies.
 
-    The child makes this request itself, soon after its start, so the launcher runs no code between fork and
-    exec. The request holds until the next exec. The function removes the launcher's id from `environ`,
-    because the child's own children must not use it.
-
-    Raises:
-        SystemExit: The launcher died before the kernel knew of the request.
+    Does nothing without a launcher, or off Linux.  The child makes this request itself, soon after its
+    start, so the launcher runs no code between fork and exec. The request holds until the next exec. The
+    function removes the launcher's id from `environ`, because the child's own children must not use it.
+    Raises: SystemExit: The launcher died before the kernel knew of the request.
     """
     launcher = environ.pop(PARENT_VARIABLE, "")
     if not launcher or sys.platform != "linux":

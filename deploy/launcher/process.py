@@ -1,4 +1,4 @@
-"""Runs one child process with a log and a pid file."""
+"""Runs a child process with a log and a pid file."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ def describe_exit(status: int) -> str:
 
 
 class Child:
-    """Runs the process of one spec, and later its successors, one at a time.
+    """Runs the process of a spec, and later its successors.
 
     Each process leads its own group, so Ctrl-C in a terminal reaches only the launcher.
     """
@@ -121,7 +121,7 @@ class Child:
             print(f"{self.spec.name} runs without {file}: {error.strerror}", file=sys.stderr, flush=True)
 
     def hand_over(self, message: bytes) -> asyncio.subprocess.Process | None:
-        """Writes to the process' standard input, closes that, and gives the process away.
+        """Writes to the process' standard input, closes it, and gives the process away.
 
         Returns:
             The process, which is no longer this child's; `None` if it has ended.
@@ -172,10 +172,10 @@ class Child:
             return False
 
     def rotate_log(self, limit_bytes: int) -> None:
-        """Moves the content of a log above ``limit_bytes`` to one older log, which it replaces.
+        """Moves the content of a log above ``limit_bytes`` to `.log.1`.
 
-        The process keeps writing to the same file, which it opened for appending. If the disk is full, the
-        content is dropped.
+        The process keeps writing to the same file, which it opened for appending. On a full disk the content
+        is dropped.
         """
         log = self.spec.log
         try:

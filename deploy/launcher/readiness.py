@@ -50,8 +50,7 @@ async def _wait_until_healthy(gateway: str) -> None:
 def is_healthy(gateway: str) -> bool:
     """Whether a gateway of this machine serves. Blocks for up to 2 s.
 
-    A gateway that asks its clients for a certificate refuses the check's connection, which shows only that
-    it listens.
+    A gateway with client certificates refuses the check's connection, which proves only a listening gateway.
     """
     try:
         with url_opener().open(f"{gateway}/health", timeout=_TIMEOUT_S):

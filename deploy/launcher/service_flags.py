@@ -17,7 +17,7 @@ from worker_svc.devices.registry import DEVICES
 from worker_svc.settings import Settings as WorkerSettings
 
 LOOPBACK = "127.0.0.1"
-"""Where the scheduler and the workers listen, beside their Unix sockets."""
+"""Address of the scheduler and the workers, in addition to their Unix sockets."""
 # Running requests may continue this long after Ctrl-C, which is less than the supervisor's grace period.
 _GATEWAY_DRAIN_S = 5.0
 _SCHEDULER_DRAIN_S = 2.0
@@ -26,7 +26,7 @@ _SCHEDULER_DRAIN_S = 2.0
 def gateway_flags(
     settings: LaunchSettings, port: int, metrics_port: int | None, scheduler: Path
 ) -> list[str]:
-    """Returns the flags of one gateway. Only gateways listen where HTTP clients connect."""
+    """Returns the flags of a gateway. Only gateways listen where HTTP clients connect."""
     return _flags(
         GatewaySettings,
         settings,
@@ -56,14 +56,14 @@ def worker_flags(
     index: int = 0,
     master: int | None = None,
 ) -> list[str]:
-    """Returns the flags of one worker. Workers share the cores equally unless `cpu_threads` is set.
+    """Returns the flags of a worker. Workers share the cores equally unless `cpu_threads` is set.
 
     Args:
         settings: the launcher's.
         port: the worker's.
         socket: the worker's.
         scheduler: the scheduler's socket.
-        index: the worker's number among those of all replicas, replica by replica and rank by rank.
+        index: the worker's number, replica by replica and rank by rank.
         master: the port where the ranks of its replica meet; `None` for a rank that compiles alone.
     """
     shared: dict[str, object] = {}
@@ -87,13 +87,11 @@ def worker_flags(
 
 
 def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
-    """Returns the variables that give the `index`-th of several workers devices of its own.
+    """Returns the variables with the devices of the `index`-th worker.
 
-    GPUs of one replica must see one another, so their ranks choose by `--local-rank` instead. Workers use
-    the devices that the launcher's own environment makes visible. They share GPUs if there are too few.
-
-    Raises:
-        ConfigurationRefused: if too few NPUs are visible.
+    GPUs of a replica must see one another, so their ranks choose by `--local-rank` instead. Workers use the
+    devices in the launcher's own environment. They share GPUs if there are too few.  Raises:
+    ConfigurationRefused: if too few NPUs are visible.
     """
     spec = DEVICES.get(settings.device)
     if spec is None or not spec.visible_by or settings.device_options.is_simulated:
@@ -140,9 +138,9 @@ def _flags(service: type[ServiceSettings], settings: LaunchSettings, **launcher_
 def _given_flags(
     service: type[ServiceSettings], settings: ServiceSettings, **launcher_values: object
 ) -> list[str]:
-    """Returns what the user set for a service, overridden by what the launcher decides.
+    """Returns the user's settings of a service, overridden by the launcher's values.
 
-    Settings that the user did not set are omitted: the service applies its own defaults.
+    Other settings are omitted: the service applies its own defaults.
     """
     given = [name for name in service.model_fields if name in settings.model_fields_set]
     values = {name: getattr(settings, name) for name in given} | launcher_values
@@ -166,7 +164,7 @@ def secrets_of(settings: ServiceSettings, service: type[ServiceSettings]) -> dic
 
 
 def _secret(value: SecretStr | tuple[SecretStr, ...]) -> str:
-    """Returns the text of a variable: that of one secret, or a JSON list of several."""
+    """Returns the text of a variable: a secret, or a JSON list of several."""
     if isinstance(value, SecretStr):
         return value.get_secret_value()
     return json.dumps([each.get_secret_value() for each in value])

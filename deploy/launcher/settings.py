@@ -30,13 +30,13 @@ class StandbySettings(ServiceSettings):
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.LAUNCHER: ("standby_workers",)}
 
     standby_workers: int = Field(1, ge=0, le=64)
-    """Processes that have imported what a worker needs, for all workers together. One takes the place of a
-    worker that dies, which is then back sooner. Each takes about 450 MiB and holds no device. If replicas
-    have several ranks, there are this many for each rank of one replica. 0: none."""
+    """Standbys for all workers together: processes with a worker's imports done. A standby replaces a
+    crashed worker and shortens recovery. Each takes about 450 MiB and holds no device. With several ranks,
+    there are this many for each rank of a replica. 0: none."""
 
 
 class KeepWorkerSettings(StandbySettings, WorkerSettings):
-    """Runs one worker and restarts it when it dies: the command of the worker's image."""
+    """Runs a worker and restarts it when it dies: the command of the worker's image."""
 
     model_config = SettingsConfigDict(cli_prog_name="triptych keep-worker")
 
@@ -47,9 +47,8 @@ class KeepWorkerSettings(StandbySettings, WorkerSettings):
 class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, WorkerSettings):
     """Serves one model on this machine: starts a gateway, a scheduler and workers, and keeps them running.
 
-    The class inherits every setting of a service, with its name, type, bounds, default and variable. Where
-    services share a name, one flag sets it for all of them. `host` and `port` are the exception: here they
-    are the gateway's.
+    The class inherits every setting of a service, with its name, type, bounds, default and variable. A name
+    shared by services is set for all of them, except `host` and `port`, which are the gateway's here.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="triptych up")
@@ -85,25 +84,25 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     model: str = Field("smollm2", min_length=1)
     """smollm2, gemma3-270m, minilm, a Hugging Face id, a local folder or a .gguf file."""
     scheduler_port: int = Field(50051, ge=0, le=65535)
-    """Port for direct gRPC clients; 0 takes a free one."""
+    """Port for direct gRPC clients; 0 takes a free port."""
     workers: int = Field(1, ge=1, le=64)
-    """Number of replicas. Each is one worker, or --tensor-parallel-size times --pipeline-parallel-size of
+    """Number of replicas. Each is a worker, or --tensor-parallel-size times --pipeline-parallel-size of
     them."""
     gateways: int = Field(1, ge=1, le=64)
-    """Number of gateway processes that share the HTTP port. One process sends tens of thousands of tokens a
-    second. Each has a port of its own for `/metrics` and `/health`: `--metrics-port` and the ports after
-    it, or free ones, which the launcher prints."""
+    """Number of gateway processes on the HTTP port. A process sends tens of thousands of tokens a second.
+    Each serves `/metrics` and `/health` on a port of its own: `--metrics-port` and the ports after it, or
+    free ports, which the launcher prints."""
     run_dir: Path = Path("run")
     """Folder for pid files and logs."""
     secure: bool = False
     """Protect everything: HTTPS with an API key, and TLS, client certificates and a service token between
     services. Makes what is needed in `secure/` in the run dir, and reuses it in later starts."""
     max_log_mb: int = Field(64, ge=1, le=65536)
-    """MiB above which a service's log is moved to one older file, `.log.1`, and starts anew."""
+    """MiB above which a service's log is moved to `.log.1` and starts again."""
 
     @property
     def http_host(self) -> str:
-        """Where gateways listen on ports: with a Unix socket they have one for metrics only."""
+        """Address of the gateways' ports; with a Unix socket the only port is for metrics."""
         return self.host if self.uds is None else "127.0.0.1"
 
     @model_validator(mode="after")
@@ -122,12 +121,9 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
 
 
 def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:
-    """Makes the files of `--secure` in the run dir and returns settings that use them.
+    """Makes the files of `--secure` in the run dir and returns settings with them.
 
-    What the user has set stays.
-
-    Raises:
-        ConfigurationRefused: the files cannot be made.
+    The user's own settings stay.  Raises: ConfigurationRefused: the files cannot be made.
     """
     folder = settings.run_dir.absolute() / "secure"
     # A machine's name may have letters that certificates cannot have; the user has not chosen it here.
@@ -156,7 +152,7 @@ def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:
 
 
 def check_variables(variables: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Reports variables without effect: of other stacks, and unknown ones of ours.
+    """Reports variables without effect: of other stacks, and unknown names of ours.
 
     Raises:
         ConfigurationRefused: a variable is refused.

@@ -77,7 +77,7 @@ def _unwritable(run_dir: Path, error: OSError) -> LaunchError:
 def socket_folder(run_dir: Path) -> Iterator[Path]:
     """Yields the absolute folder of the services' Unix sockets.
 
-    That is the run dir or, where its path is too long for a socket, a new folder that is removed at the end.
+    It is the run dir or, if its path is too long for a socket, a new folder, removed at the end.
     """
     folder = run_dir.absolute()
     if len(os.fsencode(folder / _LONGEST_NAME)) <= MAX_SOCKET_PATH_BYTES:
@@ -142,7 +142,7 @@ COMMAND = (sys.executable, "-m", "deploy.cli")
 
 @dataclass(frozen=True)
 class StackPlan:
-    """The children of one stack; nothing runs yet."""
+    """The children of a stack; nothing runs yet."""
 
     ports: Ports
     scheduler_socket: Path

@@ -39,7 +39,7 @@ class RestartPolicy:
     forgive_after_s: float = 60.0
     """The count of deaths restarts after a child ran this long."""
     failed_starts: int = 3
-    """Consecutive deaths of one child that end the start of a stack."""
+    """Consecutive deaths of a child that end the start of a stack."""
 
     def delay_s(self, deaths: int) -> float:
         """Returns the seconds to wait after `deaths` consecutive deaths."""
@@ -47,7 +47,7 @@ class RestartPolicy:
 
 
 def describe_death(spec: ChildSpec, status: int) -> str:
-    """Returns what people need to know of a death: the exit and, if there is a log, its last lines."""
+    """Describes a death for people: the exit and, if there is a log, its last lines."""
     place = f" Its log: {spec.log}" if spec.has_log else ""
     lines = [f"{spec.name} died ({describe_exit(status)}).{place}"]
     return "\n".join(lines + [f"  | {line}" for line in last_lines(spec.log, 5)])
@@ -64,7 +64,7 @@ def standby_spec(worker: ChildSpec) -> ChildSpec:
 
 
 def memory_note(count: int) -> str:
-    """Says how much memory several standbys take; empty for one or none."""
+    """Returns a line about the memory of several standbys; empty for fewer than two."""
     if count <= 1:
         return ""
     gib = count * _STANDBY_MIB / 1024
@@ -96,7 +96,6 @@ class Standbys:
         report: Callable[[str], None],
         *,
         policy: RestartPolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Starts nothing.
 
@@ -105,14 +104,12 @@ class Standbys:
             count: number of standbys.
             report: receives messages for the user.
             policy: how long the replacement of a dead standby waits.
-            clock: monotonic seconds.
         """
         self._specs = (
             [] if spec is None else [replace(spec, name=f"{spec.name}-{index}") for index in range(count)]
         )
         self._report = report
         self._policy = policy or RestartPolicy()
-        self._clock = clock
         self._waiting: list[_Standby] = []
 
     def has_one_for(self, spec: ChildSpec) -> bool:
@@ -158,7 +155,7 @@ class Standbys:
         while True:
             spec.log.unlink(missing_ok=True)
             standby = _Standby(Child(spec))
-            started = self._clock()
+            started = time.monotonic()
             await standby.child.start(with_input=True)
             self._waiting.append(standby)
             status = await _end_of(standby)
@@ -170,7 +167,7 @@ class Standbys:
             if status == BAD_SETTING:
                 self._report(f"There is no {spec.name}: {reason(spec.log, 0) or describe_exit(status)}")
                 return
-            lived_s = self._clock() - started
+            lived_s = time.monotonic() - started
             deaths = 1 if lived_s >= self._policy.forgive_after_s else deaths + 1
             delay_s = self._policy.delay_s(deaths)
             self._report(f"{describe_death(spec, status)}\nAnother standby starts in {delay_s:g} s.")
@@ -202,19 +199,17 @@ class Supervisor:
         grace_s: float = 10.0,
         max_log_bytes: int = 64 << 20,
         look_every_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepares the children; `run` starts them.
 
         Args:
-            stages: children that stop together, in stopping order. All of them start at once.
+            stages: children grouped by the moment of their stop, in stopping order. All start at once.
             report: receives messages for the user.
             policy: when to restart a child.
             standbys: processes that can replace a dead worker; they are prepared once the stack has served.
             grace_s: seconds that each stage has to exit before it is killed.
             max_log_bytes: size above which a log is rotated.
             look_every_s: seconds between two looks at the sizes of logs.
-            clock: monotonic seconds.
         """
         self._max_log_bytes = max_log_bytes
         self._look_every_s = look_every_s
@@ -222,7 +217,6 @@ class Supervisor:
         self._report = report
         self._policy = policy or RestartPolicy()
         self._grace_s = grace_s
-        self._clock = clock
         self._standbys = standbys or Standbys(None, 0, report)
         self._served = asyncio.Event()
 
@@ -266,14 +260,14 @@ class Supervisor:
     async def _keep_running(self, child: Child) -> None:
         spec, deaths, last_refusal = child.spec, 0, ""
         while True:
-            started, log_start = self._clock(), size_of(spec.log)
+            started, log_start = time.monotonic(), size_of(spec.log)
             standby = self._standbys.take(spec)
             if standby is None:
                 await child.start()
             else:
                 child.adopt(standby)
             status = await child.wait()
-            lived_s = self._clock() - started
+            lived_s = time.monotonic() - started
             deaths = 1 if lived_s >= self._policy.forgive_after_s else deaths + 1
             delay_s = self._policy.delay_s(deaths)
             if status == BAD_SETTING:

@@ -48,7 +48,7 @@ def code_of(
 
 def test_a_secure_stack_serves_those_with_its_files_alone(tmp_path: Path) -> None:
     """The printed command works as it is; each port refuses callers that lack a file; no log has a secret."""
-    files = SecureFiles(tmp_path / "secure")
+    files = SecureFiles.in_folder(tmp_path / "secure")
     with launcher(tmp_path, *QUICK, "--secure") as process:
         printed = [read_until(process, "Serving smollm2"), read_until(process, "/chat/completions")]
         done = subprocess.run(["sh", "-c", printed[1]], capture_output=True, text=True, check=True)

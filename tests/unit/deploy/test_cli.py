@@ -59,7 +59,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"triptych {version('triptych')}\n"
 
 
-@pytest.mark.parametrize("command", ["up", "gateway", "scheduler", "plan"])
+@pytest.mark.parametrize("command", ["gateway", "scheduler", "plan"])
 def test_help_of_services_loads_no_torch(command: str) -> None:
     """Commands that run without a device import neither torch nor vLLM."""
     code = (

@@ -55,30 +55,15 @@ def test_packages_are_those_of_the_locks() -> None:
     assert found["grpcio"]["installed"] == version("grpcio")
 
 
-def test_the_text_has_every_section(
+def test_the_text_shows_sections_and_no_secret(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package in another version than the tested one is marked."""
+    """A section is a heading and its indented lines."""
     monkeypatch.setenv("TRIPTYCH_API_KEY", "word")
-    monkeypatch.setattr(
-        "deploy.commands.env.facts",
-        lambda environment: {
-            **{section: {"name": "value"} for section in ("versions", "cpu", "memory")},
-            "devices": {"gpus": [], "npus": ["one", "two"]},
-            "packages": {
-                "torch": {"tested": "2.13.0+cpu", "installed": "2.13.0", "locks": ["worker-cpu"]},
-                "uvloop": {"tested": "1", "installed": "1", "locks": ["gateway"]},
-                "triton": {"tested": "3", "installed": None, "locks": ["interpreter"]},
-            },
-            "variables": variables(environment),
-        },
-    )
     assert cli.main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {"Versions:", "CPU:", "Memory:", "Devices:", "Variables:"} < set(lines)
-    assert {"  gpus: none", "  npus: one", "  npus: two", "  uvloop 1"} < set(lines)
-    assert "  torch 2.13.0  (tested: 2.13.0+cpu; worker-cpu)" in lines
-    assert "  triton not installed  (tested: 3; interpreter)" in lines
+    assert f"  grpcio {version('grpcio')}" in lines
     assert f"  TRIPTYCH_API_KEY={HIDDEN}" in lines
 
 

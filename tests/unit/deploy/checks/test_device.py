@@ -30,22 +30,6 @@ def doctor(*flags: str, path: str = "", **variables: str) -> Found:
     return done.returncode, {line[8:28].strip(): (line[:8].strip(), line[28:]) for line in lines}
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param(("--device", "cpu"), marks=pytest.mark.slow),  # test_a_made_up_model... runs these, too
-        pytest.param(("--device", "rbln", "--rbln-backend", "rbln-check"), marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
-def test_a_machine_that_can_serve_passes(flags: tuple[str, ...]) -> None:
-    """Attention really runs, and equals the CPU's results."""
-    code, found = doctor(*flags)
-    assert code == 0
-    assert {status for status, _ in found.values()} <= {"ok", "note"}
-    assert "differs from the CPU by" in found["attention"][1]
-
-
 def test_a_rank_is_checked_alone() -> None:
     """Its sizes need no other rank."""
     code, found = doctor("--device", "cpu", "--tensor-parallel-size", "2")
@@ -82,12 +66,6 @@ def test_triton_kernels_are_checked() -> None:
     code, found = doctor("--device", "rbln", path=str(PACKAGES), RBLN_USE_CUSTOM_KERNEL="1")
     assert code == 0, found
     assert "differs from the CPU" in found["attention"][1]
-
-
-@pytest.mark.slow
-def test_memory_of_the_runtime_is_checked() -> None:
-    """Without device tensors the host has handles alone, and the checks know it."""
-    assert doctor("--device", "rbln", "--no-rbln-use-device-tensor", path=str(PACKAGES))[0] == 0
 
 
 PARITY = (

@@ -26,25 +26,22 @@ def pins(*locks: str) -> set[str]:
     return {f"{name}=={version}" for lock in locks for name, version in read(LOCKS / f"{lock}.txt").items()}
 
 
-def test_a_lock_is_installed_without_dependencies(pip_calls: list[list[str]]) -> None:
-    """Pip runs in this environment and resolves nothing."""
-    assert cli.main(["install", "scheduler"]) == 0
+@pytest.mark.parametrize(
+    ("services", "locks"),
+    [
+        (["scheduler"], ("scheduler",)),
+        (["scheduler", "otel"], ("scheduler", "otel")),
+        ([], ("gateway", "scheduler", "worker-cpu")),
+    ],
+)
+def test_locks_are_installed_at_once_and_without_dependencies(
+    services: list[str], locks: tuple[str, ...], pip_calls: list[list[str]]
+) -> None:
+    """Pip runs in this environment and resolves nothing; a package of several locks is named once."""
+    assert cli.main(["install", *services]) == 0
     (command,) = pip_calls
     assert command[:5] == [sys.executable, "-m", "pip", "install", "--no-deps"]
-    assert set(command[5:]) == pins("scheduler")
-
-
-def test_what_traces_need_is_installed_by_its_own_name(pip_calls: list[list[str]]) -> None:
-    """It comes beside a service, and never by default."""
-    assert cli.main(["install", "scheduler", "otel"]) == 0
-    assert set(pip_calls[0][5:]) == pins("scheduler", "otel")
-
-
-def test_without_a_service_all_locks_are_installed_at_once(pip_calls: list[list[str]]) -> None:
-    """A package that several locks pin is named once."""
-    assert cli.main(["install"]) == 0
-    (command,) = pip_calls
-    assert sorted(command[5:]) == sorted(pins("gateway", "scheduler", "worker-cpu"))
+    assert sorted(command[5:]) == sorted(pins(*locks))
 
 
 def test_an_installed_torch_can_be_kept(pip_calls: list[list[str]]) -> None:

@@ -80,10 +80,6 @@ def test_serve_listens_where_vllm_serve_does() -> None:
         ("serve m n", "unrecognized arguments: n; m is the model, and a switch takes no value"),
         ("up m --model n", "the model is given twice: m and --model n; omit one"),
         (
-            "up m --kv-cache-dtype fp8",
-            "--kv-cache-dtype is not supported: KV caches have the model's type; omit it",
-        ),
-        (
             "compile m --tokenizer t",
             "--tokenizer is read from the model's folder; put the tokenizer's files there",
         ),

@@ -82,7 +82,7 @@ def test_the_example_request_fits_the_model() -> None:
 
 def test_the_example_request_sends_a_key_where_it_needs_one(tmp_path: Path) -> None:
     """The key itself is never printed."""
-    files = SecureFiles(tmp_path)
+    files = SecureFiles.in_folder(tmp_path)
     made = {"ssl_certfile": files.http_cert, "api_key_file": files.api_keys}
     plain = LaunchSettings(api_key=())
     assert up.credentials(plain, None) == ""

@@ -50,21 +50,6 @@ def test_help_lists_every_setting_but_the_fixed_ones(capsys: pytest.CaptureFixtu
         assert (f"--{name.replace('_', '-')}" in words) == (name not in LaunchSettings.fixed), name
 
 
-def test_only_addresses_drains_and_the_log_format_are_fixed() -> None:
-    """A new setting of a service is reachable unless this list grows with it."""
-    assert set(LaunchSettings.fixed) == {
-        "scheduler_address", "socket", "reuse_port", "metrics_folder", "advertise_host", "drain_timeout_s", "drain_s", "log_format",
-        "rank", "world_size", "local_rank", "replica_id", "master",
-    }  # fmt: skip
-
-
-def test_variables_set_what_flags_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRIPTYCH_MODEL is --model, and the flag wins."""
-    monkeypatch.setenv("TRIPTYCH_MODEL", "from-environment")
-    assert load(LaunchSettings, []).model == "from-environment"
-    assert load(LaunchSettings, ["--model", "from-flag"]).model == "from-flag"
-
-
 def test_reading_the_settings_loads_no_heavy_package() -> None:
     """`triptych up` answers --help and refuses a bad flag without torch, vLLM, FastAPI or numpy."""
     code = (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.parent import PARENT_VARIABLE
-from deploy.launcher.process import Child, ChildSpec, describe_exit
+from deploy.launcher.process import Child, ChildSpec
 from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor, run_until_signal
 
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
@@ -305,20 +305,6 @@ def test_children_die_with_a_killed_launcher() -> None:
         launcher.kill()
         # The pipe closes when the child, the last process that holds it, is gone.
         assert launcher.stdout.read() == ""
-
-
-@pytest.mark.parametrize(
-    ("status", "text"), [(0, "exit code 0"), (3, "exit code 3"), (-9, "SIGKILL"), (-64, "SIGRTMAX")]
-)
-def test_an_exit_status_becomes_readable_text(status: int, text: str) -> None:
-    """A status is an exit code, or the name of a signal."""
-    assert describe_exit(status) == text
-
-
-def test_the_delay_doubles_up_to_a_limit() -> None:
-    """Each consecutive death doubles the delay until it reaches the longest."""
-    policy = RestartPolicy(first_delay_s=0.5, longest_delay_s=4)
-    assert [policy.delay_s(n) for n in range(1, 7)] == [0.5, 1, 2, 4, 4, 4]
 
 
 async def test_a_long_log_is_rotated_while_the_service_runs(tmp_path: Path) -> None:

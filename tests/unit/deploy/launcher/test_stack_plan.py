@@ -1,13 +1,47 @@
-"""The launcher's folder."""
+"""The folder and the ports of a stack."""
 
 import resource
+import socket
 from pathlib import Path
 
 import pytest
 
-from deploy.launcher.stack_plan import claim, socket_folder
+from deploy.launcher.settings import LaunchSettings
+from deploy.launcher.stack_plan import claim, free_ports, socket_folder
 from deploy.launcher.supervisor import LaunchError
 from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES
+from protos.service.settings import load
+
+
+def settings(*flags: str) -> LaunchSettings:
+    return load(LaunchSettings, ["--port", "0", "--scheduler-port", "0", *flags])
+
+
+def test_ports_are_all_different() -> None:
+    """The gateways share a port and have one each; the scheduler and every worker have one."""
+    with free_ports(settings("--workers", "4", "--gateways", "3")) as ports:
+        assert len({ports.http, ports.scheduler, *ports.workers, *ports.metrics}) == 2 + 4 + 3
+
+
+def test_one_gateway_needs_no_second_port() -> None:
+    """It has one if it was given one."""
+    with free_ports(settings()) as ports:
+        assert ports.metrics == (None,)
+        free = ports.http
+    with free_ports(settings("--metrics-port", str(free))) as ports:
+        assert ports.metrics == (free,)
+
+
+def test_gateways_have_consecutive_metrics_ports() -> None:
+    """A taken one is refused with the flag to change."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = ("--gateways", "2", "--metrics-port", str(port - 1))
+        refusal = f"port {port}: .*choose another with --metrics-port"
+        with pytest.raises(LaunchError, match=refusal), free_ports(settings(*flags)):
+            pass
+    with free_ports(settings(*flags)) as ports:
+        assert ports.metrics == (port - 1, port)
 
 
 def test_two_launchers_never_share_a_run_dir(tmp_path: Path) -> None:
