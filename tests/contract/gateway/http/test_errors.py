@@ -1,10 +1,13 @@
-"""Refusals over real HTTP and real gRPC, against a fake scheduler."""
+"""Refusals, failures and clients that disconnect, over real HTTP and real gRPC, against a fake scheduler."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 
 import pytest
 
+from gateway.generation.sequence_text import Delta
+from gateway.openai.chunks import ChatChunks
 from protos.errors import (
     ContextExceeded,
     Internal,
@@ -14,7 +17,7 @@ from protos.errors import (
     Unavailable,
     Unsupported,
 )
-from tests.support.gateway.serving import Stack
+from tests.support.gateway.serving import CHAT, TEXT, Stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -60,6 +63,28 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
         rest = [line async for line in lines if line]
     assert rest[-1] == "data: [DONE]"
     assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
+
+
+async def test_a_token_that_cannot_be_written_ends_its_stream_alone(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream ends with an error; another stream goes on."""
+    write, calls = ChatChunks.write, 0
+
+    def fail_once(self: ChatChunks, delta: Delta) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise RuntimeError("on purpose")
+        return write(self, delta)
+
+    monkeypatch.setattr(ChatChunks, "write", fail_once)
+    stack.scheduler.step_s = 0.002
+    streams = await asyncio.gather(*(stack.stream("/v1/chat/completions", CHAT) for _ in range(2)))
+    failed = [any(isinstance(chunk, dict) and "error" in chunk for chunk in chunks) for chunks in streams]
+    assert sorted(failed) == [False, True]
+    whole = streams[failed.index(False)][:-1]
+    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in whole) == TEXT
 
 
 @pytest.mark.parametrize(
@@ -137,3 +162,20 @@ async def test_a_body_of_unknown_length_is_limited_too(stack: Stack) -> None:
 
     response = await stack.http.post("/v1/completions", content=endless())
     assert response.status_code == 413
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_client_that_disconnects_cancels_its_request(stack: Stack, path: str, streamed: bool) -> None:
+    """The abort reaches the scheduler, streamed or not."""
+    stack.scheduler.pause_after = 3
+    body = json.dumps(
+        {"prompt": "x", "stream": streamed} if path == "/v1/completions" else {**CHAT, "stream": streamed}
+    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", stack.gateway.port)
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+    await stack.scheduler.until(lambda: bool(stack.scheduler.requests))
+    if streamed:
+        await reader.readuntil(b"data: ")
+    writer.close()
+    await stack.scheduler.until(lambda: stack.scheduler.aborted == [stack.scheduler.requests[0].request_id])

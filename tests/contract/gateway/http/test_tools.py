@@ -424,8 +424,7 @@ EMPTY: Any = {"type": "object", "properties": {}}
 @pytest.mark.parametrize(
     "parameters",
     [
-        ..., None, {}, EMPTY, {"type": "object"}, {"properties": {}}, {**EMPTY, "required": []},
-        {**EMPTY, "required": None, "additionalProperties": None}, {"type": "object", "properties": None},
+        ..., None, {}, {"type": "object", "properties": None}, {**EMPTY, "required": None, "additionalProperties": None},
         {**EMPTY, "additionalProperties": False, "$schema": "http://json-schema.org/draft-07/schema#"},
     ],
 )  # fmt: skip

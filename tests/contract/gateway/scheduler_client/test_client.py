@@ -12,7 +12,6 @@ import pytest
 
 from gateway.scheduler_client import client as client_module
 from gateway.scheduler_client.client import InferenceClient
-from gateway.scheduler_client.connection import Connection
 from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import (
@@ -208,24 +207,23 @@ async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeSchedule
         assert client.num_pending == 0
 
 
-@pytest.mark.parametrize("method", ["deliver", "_resubmit"])
 async def test_an_unexpected_exception_is_a_pause(
-    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, method: str
+    scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bug while events are delivered, or while requests are resubmitted, costs only a reconnect."""
-    works, faults = getattr(InFlightRequests, method), [RuntimeError("a bug")]
+    """A bug while events are delivered costs only a reconnect."""
+    works, faults = InFlightRequests.deliver, [RuntimeError("a bug")]
 
-    def fails_once(table: InFlightRequests, given: object, **options: bool) -> None:
+    def fails_once(table: InFlightRequests, given: inference.ConnectResponse, **options: bool) -> None:
         if faults:
             raise faults.pop()
         works(table, given, **options)
 
-    monkeypatch.setattr(InFlightRequests, method, fails_once)
-    scheduler.break_after = 5 if method == "_resubmit" else None
+    monkeypatch.setattr(InFlightRequests, "deliver", fails_once)
     async with serving(scheduler) as server, connected(server.port) as client:
-        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 20) == [REPLY]
+        for name in ("a", "b"):
+            reading = tokens_of(EventReader(client.submit([request(name)])))
+            assert await asyncio.wait_for(reading, 20) == [REPLY]
         assert not faults
-        assert await asyncio.wait_for(tokens_of(EventReader(client.submit([request("b")]))), 20) == [REPLY]
 
 
 async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeScheduler) -> None:
@@ -296,23 +294,3 @@ async def test_unsafe_tokenizer_file_names_are_refused(
     async with serving(scheduler) as server, connected(server.port) as client:
         with pytest.raises(ConfigurationRefused, match="tokenizer file with the name"):
             await client.get_tokenizer(tmp_path)
-
-
-async def test_a_client_closes_while_its_stream_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """grpc.aio may report the broken stream instead of the cancellation; the client closes nevertheless."""
-    began = asyncio.Event()
-
-    async def breaks(*_: object) -> TriptychError:
-        began.set()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.Event().wait()
-        return Unavailable("cancelling all calls")
-
-    monkeypatch.setattr(Connection, "_session", breaks)
-    client = InferenceClient("127.0.0.1:1")
-    await client.start()
-    await began.wait()
-    closing = asyncio.create_task(client.close())
-    done, _ = await asyncio.wait([closing], timeout=2)
-    closing.cancel()
-    assert done
