@@ -4,7 +4,7 @@ Its clients wait and retry after the status 529 and its error type.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Final, Literal, NamedTuple
 
 import orjson
@@ -16,14 +16,14 @@ from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, ResponseWriter
 from gateway.http.errors import Forbidden, PayloadTooLarge, ShapedError, Unauthorized
 from gateway.messages_api.schemas import AnswerBlock, MessageAnswer, MessageHead, TokenCounts
-from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
+from gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text, settled
 from protos.errors import InvalidArgument, NotFound, Overloaded, TimedOut, TriptychError, Unavailable
 from protos.service.logs import request_id
 
 ID_PREFIX: Final = "msg_"
 
 
-class StopReason(NamedTuple):
+class _StopReason(NamedTuple):
     """The end of an answer."""
 
     reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
@@ -31,7 +31,7 @@ class StopReason(NamedTuple):
     """The stop sequence at the end of the answer."""
 
     @classmethod
-    def of(cls, delta: Delta, *, called: bool, complete: bool) -> "StopReason":
+    def of(cls, delta: Delta, *, called: bool, complete: bool) -> "_StopReason":
         """Returns the reason for the end of a sequence.
 
         A call cut short by a stop sequence must not run, so the stop sequence is the reason.
@@ -50,7 +50,7 @@ class StopReason(NamedTuple):
         return cls("tool_use" if called else "end_turn")
 
 
-def usage_body(usage: Usage) -> TokenCounts:
+def _usage_body(usage: Usage) -> TokenCounts:
     """Returns the token counts. ``input_tokens`` excludes tokens from the prefix cache.
 
     Every computed prefix is cached at no further cost, so no tokens count as created.
@@ -64,32 +64,28 @@ def usage_body(usage: Usage) -> TokenCounts:
     }
 
 
-def message_head(answer_id: str, model: str) -> MessageHead:
-    """Returns the first fields of a message."""
+def _message_head(answer_id: str, model: str) -> MessageHead:
     return {"id": answer_id, "type": "message", "role": "assistant", "model": model}
 
 
-def signature_of(answer_id: str, index: int) -> str:
+def _signature_of(answer_id: str, index: int) -> str:
     """Returns the signature of a thinking block, sent back by clients and not verified."""
     return hashlib.blake2b(f"{answer_id}/{index}".encode(), digest_size=32).hexdigest()
 
 
-def text_block(text: str) -> AnswerBlock:
-    """Returns a block of text."""
+def _text_block(text: str) -> AnswerBlock:
     return {"type": "text", "text": text}
 
 
-def thinking_block(thinking: str, signature: str) -> AnswerBlock:
-    """Returns a block of thinking."""
+def _thinking_block(thinking: str, signature: str) -> AnswerBlock:
     return {"type": "thinking", "thinking": thinking, "signature": signature}
 
 
-def tool_use_block(call: CallStart, arguments: dict[str, Any]) -> AnswerBlock:
-    """Returns a block with a call."""
+def _tool_use_block(call: CallStart, arguments: dict[str, Any]) -> AnswerBlock:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
-def input_of(arguments: str) -> dict[str, Any] | None:
+def _input_of(arguments: str) -> dict[str, Any] | None:
     """Returns the input of a call; ``None`` if its text is incomplete."""
     try:
         found = orjson.loads(arguments)
@@ -98,28 +94,8 @@ def input_of(arguments: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def content_of(events: Iterable[Event]) -> list[tuple[Event, str]]:
-    """Returns the first event of each block, in order, with the block's text or arguments."""
-    blocks: list[tuple[Event, list[str]]] = []
-    calls: dict[int, tuple[Event, list[str]]] = {}
-    for event in events:
-        match event:
-            case Text(text) | Reasoning(text):
-                if not blocks or type(blocks[-1][0]) is not type(event):
-                    blocks.append((event, []))
-                blocks[-1][1].append(text)
-            case CallStart(number):
-                calls[number] = (event, [])
-                blocks.append(calls[number])
-            case CallArguments(number, fragment):
-                calls[number][1].append(fragment)
-            case CallRevoked(number, source):
-                blocks[blocks.index(calls.pop(number))] = (Text(source), [source])
-    return [(event, "".join(pieces)) for event, pieces in blocks]
-
-
 def message_body(
-    head: AnswerHead, end: Delta, events: Iterable[Event], usage: Usage, *, omit_thinking: bool
+    head: AnswerHead, end: Delta, events: Sequence[Event], usage: Usage, *, omit_thinking: bool
 ) -> MessageAnswer:
     """Returns the message of a whole answer.
 
@@ -130,24 +106,30 @@ def message_body(
         usage: token counts.
         omit_thinking: leave the text of thinking blocks empty.
     """
-    content, called, complete = list[AnswerBlock](), False, True
-    for index, (event, text) in enumerate(content_of(events)):
-        if isinstance(event, Reasoning):
-            content.append(thinking_block("" if omit_thinking else text, signature_of(head.answer_id, index)))
-        elif isinstance(event, CallStart):
-            arguments = input_of(text)
-            called, complete = True, arguments is not None
-            content.append(tool_use_block(event, arguments or {}))
-        else:
-            content.append(text_block(text))
-    stop = StopReason.of(end, called=called, complete=complete)
+    content, calls, complete = list[AnswerBlock](), dict[int, tuple[AnswerBlock, list[str]]](), True
+    for event in settled(events):
+        match event:
+            case Text(text):
+                content.append(_text_block(text))
+            case Reasoning(text):
+                signature = _signature_of(head.answer_id, len(content))
+                content.append(_thinking_block("" if omit_thinking else text, signature))
+            case CallStart(number):
+                content.append(_tool_use_block(event, {}))
+                calls[number] = (content[-1], [])
+            case CallArguments(number, text):
+                calls[number][1].append(text)
+    for block, pieces in calls.values():
+        found = _input_of("".join(pieces))
+        complete, block["input"] = found is not None, found or {}
+    stop = _StopReason.of(end, called=bool(calls), complete=complete)
     return {
-        **message_head(head.answer_id, head.model),
+        **_message_head(head.answer_id, head.model),
         # An answer without text has an empty block: clients read the first one.
-        "content": content or [text_block("")],
+        "content": content or [_text_block("")],
         "stop_reason": stop.reason,
         "stop_sequence": stop.sequence,
-        "usage": {**usage_body(usage), "service_tier": "standard"},
+        "usage": {**_usage_body(usage), "service_tier": "standard"},
     }
 
 
@@ -188,14 +170,13 @@ def shape(error: TriptychError) -> ShapedError:
     )
 
 
-def encode_event(kind: str, **fields: Any) -> bytes:
-    """Returns a server-sent event of the type ``kind``."""
+def _encode_event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
 
 
 def error_event(error: TriptychError) -> bytes:
     """Returns the last event of a failed stream."""
-    return encode_event("error", **error_body(error))
+    return _encode_event("error", **error_body(error))
 
 
 class MessageStreamWriter(ResponseWriter):
@@ -206,7 +187,7 @@ class MessageStreamWriter(ResponseWriter):
         self._head = head
         self._omit_thinking = omit_thinking
         self._reader = None if plan.plain else DeltaReader(plan.reader())
-        self._stop = StopReason("end_turn")
+        self._stop = _StopReason("end_turn")
         self._index = -1
         """Of the newest block."""
         self._open: type[Event] | None = None
@@ -219,12 +200,12 @@ class MessageStreamWriter(ResponseWriter):
 
     def begin(self) -> bytes:
         """Returns the start of the message, and a ping as Anthropic sends it."""
-        usage = {**usage_body(self._head.generation.usage), "output_tokens": 0, "service_tier": "standard"}
+        usage = {**_usage_body(self._head.generation.usage), "output_tokens": 0, "service_tier": "standard"}
         message = {
-            **message_head(self._head.answer_id, self._head.model),
+            **_message_head(self._head.answer_id, self._head.model),
             "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage,
         }  # fmt: skip
-        return encode_event("message_start", message=message) + encode_event("ping")
+        return _encode_event("message_start", message=message) + _encode_event("ping")
 
     def write(self, delta: Delta) -> bytes:
         """Returns the events settled by the text; at the end also the end of the last block."""
@@ -235,16 +216,16 @@ class MessageStreamWriter(ResponseWriter):
         if delta.finish_reason is None:
             return out
         called = self._reader is not None and self._reader.num_calls > 0
-        complete = input_of("".join(self._arguments)) is not None
-        self._stop = StopReason.of(delta, called=called, complete=complete)
+        complete = _input_of("".join(self._arguments)) is not None
+        self._stop = _StopReason.of(delta, called=called, complete=complete)
         if self._index < 0:
-            out += self._start(Text, text_block(""))
+            out += self._start(Text, _text_block(""))
         return out + self._close()
 
     def end(self, usage: Usage) -> bytes:
         """Returns the stop reason with the token counts, and the end of the message."""
         stop = {"stop_reason": self._stop.reason, "stop_sequence": self._stop.sequence}
-        return encode_event("message_delta", delta=stop, usage=usage_body(usage)) + encode_event(
+        return _encode_event("message_delta", delta=stop, usage=_usage_body(usage)) + _encode_event(
             "message_stop"
         )
 
@@ -254,17 +235,17 @@ class MessageStreamWriter(ResponseWriter):
 
     def keep_alive(self) -> bytes:
         """Returns a ping: Anthropic's API has no comments."""
-        return encode_event("ping")
+        return _encode_event("ping")
 
     def _event(self, event: Event) -> bytes:
         match event:
             case Text(text):
                 return self._text(text)
             case Reasoning(text):
-                out = b"" if self._open is Reasoning else self._start(Reasoning, thinking_block("", ""))
+                out = b"" if self._open is Reasoning else self._start(Reasoning, _thinking_block("", ""))
                 return out if self._omit_thinking else out + self._delta("thinking_delta", thinking=text)
             case CallStart(number):
-                out = self._start(CallStart, tool_use_block(event, {}))
+                out = self._start(CallStart, _tool_use_block(event, {}))
                 self._call_blocks[number], self._arguments = self._index, []
                 return out
             case CallArguments(number, fragment):
@@ -275,7 +256,7 @@ class MessageStreamWriter(ResponseWriter):
                 return b""
 
     def _text(self, text: str) -> bytes:
-        out = b"" if self._open is Text else self._start(Text, text_block(""))
+        out = b"" if self._open is Text else self._start(Text, _text_block(""))
         return b"%b%b}}\n\n" % (out + self._before_text, orjson.dumps(text))
 
     def _start(self, kind: type[Event], block: AnswerBlock) -> bytes:
@@ -288,17 +269,17 @@ class MessageStreamWriter(ResponseWriter):
                 b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,'
                 b'"delta":{"type":"text_delta","text":' % self._index
             )
-        return out + encode_event("content_block_start", index=self._index, content_block=block)
+        return out + _encode_event("content_block_start", index=self._index, content_block=block)
 
     def _close(self) -> bytes:
         if self._open is None:
             return b""
         out = b""
         if self._open is Reasoning:
-            out = self._delta("signature_delta", signature=signature_of(self._head.answer_id, self._index))
+            out = self._delta("signature_delta", signature=_signature_of(self._head.answer_id, self._index))
         self._open = None
-        return out + encode_event("content_block_stop", index=self._index)
+        return out + _encode_event("content_block_stop", index=self._index)
 
     def _delta(self, kind: str, index: int | None = None, **fields: str) -> bytes:
         index = self._index if index is None else index
-        return encode_event("content_block_delta", index=index, delta={"type": kind, **fields})
+        return _encode_event("content_block_delta", index=index, delta={"type": kind, **fields})

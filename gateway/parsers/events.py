@@ -94,6 +94,18 @@ class CallCounter:
         return CallStart(self.count - 1, given_id or self._new_id(), name)
 
 
+def settled(events: Sequence[Event]) -> list[Event]:
+    """Returns the events of a whole answer with the text of revoked calls in place of these calls."""
+    revoked = {event.number for event in events if isinstance(event, CallRevoked)}
+    kept: list[Event] = []
+    for event in events:
+        if isinstance(event, CallRevoked):
+            kept.append(Text(event.source))
+        elif not isinstance(event, CallStart | CallArguments) or event.number not in revoked:
+            kept.append(event)
+    return merged(kept)
+
+
 def merged(events: Iterable[Event]) -> list[Event]:
     """Joins neighbouring pieces of the same text or the same call's arguments; drops empty pieces."""
     runs: list[tuple[Event, list[str]]] = []

@@ -13,7 +13,7 @@ from gateway.generation.logprobs import ChatToken, Reporter, TokenReport
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import ResponseWriter
 from gateway.http.errors import row_of
-from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, merged
+from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, settled
 from gateway.responses_api.schemas import (
     Allowed,
     CustomTool,
@@ -48,7 +48,7 @@ _UNNAMED: Final = ScopedName("")
 
 
 @dataclass(slots=True)
-class OutputItem(ABC):
+class _OutputItem(ABC):
     """An item of an answer."""
 
     event_prefix: ClassVar[str]
@@ -63,11 +63,9 @@ class OutputItem(ABC):
 
     @property
     def text(self) -> str:
-        """Its text so far."""
         return "".join(self.pieces)
 
     def add(self, piece: str) -> None:
-        """Takes a further piece of its text."""
         self.pieces.append(piece)
 
     @property
@@ -85,36 +83,28 @@ class OutputItem(ABC):
 
 
 @dataclass(slots=True)
-class MessageItem(OutputItem):
-    """The text of the answer."""
-
+class _MessageItem(_OutputItem):
     event_prefix = "response.output_text"
 
     logprobs: list[ChatToken] = field(default_factory=list)
 
     def part(self, text: str) -> OutputText:
-        """Returns the part with the text."""
         logprobs = self.logprobs if text else []
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def body(self, status: Status) -> OutputMessage:
-        """Returns the message."""
         content = [] if status == "in_progress" else [self.part(self.text)]
         return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 
 @dataclass(slots=True)
-class ThinkingItem(OutputItem):
-    """Thinking in front of the answer."""
-
+class _ThinkingItem(_OutputItem):
     event_prefix = "response.reasoning_text"
 
     def part(self, text: str) -> ReasoningContent:
-        """Returns the part with the thinking."""
         return {"type": "reasoning_text", "text": text}
 
     def body(self, status: Status) -> OutputReasoning:
-        """Returns the item without a summary or an encrypted form."""
         content = [] if status == "in_progress" else [self.part(self.text)]
         return {
             "id": self.id, "type": "reasoning", "status": status, "summary": [], "content": content,
@@ -123,9 +113,7 @@ class ThinkingItem(OutputItem):
 
 
 @dataclass(slots=True)
-class CallItem(OutputItem):
-    """A call of a function."""
-
+class _CallItem(_OutputItem):
     event_prefix = "response.function_call_arguments"
     text_field = "arguments"
 
@@ -136,11 +124,9 @@ class CallItem(OutputItem):
 
     @property
     def has_parts(self) -> bool:
-        """Whether its text is a part of its content."""
         return False
 
     def body(self, status: Status) -> OutputItemAnswer:
-        """Returns the call."""
         body: OutputFunctionCall = {
             "id": self.id, "type": "function_call", "status": self._status(status), "call_id": self.call_id,
             "name": self.name.name, "arguments": "" if status == "in_progress" else self.text,
@@ -154,7 +140,7 @@ class CallItem(OutputItem):
 
 
 @dataclass(slots=True)
-class CustomCallItem(CallItem):
+class _CustomCallItem(_CallItem):
     """A call of a custom tool; its text is the input in the arguments."""
 
     event_prefix = "response.custom_tool_call_input"
@@ -163,7 +149,6 @@ class CustomCallItem(CallItem):
     reader: InputReader = field(default_factory=InputReader)
 
     def body(self, status: Status) -> OutputItemAnswer:
-        """Returns the call."""
         body: OutputCustomCall = {
             "id": self.id, "type": "custom_tool_call", "status": self._status(status), "call_id": self.call_id,
             "name": self.name.name, "input": "" if status == "in_progress" else self.text,
@@ -173,7 +158,6 @@ class CustomCallItem(CallItem):
         return body
 
     def add(self, piece: str) -> None:
-        """Takes a further piece of the arguments."""
         self.pieces.append(self.reader.feed(piece))
 
 
@@ -184,20 +168,22 @@ class Output:
         """Starts empty; ids derive from ``answer_id``, and ``names`` maps the model's names of tools."""
         self._names = names
         self._suffix = answer_id.partition("_")[2]
-        self.items: list[OutputItem] = []
-        self._calls: dict[int, CallItem] = {}
+        self.items: list[_OutputItem] = []
+        self._calls: dict[int, _CallItem] = {}
 
-    def take(self, event: Event) -> OutputItem:
+    def take(self, event: Event) -> _OutputItem:
         """Adds an event to its item, which may be new; returns the item."""
         last = self.items[-1] if self.items else None
         match event:
             case Text(text):
-                item = last if isinstance(last, MessageItem) else self.add_message()
+                item = last if isinstance(last, _MessageItem) else self.add_message()
             case Reasoning(text):
-                item = last if isinstance(last, ThinkingItem) else self._add(ThinkingItem(*self._place("rs")))
+                item = (
+                    last if isinstance(last, _ThinkingItem) else self._add(_ThinkingItem(*self._place("rs")))
+                )
             case CallStart(number, call_id, name):
                 scoped = self._names.get(name) or ScopedName(name)
-                kind, prefix = (CustomCallItem, "ctc") if scoped.custom else (CallItem, "fc")
+                kind, prefix = (_CustomCallItem, "ctc") if scoped.custom else (_CallItem, "fc")
                 call = kind(*self._place(prefix), call_id=call_id, name=scoped)
                 self._calls[number] = call
                 return self._add(call)
@@ -210,9 +196,9 @@ class Output:
         item.add(text)
         return item
 
-    def add_message(self) -> OutputItem:
+    def add_message(self) -> _OutputItem:
         """Returns a new message, after the other items."""
-        return self._add(MessageItem(*self._place("msg")))
+        return self._add(_MessageItem(*self._place("msg")))
 
     def bodies(self, *, cut: bool) -> list[OutputItemAnswer]:
         """Returns the items; the last item of a ``cut`` answer is incomplete."""
@@ -223,21 +209,9 @@ class Output:
         index = len(self.items)
         return f"{prefix}_{self._suffix}_{index}", index
 
-    def _add(self, item: OutputItem) -> OutputItem:
+    def _add(self, item: _OutputItem) -> _OutputItem:
         self.items.append(item)
         return item
-
-
-def settled(events: Sequence[Event]) -> list[Event]:
-    """Returns the events of a whole answer with the text of revoked calls in place of these calls."""
-    revoked = {event.number for event in events if isinstance(event, CallRevoked)}
-    kept: list[Event] = []
-    for event in events:
-        if isinstance(event, CallRevoked):
-            kept.append(Text(event.source))
-        elif not isinstance(event, CallStart | CallArguments) or event.number not in revoked:
-            kept.append(event)
-    return merged(kept)
 
 
 def collected(output: Output, events: Sequence[Event], logprobs: list[ChatToken]) -> Output:
@@ -247,7 +221,7 @@ def collected(output: Output, events: Sequence[Event], logprobs: list[ChatToken]
     if not output.items:
         output.add_message()
     for item in output.items:
-        if isinstance(item, MessageItem):
+        if isinstance(item, _MessageItem):
             item.logprobs = logprobs
             break
     return output
@@ -415,7 +389,7 @@ class ResponseStreamWriter(ResponseWriter):
         self._reader = reader
         self._reporter = reporter
         self._output = response.output()
-        self._open: OutputItem | None = None
+        self._open: _OutputItem | None = None
         self._delta_head = b""
         self._began = False
         self._cut = False
@@ -442,7 +416,7 @@ class ResponseStreamWriter(ResponseWriter):
             if item is self._output.items[-1] and item is not self._open:
                 out += (self._close("completed"), self._opening(item))
             # Most of a custom call's arguments before its input show nothing.
-            is_shown = bool(item.pieces and item.pieces[-1]) or not isinstance(item, CustomCallItem)
+            is_shown = bool(item.pieces and item.pieces[-1]) or not isinstance(item, _CustomCallItem)
             if is_shown and not isinstance(event, CallStart | CallRevoked):
                 out.append(self._delta(item, item.pieces[-1], tokens))
         if delta.finish_reason is not None:
@@ -474,11 +448,11 @@ class ResponseStreamWriter(ResponseWriter):
         if not self._output.items:
             opening = self._opening(self._output.add_message())
         item = self._output.items[-1]
-        if tokens and self._reporter.wanted and isinstance(item, MessageItem):
+        if tokens and self._reporter.wanted and isinstance(item, _MessageItem):
             opening += self._delta(item, "", tokens)
         return opening + self._close("incomplete" if self._cut else "completed")
 
-    def _opening(self, item: OutputItem) -> bytes:
+    def _opening(self, item: _OutputItem) -> bytes:
         self._open = item
         added = self._event(
             "response.output_item.added", output_index=item.index, item=item.body("in_progress")
@@ -488,7 +462,7 @@ class ResponseStreamWriter(ResponseWriter):
         # Only the number and the text differ from one delta of an item to the next.
         kind = f"{item.event_prefix}.delta"
         fields = {"type": kind, **_place(item)}
-        if isinstance(item, MessageItem):
+        if isinstance(item, _MessageItem):
             fields["logprobs"] = []
         self._delta_head = (
             b"event: "
@@ -504,12 +478,12 @@ class ResponseStreamWriter(ResponseWriter):
         self._count += 1
         return self._delta_head % (self._count - 1) + orjson.dumps(text) + b"}\n\n"
 
-    def _delta(self, item: OutputItem, text: str, tokens: Sequence[TokenReport]) -> bytes:
-        logprobs = chat_logprobs(self._reporter, tokens) if tokens and isinstance(item, MessageItem) else []
+    def _delta(self, item: _OutputItem, text: str, tokens: Sequence[TokenReport]) -> bytes:
+        logprobs = chat_logprobs(self._reporter, tokens) if tokens and isinstance(item, _MessageItem) else []
         if item is self._open and not logprobs:
             return self._text_delta(text)
         fields = {**_place(item), "delta": text}
-        if isinstance(item, MessageItem):
+        if isinstance(item, _MessageItem):
             item.logprobs += logprobs
             fields["logprobs"] = [_without_bytes(entry) for entry in logprobs]
         return self._event(f"{item.event_prefix}.delta", **fields)
@@ -520,7 +494,7 @@ class ResponseStreamWriter(ResponseWriter):
             return b""
         text = item.text
         fields = {**_place(item), item.text_field: text}
-        if isinstance(item, MessageItem):
+        if isinstance(item, _MessageItem):
             fields["logprobs"] = [_without_bytes(entry) for entry in item.logprobs]
         out = self._event(f"{item.event_prefix}.done", **fields)
         if item.has_parts:
@@ -554,6 +528,6 @@ def _without_bytes(entry: ChatToken) -> dict[str, Any]:
     return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}
 
 
-def _place(item: OutputItem) -> dict[str, Any]:
+def _place(item: _OutputItem) -> dict[str, Any]:
     place: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
     return {**place, "content_index": 0} if item.has_parts else place

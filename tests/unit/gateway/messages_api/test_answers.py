@@ -13,7 +13,7 @@ from gateway.generation.logprobs import Reporter
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead
 from gateway.messages_api.schemas import MessageAnswer
-from gateway.messages_api.writer import MessageStreamWriter, StopReason, message_body, shape, usage_body
+from gateway.messages_api.writer import MessageStreamWriter, message_body, shape
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.schemas.sampling import SamplingRequest
 from protos import errors
@@ -80,22 +80,24 @@ def test_a_call_that_is_cut_off_has_no_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "called", "complete", "expected"),
+    ("end", "arguments", "expected"),
     [
-        (("length", None), True, True, ("max_tokens", None)),
-        (("stop", None), True, True, ("tool_use", None)),
-        (("stop", "x"), True, True, ("tool_use", None)),
-        (("stop", "x"), True, False, ("stop_sequence", "x")),
-        (("stop", "x"), False, False, ("stop_sequence", "x")),
-        (("stop", 7), False, False, ("end_turn", None)),
-        (("stop", None), True, False, ("tool_use", None)),
+        (("length", None), "{}", ("max_tokens", None)),
+        (("stop", None), "{}", ("tool_use", None)),
+        (("stop", "x"), "{}", ("tool_use", None)),
+        (("stop", "x"), "{", ("stop_sequence", "x")),
+        (("stop", "x"), None, ("stop_sequence", "x")),
+        (("stop", 7), None, ("end_turn", None)),
+        (("stop", None), "{", ("tool_use", None)),
     ],
 )
 def test_stop_reasons(
-    end: tuple[str, str | int | None], called: bool, complete: bool, expected: tuple[str, str | None]
+    end: tuple[str, str | int | None], arguments: str | None, expected: tuple[str, str | None]
 ) -> None:
     """The limit wins over calls, and complete calls win over stop sequences."""
-    assert StopReason.of(Delta(0, "", *end), called=called, complete=complete) == expected
+    events: list[Event] = [] if arguments is None else [START, CallArguments(0, arguments)]
+    answer = body(*events, finish_reason=end[0], stop_reason=end[1])
+    assert (answer["stop_reason"], answer["stop_sequence"]) == expected
 
 
 def test_arguments_may_come_late() -> None:
@@ -103,6 +105,8 @@ def test_arguments_may_come_late() -> None:
     events = streamed([START], [CallArguments(0, "{"), Text("b")], [CallArguments(0, "}")])
     starts = {event["index"]: event["content_block"]["type"] for event in events if "content_block" in event}
     assert starts == {0: "tool_use", 1: "text"}
+    whole = body(START, CallArguments(0, "{"), Text("b"), CallArguments(0, "}"))["content"]
+    assert [block["type"] for block in whole] == ["tool_use", "text"]
     pieces = [event for event in events if event.get("delta", {}).get("type") == "input_json_delta"]
     assert [(event["index"], event["delta"]["partial_json"]) for event in pieces] == [(0, "{"), (0, "}")]
 
@@ -111,14 +115,6 @@ def test_a_revoked_call_is_none_to_run() -> None:
     """A stream cannot take its block back, but it does not end with ``tool_use``."""
     events = streamed([START], [CallArguments(0, "{")], [CallRevoked(0, "x")])
     assert events[-2]["delta"]["stop_reason"] == "end_turn"
-
-
-def test_counts() -> None:
-    """The three counts of prompt tokens add up to the prompt."""
-    assert usage_body(USAGE) == {
-        "input_tokens": 7, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 3,
-        "output_tokens": 5, "output_tokens_details": {"thinking_tokens": 2},
-    }  # fmt: skip
 
 
 def test_every_error_has_a_type() -> None:
