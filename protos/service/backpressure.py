@@ -1,7 +1,7 @@
-"""Bounds on what waits for slow readers: for each of them, and for all together.
+"""Bounds on unread output: for each reader, and for all together.
 
-Readers are clients' streams in the scheduler and answers to HTTP requests in the gateway. What waits is
-counted in tokens; each log-probability counts as one more.
+Readers are clients' streams in the scheduler and answers to HTTP requests in the gateway. Output is counted
+in tokens; each log-probability counts as another token.
 """
 
 import asyncio
@@ -14,25 +14,25 @@ _RETRY_AFTER_MS: Final = 1000
 
 
 class UnreadLimits:
-    """The bounds, and all readers that have something to read."""
+    """The bounds, and all readers with unread output."""
 
     per_reader: int
-    """Tokens that may wait for one reader."""
+    """Most unread tokens of a reader."""
     total: int
-    """Tokens that may wait for all readers."""
+    """Most unread tokens of all readers."""
     num_tokens: int
-    """Tokens that wait for all readers."""
+    """Unread tokens of all readers."""
     behind: "set[UnreadTokens]"
-    """The readers for which something waits."""
+    """The readers with unread output."""
     num_ended: int
-    """Readers that were ended because they were too slow."""
+    """Readers ended for being too slow."""
 
     def __init__(self, *, per_reader: int, total: int, flags: tuple[str, str], unit: str = "tokens") -> None:
         """Starts without readers.
 
         Args:
-            per_reader: tokens that may wait for one reader.
-            total: tokens that may wait for all readers. The slowest reader is ended when there are more.
+            per_reader: most unread tokens of a reader.
+            total: most unread tokens of all readers. Beyond it, the slowest reader is ended.
             flags: the settings' flags, for errors.
             unit: the unit of all counts.
         """
@@ -48,12 +48,12 @@ class UnreadLimits:
         """Returns the count of a new reader.
 
         Args:
-            on_end: called from the event loop when the reader is ended. It must drop everything that waits.
+            on_end: called from the event loop when the reader is ended. It must drop all unread output.
         """
         return UnreadTokens(self, on_end)
 
     def check(self, last: "UnreadTokens") -> None:
-        """Ends a reader if a bound is exceeded, given the one whose count has grown."""
+        """Ends a reader if a bound is exceeded, given the reader whose count has grown."""
         if last.num > self.per_reader:
             self._end(last, f"more than {self.per_reader} {self._unit} of it wait", self._flags[0])
         elif self.num_tokens > self.total:
@@ -78,7 +78,7 @@ class UnreadTokens:
     __slots__ = ("_limits", "closed", "num", "on_end")
 
     num: int
-    """Tokens that wait."""
+    """Unread tokens."""
     closed: bool
     """Whether the reader reads no more; then nothing is counted."""
     on_end: Callable[[TriptychError], None]
@@ -91,7 +91,7 @@ class UnreadTokens:
         self._limits = limits
 
     def add(self, num_tokens: int) -> None:
-        """Counts tokens that wait; may end a reader."""
+        """Counts unread tokens; may end a reader."""
         if self.closed:
             return
         limits = self._limits
@@ -103,7 +103,7 @@ class UnreadTokens:
             limits.check(self)
 
     def remove(self, num_tokens: int) -> None:
-        """Counts tokens that were read."""
+        """Counts tokens as read."""
         if self.closed:
             return
         self.num -= num_tokens

@@ -33,18 +33,18 @@ class CallSecuritySettings(ServiceSettings):
     """PEM file with the certificates that sign those of the other services. Turns TLS on between services.
     This and the next two files are read again when they change."""
     grpc_tls_cert: Path | None = None
-    """PEM file with this service's own certificate, followed by intermediate ones."""
+    """PEM file with this service's own certificate, followed by intermediate certificates."""
     grpc_tls_key: Path | None = None
     """PEM file with the unencrypted key of --grpc-tls-cert."""
     grpc_tls_name: str | None = Field(None, min_length=1)
-    """Name that the certificates of the services have that this one calls. Default: the host that is called.
-    Workers that register from changing addresses need it."""
+    """Expected name in the certificates of called services. Default: the called host. Needed for workers
+    that register from changing addresses."""
     service_token: SecretStr | None = None
-    """Secret that the services share, 16 characters or more. Calls send it; a scheduler or worker that has it
-    refuses calls without it. Prefer the variable or the file: other users of the machine see flags."""
+    """Secret that the services share, 16 characters or more. Calls send it; a scheduler or worker with a
+    token refuses calls without it. Prefer the variable or the file: other users of the machine see flags."""
     service_token_file: Path | None = None
-    """File with the service token. It is read again when it changes. Each further line is accepted, too, so
-    that a new token can replace an old one while services run."""
+    """File with the service token. It is read again when it changes. Further lines are also accepted, to
+    replace a token while services run."""
 
     @model_validator(mode="after")
     def _security_files_go_together(self) -> Self:

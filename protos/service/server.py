@@ -126,7 +126,7 @@ class Server:
             await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
-        """Reports NOT_SERVING, refuses new calls and waits up to ``grace_s`` seconds for running ones."""
+        """Reports NOT_SERVING, refuses new calls and waits up to ``grace_s`` seconds for running calls."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 

@@ -141,7 +141,7 @@ def fixed_fields(cls: type[BaseSettings]) -> dict[str, str]:
 
 
 def group_of(cls: type[BaseSettings], field: str) -> Group | None:
-    """Returns the heading of a field in ``--help``; ``None`` if no class declares one."""
+    """Returns the heading of a field in ``--help``; ``None`` if no class declares it."""
     for base in cls.__mro__:
         groups: Mapping[Group, tuple[str, ...]] = vars(base).get("groups", {})
         for group, fields in groups.items():

@@ -1,4 +1,4 @@
-"""The buffer between the step loops and the writer of one gRPC stream."""
+"""The buffer between the step loops and the writer of a gRPC stream."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ class EventBuffer:
         """Starts empty.
 
         Args:
-            limits: bounds what may wait for the client.
+            limits: bounds of the client's unread output.
             abort: aborts the client's requests, because it reads too slowly.
             count_loss: counts a request that fails, given its error, or a sequence that is aborted.
         """
@@ -57,7 +57,7 @@ class EventBuffer:
         self._add(Event(request_id, error=error), 1)
 
     def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Adds one plain token for each request, as one entry."""
+        """Adds a plain token for each request, as a single entry."""
         self._add((request_ids, token_ids), len(token_ids))
 
     def _add(self, event: Event | TokenColumns, weight: int) -> None:
@@ -116,7 +116,7 @@ class EventBuffer:
         return events
 
     async def has_room(self) -> None:
-        """Waits while the client is far behind in reading its events.
+        """Waits until the client has read most of its events.
 
         Raises:
             Overloaded: as :meth:`take` does.
@@ -128,7 +128,7 @@ class EventBuffer:
             raise self._error
 
     def close(self) -> None:
-        """Ends the count of what waits: the stream has ended."""
+        """Ends the count of unread output at the end of the stream."""
         self._unread.close()
 
 

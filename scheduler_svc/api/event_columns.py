@@ -1,4 +1,4 @@
-"""Writes the events of one Connect stream as messages: plain tokens in columns, the rest as full events."""
+"""Writes the events of a Connect stream as messages: plain tokens in columns, the rest as full events."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -81,7 +81,7 @@ class ConnectEncoder:
             self._size += num_bytes
 
     def _forget(self, event: Event) -> None:
-        """Drops the handle of a sequence that ends, or all handles of a request that failed."""
+        """Drops the handle of an ended sequence, or all handles of a failed request."""
         handles = self._handles.get(event.request_id)
         if handles is None:
             return

@@ -81,7 +81,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return self._deployment.engine
 
     def drain(self) -> None:
-        """Refuses new requests, and ends Connect streams, whose clients resubmit what they hold."""
+        """Refuses new requests, and ends Connect streams, whose clients resubmit their requests."""
         self._draining = True
         for buffer in self._streams:
             buffer.wake()
@@ -98,7 +98,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
-        """Runs one request. The end of the call aborts it."""
+        """Runs a request. The end of the call aborts it."""
         mine: list[str] = []
         buffer = self._buffer(mine)
         try:
@@ -122,7 +122,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[inference_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[inference_pb2.ConnectResponse]:
-        """Runs many requests. The end of the stream aborts the ones that are still live."""
+        """Runs many requests. The end of the stream aborts those still live."""
         mine: set[str] = set()
         buffer, encoder = self._buffer(mine), ConnectEncoder()
         reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
@@ -158,7 +158,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _read(
         self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
     ) -> None:
-        """Submits and aborts requests as a stream asks. The error of one request becomes its event."""
+        """Submits and aborts requests as a stream asks. A request's error becomes its event."""
         first = True
         async for message in messages:
             if first and message.schema_revision != SCHEMA_REVISION:
@@ -180,7 +180,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     self._engine.abort(message.abort.request_id, _sequence_of(message.abort))
 
     async def Pool(self, request: inference_pb2.PoolRequest, context: Context) -> inference_pb2.PoolResponse:
-        """Runs one request of a pooling model. The end of the call aborts it."""
+        """Runs a request of a pooling model. The end of the call aborts it."""
         (response,) = await self._pool((request,), context)
         return response
 
@@ -220,7 +220,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return [results[submission.request_id] for submission in submissions]
 
     def _pool_submissions(self, requests: Sequence[inference_pb2.PoolRequest]) -> list[PoolSubmission]:
-        """Validates all requests before the first one is submitted."""
+        """Validates all requests before the first is submitted."""
         for request in requests:
             self._check_model(request.model)
         submissions = [pool_submission_from_proto(request, self._tracer) for request in requests]
@@ -256,7 +256,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Abort(
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        """Aborts a request, or one of its sequences."""
+        """Aborts a request, or a sequence of it."""
         found = self._engine.abort(request.request_id, _sequence_of(request))
         return inference_pb2.AbortResponse(found=found)
 

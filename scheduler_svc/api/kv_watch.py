@@ -1,4 +1,4 @@
-"""The buffer between the prefix caches of all replicas and one WatchKvEvents stream."""
+"""The buffer between the prefix caches of all replicas and a WatchKvEvents stream, and its messages."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,8 @@ Follow = Callable[[Callable[[KvChange], None]], Callable[[], None]]
 def watch_kv_events(follow: Follow, *, max_behind: int = _MAX_BEHIND) -> Iterator[AsyncIterator[KvChange]]:
     """Buffers changes while the block runs and yields an iterator over them.
 
-    A watcher that reads too slowly gets an error rather than a stream with gaps; it can resume from the last
-    batch that it has.
+    A watcher that reads too slowly gets an error rather than a stream with gaps; it can resume from its last
+    batch.
 
     Args:
         follow: subscribes to the changes; see
@@ -96,7 +96,7 @@ def _num_bytes(event: KvEvent) -> int:
 
 
 def _pieces(event: KvEvent, hash_block_size: int) -> Iterator[KvEvent]:
-    """Splits an event into pieces with a bounded number of keys; each piece continues the one before."""
+    """Splits an event into pieces with a bounded number of keys; each piece continues its predecessor."""
     match event:
         case Stored(group_id, keys, parent, token_ids, lora_name) if len(keys) > _KEYS_PER_MESSAGE:
             for start in range(0, len(keys), _KEYS_PER_MESSAGE):

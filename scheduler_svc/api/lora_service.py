@@ -68,14 +68,14 @@ class LoraService:
         return result
 
     def replicas_of(self, adapter: Adapter) -> list[str]:
-        """Returns the replicas that have an adapter on their host."""
+        """Returns the replicas with an adapter on their host."""
         listed = self._deployment.engine.adapters.listed()
         return next((replicas for one, replicas in listed if one.adapter_id == adapter.adapter_id), [])
 
     def on_ready(self, listener: Callable[[bool], None]) -> None:
         """Calls `listener` with whether requests can run, the adapters of the settings included.
 
-        An adapter that is refused, or that has to be tried again, keeps nothing else from being served.
+        Adapters that were refused or must be tried again hold nothing else up.
         """
         self._ready_listeners.append(listener)
 
@@ -116,7 +116,7 @@ class LoraService:
             await asyncio.sleep(_RETRY_S)
 
     def _has_room(self) -> bool:
-        """Whether one more load leaves the others their places: more would be refused, and tried again."""
+        """Whether the hosts hold another adapter; a load beyond their capacity would be refused."""
         return self._num_loading < max(1, self._deployment.engine.adapters.smallest_host)
 
     async def _try(self, name: str, source: str) -> TriptychError | None:

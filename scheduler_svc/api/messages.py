@@ -21,10 +21,10 @@ from scheduler_svc.workers.descriptions import ModelDescription
 
 
 def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer | None = None) -> Submission:
-    """Validates a request as far as that is possible without knowing the model; `tracer` writes its spans.
+    """Validates a request without knowing the model; `tracer` writes its spans.
 
     Raises:
-        InvalidArgument: naming the field, its bounds and what was sent.
+        InvalidArgument: naming the field, its bounds and the sent value.
     """
     check_generate(request)
     params = common_pb2.SamplingParams()
@@ -64,10 +64,10 @@ def _trace_context(
 def pool_submission_from_proto(
     request: inference_pb2.PoolRequest, tracer: Tracer | None = None
 ) -> PoolSubmission:
-    """Validates a pooling request as far as that is possible without knowing the model; see above.
+    """Validates a pooling request without knowing the model.
 
     Raises:
-        InvalidArgument: naming the field, its bounds and what was sent.
+        InvalidArgument: naming the field, its bounds and the sent value.
     """
     check_pool(request)
     pooling = common_pb2.PoolingParams(
@@ -101,7 +101,7 @@ _EVENT_BYTES, _TOKEN_BYTES, _LOGPROBS_BYTES, _TOP_BYTES = 336, 5, 20, 9
 def event_to_protos(event: Event | TokenColumns) -> Iterator[tuple[inference_pb2.GenerateEvent, int]]:
     """Yields the messages of an event, or of the tokens in columns, with upper estimates of their bytes.
 
-    An event has more than one if it does not fit into one message: a long prompt's log-probabilities.
+    The log-probabilities of a long prompt take several messages.
     """
     if isinstance(event, tuple):
         for request_id, token_id in zip(*event, strict=True):
@@ -112,7 +112,7 @@ def event_to_protos(event: Event | TokenColumns) -> Iterator[tuple[inference_pb2
 
 
 def _split(event: Event) -> Iterator[Event]:
-    """Splits an event so that each part fits into one message."""
+    """Splits an event into parts that fit into a message each."""
     if not event.prompt_logprobs:
         yield event
         return
@@ -160,11 +160,11 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
 
 
 def check_results_fit(submissions: Sequence[PoolSubmission], pooled_size: int) -> None:
-    """Refuses requests whose results do not fit into one message.
+    """Refuses requests whose results do not fit into a message.
 
     Args:
         submissions: of one call.
-        pooled_size: values of one of the model's vectors.
+        pooled_size: values of a vector of the model.
 
     Raises:
         InvalidArgument: with the numbers of values.
@@ -200,7 +200,7 @@ def pooled_to_proto(event: Event, submission: PoolSubmission) -> inference_pb2.P
 
 
 def lora_to_proto(adapter: Adapter, replica_ids: Sequence[str]) -> inference_pb2.LoraInfo:
-    """Returns the message of an adapter, given the replicas that have it."""
+    """Returns the message of an adapter, given its replicas."""
     return inference_pb2.LoraInfo(
         name=adapter.name,
         source=adapter.source,
@@ -241,7 +241,7 @@ def model_to_proto(
     model: ModelDescription, *, served_name: str, aliases: Sequence[str] = (), max_model_len: int,
     created_unix_s: int, tokenizer_sha256: str,
 ) -> common_pb2.ModelInfo:  # fmt: skip
-    """Returns the worker's model description, completed with what the deployment decides."""
+    """Returns the worker's model description, completed by the deployment's settings."""
     info = common_pb2.ModelInfo()
     info.CopyFrom(model.message)
     info.served_name = served_name

@@ -33,7 +33,7 @@ _PEER = re.compile(r"(?:ipv4:(?P<v4>[^:]+)|ipv6:(?P<v6>\[[^\]]+\])):\d+")
 
 
 def address_of(request: registry_pb2.RegisterRequest, peer: str) -> RankAddress:
-    """Returns what a worker says of itself, and the address to dial back to.
+    """Returns a worker's identity, rank and address to dial back to.
 
     Args:
         request: the worker's registration.
@@ -92,7 +92,7 @@ def _target_of(request: registry_pb2.RegisterRequest, peer: str) -> str:
 
 
 class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
-    """Keeps one Register stream open per rank.
+    """Keeps a Register stream open for each rank.
 
     A stream ends with its worker. If a stream ends, its rank is lost, and with it the replica.
     """
@@ -109,8 +109,8 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
 
         Args:
             deployment: the deployment.
-            step_timeout_s: a replica that takes longer for a step counts as lost.
-            detach_after_failed_steps: a replica that fails that many steps in a row loses its registration.
+            step_timeout_s: time limit of a step, after which its replica counts as lost.
+            detach_after_failed_steps: consecutive failed steps that cost a replica its registration.
             security: how the connections to workers are protected.
         """
         self._deployment = deployment
@@ -166,7 +166,8 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
 
         Raises:
             ConfigurationRefused: it contradicts the other ranks.
-            Unavailable: the rank has a registration that has not ended yet, or failed too many steps.
+            Unavailable: an earlier registration of the rank is still open, or the rank failed too many
+                steps.
         """
         group = self._groups.get(address.replica_id)
         if group is not None and (earlier := group.seat_of(address.worker_id)) is not None:

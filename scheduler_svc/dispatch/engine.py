@@ -130,7 +130,7 @@ class Engine:
         adapter = self.adapters.resolve(submission.lora_name, submission.lora_digest)
         if adapter is not None and self.replicas and not self.adapters.max_loras:
             raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
-        stop = StopRule.of(submission.sampling, model.eos_token_ids, self._check(submission))
+        stop = StopRule.from_sampling(submission.sampling, model.eos_token_ids, self._check(submission))
         if adapter is not None and self.replicas:
             self.adapters.check_size(adapter, len(submission.prompt_token_ids) + stop.max_tokens)
         self._capacity.check(submission, num_waiting=self.num_waiting, waiting_tokens=self._queues.num_tokens)

@@ -1,9 +1,9 @@
-"""Blocks of one KV group: which are in use, which are free, and which hold a cached prefix.
+"""Blocks of a KV group: in use, free, or free with a cached prefix.
 
 A block is *free* when nothing references it. A free block keeps its cached content, and
 :meth:`BlockPool.touch` can revive it until it is allocated again. The design follows vLLM's
-``v1/core/block_pool.py``. Beyond it, a block may carry the keys of several prefixes that end inside it, and
-the order of eviction depends on the worth of the content.
+``v1/core/block_pool.py``. In addition, a block may carry the keys of several prefixes that end inside it,
+and the order of eviction depends on the worth of the content.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,12 +19,12 @@ read."""
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of KV memory."""
+    """A block of KV memory."""
 
     block_id: int
     """Index into the worker's KV tensors."""
     ref_count: int = 0
-    """Number of tables and pending copies that use the block."""
+    """Number of tables and pending copies with the block."""
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the written prefixes that end in this block, shortest first; empty for unknown content."""
     cheap: bool = False
@@ -59,7 +59,7 @@ class FreeQueue:
 
     @property
     def has_spare(self) -> bool:
-        """Whether the next block to allocate has no content or cheap content."""
+        """Whether the next block to allocate is empty or holds cheap content."""
         return self._head.following is not self._border
 
     def add(self, block: Block) -> None:
@@ -111,14 +111,14 @@ class FreeQueue:
 
 
 class BlockPool:
-    """All blocks of one KV group on one replica.
+    """All blocks of a KV group on a replica.
 
     Invariants, kept by the pool and verified by :meth:`check_integrity`:
 
     1. Block 0 is the null block: never free, never allocated, never indexed.
     2. A block is in the free list if and only if its ``ref_count`` is 0.
-    3. ``key in block.keys`` if and only if the block is ``index[key]`` or one of that block's twins; a block
-       has a key once.
+    3. ``key in block.keys`` if and only if the block is ``index[key]`` or a twin of it; a block carries a
+    key once.
 
     Kept by the caller:
 
@@ -133,7 +133,7 @@ class BlockPool:
 
         Args:
             num_blocks: including the null block; at least 2.
-            on_evict: called with every key that can no longer be found.
+            on_evict: called with every key that is no longer findable.
 
         Raises:
             ValueError: if no block could be allocated.
@@ -156,10 +156,10 @@ class BlockPool:
         self.num_evicted = 0
         """Blocks that lost cached content so far."""
         self.num_cheap = 0
-        """Blocks that hold cheap content now."""
+        """Blocks with cheap content."""
         self.cheap_quota = 0
-        """This many blocks of cheap content are not evicted before other content, so that new content has a
-        chance."""
+        """Number of blocks of cheap content protected from eviction before other content, as a chance for
+        new content."""
 
     @property
     def num_blocks(self) -> int:
@@ -168,7 +168,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, including cached ones."""
+        """Blocks available for allocation, including cached blocks."""
         return len(self._free)
 
     @property
@@ -183,11 +183,11 @@ class BlockPool:
 
     @property
     def keys(self) -> Iterable[BlockKey]:
-        """All keys that can be found now."""
+        """All findable keys."""
         return self._index.keys()
 
     def allocate(self, count: int) -> list[Block] | None:
-        """Allocates ``count`` blocks with one reference each; their old content is evicted.
+        """Allocates ``count`` blocks with a reference each; their old content is evicted.
 
         Returns:
             The blocks, or None, with nothing changed, if fewer are free.
@@ -200,17 +200,17 @@ class BlockPool:
         ]
 
     def allocate_for_cheap(self) -> Block | None:
-        """Allocates one block for cheap content if that evicts only cheap content or fits the quota."""
+        """Allocates a block for cheap content if this evicts only cheap content or fits the quota."""
         if self.num_cheap < self.cheap_quota:
             return next(iter(self.allocate(1) or ()), None)
         return self._claim(self._free.popleft()) if self._free.has_spare else None
 
     def lookup(self, key: BlockKey) -> Block | None:
-        """Returns a block with that content, if any. Does not modify the pool; touch it before allocating."""
+        """Returns a block with this content, if any; touch it before allocating."""
         return self._index.get(key)
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Adds a reference to each block, so that it cannot be allocated; its content is no longer cheap."""
+        """Adds a reference to each block, against its allocation; the content is no longer cheap."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
@@ -218,13 +218,13 @@ class BlockPool:
             self._set_cheap(block, False)
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Drops one reference of each block; blocks without references become free, in the given order.
+        """Drops a reference of each block; blocks without references become free, in the given order.
 
         Pass the last block of a sequence first: a prefix is found from its start, so its end should be
         evicted first.
 
         Raises:
-            ValueError: if a block has no reference to drop.
+            ValueError: if a block is already free.
         """
         for block in blocks:
             if block.ref_count == 0 or block is self.null:
@@ -242,7 +242,7 @@ class BlockPool:
             cheap: whether the content may be evicted before other content.
 
         Returns:
-            The keys that no block had before.
+            The keys not found before.
         """
         new = []
         for key in keys:

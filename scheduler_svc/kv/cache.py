@@ -1,4 +1,4 @@
-"""The KV memory of one replica: sequences get, share and free blocks in all KV groups at once."""
+"""The KV memory of a replica: sequences get, share and free blocks in all KV groups at once."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ class CacheOptions:
     """Whether the output of decode steps is indexed, too. Decode kernels round differently from prefill
     kernels, so a hit on generated tokens is not bit-exact with a miss."""
     copies_blocks: bool = True
-    """Whether the worker can copy blocks. If not, whole blocks are still shared, but nothing is reused that
-    would have to be copied: no part of a block, no window in place, and no fork into either."""
+    """Whether the worker can copy blocks. If not, whole blocks are still shared, but nothing that needs a
+    copy is reused: no part of a block, no window in place, and no fork into either."""
 
 
 def _make_group(group: KvGroup, layout: BlockLayout, pool: BlockPool) -> KvGroupManager:
@@ -49,18 +49,18 @@ def _make_group(group: KvGroup, layout: BlockLayout, pool: BlockPool) -> KvGroup
 
 
 class KvCache:
-    """The KV memory of one replica.
+    """The KV memory of a replica.
 
-    Blocks change owners as soon as the cache decides it, although the device runs behind: the worker applies
-    plans in order, and within a plan copies run before anything that writes. A copy is therefore valid if it
-    was valid when the cache decided it.
+    Blocks change owners as soon as the cache decides it, before the device follows: the worker applies plans
+    in order, and within a plan copies run before anything that writes. A copy is therefore valid if it was
+    valid when the cache decided it.
     """
 
     def __init__(
         self, geometry: Geometry, groups: Sequence[KvGroup], num_blocks: Sequence[int], *, model: str,
         options: CacheOptions = CacheOptions(), keep: KeepPolicy | None = None, first_event: int = 1,
     ) -> None:  # fmt: skip
-        """Makes one block pool per group.
+        """Makes a block pool per group.
 
         Args:
             geometry: block size and chunk.
@@ -68,11 +68,13 @@ class KvCache:
             num_blocks: per group, including the null block.
             model: part of every prefix's identity.
             options: how prefixes are reused.
-            keep: decides which contents of in-place windows are worth a copy.
+            keep: values the contents of in-place windows.
             first_event: sequence number before the first batch of events.
         """
         self._copies_blocks = options.copies_blocks
-        self._layout = BlockLayout.of(geometry, sub_block=options.sub_block and options.copies_blocks)
+        self._layout = BlockLayout.from_geometry(
+            geometry, sub_block=options.sub_block and options.copies_blocks
+        )
         self.events = KvEventLog(
             lambda: ((i, pool.keys) for i, pool in enumerate(self._pools)), first=first_event
         )
@@ -103,7 +105,7 @@ class KvCache:
         )  # fmt: skip
         """The prefix cache."""
         self.on_release: Callable[[], None] = lambda: None
-        """Called whenever blocks become free. Until then, a request that did not fit will not fit."""
+        """Called whenever blocks become free; only then may a refused request fit."""
 
     # ---- capacity ----
 
@@ -118,11 +120,11 @@ class KvCache:
         return sum(pool.num_evicted for pool in self._pools)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of that length fits an otherwise empty replica."""
+        """Whether a sequence of this length fits an otherwise empty replica."""
         return all(group.most_blocks(num_tokens) <= group.pool.num_blocks for group in self.groups)
 
     def max_tokens(self, limit: int) -> int:
-        """Returns the longest sequence length, at most ``limit``, that fits an otherwise empty replica."""
+        """Returns the longest sequence, up to ``limit`` tokens, that fits an otherwise empty replica."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -169,7 +171,7 @@ class KvCache:
         return True
 
     def _admit_at(self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int) -> bool:
-        """Admits a sequence that resumes behind ``hit`` hash blocks; False if there is not enough room."""
+        """Admits a sequence resumed after ``hit`` hash blocks; False if there is not enough room."""
         hit_tokens = hit * self._layout.hash_block_size
         known = len(sequence.token_ids)
         taken = [group.take_hit(keys, hit) for group in self.groups]
@@ -230,8 +232,8 @@ class KvCache:
         the child.
 
         Returns:
-            False, with nothing changed, if there is not enough room now, a window has moved on, or a block
-            would have to be copied and cannot be.
+            False, with nothing changed, if there is not enough room, a window has moved on, or a block
+            cannot be copied.
         """
         if not all(
             group.reaches_back(table, parent.num_computed, num_tokens)
@@ -275,11 +277,11 @@ class KvCache:
         self.on_release()
 
     def settle_copies(self, copies: Sequence[PendingCopy], *, done: bool = True) -> None:
-        """Ends the copies of a plan that was run: kept windows become findable, sources may be evicted.
+        """Ends the copies of an executed plan: kept windows become findable, sources may be evicted.
 
         Args:
-            copies: what :meth:`CopyQueue.take` returned for the plan.
-            done: False if the plan failed; its windows are then not indexed.
+            copies: the result of :meth:`CopyQueue.take` for the plan.
+            done: False if the plan failed, whose windows are not indexed.
         """
         for copy in copies:
             if done:

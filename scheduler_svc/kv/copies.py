@@ -9,7 +9,7 @@ from scheduler_svc.kv.sequence import SequenceKv
 
 @dataclass(slots=True, eq=False)
 class PendingCopy:
-    """A device-to-device copy of a block's leading tokens that has not been run yet."""
+    """A pending device-to-device copy of a block's leading tokens."""
 
     group_id: int
     """KV group of both blocks."""
@@ -18,7 +18,7 @@ class PendingCopy:
     num_tokens: int
     """Leading tokens to copy."""
     held: Block
-    """The block that the copy itself references: the source of a sequence's copy, the target of a kept
+    """The block referenced by the copy itself: the source of a sequence's copy, the target of a kept
     window."""
     epoch: int
     """Epoch of the prefix cache when the copy was decided."""
@@ -31,10 +31,9 @@ class PendingCopy:
 
 
 class CopyQueue:
-    """Copies that no plan carries yet, in the order in which they were decided.
+    """Copies not yet carried by a plan, in the order of their decisions.
 
-    Each copy holds a reference on one block. A copy that is withdrawn before its plan is sent returns it at
-    once.
+    Each copy holds a reference on a block. A copy withdrawn before its plan is sent returns it at once.
     """
 
     def __init__(self, pools: Sequence[BlockPool]) -> None:
@@ -43,22 +42,22 @@ class CopyQueue:
         self.entries: list[PendingCopy] = []
 
     def __bool__(self) -> bool:
-        """Whether the next plan has copies to carry."""
+        """Whether copies wait for the next plan."""
         return bool(self.entries)
 
     def add(self, copy: PendingCopy) -> None:
-        """Queues a copy for the next plan. The caller has referenced its ``held`` block."""
+        """Queues a copy for the next plan. The caller referenced its ``held`` block."""
         self.entries.append(copy)
 
     def take(self) -> tuple[PendingCopy, ...]:
-        """Removes and returns all copies, for a plan that is sent now."""
+        """Removes and returns all copies, for a plan about to be sent."""
         if not self.entries:
             return ()
         entries, self.entries = self.entries, []
         return tuple(entries)
 
     def withdraw(self, sequence: SequenceKv) -> None:
-        """Drops the copies of a sequence, except those that a fork in the same plan reads."""
+        """Drops the copies of a sequence, except those read by a fork in the same plan."""
         read = {copy.source for copy in self.entries}
         for copy in [copy for copy in self.entries if copy.sequence is sequence]:
             if copy.target not in read:

@@ -1,4 +1,4 @@
-"""A numbered log of what a replica's prefix cache stores and evicts, for subscribers."""
+"""A numbered log of the contents stored and evicted by a replica's prefix cache, for subscribers."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -9,24 +9,24 @@ from scheduler_svc.kv.block_pool import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Prefixes that can be resumed from now on."""
+    """Prefixes to resume from."""
 
     group_id: int
     """KV group."""
     keys: tuple[BlockKey, ...]
-    """One per hash block, shortest prefix first, each the parent of the next."""
+    """A key per hash block, shortest prefix first, each the parent of the next."""
     parent: BlockKey | None
     """Key before the first; None in snapshots, where keys are unrelated."""
     token_ids: tuple[int, ...]
     """Tokens under the keys; empty in snapshots."""
     lora_name: str = ""
-    """Name of the LoRA adapter that computed them; empty for the base model, in snapshots, and for windows
-    that were kept."""
+    """Name of the LoRA adapter that computed them; empty for the base model, in snapshots, and for kept
+    windows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Prefixes that can no longer be resumed."""
+    """Prefixes evicted from the cache."""
 
     group_id: int
     keys: tuple[BlockKey, ...]
@@ -45,7 +45,7 @@ class Batch:
     """Changes between two steps."""
 
     sequence: int
-    """Grows by one per batch."""
+    """Grows by 1 per batch."""
     events: tuple[KvEvent, ...]
     snapshot: bool = False
     """Whether the batch replaces everything before it."""
@@ -60,7 +60,7 @@ class Batch:
 
 
 class KvEventLog:
-    """Publishes changes in numbered batches; keeps recent batches for subscribers that reconnect.
+    """Publishes changes in numbered batches; keeps recent batches for reconnecting subscribers.
 
     Nothing is recorded before the first subscription: without subscribers, a change costs one comparison.
     """
@@ -113,14 +113,14 @@ class KvEventLog:
             self._removed = (group_id, [key])
 
     def cleared(self) -> None:
-        """Records that all prefixes are gone."""
+        """Records the loss of all prefixes."""
         if self.active:
             self._removed = None
             self._open = [Cleared()]
             self.flush()
 
     def close(self) -> None:
-        """Publishes that a lost replica has no prefixes, and drops listeners and history."""
+        """Publishes the loss of all prefixes of a lost replica, and drops listeners and history."""
         self.cleared()
         self._listeners.clear()
         self._history.clear()

@@ -1,4 +1,4 @@
-"""KV group managers: how the layers of one group use blocks, one class for each kind of attention."""
+"""KV group managers: how the layers of a group use blocks, a class for each kind of attention."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,21 +10,21 @@ from scheduler_svc.shapes.shape_config import Geometry
 
 @dataclass(slots=True, eq=False)
 class Table:
-    """A sequence's blocks in one group."""
+    """A sequence's blocks in a group."""
 
     blocks: list[Block] = field(default_factory=list)
-    """In the order of positions; the null block replaces blocks that are no longer read."""
+    """In the order of positions; the null block replaces blocks no longer read."""
     first: int = 0
-    """Number of leading entries that are the null block."""
+    """Number of leading null blocks."""
 
     @property
     def num_live(self) -> int:
-        """Number of blocks that the sequence holds."""
+        """Number of blocks held by the sequence."""
         return len(self.blocks) - self.first
 
     @property
     def live(self) -> list[Block]:
-        """The blocks that the sequence holds."""
+        """The blocks held by the sequence."""
         return self.blocks[self.first :]
 
 
@@ -39,10 +39,10 @@ class BlockLayout:
     hash_block_size: int
     """Tokens per prefix key; the smaller of block size and chunk."""
     hit_stride: int
-    """Hash blocks between two lengths that a prefix hit may have."""
+    """Hash blocks between two possible lengths of a prefix hit."""
 
     @classmethod
-    def of(cls, geometry: Geometry, *, sub_block: bool) -> "BlockLayout":
+    def from_geometry(cls, geometry: Geometry, *, sub_block: bool) -> "BlockLayout":
         """Derives the layout from a geometry.
 
         Args:
@@ -62,7 +62,7 @@ class BlockLayout:
 
 
 class KvGroupManager(Protocol):
-    """Decides which blocks a sequence needs in one KV group, and which prefixes it can resume from.
+    """Decides which blocks a sequence needs in a KV group, and from which prefixes it can resume.
 
     A *hit* is a number of leading hash blocks. Tables belong to the caller; a manager keeps nothing per
     sequence.
@@ -71,10 +71,10 @@ class KvGroupManager(Protocol):
     pool: BlockPool
     """The group's blocks."""
     paged: ClassVar[bool]
-    """Whether tables grow with their sequence; False if one block slides in place."""
+    """Whether tables grow with their sequence; False if a block slides in place."""
 
     def most_blocks(self, num_tokens: int) -> int:
-        """Returns the most blocks that a sequence ever holds while it grows to ``num_tokens`` tokens."""
+        """Returns the peak number of blocks of a sequence that grows to ``num_tokens`` tokens."""
 
     def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:
         """Returns the table length at admission, given the sequence's known tokens and those of its hit."""
@@ -89,27 +89,27 @@ class KvGroupManager(Protocol):
         """
 
     def take_hit(self, keys: Sequence[BlockKey], hit: int) -> tuple[Table, Block | None]:
-        """References everything that a sequence resumes from.
+        """References the blocks from which a sequence resumes.
 
         ``hit`` is a length that :meth:`longest_hit` returned or would return, with nothing allocated in
         between.
 
         Returns:
-            A table of blocks that are shared as they are. If the sequence also needs content that it will
-            overwrite, the block to copy it from, into the first block that is appended to the table.
+            A table of blocks shared unchanged. If the sequence also needs content to overwrite, the block to
+            copy it from, into the first block appended to the table.
         """
 
     def copied_tokens(self, num_tokens: int) -> int:
-        """Returns how many tokens of the last block to copy in order to continue behind ``num_tokens``."""
+        """Returns how many tokens of the last block to copy in order to continue after ``num_tokens``."""
 
     def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:
-        """Whether a table with ``num_computed`` tokens still holds what a query at ``num_tokens`` sees."""
+        """Whether a table with ``num_computed`` tokens holds the window of a query at ``num_tokens``."""
 
     def trim(self, table: Table, num_computed: int) -> int:
         """Frees the blocks that no query from ``num_computed`` on can see; returns how many."""
 
     def index(self, table: Table, keys: Sequence[BlockKey], start: int, end: int) -> list[int]:
-        """Makes hash blocks ``start`` .. ``end`` of a table findable; returns the newly findable ones."""
+        """Makes hash blocks ``start`` .. ``end`` of a table findable; returns the newly findable keys."""
 
     def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
         """Returns a referenced block to which a table's content must be copied before it is overwritten.
@@ -122,7 +122,7 @@ class KvGroupManager(Protocol):
 
 
 class FullGroup:
-    """Full attention: paged blocks that keep every token.
+    """Full attention: paged blocks with every token.
 
     Block i of a table holds tokens ``[i * block_size, (i + 1) * block_size)``.
     """
@@ -139,7 +139,7 @@ class FullGroup:
         return -(-num_tokens // self._layout.block_size)
 
     def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:  # noqa: ARG002 - part of the interface
-        """Covers all known tokens and the next one, so that a request's first token cannot preempt it."""
+        """Covers all known tokens and the next, because a request's first token must not preempt it."""
         return self.most_blocks(num_known + 1)
 
     def missing(self, table: Table, num_tokens: int) -> int:
@@ -187,7 +187,7 @@ class FullGroup:
         return 0
 
     def index(self, table: Table, keys: Sequence[BlockKey], start: int, end: int) -> list[int]:
-        """Indexes the keys that each block lacks, including those of content copied into it at admission."""
+        """Indexes each block's missing keys, including those of content copied into it at admission."""
         per_block = self._layout.hash_blocks_per_block
         new: list[int] = []
         for position in range(start // per_block, -(-end // per_block)):
@@ -219,15 +219,14 @@ class FullGroup:
 
 
 class PagedWindowGroup(FullGroup):
-    """Sliding window over append-only blocks: blocks behind the window are freed.
+    """Sliding window over append-only blocks: blocks before the window are freed.
 
     Blocks lie as with full attention, but a query at position p reads only positions above ``p - window``. A
-    sequence therefore holds a bounded number of blocks, and a hit needs only the blocks that the next query
-    reads.
+    sequence therefore holds a bounded number of blocks, and a hit needs only the blocks of the next query.
     """
 
     def __init__(self, pool: BlockPool, layout: BlockLayout, window: int) -> None:
-        """Manages ``pool`` for layers that see ``window`` tokens."""
+        """Manages ``pool`` for layers with a window of ``window`` tokens."""
         super().__init__(pool, layout)
         self._window = window
 
@@ -238,18 +237,18 @@ class PagedWindowGroup(FullGroup):
         return min(super().most_blocks(num_tokens), window_and_chunk)
 
     def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:
-        """Covers the first chunk; later blocks are added as earlier ones fall behind the window."""
+        """Covers the first chunk; later blocks replace blocks that leave the window."""
         return super().most_blocks(min(num_known + 1, hit_tokens + self._layout.chunk))
 
     def missing(self, table: Table, num_tokens: int) -> int:
-        """Counts the entries behind the window as present."""
+        """Counts the entries before the window as present."""
         return max(0, super().most_blocks(num_tokens) - len(table.blocks))
 
     def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
         """Searches from the right for a length with a cached window; blocks before the window may be missing.
 
-        Window 8, blocks of 4, one hash block each: a hit of length n needs the positions from ``4n - 7`` on,
-        its last two blocks. Cached ``[-, b, c, -, e]`` against keys ``a b c d e`` is a hit of 3.
+        Window 8, blocks of 4, a hash block each: a hit of length n needs the positions from ``4n - 7`` on:
+        two blocks. Cached ``[-, b, c, -, e]`` against keys ``a b c d e`` is a hit of 3.
         """
         layout, per_block, lookup = self._layout, self._layout.hash_blocks_per_block, self.pool.lookup
         hit = limit - limit % layout.hit_stride
@@ -287,7 +286,7 @@ class PagedWindowGroup(FullGroup):
         return num_tokens <= num_computed and table.first <= self._first_needed(num_tokens)
 
     def trim(self, table: Table, num_computed: int) -> int:
-        """Frees the blocks behind the window of the query at ``num_computed``, the oldest first."""
+        """Frees the blocks before the window of the query at ``num_computed``, the oldest first."""
         first = min(self._first_needed(num_computed), len(table.blocks))
         count = first - table.first
         if count <= 0:
@@ -307,13 +306,12 @@ _CHEAP_SHARE = 1 / 16
 
 
 class InPlaceWindowGroup:
-    """Sliding window in place: one block per sequence, with content that slides along.
+    """Sliding window in place: a block per sequence, whose content slides along.
 
-    The kernels of Rebellions NPUs append to the block and keep its last ``window`` tokens. One chunk later
-    the prefix's window is overwritten, and vLLM-RBLN therefore disables prefix caching for such models. Here
-    the block is copied, device to device, at the chunk boundaries worth resuming from. A request that resumes
-    there gets a copy of that copy: only its sequence writes a table's block, and indexed blocks are never
-    written.
+    The kernels of Rebellions NPUs append to the block and keep its last ``window`` tokens. A chunk later the
+    prefix's window is overwritten, and vLLM-RBLN therefore disables prefix caching for such models. Here the
+    block is copied, device to device, at the chunk boundaries worth resuming from. A request resumed there
+    gets a copy of the copy: only its sequence writes a table's block, and indexed blocks are never written.
     """
 
     paged: ClassVar[bool] = False
@@ -360,7 +358,7 @@ class InPlaceWindowGroup:
         return min(num_tokens, self._window)
 
     def reaches_back(self, table: Table, num_computed: int, num_tokens: int) -> bool:  # noqa: ARG002 - part of the interface
-        """Returns False for every earlier length: the last token overwrote the window of the one before."""
+        """Returns False for every earlier length: the last token overwrote the window of its predecessor."""
         return num_tokens == num_computed
 
     def trim(self, table: Table, num_computed: int) -> int:  # noqa: ARG002 - part of the interface
@@ -374,8 +372,8 @@ class InPlaceWindowGroup:
     def keep(self, key: BlockKey, *, cheap: bool) -> Block | None:
         """Returns a block for a copy of the window, unless the prefix is kept already.
 
-        Cheap windows replace only cheap windows, plus a small share of the pool that is reserved for them.
-        That share protects the windows that a prompt's first repetition needs from older, more valuable ones.
+        Cheap windows replace only cheap windows, plus a small reserved share of the pool.
+        The share protects windows for a prompt's first repetition from older, more valuable windows.
         """
         kept = self.pool.lookup(key)
         if kept is not None:

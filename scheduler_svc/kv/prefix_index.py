@@ -20,11 +20,11 @@ class KvStats:
     queried_tokens: int = 0
     """Known tokens of admitted requests."""
     hit_tokens: int = 0
-    """Tokens of admitted requests that a prefix hit spared."""
+    """Tokens of admitted requests spared by prefix hits."""
     copies: int = 0
     """Block copies planned."""
     kept_windows: int = 0
-    """Copies that keep a sliding window for later requests."""
+    """Copies of sliding windows kept for later requests."""
 
 
 Worth = Literal["much", "little", "nothing"]
@@ -53,8 +53,8 @@ class KeepJunctions:
     """Keeps the end of every prompt, where a conversation continues, and boundaries where prompts diverge.
 
     The shared part of two prompts is known only when the second arrives. Every other boundary is therefore
-    kept, too, as long as that evicts nothing better. Once a second prompt diverges at a boundary, it is worth
-    as much as an end.
+    also kept while it evicts nothing better. A boundary where a second prompt diverges is worth as much as
+    an end.
     """
 
     def __init__(self, max_seen: int = 65_536) -> None:
@@ -92,9 +92,8 @@ class KeepEnds(KeepJunctions):
 class PrefixIndex:
     """Prefixes of all KV groups together.
 
-    A hit is the longest prefix that all groups can serve. It ends at a chunk boundary, so that the rest runs
-    in the same chunks as after a miss and yields the same bits. The last token is always recomputed: its
-    logits are needed.
+    A hit is the longest prefix common to all groups. It ends at a chunk boundary: the rest then runs in the
+    same chunks as after a miss and yields the same bits. The last token is always recomputed for its logits.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class PrefixIndex:
         Args:
             groups: managers by group id; their pools hold the index.
             layout: how blocks, chunks and hash blocks line up.
-            copies: takes the copies that keep windows.
+            copies: takes the copies of kept windows.
             events: log of stored and removed prefixes.
             stats: counts kept windows.
             model: part of every prefix's identity.
@@ -130,7 +129,7 @@ class PrefixIndex:
 
     @property
     def hit_stride(self) -> int:
-        """Hash blocks between two lengths that a hit may have."""
+        """Hash blocks between two possible lengths of a hit."""
         return self._layout.hit_stride
 
     @property
@@ -150,7 +149,7 @@ class PrefixIndex:
         return self._chain(sequence).extend(sequence.token_ids, limit), limit
 
     def longest_hit(self, keys: Sequence[BlockKey], limit: int) -> int:
-        """Returns the longest hit that all groups can serve, in hash blocks.
+        """Returns the longest hit common to all groups, in hash blocks.
 
         A group may shorten another group's hit; the search repeats until all groups agree.
         """
@@ -169,7 +168,7 @@ class PrefixIndex:
         return self.longest_hit(keys, limit) * self._layout.hash_block_size
 
     def note_admission(self, sequence: SequenceKv, keys: Sequence[BlockKey], limit: int) -> None:
-        """Records the prompt of an admitted sequence, so that windows where prompts diverge are kept."""
+        """Records the prompt of an admitted sequence, to keep windows where prompts diverge."""
         if self._keep is not None:
             boundaries = range(self._layout.hit_stride, limit + 1, self._layout.hit_stride)
             sequence.junction = self._keep.observe(keys, boundaries)
@@ -213,7 +212,7 @@ class PrefixIndex:
             self._events.stored(copy.group_id, (copy.key,), b"", ())
 
     def reset(self) -> None:
-        """Forgets all cached content. Sequences keep their blocks, but what they add is not indexed."""
+        """Forgets all cached content. Sequences keep their blocks, but their additions are not indexed."""
         self.epoch += 1
         for group in self._groups:
             group.pool.reset_index()
@@ -231,7 +230,7 @@ class PrefixIndex:
                 self._log_stored(group_id, sequence, chain, new)
 
     def _keep_windows(self, policy: KeepPolicy, sequence: SequenceKv, boundary: int) -> None:
-        """Queues copies of the windows that end at hash block ``boundary``, if the policy values them."""
+        """Queues copies of the windows up to hash block ``boundary``, if the policy values them."""
         stride, size = self._layout.hit_stride, self._layout.hash_block_size
         if boundary % stride:
             return  # no hit may end there
@@ -253,7 +252,7 @@ class PrefixIndex:
             self._stats.kept_windows += 1
 
     def _log_stored(self, group_id: int, sequence: SequenceKv, chain: HashChain, indices: list[int]) -> None:
-        """Logs one event per run of adjacent hash blocks."""
+        """Logs an event per run of adjacent hash blocks."""
         size = self._layout.hash_block_size
         lora_name = "" if sequence.adapter is None else sequence.adapter.name
         for _, run in itertools.groupby(enumerate(indices), lambda pair: pair[1] - pair[0]):

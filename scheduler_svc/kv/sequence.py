@@ -1,13 +1,13 @@
 """A sequence's share of a replica's KV memory, and the identity of its prefixes.
 
-A request holds the handle `SequenceKv`, and the cache works on it. The identity of a prefix is one chained
+A request holds the handle `SequenceKv`, and the cache works on it. The identity of a prefix is a chained
 hash per hash block of tokens: ``key[i] = sha256(key[i-1] ‖ tokens of hash block i)`` with ``key[-1] =
 sha256(model ‖ adapter ‖ salt)``. Equal keys mean equal input from the sequence's start on, under the same
 model, adapter and salt. SHA-256 replaces Python's ``hash`` because a collision would serve one tenant
 another's context, and every process must compute the same keys.
 
-A *hash block* is the smaller of chunk and block size, which divide one another. A prefix hit ends at a chunk
-boundary, and a block that holds several chunks can be found at each of them.
+A *hash block* is the smaller of chunk and block size, which divides the larger. A prefix hit ends at a
+chunk boundary, and a block with several chunks can be found at each of them.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def seed_key(*, model: str, lora: str = "", salt: str = "") -> BlockKey:
 
 
 def hash_block_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
-    """Returns the key of the hash block that holds ``token_ids`` behind the prefix ``parent``.
+    """Returns the key of the hash block with ``token_ids`` after the prefix ``parent``.
 
     Args:
         parent: key of the previous hash block, or the seed.
@@ -42,7 +42,7 @@ def hash_block_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
 
 
 class HashChain:
-    """The keys of one growing sequence, each computed once."""
+    """The keys of a growing sequence, each computed once."""
 
     __slots__ = ("_seed", "hash_block_size", "keys")
 
@@ -53,7 +53,7 @@ class HashChain:
         self.keys: list[BlockKey] = []
 
     def extend(self, token_ids: Sequence[int], count: int) -> list[BlockKey]:
-        """Returns all known keys, at least those of the first ``count`` hash blocks; hashes only new ones.
+        """Returns all known keys, at least those of the first ``count`` hash blocks; hashes only new blocks.
 
         ``token_ids`` must start with the tokens of earlier calls and fill all ``count`` hash blocks. The
         chain owns the returned list: it may be longer than ``count``, and callers must not change it.
@@ -73,7 +73,7 @@ class HashChain:
 
 @dataclass(slots=True, eq=False)
 class SequenceKv:
-    """The KV state of one sequence.
+    """The KV state of a sequence.
 
     Token positions, half open::
 
@@ -84,22 +84,21 @@ class SequenceKv:
     token_ids: list[int]
     """Prompt and output. The request appends to this list; the cache only reads it."""
     num_uncomputed: int = field(init=False)
-    """Trailing tokens without KV. Code that appends a token adds 1. A decode step need not: it computes one
-    token and appends one."""
+    """Trailing tokens without KV. Code that appends a token adds 1, except in a decode step, which computes
+    a token and appends another."""
     cache_salt: str = ""
     """Sequences with different salts never share KV."""
     adapter: Adapter | None = None
-    """The LoRA adapter that the KV is computed with. Sequences share KV only if their adapters have the same
-    weights."""
+    """The LoRA adapter of the KV. Only sequences with the same adapter weights share KV."""
     reuse_prefix: bool = True
     """Whether cached prefixes may replace computation. Log-probabilities of a prompt need all of it
     computed."""
     tables: list[Table] = field(default_factory=list)
-    """One block table per KV group; empty while the request waits."""
+    """A block table per KV group; empty while the request waits."""
     num_indexed: int = 0
-    """Leading tokens that are in the prefix cache or were offered to it."""
+    """Leading tokens in the prefix cache or offered to it."""
     num_cached: int = 0
-    """Leading tokens that the last admission found in the prefix cache."""
+    """Leading tokens found in the prefix cache by the last admission."""
     hash_chain: HashChain | None = None
     """Prefix hashes, shared by all groups and kept while the request lives."""
     cache_epoch: int = 0

@@ -36,7 +36,7 @@ from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 from scheduler_svc.requests.trace import TraceContext, traceparent_of
 
 _NO_SAMPLING: Final = Sampling(common_pb2.SamplingParams())
-_NO_STOP: Final = StopRule.of(_NO_SAMPLING, frozenset(), max_tokens=0)
+_NO_STOP: Final = StopRule.from_sampling(_NO_SAMPLING, frozenset(), max_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Requests: one sequence each, with its sampling parameters, its events and its end.
+"""Requests of a single sequence each: sampling parameters, events and end.
 
-`admission` checks a client's request against the model and makes requests of it, one per sequence. `request`
-holds a request's state, and the sequences that share a prompt. `sampling` is what the scheduler reads of the
-sampling parameters, which otherwise pass unopened; its stop rule says when and why sequences end.
+`admission` checks a client's request against the model and makes a request of each sequence. `request` holds
+a request's state, and the sequences that share a prompt. `sampling` reads the few sampling parameters of
+interest to the scheduler; its stop rule decides when and why sequences end. `trace` writes spans.
 
-Every room above imports this one; it imports `kv` and `adapters` only.
+Every higher room imports it; it imports `kv` and `adapters` only.
 """

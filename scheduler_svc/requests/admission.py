@@ -1,4 +1,4 @@
-"""Admission of a client's request: checks it against the model and makes requests of it, one per sequence."""
+"""Admission of a client's request: checks it against the model and makes a request of each sequence."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,40 +22,40 @@ from scheduler_svc.requests.trace import TraceContext, traceparent_of
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The part of a sequence that the client has received already."""
+    """The part of a sequence already received by the client."""
 
     sequence: int
     """Index of the sequence."""
     token_ids: tuple[int, ...] = ()
-    """Tokens received; generation continues behind them."""
+    """Tokens received; generation continues after them."""
     finished: bool = False
     """Whether the sequence is complete and must not run again."""
     worker_losses: int = 0
-    """Workers lost in a row while they ran the sequence, as the client was told last."""
+    """Workers lost in a row while they ran the sequence, as last reported to the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A client's request, validated as far as that is possible without knowing the model."""
+    """A client's request, validated without knowing the model."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    """At least one token."""
+    """Never empty."""
     sampling: Sampling
     """The parameters as sent, with a seed. ``max_tokens`` may be unset."""
     n: int = 1
     """Number of sequences, 1 .. ``MAX_SEQUENCES``."""
     resumed: tuple[Resumed, ...] = ()
-    """The parts that the client has received already; each names another sequence below ``n``."""
+    """The parts already received by the client; each names another sequence below ``n``."""
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
     lora_name: str = ""
     """Name of a LoRA adapter; empty for the base model."""
     lora_digest: str = ""
-    """Digest that the adapter must have, because its answer began with it; empty: any."""
+    """Required digest of the adapter, with which the answer began; empty: any."""
     age_s: float | None = None
-    """Seconds since an earlier scheduler accepted the request; None if none has."""
+    """Seconds since an earlier scheduler accepted the request; None if none did."""
     silent_s: float = 0.0
     """Seconds since a resumed request last brought a token."""
     tracing: TraceContext | None = None
@@ -63,18 +63,18 @@ class Submission:
 
     @property
     def was_accepted(self) -> bool:
-        """Whether an earlier scheduler accepted the request, so that the limits of the queue do not apply."""
+        """Whether an earlier scheduler accepted the request; the limits of the queue then do not apply."""
         return self.age_s is not None or bool(self.resumed)
 
     @property
     def max_tokens(self) -> int | None:
-        """New tokens that the client asked for; None for as many as the context has room for."""
+        """New tokens requested by the client; None for the rest of the context."""
         params = self.sampling.params
         return params.max_tokens if params.HasField("max_tokens") else None
 
     @property
     def sequences(self) -> dict[int, tuple[int, ...]]:
-        """The sequences that must run, each with the tokens that the client has received."""
+        """The sequences to run, each with the tokens already received by the client."""
         return unfinished(self.n, self.resumed)
 
     def sequence_id(self, sequence: int) -> str:
@@ -82,7 +82,7 @@ class Submission:
         return sequence_id(self.request_id, sequence) if self.n > 1 else self.request_id
 
     def ended(self, stop: StopRule) -> list[Event]:
-        """Returns the last events of resumed sequences that have ended; the client did not receive them."""
+        """Returns the last events of resumed sequences that ended; the client did not receive them."""
         events = []
         for sequence, received in self.sequences.items():
             if (reason := stop.reason_of(received)) is not None:
@@ -97,14 +97,14 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits of the served model, and its end tokens: the facts that admission needs."""
+    """The limits and end tokens of the served model."""
 
     max_model_len: int
     """Longest sequence (prompt plus output), tokens."""
     vocab_size: int
     """Token ids are below this."""
     sampling_fields: frozenset[str]
-    """Names of the sampling parameters that the workers honour."""
+    """Names of the sampling parameters honoured by the workers."""
     max_logprobs: int
     """Most log-probabilities per token."""
     eos_token_ids: frozenset[int]
@@ -124,7 +124,7 @@ def check(submission: Submission, model: ModelLimits, most_tokens: int) -> int:
 
     Raises:
         InvalidArgument, ContextExceeded, Unsupported: the request can never be served.
-        Unavailable: a resumed request that the remaining workers have too little memory for.
+        Unavailable: the remaining workers' memory is too small for a resumed request.
     """
     sampling, params = submission.sampling, submission.sampling.params
     if unserved := sorted(requested_features(params) - model.sampling_fields):
@@ -144,7 +144,7 @@ def check(submission: Submission, model: ModelLimits, most_tokens: int) -> int:
             f"min_tokens={sampling.min_tokens} is more than the {asked_or_room} tokens that can be generated",
             param="min_tokens",
         )
-    stop = StopRule.of(sampling, model.eos_token_ids, asked_or_room)
+    stop = StopRule.from_sampling(sampling, model.eos_token_ids, asked_or_room)
     if submission.resumed and len(submission.ended(stop)) == len(submission.sequences):
         # Nothing is left to run, so nothing needs memory.
         return asked_or_room
@@ -152,7 +152,7 @@ def check(submission: Submission, model: ModelLimits, most_tokens: int) -> int:
 
 
 def _within_context(submission: Submission, model: ModelLimits) -> int:
-    """Returns the client's ``max_tokens``, or if it is unset, the tokens that the context has room for."""
+    """Returns the client's ``max_tokens``, or if it is unset, the rest of the context."""
     num_prompt, asked = len(submission.prompt_token_ids), submission.max_tokens
     if num_prompt >= model.max_model_len:
         raise ContextExceeded(
@@ -171,7 +171,7 @@ def _within_context(submission: Submission, model: ModelLimits) -> int:
 
 
 def _within_memory(submission: Submission, max_tokens: int, most_tokens: int) -> int:
-    """Returns ``max_tokens``, reduced to what fits if the client set no limit."""
+    """Returns ``max_tokens``, reduced to the available memory if the client set no limit."""
     num_prompt, min_tokens = len(submission.prompt_token_ids), submission.sampling.min_tokens
     if num_prompt + max_tokens <= most_tokens:
         return max_tokens
@@ -205,7 +205,7 @@ def make_requests(
     submission: Submission, stop: StopRule, sink: Sink, arrivals: Iterator[int], now_s: float,
     adapter: Adapter | None = None,
 ) -> list[Request]:  # fmt: skip
-    """Makes a request of each sequence that must run; they form a group if the client asked for several.
+    """Makes a request of each sequence to run; they form a group if the client asked for several.
 
     Args:
         submission: the client's request, checked.
@@ -213,7 +213,7 @@ def make_requests(
         sink: receives the events.
         arrivals: numbers the requests.
         now_s: clock reading, seconds.
-        adapter: the LoRA adapter that the submission names.
+        adapter: the submission's LoRA adapter.
     """
     prompt = submission.prompt_token_ids
     group = SequenceGroup(submission.request_id, sink) if submission.n > 1 else None
@@ -271,7 +271,7 @@ def sequence_id(request_id: str, sequence: int) -> str:
 
 
 def unfinished(n: int, resumed: Sequence[Resumed]) -> dict[int, tuple[int, ...]]:
-    """Returns the sequences among 0 .. n-1 that must run, with the tokens that the client has received."""
+    """Returns the sequences among 0 .. n-1 to run, with the tokens already received by the client."""
     known = {one.sequence: one for one in resumed}
     return {
         sequence: known[sequence].token_ids if sequence in known else ()

@@ -1,9 +1,9 @@
-"""A request as the scheduler sees it: one sequence, its events, and the group that it may belong to.
+"""A request as the scheduler sees it: a sequence, its events, and its group if it is part of one.
 
-The sequences of one client request (n > 1) share a prompt, which is computed once. One sequence prefills all
-of it but the last token; the others wait and are then forked from it: whole blocks are shared, blocks that
-are written are copied. Every sequence runs the last prompt token in a decode step and samples its own first
-token. See ``ReplicaScheduler.admit``.
+The sequences of a client request (n > 1) share a prompt, which is computed once. The first sequence prefills
+all of it but the last token; the others wait and are then forked: they share its whole blocks and copy
+blocks still to be written. Every sequence runs the last prompt token in a decode step and samples its own
+first token.
 """
 
 import enum
@@ -20,7 +20,7 @@ from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 from scheduler_svc.requests.trace import RequestTrace
 
 DECODING_CLEARS: Final = sys.maxsize
-"""Value of `Request.cleared_at` that no chunk reaches: only a decode step clears the suspect."""
+"""Value of `Request.cleared_at` beyond any chunk: only a decode step clears the suspect."""
 
 
 class RequestState(enum.Enum):
@@ -28,11 +28,11 @@ class RequestState(enum.Enum):
 
     WAITING = enum.auto()
     WAITING_FOR_FSM = enum.auto()
-    """Waits until a replica has compiled its grammar."""
+    """Waits for a replica to compile its grammar."""
     WAITING_FOR_ADAPTER = enum.auto()
-    """Waits until a replica has its LoRA adapter in the host's memory."""
+    """Waits for a replica to load its LoRA adapter into the host's memory."""
     DEFERRED = enum.auto()
-    """Waits for another request to compute the prefix that both share."""
+    """Waits for another request to compute their common prefix."""
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     FINISHED = enum.auto()
@@ -40,30 +40,30 @@ class RequestState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """News about a request, for its client."""
+    """An update about a request, for its client."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
     """New tokens."""
     logprobs: Sequence[common_pb2.TokenLogprobs] = ()
-    """One entry per new token if the client asked for them, else empty."""
+    """An entry per new token if the client asked for them, else empty."""
     finish_reason: FinishReason | None = None
     """Set in the last event of a sequence."""
     stop_token_id: int | None = None
-    """The token that ended the sequence, if one did."""
+    """The token that ended the sequence, if any."""
     first: bool = False
-    """Whether this is the request's first event; only then do the next six fields have a meaning."""
+    """Whether this is the request's first event; the next six fields apply only then."""
     seed: int = 0
-    """The seed that the request is sampled with, given or drawn."""
+    """The request's seed, given or drawn."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache spared."""
+    """Prompt tokens spared by the prefix cache."""
     queue_s: float = 0.0
     """Seconds from arrival until the request first got a slot."""
     lora_digest: str = ""
     """Digest of its LoRA adapter; empty for the base model."""
     replica_id: str = ""
-    """The replica that runs the request."""
+    """The request's replica."""
     error: TriptychError | None = None
     """The request failed; no event follows."""
     pooled: Sequence[float] = ()
@@ -71,15 +71,15 @@ class Event:
     sequence: int = 0
     """Index of the sequence within the client's request."""
     accepted: bool = False
-    """Whether the request has just been taken into the queue."""
+    """Whether the request was just accepted into the queue."""
     worker_losses: int | None = None
     """Workers lost in a row while they ran the sequence; set when the number changes."""
     prompt_logprobs: Sequence[common_pb2.TokenLogprobs] = ()
-    """Entries of the next prompt tokens, if the client asked for them. The prompt's first token has none. All
-    entries come before the first generated token, in order, each once."""
+    """Entries of the next prompt tokens, if the client asked for them. There is none for the first token.
+    All entries come before the first generated token, in order, each once."""
 
     def as_first(self, request: "Request") -> "Event":
-        """Returns the same event as the first one of ``request``."""
+        """Returns the same event as the first of ``request``."""
         started = request.delivery.first_scheduled_s
         return replace(
             self, first=True, seed=request.sampling.params.seed, num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=request.kv.num_cached,
@@ -90,14 +90,14 @@ class Event:
 
 
 TokenColumns: TypeAlias = tuple[Sequence[str], Sequence[int]]
-"""Request ids and, in the same order, one new token of each: the most frequent events, in columns."""
+"""Request ids and, in the same order, a new token of each: the most frequent events, in columns."""
 
 
 class Sink(Protocol):
     """Receives a request's events. Must not block and must not call back into the scheduler."""
 
     def push(self, event: Event) -> None:
-        """Takes one event, in order."""
+        """Takes an event, in order."""
 
     def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
         """Does the same as ``push(Event(request_id, (token_id,)))`` for each pair; may keep the sequences."""
@@ -105,16 +105,16 @@ class Sink(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """The sequences of one client request that have not ended."""
+    """The live sequences of a client request."""
 
     request_id: str
     """The client's id of the request."""
     sink: Sink
     """Receives the events of all sequences."""
     members: list["Request"] = field(default_factory=list)
-    """The sequences that have not ended."""
+    """The live sequences."""
     announced: bool = False
-    """Whether the client has received the facts about the prompt."""
+    """Whether the client received the facts about the prompt."""
     failed: bool = False
     """Whether a sequence failed, and with it the request; the others send no more events."""
 
@@ -130,7 +130,7 @@ class SequenceSink:
         self._sequence = sequence
 
     def push(self, event: Event) -> None:
-        """Passes an event on unless the request has failed; only one event of the group is its first."""
+        """Passes an event on unless the request has failed; a group has a single first event."""
         group = self._group
         if group.failed:
             return
@@ -150,12 +150,12 @@ class SequenceSink:
 
 @dataclass(slots=True)
 class Delivery:
-    """The client's progress with a request: what it has received, and when."""
+    """The progress of a request's output to its client."""
 
     accepted_s: float = 0.0
     """Clock reading when this scheduler accepted the request."""
     announced: bool = False
-    """Whether the client has received an event."""
+    """Whether the client received an event."""
     num_prompt_logprobs: int = 0
     """Prompt log-probabilities sent; a preempted request computes its prompt, and them, again."""
     first_scheduled_s: float | None = None
@@ -165,12 +165,12 @@ class Delivery:
     num_preemptions: int = 0
     """How often the request lost its slot and waited again."""
     silent_since_s: float | None = None
-    """Clock reading since when a request that was resumed with a part of its answer has brought no token."""
+    """Clock reading of the last token before the request was resumed; None if it was not."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence to generate (or one input to pool), and the scheduler's state for it.
+    """A sequence to generate (or an input to pool), and the scheduler's state for it.
 
     Token positions, half open::
 
@@ -181,7 +181,7 @@ class Request:
     """
 
     request_id: str
-    """Unique among live requests; a sequence of a group has an id of its own."""
+    """Unique among live requests, also within a group."""
     token_ids: list[int]
     """Prompt and output."""
     # The step loop reads `token_ids` and the next two fields once per token: they lie together in memory.
@@ -209,15 +209,15 @@ class Request:
     cache_salt: InitVar[str] = ""
     """Requests with different salts never share KV."""
     adapter: Adapter | None = None
-    """The LoRA adapter that the request runs with to its end; None for the base model."""
+    """The request's LoRA adapter, kept to its end; None for the base model."""
     adapter_slot: int | None = None
-    """The adapter's slot on the device, while the request has a slot."""
+    """The adapter's slot on the device, while the request occupies a slot."""
     pooling: common_pb2.PoolingParams | None = None
     """Set for pooling models, which generate nothing."""
     sequence: int = 0
     """Index of the sequence within the client's request."""
     group: SequenceGroup | None = None
-    """The sequences of the client's request, if it has several."""
+    """The sequences of the client's request, if there are several."""
     rank: tuple[float, int] = (0.0, 0)
     """Place among running requests, the smallest first; the order policy sets it once."""
     state: RequestState = RequestState.WAITING
@@ -226,12 +226,12 @@ class Request:
     replica_id: str | None = None
     """The replica that runs the request, or ran it last."""
     prefills_forced: bool = False
-    """Whether the tokens to prefill are ones that the grammar forced behind decoded tokens."""
+    """Whether the grammar forced the tokens to prefill, after decoded tokens."""
     worker_losses: int = 0
     """Workers lost in a row while they ran the request. Above 0 it is a suspect, and its steps contain no
-    other request; see ``scheduler_svc/replica/suspects.py``."""
+    other request."""
     step_failures: int = 0
-    """Steps that failed in a row with the request in them; above 0 it is a suspect, too."""
+    """Failed steps in a row with the request in them; above 0 it is also a suspect."""
     failed_on: set[str] = field(default_factory=set)
     """The replicas that failed these steps. The request runs elsewhere if it can."""
     num_grammar_losses: int = 0
@@ -245,7 +245,7 @@ class Request:
     trace: RequestTrace | None = None
     """Its spans, if it is sampled and this service writes spans."""
     traceparent: str = ""
-    """The span that the worker's spans belong to; empty: it writes none."""
+    """Parent of the worker's spans; empty: it writes none."""
 
     def __post_init__(self, cache_salt: str) -> None:
         # The log-probabilities of a prompt come with its computation, so no part of it may be a prefix hit.
@@ -256,7 +256,7 @@ class Request:
 
     @property
     def num_to_prefill(self) -> int:
-        """Known tokens left to prefill; a sequence that can fork runs the last one in a decode step."""
+        """Known tokens left to prefill; a sequence that can fork runs the last in a decode step."""
         return len(self.token_ids) - self.can_fork - self.kv.num_computed
 
     @property
@@ -303,10 +303,10 @@ class Request:
 
     @property
     def can_fork(self) -> bool:
-        """Whether nothing is known but the prompt that the sequence shares with its group."""
+        """Whether only the prompt shared with the group is known."""
         return self.group is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, resumed ones included."""
+        """Tokens generated so far, resumed tokens included."""
         return len(self.token_ids) - self.num_prompt_tokens

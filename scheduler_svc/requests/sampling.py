@@ -1,4 +1,4 @@
-"""The sampling parameters that the scheduler reads, and the one rule for when a sequence ends."""
+"""The sampling parameters read by the scheduler, and the rule for the end of a sequence."""
 
 import enum
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _BYTES_AROUND = 512
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A serialized ``StructuredOutput`` that an output must match. The scheduler does not parse it."""
+    """A serialized ``StructuredOutput`` to be matched by an output. The scheduler does not parse it."""
 
     serialized: bytes = field(compare=False, repr=False)
     """Up to ``MAX_GRAMMAR_BYTES``, so grammars are compared by ``key``."""
@@ -27,22 +27,22 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling parameters on their way to a worker: the message, and the values that the scheduler reads."""
+    """Sampling parameters on their way to a worker: the message, and the values read by the scheduler."""
 
     params: common_pb2.SamplingParams
     """The validated message, with its seed set. Never changed: requests share it."""
     grammar: Grammar | None = field(default=None, compare=False)
-    """The grammar that the output must match, as in ``params``; None for any text."""
+    """The grammar of the output, as in ``params``; None for any text."""
     max_tokens: int = field(init=False, compare=False)
     """New tokens, at most; 0 if the client set no limit."""
     min_tokens: int = field(init=False, compare=False)
     """End tokens do not end the sequence before this many new tokens."""
     stop_token_ids: frozenset[int] = field(init=False, compare=False)
-    """Tokens that end the sequence, beside the model's own end tokens."""
+    """Tokens that end the sequence, in addition to the model's end tokens."""
     ignore_eos: bool = field(init=False, compare=False)
     """Whether the model's end tokens do not end the sequence."""
     reports_prompt: bool = field(init=False, compare=False)
-    """Whether the client wants the prompt's log-probabilities, so that all of the prompt must be computed."""
+    """Whether the client wants the prompt's log-probabilities; all of the prompt must then be computed."""
     num_bytes: int = field(init=False, compare=False)
     """Size of the parameters in a plan, an upper bound."""
 
@@ -87,9 +87,9 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Decides whether a token is the last one of its sequence.
+    """Decides whether a token is the last of its sequence.
 
-    Stop strings are text, so the gateway looks for them; it aborts the sequence when it finds one.
+    The gateway looks for stop strings, which are text, and aborts their sequences.
     """
 
     stop_ids: frozenset[int]
@@ -97,14 +97,14 @@ class StopRule:
     tokens."""
     grammar_end_ids: frozenset[int]
     """Tokens that end the sequence even before ``min_tokens``: the model's end tokens if the request has a
-    grammar. A worker samples them only behind a completed grammar, where nothing else can follow."""
+    grammar. A worker samples them only after a completed grammar, where nothing else can follow."""
     min_tokens: int
     """New tokens before which ``stop_ids`` do not end the sequence."""
     max_tokens: int
     """New tokens, at most."""
 
     @classmethod
-    def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], max_tokens: int) -> Self:
+    def from_sampling(cls, sampling: Sampling, eos_token_ids: frozenset[int], max_tokens: int) -> Self:
         """Returns the rule of a request with these sampling parameters, limit and end tokens of the model."""
         constrained = sampling.grammar is not None
         heeds_eos = constrained or not sampling.ignore_eos
@@ -122,5 +122,5 @@ class StopRule:
         return FinishReason.LENGTH if count >= self.max_tokens else None
 
     def reason_of(self, token_ids: Sequence[int]) -> FinishReason | None:
-        """Returns why a sequence that a client has received has ended; None if it goes on."""
+        """Returns why a received sequence ended; None if it goes on."""
         return self.reason(token_ids[-1], len(token_ids)) if token_ids else None

@@ -1,7 +1,7 @@
-"""The spans of one sequence: what it waits for, its prefill chunks, its first token and its decoding.
+"""The spans of a sequence: waiting, prefill chunks, first token and decoding.
 
-Only sampled requests have a trace. Until the sequence ends it is a few numbers; then its spans are written.
-Names of spans and attributes are vLLM's where vLLM has them.
+Only sampled requests are traced. A trace is a few numbers until the sequence ends and the spans are written.
+Spans and attributes are named as in vLLM where vLLM names them.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import Literal
 from protos.service.tracing import Attributes, Span, Tracer
 
 Wait = Literal["queue", "grammar", "adapter"]
-"""What a request waits for: a slot, its grammar, or its LoRA adapter."""
+"""The cause of a wait: a slot, a grammar or a LoRA adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class TraceContext:
     """Writes them; None: this service writes none, and workers' spans are children of the client's."""
 
     def begin(self, now_s: float) -> "RequestTrace | None":
-        """Begins the trace of one sequence, at the clock reading `now_s`; None if it is not sampled."""
+        """Begins the trace of a sequence, at the clock reading `now_s`; None if it is not sampled."""
         if self.tracer is None:
             return None
         now_ns = time.time_ns()
@@ -34,7 +34,7 @@ class TraceContext:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """The trace of one sequence. Times are readings of the scheduler's clock, seconds."""
+    """The trace of a sequence. Times are readings of the scheduler's clock, seconds."""
 
     span: Span
     _begun_s: float
@@ -80,7 +80,7 @@ class RequestTrace:
 
 
 def traceparent_of(tracing: TraceContext | None, trace: RequestTrace | None) -> str:
-    """Returns the span that the worker's spans belong to: the request's own, or else the client's."""
+    """Returns the parent of the worker's spans: the request's own span, or else the client's."""
     if trace is not None:
         return trace.span.traceparent
     return "" if tracing is None or tracing.tracer is not None else tracing.traceparent

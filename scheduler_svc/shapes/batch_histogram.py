@@ -71,7 +71,7 @@ class RecordedBatches:
         return cls(model, tuple(buckets), sizes)
 
     def write(self, path: Path) -> None:
-        """Replaces the file atomically: a reader sees the old or the new one.
+        """Replaces the file atomically: a reader sees the old or the new file.
 
         Raises:
             OSError: it cannot be written.
@@ -123,7 +123,7 @@ class BatchHistogram:
 
     @property
     def counts(self) -> dict[int, int]:
-        """Steps by number of rows, of this process and of earlier ones that ran the same model."""
+        """Steps by number of rows, of this process and of earlier runs of the same model."""
         counts = dict(self._before.counts)
         for rows, steps in enumerate(self._counts):
             if steps:

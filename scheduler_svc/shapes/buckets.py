@@ -22,7 +22,7 @@ def decode_buckets(
     limit: int = 32,
     manual: Sequence[int] = (),
 ) -> tuple[int, ...]:
-    """Returns the buckets, ascending; the last one is ``max_batch``.
+    """Returns the buckets, ascending; the last is ``max_batch``.
 
     Example:
         >>> decode_buckets("exp", max_batch=32, minimum=2, step=2, limit=4)
@@ -133,7 +133,7 @@ class BucketUsage:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """The current buckets and the best ones, for the same steps."""
+    """The current and the best buckets, for the same steps."""
 
     current: BucketUsage
     best: BucketUsage
@@ -163,7 +163,7 @@ def usage_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost =
 def plan_buckets(
     counts: Mapping[int, int], current: Sequence[int], *, max_batch: int, graphs: int, cost: StepCost = StepCost()
 ) -> BucketPlan:  # fmt: skip
-    """Returns the current buckets and the best ones, with their costs.
+    """Returns the current and the best buckets, with their costs.
 
     Args:
         counts: maps rows of a step (1 to ``max_batch``) to steps.
@@ -180,9 +180,9 @@ def plan_buckets(
 
 
 def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> tuple[int, ...]:
-    """Returns at most ``graphs`` buckets, the last one ``max_batch``, that run the fewest rows in total.
+    """Returns at most ``graphs`` buckets, the last ``max_batch``, with the fewest rows in total.
 
-    Every bucket but the last is a size that occurs, because lowering it to the next such size would pad less.
+    Every bucket but the last is an observed size, because lowering it to the next such size would pad less.
     Take sizes s_1 < ... < s_n = max_batch, with P_j steps of up to s_j rows. The fewest rows for sizes up to
     s_j with k buckets are ``cost(k, j) = min over i < j of cost(k - 1, i) + (P_j - P_i) * s_j``. For a fixed
     k, these are minima of lines of falling slope (-P_i) at rising points (s_j). The convex hull trick finds
@@ -228,10 +228,10 @@ def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> t
 def _one_more(
     costs: list[int], sizes: list[int], upto: list[int], buckets: int
 ) -> tuple[list[int], list[int]]:
-    """Extends the cheapest choices of ``buckets - 1`` buckets by one, by index of the last bucket.
+    """Extends the cheapest choices of ``buckets - 1`` buckets by another, by index of the last bucket.
 
     Returns:
-        Costs, and the index of the last but one bucket; meaningful from index ``buckets`` (at least 2) on.
+        Costs, and the index of the second to last bucket; meaningful from index ``buckets`` (at least 2) on.
     """
     new, chosen = list(costs), [0] * len(costs)
     # Indices i of lines y(x) = costs[i] - upto[i] * x that are lowest somewhere at or after the current x.

@@ -21,7 +21,7 @@ _TOKENS_PER_TEXT, _MOST_TEXTS = 4, 64
 def default_shapes(
     max_context: int, max_batch: int, max_tokens: int | None = None, *, packs_texts: bool = False
 ) -> tuple[PoolShape, ...]:
-    """Returns shapes for every prompt that a model can read, for example 1x64, 4x64, 16x64, 1x256, 4x256.
+    """Returns shapes for every prompt of a model, for example 1x64, 4x64, 16x64, 1x256, 4x256.
 
     For the arguments see `shapes_of`.
     """
@@ -71,19 +71,19 @@ def shapes_of(
     packs_texts: bool = False,
     fixed: Sequence[PoolShape] = (),
 ) -> tuple[PoolShape, ...]:
-    """Returns the shapes that the settings name, ascending, or the default shapes if they name none.
+    """Returns the shapes of the settings, ascending, or the default shapes if the settings name none.
 
     Args:
         batch_sizes: rows of each shape.
         prompt_lens: tokens per row of each shape, in the same order.
-        max_context: the longest prompt that the model can read, tokens.
-        max_batch: the largest batch that the device can run, rows.
+        max_context: the model's longest prompt, tokens.
+        max_batch: the device's largest batch, rows.
         max_tokens: most tokens of a batch whose results fit into a message; `None` if any do.
         packs_texts: whether the device runs packed shapes, which then are the default.
         fixed: the shapes of other replicas, which replace those of the settings.
 
     Raises:
-        ConfigurationRefused: the model or the device cannot run one of the shapes.
+        ConfigurationRefused: the model or the device cannot run a shape.
     """
     named = {PoolShape(length, batch) for batch, length in zip(batch_sizes, prompt_lens, strict=True)}
     shapes = tuple(sorted(fixed or named))

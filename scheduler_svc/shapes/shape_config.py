@@ -33,16 +33,16 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """One deployment's static shapes."""
+    """A deployment's static shapes."""
 
     max_model_len: int
     """Longest sequence (prompt plus output), tokens."""
     max_num_seqs: int
     """Slots of a replica."""
     chunk: int
-    """Tokens of one prefill step."""
+    """Tokens of a prefill step."""
     block_size: int
-    """Tokens of one KV block of a paged group; a block of an in-place group holds one window."""
+    """Tokens of a KV block of a paged group; a block of an in-place group holds a window."""
     buckets: tuple[int, ...]
     """Decode batch sizes, ascending."""
     stages: int = 1
@@ -55,11 +55,11 @@ class Geometry:
 
     @property
     def hash_block_size(self) -> int:
-        """Tokens per prefix key: the smaller of chunk and block size, which divide one another."""
+        """Tokens per prefix key: the smaller of chunk and block size, which divides the larger."""
         return min(self.chunk, self.block_size)
 
     def check(self, limits: DeviceLimits, groups: Sequence[KvGroup]) -> None:
-        """Checks the shapes against one another, the model and the device.
+        """Checks the shapes against each other, the model and the device.
 
         Raises:
             ConfigurationRefused: naming the first broken rule and the setting to change.

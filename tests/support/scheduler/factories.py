@@ -107,7 +107,7 @@ def make_request(
     sampling = sampling or make_sampling()
     return Request(
         request_id=request_id or f"r{arrival}", token_ids=list(prompt), num_prompt_tokens=len(prompt),
-        sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), stop=StopRule.of(sampling, frozenset({EOS}), sampling.max_tokens),
+        sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), stop=StopRule.from_sampling(sampling, frozenset({EOS}), sampling.max_tokens),
         priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=adapter,
     )  # fmt: skip
 

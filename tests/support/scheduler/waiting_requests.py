@@ -28,7 +28,7 @@ def waiting_request(
     arrival = next(_ARRIVALS)
     return Request(
         request_id=f"w{arrival}", token_ids=[5] * num_tokens, num_prompt_tokens=num_tokens, sampling=_SAMPLING,
-        arrival=arrival, arrival_s=arrival_s, sink=_NoSink(), stop=StopRule.of(_SAMPLING, frozenset(), 8), priority=priority, tenant=tenant,
+        arrival=arrival, arrival_s=arrival_s, sink=_NoSink(), stop=StopRule.from_sampling(_SAMPLING, frozenset(), 8), priority=priority, tenant=tenant,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def test_a_sequence_ends_at_its_stop_tokens_and_at_its_length(
     sampling: common_pb2.SamplingParams, received: list[int], reason: FinishReason | None
 ) -> None:
     """Before min_tokens, only a model's end token behind a finished grammar ends the sequence."""
-    rule = StopRule.of(Sampling(sampling), frozenset({2}), max_tokens=4)
+    rule = StopRule.from_sampling(Sampling(sampling), frozenset({2}), max_tokens=4)
     assert rule.reason_of(received) is reason
 
 
