@@ -14,30 +14,6 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"TRIPTYCH_{name.upper()}", raising=False)
 
 
-def test_defaults() -> None:
-    """By default, a gateway listens on port 8000 of this machine."""
-    settings = load(Settings, [])
-    assert (settings.host, settings.port, settings.scheduler_address) == (
-        "127.0.0.1",
-        8000,
-        "127.0.0.1:50051",
-    )
-
-
-def test_flags_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flag is more specific than a variable."""
-    monkeypatch.setenv("TRIPTYCH_PORT", "1")
-    monkeypatch.setenv("TRIPTYCH_SCHEDULER_ADDRESS", "scheduler:50051")
-    settings = load(Settings, ["--port", "2"])
-    assert (settings.port, settings.scheduler_address) == (2, "scheduler:50051")
-
-
-def test_settings_are_frozen() -> None:
-    """Settings do not change after the start."""
-    with pytest.raises(ValueError, match="frozen"):
-        load(Settings, []).port = 5  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -59,13 +35,6 @@ def test_a_bad_setting_is_one_clear_line(
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1
     assert words in printed
-
-
-def test_a_bad_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line names the variable as well as the flag."""
-    monkeypatch.setenv("TRIPTYCH_PORT", "x")
-    with pytest.raises(ConfigurationRefused, match="TRIPTYCH_PORT"):
-        load(Settings, [])
 
 
 def test_an_empty_variable_is_unset(monkeypatch: pytest.MonkeyPatch) -> None:

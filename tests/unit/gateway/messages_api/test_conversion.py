@@ -19,6 +19,8 @@ RESULT = {"type": "tool_result", "tool_use_id": "call_1"}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
 
 ANY_ORDER = ChatTemplate(THINKING, {})
+SWITCHED = ChatTemplate("{{ reasoning_effort }}{{ thinking }}", {})
+DEEP = json.loads('{"x": ' * 400 + "1" + "}" * 400)
 SYSTEM_FIRST = ChatTemplate(
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
     "{{ m.content }}{% endfor %}",
@@ -31,13 +33,6 @@ def request(
 ) -> MessagesRequest:
     body = {"max_tokens": 9, "messages": messages or [USER], **fields}
     return parse(MessagesRequest, json.dumps(body).encode(), ignored)
-
-
-def test_temperatures_have_the_bounds_of_chats() -> None:
-    """Anthropic's own API ends at 1, and vLLM nowhere."""
-    assert request(temperature=3).temperature == 3
-    with pytest.raises(InvalidArgument, match="'temperature' should be less than or equal to 100"):
-        request(temperature=101)
 
 
 def turns(
@@ -173,36 +168,28 @@ def test_thinking(fields: dict[str, Any], variables: dict[str, Any], shown: bool
     chat = to_chat(request(**fields), ANY_ORDER)
     assert (chat.chat_template_kwargs, chat.include_reasoning) == (variables, shown)
     assert to_chat(request(thinking={"type": "disabled"}), SYSTEM_FIRST).chat_template_kwargs == {}
+    effort = to_chat(request(output_config={"effort": "high"}, thinking={"type": "enabled"}), SWITCHED)
+    assert (effort.reasoning_effort, effort.chat_template_kwargs) == ("high", {"thinking": True})
 
 
-def test_effort_reaches_templates_that_know_it() -> None:
-    """Under the name that chats have for it, beside the switch of thinking."""
-    template = ChatTemplate("{{ reasoning_effort }}{{ thinking }}", {})
-    chat = to_chat(request(output_config={"effort": "high"}, thinking={"type": "enabled"}), template)
-    assert (chat.reasoning_effort, chat.chat_template_kwargs) == ("high", {"thinking": True})
-
-
-def test_a_last_turn_of_the_assistant_is_continued() -> None:
-    """The prompt ends within it; a call cannot be continued."""
-    chat = to_chat(request(USER, assistant(text("The best answer is ("))), ANY_ORDER)
-    assert (chat.add_generation_prompt, chat.continue_final_message) == (False, True)
-    with pytest.raises(InvalidArgument, match="send its result"):
-        to_chat(request(USER, assistant(USE)), ANY_ORDER)
-
-
-def test_inputs_of_any_depth() -> None:
-    """JSON is read deeper than it is written."""
-    deep: dict[str, Any] = {}
-    for _ in range(400):
-        deep = {"x": deep}
-    with pytest.raises(InvalidArgument, match="nested too deep"):
-        to_chat(request(USER, assistant({**USE, "input": deep}), USER), ANY_ORDER)
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (USE, "send its result"),
+        (USE | {"input": DEEP}, "nested too deep"),
+    ],
+)
+def test_calls_that_cannot_be_shown(block: dict[str, Any], reason: str) -> None:
+    """A call cannot be continued, and JSON is read deeper than it is written."""
+    with pytest.raises(InvalidArgument, match=reason):
+        to_chat(request(USER, assistant(block)), ANY_ORDER)
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
         ({"max_tokens": None}, InvalidArgument, "'max_tokens' should be a valid integer"),
+        ({"temperature": 101}, InvalidArgument, "'temperature' should be less than or equal to 100"),
         ({"max_tokens": 0}, InvalidArgument, "'max_tokens' should be greater than or equal to 1"),
         ({"messages": [user({"type": "image", "source": {}})]}, InvalidArgument, "'messages[0].content' block 0 is not served"),
         ({"messages": [user(USE)]}, InvalidArgument, "content[0] has the type 'tool_use', which turns of the role 'user'"),

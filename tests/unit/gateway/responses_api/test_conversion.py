@@ -53,14 +53,6 @@ def returned(call_id: str, output: Any = "1") -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call_id, "output": output}
 
 
-def test_instructions_come_first() -> None:
-    """A text is the user's turn, and instructions a system message before it."""
-    assert [message.for_template() for message in chat(instructions="Be brief.").messages] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "hi"},
-    ]
-
-
 def test_system_messages_are_joined_for_templates_that_take_one() -> None:
     """Agents send instructions and, behind turns of the user, a developer's messages."""
     items = [{"role": "user", "content": "hi"}, {"role": "developer", "content": "Rule."}]
@@ -90,13 +82,8 @@ def test_messages_have_text_or_parts() -> None:
 
 def test_the_items_of_one_answer_are_one_turn() -> None:
     """Thinking, text and calls go together; results carry the name of the function that was called."""
-    items = [
-        {"role": "user", "content": "q"},
-        reasoning("think"),
-        said("text"),
-        called("1"),
-        called("2", "g"),
-    ]
+    items = [{"role": "user", "content": "q"}, reasoning("think"), said("text"), called("1")]
+    items.append({**called("2", "g"), "namespace": ""})
     found = turns(*items, returned("2", [{"type": "input_text", "text": "two"}]), returned("1"), said("done"))
     assert [turn["role"] for turn in found] == ["user", "assistant", "tool", "tool", "assistant"]
     answer = found[1]
@@ -186,31 +173,18 @@ def test_an_unknown_namespace_is_not_allowed_in_silence() -> None:
         chat(tools=[GROUP], tool_choice={"type": "allowed_tools", "mode": "auto", "tools": tools})
 
 
-def test_an_empty_namespace_is_none() -> None:
-    """Some clients send the field always."""
-    found = turns({**called("1"), "namespace": ""}, returned("1"))
-    assert found[0]["tool_calls"][0]["function"]["name"] == called("1")["name"]
-
-
 def test_parameters_reach_the_chat_request() -> None:
     """OpenAI's under the chat's names, and vLLM's as they are."""
     found = chat(
         max_output_tokens=7, temperature=0.5, top_k=3, stop=["x"], truncation="auto", parallel_tool_calls=False,
-        include=["message.output_text.logprobs"], top_logprobs=2, chat_template_kwargs={"a": 1}, stream=True,
+        include=["message.output_text.logprobs"], top_logprobs=2, chat_template_kwargs={"a": 1}, stream=True, reasoning={"effort": "low", "summary": "auto"},
         stream_options={"include_obfuscation": False, "include_usage": True},
     )  # fmt: skip
     assert (found.output_limit, found.temperature, found.top_k, found.stop) == (7, 0.5, 3, ["x"])
     assert (found.truncate_prompt_tokens, found.parallel_tool_calls, found.num_logprobs) == (-1, False, 2)
     assert (found.stream, found.include_usage, found.prompt_param) == (True, False, "input")
-    assert found.chat_template_kwargs == {"a": 1}
+    assert (found.chat_template_kwargs, found.reasoning_effort) == ({"a": 1}, "low")
     assert chat(top_logprobs=2).num_logprobs is None, "without the include, they are not asked for"
-
-
-def test_the_effort_of_thinking_is_the_chats() -> None:
-    """The template gets it as it gets that of chats."""
-    assert chat(reasoning={"effort": "low", "summary": "auto"}).reasoning_effort == "low"
-    assert chat(reasoning={}).reasoning_effort is None
-    assert chat().reasoning_effort is None
 
 
 @pytest.mark.parametrize(

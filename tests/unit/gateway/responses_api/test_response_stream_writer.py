@@ -1,7 +1,6 @@
 """Events of streamed responses in cases that whole gateways rarely reach."""
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,14 +112,3 @@ def test_a_collected_answer_has_the_items_of_its_events(
     output = collected(Output("resp_1f", {}), events, [])
     assert [(item.body("completed")["type"], item.text) for item in output.items] == expected
     assert len({item.id for item in output.items}) == len(expected)
-
-
-def test_the_pieces_of_many_calls_take_their_time_alone() -> None:
-    """A search among all calls for each piece would take seconds, in which all other streams stand still."""
-    output, began = Output("resp_1f", {}), time.process_time()
-    for number in range(4000):
-        output.take(CallStart(number, "call", "f"))
-        for _ in range(5):
-            output.take(CallArguments(number, "1"))
-    assert {item.text for item in output.items} == {"11111"}
-    assert time.process_time() - began < 1

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from gateway.text.tokenization import TextCodec, TextWorker
+from gateway.text.tokenization import TextCodec, TextPrompts, TextWorker
 from protos.errors import Internal, Overloaded
 from tests.support.gateway.serving import smollm2_folder
 
@@ -24,6 +25,7 @@ TEXTS = [
     "🇫🇷é",
     "x" * 5000,
 ]
+LONG = "A long text, with <|im_start|> in it — ünïcode, too. " * 12_000
 
 
 def copy_with(tmp_path: Path, **config: Any) -> Path:
@@ -121,3 +123,46 @@ async def test_long_work_of_requests_is_bounded() -> None:
         assert await worker.run(10**6, lambda: 7) == 7
     finally:
         worker.close()
+
+
+def test_other_threads_go_on() -> None:
+    """While one thread encodes a long text, this one runs at least ten times a second of processor time."""
+    codec = TextCodec.load(smollm2_folder())
+    begin, done = threading.Event(), threading.Event()
+
+    def encode() -> None:
+        begin.wait()
+        codec.encode(LONG, add_special_tokens=False)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    time.sleep(0.01)
+    began = time.monotonic()
+    begin.set()
+    turns = 0
+    while not done.wait(0.001):
+        turns += 1
+    took = time.monotonic() - began
+    thread.join()
+    assert turns > 10 * took
+
+
+@pytest.mark.parametrize(
+    ("prompts", "default", "query", "document"),
+    [
+        ({"query": "q: ", "document": "d: ", "passage": "p: "}, None, "q: ", "d: "),
+        ({"query": "q: ", "passage": "p: "}, "query", "q: ", "p: "),
+        ({"corpus": "c: "}, None, "", "c: "),
+        ({"query": "q: "}, "query", "q: ", ""),
+        ({"similar": "s: "}, "similar", "s: ", "s: "),
+        ({"similar": "s: "}, None, "", ""),
+        ({}, None, "", ""),
+    ],
+)
+def test_each_side_of_a_search_has_its_prompt(
+    prompts: dict[str, str], default: str | None, query: str, document: str
+) -> None:
+    """The first of its names counts; the default prompt serves if neither side has one."""
+    found = TextPrompts.read({"prompts": prompts, "default_prompt_name": default})
+    assert (found.query, found.document) == (query, document)
