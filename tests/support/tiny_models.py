@@ -25,52 +25,42 @@ COMMON: dict[str, Any] = {
 """Fields of most configurations. Heads have 32 elements."""
 
 
-def _llama() -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**COMMON)
+Make = Callable[[], Any]
 
 
-def _qwen2() -> Any:
-    from transformers import Qwen2Config
+def config(name: str, **fields: Any) -> Make:
+    """Returns a function that makes transformers' configuration of this class."""
 
+    def make() -> Any:
+        import transformers
+
+        return getattr(transformers, name)(**fields)
+
+    return make
+
+
+FAMILIES: dict[str, Make] = {
+    "llama": config("LlamaConfig", **COMMON),
     # Qwen 2 has no head_dim setting; it follows from the hidden size.
-    return Qwen2Config(**{**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32})
-
-
-def _qwen3() -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(**COMMON)
-
-
-def _mixtral() -> Any:
-    from transformers import MixtralConfig
-
-    return MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
-
-
-def _qwen2_moe() -> Any:
-    from transformers import Qwen2MoeConfig
-
+    "qwen2": config("Qwen2Config", **COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "qwen3": config("Qwen3Config", **COMMON),
+    "mixtral": config(
+        "MixtralConfig", **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
     # A shared expert with its own gate; weights of the chosen experts are not renormalized. Layer 0 is dense.
-    return Qwen2MoeConfig(
-        **COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32},
+    "qwen2-moe": config(
+        "Qwen2MoeConfig",
+        **COMMON | {"num_attention_heads": 2, "num_key_value_heads": 1},
         num_experts=6,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=96,
         norm_topk_prob=False,
         mlp_only_layers=[0],
-    )
-
-
-def _glm4_moe() -> Any:
-    from transformers import Glm4MoeConfig
-
-    # DeepSeek's routing: sigmoids, a bias that corrects the choice, two of four groups, a factor. Shared
-    # experts.
-    return Glm4MoeConfig(
+    ),
+    # DeepSeek's routing: sigmoids, a bias that corrects the choice, two of four groups, a factor.
+    "glm4-moe": config(
+        "Glm4MoeConfig",
         **COMMON,
         n_routed_experts=8,
         num_experts_per_tok=3,
@@ -80,44 +70,24 @@ def _glm4_moe() -> Any:
         moe_intermediate_size=32,
         routed_scaling_factor=1.5,
         first_k_dense_replace=1,
-    )
-
-
-def _ernie_moe() -> Any:
-    from transformers import Ernie4_5_MoeConfig
-
+    ),
     # A softmax with a bias that corrects the choice.
-    return Ernie4_5_MoeConfig(
+    "ernie-moe": config(
+        "Ernie4_5_MoeConfig",
         **COMMON,
         moe_num_experts=4,
         moe_k=2,
         moe_num_shared_experts=1,
         moe_intermediate_size=32,
         moe_layer_start_index=1,
-    )
-
-
-def _gemma3() -> Any:
-    from transformers import Gemma3TextConfig
-
-    kinds = ["sliding_attention", "full_attention"]
-    return Gemma3TextConfig(
+    ),
+    "gemma3": config(
+        "Gemma3TextConfig",
         **COMMON | {"tie_word_embeddings": True},
-        layer_types=kinds,
+        layer_types=["sliding_attention", "full_attention"],
         sliding_window=64,
         query_pre_attn_scalar=32,
-    )
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "mixtral": _mixtral,
-    "qwen2-moe": _qwen2_moe,
-    "glm4-moe": _glm4_moe,
-    "ernie-moe": _ernie_moe,
-    "gemma3": _gemma3,
+    ),
 }
 """Functions that make a family's configuration, by the family's name in tests."""
 EXPERT_FAMILIES = ("mixtral", "qwen2-moe", "glm4-moe", "ernie-moe")
