@@ -13,8 +13,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 from gateway.quoting import omitted, quote
 from gateway.schemas.base import RequestModel, ignore
 from gateway.schemas.chat import MAX_MESSAGES
-from gateway.schemas.tools import MAX_ARGUMENTS
-from gateway.tools.custom_tools import arguments_of
+from gateway.schemas.tools import MAX_ARGUMENTS, arguments_of
 
 Item = dict[str, Any]
 Words = str

@@ -19,8 +19,7 @@ from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import TEMPLATE_UNSERVED
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions, or_default
 from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat
-from gateway.schemas.tools import MAX_TOOLS, Function, NamedChoice, ToolName, bounded
-from gateway.tools.custom_tools import INPUT_SCHEMA, describe
+from gateway.schemas.tools import INPUT_SCHEMA, MAX_TOOLS, Function, NamedChoice, ToolName, bounded, describe
 from protos import limits
 
 _TYPE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")

@@ -13,7 +13,7 @@ from gateway.schemas.sampling import (
     SamplingRequest,
     or_default,
 )
-from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCall, NamedChoice, ToolChoice, Tools, limit_calls
+from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCalls, NamedChoice, ToolChoice, Tools, limit_calls
 from protos import limits
 
 # Turns of a conversation: more than real ones have, few enough to check without delaying other requests'
@@ -104,8 +104,8 @@ class Message(RequestModel):
         ),
     ]
     tool_calls: Annotated[
-        list[EarlierCall],
-        Field(fail_fast=True, description="Calls of an assistant's earlier turn."),
+        EarlierCalls,
+        Field(description="Calls of an assistant's earlier turn."),
         BeforeValidator(limit_calls),
         or_default([]),
     ] = Field(default_factory=list)
@@ -198,7 +198,10 @@ class TemplateInput(RequestModel):
 
     unserved: ClassVar[Mapping[str, Unserved]] = TEMPLATE_UNSERVED
 
-    tools: Tools = Field(default_factory=list, description="Functions that the model may call.")
+    tools: Tools = Field(
+        default_factory=list,
+        description="Functions that the model may call; a custom tool becomes a function with one string, `input`.",
+    )
     add_generation_prompt: Annotated[
         bool, or_default(True), Field(description="End the prompt with the header of the assistant's turn.")
     ] = True

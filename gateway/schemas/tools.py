@@ -3,6 +3,7 @@
 Sizes are checked before contents: a request with ten thousand tools costs no more than one with ten.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
@@ -14,6 +15,35 @@ from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.sampling import or_default
 from gateway.schemas.structured import BY_NAME
+
+INPUT_SCHEMA: Final[dict[str, Any]] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+def describe(description: str | None, form: dict[str, Any] | None) -> str | None:
+    """Returns a custom tool's description, with the grammar of its input, if any.
+
+    Args:
+        description: as the client wrote it.
+        form: the tool's ``format``; either protocol's.
+    """
+    grammar = (form or {}).get("grammar", form or {})
+    definition = grammar.get("definition") if isinstance(grammar, dict) else None
+    if not isinstance(definition, str):
+        return description
+    syntax = grammar.get("syntax")
+    kind = "regular expression" if syntax == "regex" else "Lark grammar"
+    return "\n\n".join(filter(None, (description, f"The input matches this {kind}:\n{definition}")))
+
+
+def arguments_of(text: str) -> str:
+    """Returns the arguments of a call with the input ``text``."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
 
 MAX_TOOLS: Final = 128
 
@@ -141,8 +171,40 @@ class Function(RequestModel):
 
 def _function_only(value: Any) -> Any:
     if value != "function":
-        raise ValueError(f"{quote(value)} is not served; only tools of type 'function' are")
+        raise ValueError(f"{quote(value)} is not served; only tools of type 'function' or 'custom' are")
     return value
+
+
+def _custom_part(value: Any) -> dict[str, Any] | None:
+    """Returns the definition, choice or call of a custom tool; ``None`` for anything else."""
+    if not isinstance(value, dict) or value.get("type") != "custom":
+        return None
+    part = value.get("custom")
+    if not isinstance(part, dict):
+        raise ValueError("needs 'custom', an object, because its type is 'custom'")  # noqa: TRY004
+    if not isinstance(part.get("name"), str):
+        raise ValueError("needs custom.name, a string")  # noqa: TRY004
+    return part
+
+
+def _tool_as_function(value: Any) -> Any:
+    if (custom := _custom_part(value)) is None:
+        return value
+    form = custom.get("format")
+    if not isinstance(form, dict | None):
+        raise ValueError(f"needs an object as custom.format, got {quote(form)}")  # noqa: TRY004
+    function = {"description": describe(custom.get("description"), form), "parameters": INPUT_SCHEMA}
+    return {"type": "function", "function": {"name": custom["name"], **function}}
+
+
+def _call_as_function(value: Any) -> Any:
+    if (custom := _custom_part(value)) is None:
+        return value
+    if not isinstance(text := custom.get("input"), str):
+        raise ValueError("needs custom.input, a string")  # noqa: TRY004
+    others = {name: item for name, item in value.items() if name != "custom"}
+    function = {"name": custom["name"], "arguments": arguments_of(text)}
+    return {**others, "type": "function", "function": function}
 
 
 FunctionType = Annotated[Literal["function"], BeforeValidator(_function_only)]
@@ -182,8 +244,12 @@ _CHOICES: Final = ("none", "auto", "required")
 def _choice(value: Any) -> Any:
     if value is None or value in _CHOICES:
         return value
-    if isinstance(value, dict) and value.keys() <= {"type", "function"} and value.get("type") == "function":
-        function = value.get("function")
+    if (
+        isinstance(value, dict)
+        and (kind := value.get("type")) in ("function", "custom")
+        and value.keys() <= {"type", kind}
+    ):
+        function = value.get(kind)
         if isinstance(function, dict) and function.keys() == {"name"} and isinstance(function["name"], str):
             return NamedChoice(function["name"])
     raise ValueError(
@@ -193,7 +259,7 @@ def _choice(value: Any) -> Any:
 
 
 Tools = Annotated[
-    list[Tool],
+    list[Annotated[Tool, BeforeValidator(_tool_as_function)]],
     Field(fail_fast=True),
     AfterValidator(_distinct),
     BeforeValidator(bounded),
@@ -250,6 +316,11 @@ class EarlierCall(RequestModel):
             arguments = {}
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+EarlierCalls = Annotated[
+    list[Annotated[EarlierCall, BeforeValidator(_call_as_function)]], Field(fail_fast=True)
+]
 
 
 def limit_calls(calls: Any) -> Any:

@@ -3,43 +3,15 @@
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Final
 
 from protos.service.logs import get_logger
-
-INPUT_SCHEMA: Final[dict[str, Any]] = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 
 _HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _PART_OF_HEAD: Final = re.compile(r'\s*(\{\s*("(i(n(p(u(t("\s*(:\s*)?)?)?)?)?)?)?)?)?')
 _CHARACTERS: Final = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
 # The first half of a surrogate pair at the end of a text, as an escape.
 _HALF_PAIR: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
-
-
-def describe(description: str | None, form: dict[str, Any] | None) -> str | None:
-    """Returns a custom tool's description, with the grammar of its input, if any.
-
-    Args:
-        description: as the client wrote it.
-        form: the tool's ``format``; either protocol's.
-    """
-    grammar = (form or {}).get("grammar", form or {})
-    definition = grammar.get("definition") if isinstance(grammar, dict) else None
-    if not isinstance(definition, str):
-        return description
-    syntax = grammar.get("syntax")
-    kind = "regular expression" if syntax == "regex" else "Lark grammar"
-    return "\n\n".join(filter(None, (description, f"The input matches this {kind}:\n{definition}")))
-
-
-def arguments_of(text: str) -> str:
-    """Returns the arguments of a call with the input ``text``."""
-    return json.dumps({"input": text}, ensure_ascii=False)
 
 
 class InputReader:

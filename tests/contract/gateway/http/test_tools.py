@@ -494,3 +494,25 @@ async def test_nulls_in_a_tool_count_as_absent(stack: Stack, choice: str) -> Non
     one, two = stack.scheduler.requests[-2:]
     assert one.prompt_token_ids == two.prompt_token_ids
     assert one.sampling.structured_output == two.sampling.structured_output
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "custom", "custom": {"name": "run_sql"}}])
+async def test_a_custom_tool_is_a_function_with_one_text(stack: Stack, choice: Any) -> None:
+    """The model sees the tool's grammar and an earlier call; its call comes back as a function's."""
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /SELECT .+/"}}
+    tool = {
+        "type": "custom", "custom": {"name": "run_sql", "description": "Runs SQL.", "format": grammar},
+    }  # fmt: skip
+    earlier = {"id": "c1", "type": "custom", "custom": {"name": "run_sql", "input": "SELECT 'é'"}}
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [earlier]},
+        {"role": "tool", "tool_call_id": "c1", "content": "é"},
+    ]
+    arguments = '{"input": "SELECT 1"}'
+    stack.reply_with(CALL.replace("get_weather", "run_sql").replace('{"city": "Paris"}', arguments))
+    answer = await collected(stack, messages=messages, tools=[tool], tool_choice=choice)
+    assert functions(answer) == [("run_sql", arguments)]
+    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
+    prompt = tokenizer.decode(list(stack.scheduler.requests[-1].prompt_token_ids))
+    assert all(words in prompt for words in ("start: /SELECT .+/", "SELECT 'é'", "Runs SQL."))

@@ -35,6 +35,10 @@ from tests.support.gateway.tool_templates import TIME
         ({"tool_choice": {"type": "function"}, "tools": [TIME]}, "tool_choice", '"required"'),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [TIME]}, "tool_choice", "'f', which is not among"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "boolean"),
+        ({"tools": [{"type": "custom"}]}, "tools[0]", "needs 'custom'"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]", "custom.name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f", "format": "text"}}]}, "tools[0]", "custom.format"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}, "tools": [TIME]}, "tool_choice", "'f', which is not among"),
     ],
 )  # fmt: skip
 def test_an_invalid_tool_is_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:
