@@ -49,7 +49,7 @@ class ChatInput:
     """The deployment's values of variables that the client does not set."""
 
     @classmethod
-    def of(cls, messages: Sequence[Message], body: TemplateInput, *, may_call: bool = True) -> Self:
+    def from_request(cls, messages: Sequence[Message], body: TemplateInput, *, may_call: bool = True) -> Self:
         """Returns the input of a conversation."""
         return cls(
             [message.for_template() for message in messages],

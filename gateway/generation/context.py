@@ -61,7 +61,7 @@ async def served_model(request: Request, name: str | None) -> ServedModel:
     context = context_of(request)
     watcher = context.watcher
     if watcher.awaits_model:
-        waiting = context.client.startup_queue.hold(watcher.found(), "no model is ready yet")
+        waiting = context.client.startup_queue.wait_for(watcher.found(), "no model is ready yet")
         await while_client_waits(request.receive, waiting)
     return watcher.served(name)
 

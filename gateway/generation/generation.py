@@ -57,7 +57,7 @@ class Sink(Protocol):
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         """Returns the bytes for deltas; may be called from a thread, once at a time."""
 
-    def put(self, part: bytes) -> None:
+    def push(self, part: bytes) -> None:
         """Takes the next bytes, perhaps none."""
 
     def end(self, error: TriptychError | None) -> None:
@@ -121,11 +121,13 @@ class Generation:
                 prompt.
         """
         prompts = [
-            Prompt.of(pending, echoes[index] if echoes is not None else None)
+            Prompt.from_request(pending, echoes[index] if echoes is not None else None)
             for index, pending in enumerate(subscription.requests)
         ]
         sequences = [
-            SequenceText.of(index * body.n + choice, body, served, prompt, plan.markers, first=not choice)
+            SequenceText.from_request(
+                index * body.n + choice, body, served, prompt, plan.markers, first=not choice
+            )
             for index, prompt in enumerate(prompts)
             for choice in range(body.n)
         ]
@@ -177,7 +179,7 @@ class Generation:
         self._is_plain = not self.prompt_only and all(sequence.is_plain for sequence in self.sequences)
         self.subscription.attach(self)
 
-    def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+    def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
         """Turns events into deltas for the sink. The hot path: plain tokens need a few operations each."""
         if self.reports_prompts:
             self._backlog += events
@@ -185,7 +187,7 @@ class Generation:
                 self._reporting = asyncio.create_task(self._report(), name="report-prompts")
             return
         if deltas := self._deltas(events):
-            self._sink.put(self._sink.encode(deltas))
+            self._sink.push(self._sink.encode(deltas))
         self._finish()
 
     def end(self, error: TriptychError) -> None:
@@ -258,7 +260,7 @@ class Generation:
                         await self.worker.finish(size, partial(prompt.report, make, count))
                 deltas = self._deltas(events)
                 size = sum(1 + len(token.top) for delta in deltas for token in delta.tokens)
-                self._sink.put(await self.worker.finish(size, partial(self._sink.encode, deltas)))
+                self._sink.push(await self.worker.finish(size, partial(self._sink.encode, deltas)))
             self._finish()
         except Exception as error:  # noqa: BLE001 - the client must not wait in vain, whatever the bug
             get_logger().exception("the prompts could not be reported")

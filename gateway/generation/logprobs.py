@@ -59,7 +59,7 @@ class TokenReport(NamedTuple):
     """The likeliest tokens in its place with their log-probabilities, best first."""
 
     @classmethod
-    def of(cls, token_id: int, offset: int, entry: pb.TokenLogprobs, count: int) -> "TokenReport":
+    def from_proto(cls, token_id: int, offset: int, entry: pb.TokenLogprobs, count: int) -> "TokenReport":
         """Returns the report of a token from its wire entry, with the ``count`` likeliest tokens."""
         top = zip(entry.top_token_ids[:count], map(_finite, entry.top_logprobs[:count]), strict=True)
         return cls(token_id, offset, _finite(entry.logprob), tuple(top))

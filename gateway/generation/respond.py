@@ -101,7 +101,7 @@ async def respond_to_chat(
 
 async def chat_prompt(request: Request, served: ServedModel, body: ChatCompletionRequest) -> list[int]:
     """Returns the token ids of a conversation; :meth:`ChatEncoder.encode` lists what it raises."""
-    chat = ChatInput.of(body.messages, body, may_call=body.tool_choice != "none")
+    chat = ChatInput.from_request(body.messages, body, may_call=body.tool_choice != "none")
     size = len(await request.body())
     encoder = context_of(request).chat_encoder
     return await encoder.encode(served, chat, special=bool(body.add_special_tokens), size=size)

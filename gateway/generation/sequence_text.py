@@ -59,7 +59,7 @@ class Prompt:
     """Tokens of the longest of them."""
 
     @classmethod
-    def of(cls, pending: PendingRequest, echo: str | None) -> "Prompt":
+    def from_request(cls, pending: PendingRequest, echo: str | None) -> "Prompt":
         """Returns the prompt of a request under way."""
         sampling = pending.request.sampling
         return cls(
@@ -79,7 +79,7 @@ class Prompt:
             if entry is None:
                 found.append(TokenReport(token_id, offset, None))
             else:
-                found.append(TokenReport.of(token_id, offset, entry, count))
+                found.append(TokenReport.from_proto(token_id, offset, entry, count))
             offset += len(detokenizer.push((token_id,)))
         self.reports = tuple(found)
 
@@ -135,7 +135,7 @@ class SequenceText:
     """Whether the first text must still repeat the prompt."""
 
     @classmethod
-    def of(
+    def from_request(
         cls,
         index: int,
         body: SamplingRequest,
@@ -230,7 +230,7 @@ class SequenceText:
             self.num_tokens += 1
             if self.num_logprobs is not None:
                 entry = event.logprobs[position]
-                tokens.append(TokenReport.of(token_id, self.num_chars, entry, self.num_logprobs))
+                tokens.append(TokenReport.from_proto(token_id, self.num_chars, entry, self.num_logprobs))
             piece = self.detokenizer.push((token_id,)) if position < visible else ""
             self.num_chars += len(piece)
             if stops is None or self.num_tokens <= self.min_tokens:

@@ -300,7 +300,7 @@ class Answer(Response):
             return write(deltas[0])
         return self._opening() + b"".join(map(write, deltas))
 
-    def put(self, part: bytes) -> None:
+    def push(self, part: bytes) -> None:
         """Writes the next bytes of a stream."""
         if self._waits and self._connection is not None and self._connection.is_ready():
             if part:
@@ -324,7 +324,7 @@ class Answer(Response):
         self._generation.fail(error)
 
     def _keep_alive(self) -> None:
-        self.put(self._opening() + self._writer.keep_alive())
+        self.push(self._opening() + self._writer.keep_alive())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers until the generation ends or the client disconnects."""

@@ -46,7 +46,7 @@ def _writer(plan: AnswerPlan, head: AnswerHead) -> ResponseWriter:
 
 
 def _choice(plan: AnswerPlan, head: AnswerHead, end: Delta) -> dict[str, Any]:
-    message, reason = CollectedMessage.of(plan.reader().whole(end.text)), end.finish_reason
+    message, reason = CollectedMessage.from_events(plan.reader().whole(end.text)), end.finish_reason
     return {
         "index": end.sequence,
         "message": message.body(with_reasoning=plan.thinking is not None),
@@ -82,7 +82,7 @@ class CollectedMessage:
     calls: dict[int, ToolCall] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, events: Iterable[Event]) -> "CollectedMessage":
+    def from_events(cls, events: Iterable[Event]) -> "CollectedMessage":
         """Returns the message that ``events`` add up to."""
         message = cls()
         for event in events:

@@ -79,7 +79,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
     context = context_of(request)
     served = await known_model(request, body.model)
     if body.messages is not None:
-        chat, size = ChatInput.of(body.messages, body), len(await request.body())
+        chat, size = ChatInput.from_request(body.messages, body), len(await request.body())
         special = bool(body.add_special_tokens)
         ids = await context.chat_encoder.encode(served, chat, special=special, size=size)
     else:

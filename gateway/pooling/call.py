@@ -260,7 +260,7 @@ async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> li
                 f"the model '{served.model.served_name}' has no chat template; send the text as 'input'",
                 param="messages",
             )
-        chat, size = ChatInput.of(body.messages, body), len(await call.request.body())
+        chat, size = ChatInput.from_request(body.messages, body), len(await call.request.body())
         special = bool(body.add_special_tokens)
         ids = await call.context.chat_encoder.encode(served, chat, special=special, size=size)
         return [PoolInput(cuts.cut_ids(ids))]

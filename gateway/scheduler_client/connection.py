@@ -163,7 +163,7 @@ class Connection:
             # A failed write means a broken stream, which the reader reports.
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
                 while True:
-                    message = await self._outbox.take()
+                    message = await self._outbox.pop()
                     await call.write(message)
         except Exception:  # noqa: BLE001 - any bug
             self._log.exception("the stream to the scheduler could not be written")

@@ -14,7 +14,7 @@ from protos.triptych.v1 import inference_pb2 as inference
 
 
 class Outbox:
-    """A queue of messages for the scheduler. While no stream is open, it drops what is put into it."""
+    """A queue of messages for the scheduler. While no stream is open, it drops them."""
 
     __slots__ = ("_filled", "_messages", "is_open")
 
@@ -35,13 +35,13 @@ class Outbox:
         """Drops messages from now on."""
         self.is_open = False
 
-    def put(self, message: inference.ConnectRequest) -> None:
+    def push(self, message: inference.ConnectRequest) -> None:
         """Appends ``message``, which the writer of the open stream sends soon."""
         if self.is_open:
             self._messages.append(message)
             self._filled.set()
 
-    async def take(self) -> inference.ConnectRequest:
+    async def pop(self) -> inference.ConnectRequest:
         """Waits for the oldest message and removes it."""
         while not self._messages:
             self._filled.clear()
@@ -119,7 +119,7 @@ class InFlightRequests:
                 )
             )
             return
-        self._outbox.put(inference.ConnectRequest(generate=pending.request))
+        self._outbox.push(inference.ConnectRequest(generate=pending.request))
 
     def deliver(self, response: inference.ConnectResponse, *, behind: bool = False) -> None:
         """Hands one step's events to their requests.
@@ -182,7 +182,7 @@ class InFlightRequests:
             if event.finish_reason == pb.FINISH_REASON_ABORT:
                 pending.subscription.fail(Aborted("the request was aborted at the scheduler"))
                 return
-        pending.subscription.push(index, SequenceEvent.of(event))
+        pending.subscription.push(index, SequenceEvent.from_proto(event))
 
     def _drop_handle(self, pending: PendingRequest, sequence: int) -> None:
         handle = pending.handles.pop(sequence, None)
@@ -284,4 +284,4 @@ class InFlightRequests:
             self._forget(pending)
         else:
             abort.sequence = sequence
-        self._outbox.put(inference.ConnectRequest(abort=abort))
+        self._outbox.push(inference.ConnectRequest(abort=abort))

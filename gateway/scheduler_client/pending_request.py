@@ -36,7 +36,7 @@ class SequenceEvent(NamedTuple):
     """The replica that runs the request; set in its first event."""
 
     @classmethod
-    def of(cls, event: inference.GenerateEvent) -> Self:
+    def from_proto(cls, event: inference.GenerateEvent) -> Self:
         """Returns what readers need of ``event``, which has a message of its own."""
         return cls(
             tuple(event.token_ids),
@@ -236,7 +236,7 @@ def _age_ms(seconds: float) -> int:
 class Receiver(Protocol):
     """Takes the events of a subscription as they arrive."""
 
-    def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+    def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
         """Takes events in order, each with its sequence's number; a plain token comes as its id."""
 
     def end(self, error: TriptychError) -> None:
@@ -319,7 +319,7 @@ class Subscription:
             return
         events, self._events = self._events, []
         try:
-            self._receiver.receive(events)
+            self._receiver.push(events)
         except Exception as error:  # noqa: BLE001 - other requests of the step must go on, whatever the bug
             get_logger().exception("an event could not be received")
             self.fail(internal(error))

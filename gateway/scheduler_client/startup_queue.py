@@ -66,7 +66,7 @@ class StartupQueue:
             retry_after_ms=_RETRY_AFTER_MS,
         )
 
-    async def hold(self, work: Coroutine[Any, Any, T], reason: str) -> T:
+    async def wait_for(self, work: Coroutine[Any, Any, T], reason: str) -> T:
         """Returns the result of ``work``, which waits for a scheduler, and holds a place meanwhile.
 
         Raises:

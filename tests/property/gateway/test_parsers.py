@@ -77,7 +77,7 @@ def test_pieces_add_up_to_the_whole(
 def test_complete_calls_have_arguments(name: str, text: str) -> None:
     """The arguments of a call are a JSON object, unless the text was cut off."""
     found = read(AnswerReader(None, PARSERS[name]()), [text])
-    calls = list(CollectedMessage.of(found).calls.values())
+    calls = list(CollectedMessage.from_events(found).calls.values())
     for call in calls[:-1]:
         assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
@@ -118,7 +118,7 @@ def test_any_arguments_come_through_every_json_format(
         "list": f'[{{"name": "f", "parameters": {written}}}]',
         "named": written,
     }.items():
-        message = CollectedMessage.of(read(AnswerReader(None, PARSERS[name]()), pieces(text, at)))
+        message = CollectedMessage.from_events(read(AnswerReader(None, PARSERS[name]()), pieces(text, at)))
         (call,) = message.calls.values()
         assert call["function"] == {"name": "f", "arguments": written}
         assert "".join(message.content) == ("Well." if name == "hermes" else "")
@@ -128,7 +128,7 @@ def test_any_arguments_come_through_every_json_format(
 def test_any_arguments_come_through_the_pythonic_format(value: dict[str, object], at: list[int]) -> None:
     """Python's literals have the same values as JSON's."""
     text = "[f(" + ", ".join(f"{key}={item!r}" for key, item in value.items()) + "), get_weather()]"
-    message = CollectedMessage.of(read(AnswerReader(None, PARSERS["pythonic"]()), pieces(text, at)))
+    message = CollectedMessage.from_events(read(AnswerReader(None, PARSERS["pythonic"]()), pieces(text, at)))
     first, second = message.calls.values()
     assert json.loads(first["function"]["arguments"]) == value
     assert second["function"] == {"name": "get_weather", "arguments": "{}"}

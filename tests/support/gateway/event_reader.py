@@ -24,7 +24,7 @@ class EventReader:
         """The requests of the subscription."""
         return self.subscription.requests
 
-    def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+    def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
         """Keeps events."""
         for index, event in events:
             known = SequenceEvent((event,)) if isinstance(event, int) else event

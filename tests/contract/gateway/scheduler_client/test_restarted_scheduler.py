@@ -133,7 +133,7 @@ async def test_losses_are_for_the_next_scheduler_and_not_for_the_reader() -> Non
     outbox.open()
     table = InFlightRequests(outbox, StartupQueue(), resume_timeout_s=1.0)
     group = EventReader(table.submit([request("r", 5)]))
-    await outbox.take()
+    await outbox.pop()
     events = [
         inference.GenerateEvent(request_id="r", worker_losses=1),
         inference.GenerateEvent(request_id="r", token_ids=[9]),
@@ -141,7 +141,7 @@ async def test_losses_are_for_the_next_scheduler_and_not_for_the_reader() -> Non
     table.deliver(inference.ConnectResponse(events=events))
     assert [list(event.token_ids) for _, event in await group.take()] == [[9]]
     table.resubmit_all()
-    again = (await outbox.take()).generate
+    again = (await outbox.pop()).generate
     assert list(again.resumed) == [inference.ResumedSequence(token_ids=[9], worker_losses=1)]
     assert again.HasField("age_ms")
     group.abort()

@@ -72,7 +72,7 @@ def test_a_constraint_allows_thinking_before_the_answer(
     assert plan.constraint is not None
     assert not accepts(compiler, plan.constraint, good)
     assert accepts(compiler, plan.constraint, f"Hm.</think>{good}")
-    assert CollectedMessage.of(plan.reader().whole(f"Hm.</think>{good}")).content == [good]
+    assert CollectedMessage.from_events(plan.reader().whole(f"Hm.</think>{good}")).content == [good]
     lowered(Spec("structural_tag", plan.constraint.structural_tag))
 
 

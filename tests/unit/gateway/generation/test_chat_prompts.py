@@ -44,7 +44,7 @@ async def encoded(
     """Returns the prompt of a conversation."""
     content = {"messages": [{"role": "user", "content": "hi"}], **fields}
     body = parse(ChatCompletionRequest, json.dumps(content).encode())
-    served, chat = ServedModel(MODEL, codec), ChatInput.of(body.messages, body)
+    served, chat = ServedModel(MODEL, codec), ChatInput.from_request(body.messages, body)
     encoder = ChatEncoder(Settings(), worker)
     return codec.decode(await encoder.encode(served, chat, special=False, size=size))
 

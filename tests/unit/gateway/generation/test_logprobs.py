@@ -46,17 +46,17 @@ def test_tokens_that_look_alike_do_not_hide_the_chosen_one() -> None:
 
 def test_infinity_is_a_number() -> None:
     """JSON has no infinity, so a finite number stands for it."""
-    one = TokenReport.of(1, 0, entry(-math.inf, 9, (4, -math.inf)), 1)
+    one = TokenReport.from_proto(1, 0, entry(-math.inf, 9, (4, -math.inf)), 1)
     assert (one.logprob, one.top) == (MIN_LOGPROB, ((4, MIN_LOGPROB),))
 
 
 def test_no_more_than_was_asked_for() -> None:
     """Log-probabilities that only an echo needs are not reported elsewhere."""
     found = entry(-1.0, 4, (4, -0.1), (2, -0.2))
-    ((token_id, logprob),) = TokenReport.of(1, 0, found, 1).top
+    ((token_id, logprob),) = TokenReport.from_proto(1, 0, found, 1).top
     assert token_id == 4
     assert logprob == pytest.approx(-0.1)
-    assert TokenReport.of(1, 0, found, 0).top == ()
+    assert TokenReport.from_proto(1, 0, found, 0).top == ()
     (first, second) = REPORTER.prompt([4, 1], [found], 1)
     assert first is None
     assert second == {

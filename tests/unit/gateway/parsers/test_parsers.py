@@ -32,9 +32,9 @@ def read(name: str, text: str) -> tuple[str | None, list[tuple[str, Any]]]:
 
     Checks that streaming character by character gives the same.
     """
-    whole = CollectedMessage.of(reader(name).whole(text))
+    whole = CollectedMessage.from_events(reader(name).whole(text))
     streaming = reader(name)
-    streamed = CollectedMessage.of(
+    streamed = CollectedMessage.from_events(
         [*(event for char in text for event in streaming.feed(char)), *streaming.finish()]
     )
     found = [_without_ids(message.body(with_reasoning=False)) for message in (whole, streamed)]
@@ -181,7 +181,7 @@ def test_malformed_calls_are_content(name: str, text: str) -> None:
     """A collected answer shows malformed calls unchanged, even if it may have only one call."""
     assert read(name, text) == (text, [])
     assert _without_ids(
-        CollectedMessage.of(reader(name, one_call=True).whole(text)).body(with_reasoning=False)
+        CollectedMessage.from_events(reader(name, one_call=True).whole(text)).body(with_reasoning=False)
     ) == (
         text,
         [],
@@ -244,7 +244,7 @@ def test_one_call_only() -> None:
     """Without parallel calls, calls behind the first are dropped."""
     text = '{"name": "get_time", "parameters": {}}; {"name": "get_weather", "parameters": {"city": "Paris"}}'
     only = reader("llama3_json", one_call=True)
-    assert _without_ids(CollectedMessage.of(only.whole(text)).body(with_reasoning=False)) == (
+    assert _without_ids(CollectedMessage.from_events(only.whole(text)).body(with_reasoning=False)) == (
         None,
         [("get_time", "{}")],
     )
@@ -278,7 +278,7 @@ def test_mistrals_ids() -> None:
         ("[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}", "a1b2c3d4e"),
         ("[TOOL_CALLS]f{}", None),
     ):
-        ((_, call),) = CollectedMessage.of(reader("mistral").whole(text)).calls.items()
+        ((_, call),) = CollectedMessage.from_events(reader("mistral").whole(text)).calls.items()
         assert call["id"] == expected or (expected is None and len(call["id"]) == 9 and call["id"].isalnum())
 
 
@@ -305,7 +305,9 @@ def test_thinking(at: Thinking, text: str, reasoning: str | None, content: str |
 
     Text that ends inside the thinking has no answer.
     """
-    body = CollectedMessage.of(AnswerReader(ThinkParser(at), None).whole(text)).body(with_reasoning=True)
+    body = CollectedMessage.from_events(AnswerReader(ThinkParser(at), None).whole(text)).body(
+        with_reasoning=True
+    )
     assert (body["reasoning"], body["content"]) == (reasoning, content)
     assert body["reasoning"] == body["reasoning_content"]
 
@@ -314,7 +316,9 @@ def test_calls_behind_thinking() -> None:
     """Only the text behind the thinking is searched for calls."""
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     both = AnswerReader(ThinkParser(Thinking.OPEN), FORMATS["hermes"].make(NAMES))
-    body = CollectedMessage.of(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(with_reasoning=True)
+    body = CollectedMessage.from_events(both.whole(f"I could {call}.\n</think>\n\n{call}")).body(
+        with_reasoning=True
+    )
     assert body["reasoning"] == f"I could {call}."
     assert (body["content"], len(body["tool_calls"])) == (None, 1)
 
@@ -392,4 +396,7 @@ def test_a_long_answer_comes_through() -> None:
     """A million characters of arguments arrive unchanged."""
     long = json.dumps({"text": "x" * 1_000_000})
     whole = reader("hermes").whole(f'<tool_call>{{"name": "f", "arguments": {long}}}')
-    assert _without_ids(CollectedMessage.of(whole).body(with_reasoning=False)) == (None, [("f", long)])
+    assert _without_ids(CollectedMessage.from_events(whole).body(with_reasoning=False)) == (
+        None,
+        [("f", long)],
+    )

@@ -21,7 +21,7 @@ async def test_a_request_is_taken_when_the_scheduler_says_so() -> None:
     (pending,) = group.requests
     outbox.open()
     table.resubmit_all()
-    await outbox.take()
+    await outbox.pop()
     assert (pending in startup_queue, pending.accepted, pending.deadline is None) == (True, False, False)
     taken = inference.GenerateEvent(request_id=pending.wire_id, accepted=True)
     token = inference.GenerateEvent(request_id=pending.wire_id, token_ids=[9])
@@ -48,8 +48,8 @@ async def test_a_request_that_no_message_holds_fails_alone(monkeypatch: pytest.M
     await long.take()
     with pytest.raises(InvalidArgument, match="exceeds what one message holds"):
         await long.take()
-    assert (await outbox.take()).HasField("abort")
-    assert (await outbox.take()).generate.request_id.startswith("b")
+    assert (await outbox.pop()).HasField("abort")
+    assert (await outbox.pop()).generate.request_id.startswith("b")
     short.abort()
 
 
@@ -130,9 +130,9 @@ async def test_a_gateway_that_is_behind_hands_tokens_out_together() -> None:
     received: list[list[tuple[int, SequenceEvent | int]]] = []
 
     class Recorder(EventReader):
-        def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+        def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
             received.append(list(events))
-            super().receive(events)
+            super().push(events)
 
     table = InFlightRequests(Outbox(), StartupQueue(4, 30.0), 60.0)
     reader = Recorder(table.submit([inference.GenerateRequest(prompt_token_ids=[5])]))

@@ -33,7 +33,7 @@ def event(
 
 
 def put(group: EventReader, index: int, arrived: inference.GenerateEvent) -> None:
-    group.subscription.push(index, SequenceEvent.of(arrived))
+    group.subscription.push(index, SequenceEvent.from_proto(arrived))
 
 
 async def test_events_that_wait_are_taken_together() -> None:
@@ -264,7 +264,7 @@ async def test_a_receiver_that_fails_ends_its_own_requests() -> None:
     """The other requests of the step go on, and the requests that fail are aborted."""
 
     class Broken(EventReader):
-        def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+        def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
             raise ZeroDivisionError
 
     aborted: list[int | None] = []
@@ -284,7 +284,7 @@ def test_a_late_receiver_gets_everything() -> None:
     seen: list[object] = []
 
     class Recorder:
-        def receive(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
+        def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
             seen.extend(events)
 
         def end(self, error: TriptychError) -> None:

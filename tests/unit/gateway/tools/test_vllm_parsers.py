@@ -37,9 +37,9 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 def body_of(reader: AnswerReader, pieces: list[str] | str) -> Any:
     if isinstance(pieces, str):
-        return CollectedMessage.of(reader.whole(pieces)).body(with_reasoning=True)
+        return CollectedMessage.from_events(reader.whole(pieces)).body(with_reasoning=True)
     events = [event for piece in pieces for event in reader.feed(piece)]
-    return CollectedMessage.of([*events, *reader.finish()]).body(with_reasoning=True)
+    return CollectedMessage.from_events([*events, *reader.finish()]).body(with_reasoning=True)
 
 
 def split_event(text: str, size: int) -> list[str]:
@@ -234,7 +234,7 @@ def test_a_constraint_begins_where_the_parser_of_vllm_ends_the_thinking(
     assert plan.constraint is not None
     for text in passing:
         assert _accepted(compiler, plan.constraint, text)
-        assert "".join(CollectedMessage.of(plan.reader().whole(text)).content).strip() == "{}"
+        assert "".join(CollectedMessage.from_events(plan.reader().whole(text)).content).strip() == "{}"
     for text in failing:
         assert not _accepted(compiler, plan.constraint, text)
     calls = plan_answer(
