@@ -22,7 +22,7 @@ from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.startup_queue import StartupQueue
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
-from protos.errors import ConfigurationRefused, TriptychError, Unavailable, one_line
+from protos.errors import ConfigurationRefused, TriptychError, Unavailable, print_end
 from protos.service import logs
 from protos.service.environment import check_for_service
 from protos.service.settings import load
@@ -31,7 +31,7 @@ from protos.service.tracing import Tracer, open_tracer
 # Files that are open beside the clients' connections: modules, logs, the scheduler's channel.
 _OTHER_FILES: Final = 256
 # How long a gateway that refuses its model takes to answer the requests that wait for one.
-_REFUSAL_S: Final = 0.3
+_REFUSAL_S: Final = 0.1
 
 
 class HttpServer(uvicorn.Server):
@@ -47,7 +47,7 @@ class HttpServer(uvicorn.Server):
         """Prints the error as one line, and ends the process with exit code 2, whatever else holds it up."""
         if self._refused:
             return
-        print(f"triptych gateway: {one_line(error)}", file=sys.stderr, flush=True)
+        print_end("gateway", error)
         self._refused = self.should_exit = True
         self._client.fail_all(error)
         end = threading.Timer(_REFUSAL_S, os._exit, (2,))
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
         check_for_service(os.environ)
         return serve(settings)
     except ConfigurationRefused as error:
-        print(f"triptych gateway: {one_line(error)}", file=sys.stderr)
+        print_end("gateway", error)
         return 2
 
 

@@ -23,6 +23,8 @@ status. Clients of gRPC lose a status above 8 KiB by default, so its texts take 
 services accept more of one another.
 """
 
+import contextlib
+import sys
 from typing import Any, ClassVar, Final, NoReturn, TypeAlias, cast
 
 import grpc
@@ -194,9 +196,12 @@ _BY_CODE: dict[int, type[TriptychError]] = {
 }  # fmt: skip
 
 
-def one_line(error: Exception) -> str:
-    """Returns an error's message without line breaks, as a service prints it before it ends."""
-    return " ".join((error.message if isinstance(error, TriptychError) else str(error)).split())
+def print_end(service: str, error: Exception) -> None:
+    """Prints the reason of a service's end as one line of any length. A full disk changes no exit code."""
+    message = error.message if isinstance(error, TriptychError) else str(error)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"triptych {service}: {' '.join(message.split())}\n")
+        sys.stderr.flush()
 
 
 def from_proto(error: pb.Error) -> TriptychError:

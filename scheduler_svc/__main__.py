@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from protos.errors import ConfigurationRefused, TriptychError, one_line
+from protos.errors import ConfigurationRefused, TriptychError, print_end
 from protos.service.environment import check_for_service
 from protos.service.logs import configure, get_logger
 from protos.service.server import Server, check_addresses
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         check_for_service(os.environ)
         uvloop.run(serve(settings))
     except TriptychError as error:
-        print(f"triptych scheduler: {one_line(error)}", file=sys.stderr)
+        print_end("scheduler", error)
         return 2 if isinstance(error, ConfigurationRefused) else 1
     return 0
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import uvloop
 
-from protos.errors import ConfigurationRefused, one_line
+from protos.errors import ConfigurationRefused, print_end
 from protos.service.environment import check_for_service
 from protos.service.logs import configure
 from protos.service.settings import load
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         from worker_svc.service import serve
 
     except ConfigurationRefused as error:
-        print(f"triptych worker: {one_line(error)}", file=sys.stderr)
+        print_end("worker", error)
         return 2
     try:
         uvloop.run(serve(settings, _end))
@@ -48,8 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _end(error: ConfigurationRefused | WorkerFailed) -> NoReturn:
     """Prints the reason and ends the process at once: a broken device may block a normal exit."""
-    print(f"triptych worker: {one_line(error)}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
+    print_end("worker", error)
     os._exit(2 if isinstance(error, ConfigurationRefused) else EXIT_CODE)
 
 

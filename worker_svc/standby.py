@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from protos.errors import ConfigurationRefused, one_line
+from protos.errors import ConfigurationRefused, print_end
 from protos.service.logs import configure, get_logger
 from protos.service.settings import load
 from worker_svc import __main__ as worker
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = load(Settings, argv)
     except ConfigurationRefused as error:
-        _say(one_line(error))
+        print_end("standby", error)
         return _BAD_SETTING
     configure("standby", level=settings.log_level, log_format=settings.log_format)
     importing = threading.Thread(target=_import, args=(settings,), name="imports", daemon=True)
@@ -72,7 +72,7 @@ def _import(settings: Settings) -> None:
         worker.prepare_process()
         _import_worker(settings)
     except ConfigurationRefused as error:
-        _say(one_line(error))
+        print_end("standby", error)
         os._exit(_BAD_SETTING)
     except BaseException:  # noqa: BLE001 - a process that misses a module must not become a worker
         traceback.print_exc()
@@ -113,11 +113,6 @@ def _import_worker(settings: Settings) -> None:
     )
     for name in _IMPORTED_LATE:
         importlib.import_module(name)
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"triptych standby: {message}\n")
-    sys.stderr.flush()
 
 
 def _detach_from_launcher(orders: Orders) -> None:

@@ -6,6 +6,8 @@ import urllib.error
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import grpc.aio
+
 from deploy.healthcheck import url_opener
 from protos.service.channels import LinkSecurity
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -32,10 +34,17 @@ async def wait_for_model(gateways: Sequence[str], scheduler: str, security: Link
         scheduler: the scheduler's address.
         security: how the connection to it is protected.
     """
-    await asyncio.gather(*map(_wait_until_healthy, gateways))
     async with security.open_channel(scheduler) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        model = await stub.GetModel(inference_pb2.GetModelRequest(), wait_for_ready=True)
+        while True:
+            await asyncio.gather(*map(_wait_until_healthy, gateways))
+            try:
+                return _served(await stub.GetModel(inference_pb2.GetModelRequest(), wait_for_ready=True))
+            except grpc.aio.AioRpcError:  # a service died meanwhile
+                await asyncio.sleep(_POLL_S)
+
+
+def _served(model: common_pb2.ModelInfo) -> Served:
     tasks = (common_pb2.PoolTask.Name(task).removeprefix("POOL_TASK_").lower() for task in model.pool_tasks)
     return Served(model.served_name, tuple(tasks))
 

@@ -271,7 +271,10 @@ class Supervisor:
             deaths = 1 if lived_s >= self._policy.forgive_after_s else deaths + 1
             delay_s = self._policy.delay_s(deaths)
             if status == BAD_SETTING:
-                refusal = reason(spec.log, log_start) or f"{spec.name} refuses its settings"
+                refusal = (
+                    reason(spec.log, log_start)
+                    or f"{spec.name} refuses to start, and {spec.log} has no reason; is its disk full?"
+                )
                 if not self._served.is_set():
                     raise LaunchError(refusal, BAD_SETTING)
                 if refusal != last_refusal:

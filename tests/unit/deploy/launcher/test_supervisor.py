@@ -163,7 +163,7 @@ NOISE = "print('noise ' * 400_000, file=sys.stderr)"
             "triptych worker: bad file",
         ),
         ("print('worker: error: bad flag', file=sys.stderr)", "worker: error: bad flag"),
-        ("", "worker-0 refuses its settings"),
+        ("", "worker-0 refuses to start"),
     ],
     ids=["long", "progress bar", "other line", "no line"],
 )
@@ -175,7 +175,8 @@ async def test_a_refusal_ends_the_start_with_its_whole_reason(
     bad = spec(tmp_path, "worker-0", f"import sys\n{code}\nsys.exit(2)")
     bad.log.write_text("triptych worker: of an earlier process\n" if expected.startswith("triptych") else "")
     error = await refusal_of(Supervisor([[other], [bad]], Reports(), policy=QUICK))
-    assert str(error) == expected
+    assert str(error).startswith(expected)
+    assert len(str(error)) < len(expected) + 150
     assert error.exit_code == 2
     assert not list(tmp_path.glob("*.pid"))
 
