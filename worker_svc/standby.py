@@ -28,7 +28,6 @@ _BAD_SETTING = 2
 _IMPORTED_LATE = (
     "worker_svc.vllm_adapter.attention",
     "worker_svc.vllm_adapter.weights",
-    "xgrammar",
 )
 
 

@@ -1,6 +1,6 @@
 """Structural tags: grammars of tool calls in the format of a parser.
 
-A structural tag is JSON, defined by xgrammar 0.2; the worker compiles it. Each tool's schema is a separate
+A structural tag is JSON in the form of xgrammar; the worker compiles it. Each tool's schema is a separate
 document inside it, so references within a schema keep their meaning.
 """
 

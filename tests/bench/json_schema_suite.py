@@ -1,13 +1,13 @@
-"""Counts right answers by the official JSON Schema test suite, for Triptych and both engines alone.
+"""Counts right answers by the official JSON Schema test suite, for Triptych and for llguidance alone.
 
 ``python -m tests.bench.json_schema_suite [--quick] [--failures]`` compiles every schema of the suite (draft
 2020-12, in ``tests/bench/data/json_schema_suite``, with its licence) and matches every instance, written as
 compact JSON and cut into SmolLM2's tokens. Triptych is measured through `GrammarCompiler` and `Matcher`,
-xgrammar and llguidance with their defaults. No model runs. The tests in ``optional`` count, except those that
+llguidance with its defaults. No model runs. The tests in ``optional`` count, except those that
 contradict ``format.json`` by making `format` an assertion.
 
 A schema is taken if it is not refused, and served if no invalid instance of it is accepted: an engine that
-ignores a keyword takes the schema without serving it. The ratios, for each of the three: schemas served, and
+ignores a keyword takes the schema without serving it. The ratios, for both: schemas served, and
 schemas taken, of those with a valid instance in the suite; valid instances of taken schemas accepted; invalid
 instances of them rejected. The aims for Triptych are 0.75 served, 0.97 accepted and 1 rejected.
 """
@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import llguidance
 import tokenizers
-import xgrammar
 
 from protos.errors import InvalidArgument
 from tests.bench.support.report import report
@@ -50,7 +49,7 @@ def main() -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     groups = list(suite())[:: 3 if arguments.quick else 1]
     compiler = GrammarCompiler(MODEL, VOCAB, [END])
-    engines = {"": triptych(compiler), "xgrammar_": plain_xgrammar(), "llguidance_": plain_llguidance()}
+    engines = {"": triptych(compiler), "llguidance_": plain_llguidance()}
     ratios: dict[str, float] = {}
     print(f"{'':>12}{'served':>10}{'taken':>10}{'accepted':>10}{'rejected':>10}")
     for prefix, compile_schema in engines.items():
@@ -121,31 +120,6 @@ def triptych(compiler: GrammarCompiler) -> Compile:
         assert grammar is not None
         # Every instance starts at the beginning, as a request does.
         return lambda tokens: all(map(Matcher(grammar, [END], []).accept, [*tokens, END]))
-
-    return compiled
-
-
-def plain_xgrammar() -> Compile:
-    """Returns xgrammar's compiler of schemas."""
-    vocabulary = [bytes([byte]) for byte in range(256)]
-    info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[0])
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    decoder = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-
-    def compiled(schema: str) -> Accepts | None:
-        try:
-            grammar = compiler.compile_json_schema(schema, strict_mode=False)
-        except (RuntimeError, ValueError):
-            return None
-
-        def accepts(tokens: Sequence[int]) -> bool:
-            matcher = xgrammar.GrammarMatcher(grammar)
-            return (
-                matcher.accept_string(decoder.decode(list(tokens), skip_special_tokens=False))
-                and matcher.is_completed()
-            )
-
-        return accepts
 
     return compiled
 

@@ -16,9 +16,8 @@ import torch
 from protos.errors import Internal, InvalidArgument, Overloaded
 from protos.service.logs import get_logger
 from worker_svc.grammars.compile_client import Compilation, CompileClient, CompilerLimits
-from worker_svc.grammars.compile_server import SerializedGrammar
-from worker_svc.grammars.engines import Grammar, LarkGrammar, XgrammarGrammar
-from worker_svc.grammars.refusals import refusal
+from worker_svc.grammars.limits import refusal
+from worker_svc.grammars.matcher import Grammar, Matcher, Vocabulary
 from worker_svc.grammars.spec import Spec, check_size
 
 # Refusals that are remembered, one message each.
@@ -47,9 +46,6 @@ class GrammarCompiler:
             end_ids: tokens ending a sequence.
             limits: limits on time and memory.
         """
-        # Here, and not with the first grammar, because steps may be running then.
-        import xgrammar  # noqa: F401
-
         self._folder = folder
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
@@ -63,10 +59,9 @@ class GrammarCompiler:
         self._bytes = 0
         self._refusals: OrderedDict[bytes, InvalidArgument] = OrderedDict()
         self._in_progress: dict[bytes, Compilation] = {}
-        self._client: CompileClient | None = None
-        self._client_lock = threading.Lock()
-        self._read_lock = threading.Lock()
-        self._closed = False
+        self._client = CompileClient(folder, vocab_size, end_ids)
+        self._vocabulary: Vocabulary | None = None
+        self._vocabulary_lock = threading.Lock()
         self.num_compiled = 0
         """Grammars compiled so far."""
 
@@ -138,11 +133,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """Ends the compiling processes; compilations in progress fail."""
-        with self._client_lock:
-            self._closed = True
-            if self._client is not None:
-                self._client.close()
-                self._client = None
+        self._client.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _get(self, key: bytes) -> Grammar | None:
@@ -185,9 +176,8 @@ class GrammarCompiler:
         """Compiles and caches a grammar; runs on a thread of the pool."""
         started = time.monotonic()
         try:
-            client = self._running_client()
-            compiled = client.compile(spec, self.limits, compilation)
-            grammar = self._loaded(client, compiled, spec)
+            text = self._client.lower(spec, self.limits, compilation)
+            grammar = self._read(spec, text)
         except InvalidArgument as error:
             self.refuse(spec, error)
             raise
@@ -204,60 +194,34 @@ class GrammarCompiler:
                 self._cached.popitem(last=False)
         return size
 
-    def _loaded(self, client: CompileClient, compiled: SerializedGrammar, spec: Spec) -> Grammar:
-        """Reads a compiled grammar back.
+    def _read(self, spec: Spec, text: str) -> Grammar:
+        """Compiles a grammar and makes the masks along a short text.
+
+        The text has random tokens (with a fixed seed), as a model might write. The engine builds its automata
+        while it matches, so it builds them here, and not between two steps.
 
         Raises:
             InvalidArgument: it is too large, or too expensive to match.
         """
-        if compiled.source == "lark":
-            with self._read_lock:
-                tokenizer = client.lark_vocabulary()
-            try:
-                grammar = LarkGrammar(compiled.text, tokenizer)
-                _warm(grammar, self._vocab_size, self._end_ids)
-            except (ValueError, RuntimeError) as error:
-                line = str(error).partition("\n")[0][:300]
-                raise refusal(f"the {spec.kind} cannot be compiled: {line}") from error
-            return grammar
-        import xgrammar
-
-        with self._read_lock:
-            vocabulary = client.vocabulary(compiled.markers)
-            if not vocabulary.is_counted:
-                vocabulary.is_counted = True
-                self._count(vocabulary.num_bytes)
-                weakref.finalize(vocabulary, self._count, -vocabulary.num_bytes).atexit = False
-            read = xgrammar.CompiledGrammar.deserialize_json(compiled.text, vocabulary.info)
-            return XgrammarGrammar(read, vocabulary)
-
-    def _running_client(self) -> CompileClient:
-        """Returns the client; the first grammar starts its first process."""
-        with self._client_lock:
-            if self._closed:
-                raise Internal("the worker is shutting down")
-            if self._client is None:
-                self._client = CompileClient(self._folder, self._vocab_size, self._end_ids)
-            return self._client
-
-
-def _warm(grammar: Grammar, vocab_size: int, end_ids: Sequence[int]) -> None:
-    """Makes the masks along a short text with random tokens (with a fixed seed), as a model might write.
-
-    An engine that builds its automata while it matches does it here, and not between two steps.
-
-    Raises:
-        RuntimeError: a mask exceeds the engine's limits.
-    """
-    rng = np.random.default_rng(0)
-    masks = torch.zeros((1, (vocab_size + 31) // 32), dtype=torch.int32)
-    position = grammar.start()
-    for _ in range(_WARM_TOKENS):
-        position.fill_mask(masks, 0)
-        allowed = np.flatnonzero(np.unpackbits(masks.numpy().view(np.uint8), bitorder="little")[:vocab_size])
-        allowed = allowed[~np.isin(allowed, end_ids)]
-        if not len(allowed) or not position.accept(int(rng.choice(allowed))):
-            return
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary(self._folder, self._vocab_size, self._end_ids)
+        try:
+            grammar = Grammar(text, self._vocabulary)
+            matcher = Matcher(grammar, self._end_ids, [])
+            rng = np.random.default_rng(0)
+            masks = torch.zeros((1, (self._vocab_size + 31) // 32), dtype=torch.int32)
+            for _ in range(_WARM_TOKENS):
+                matcher.fill_mask(masks, 0)
+                bits = np.unpackbits(masks.numpy().view(np.uint8), bitorder="little")[: self._vocab_size]
+                allowed = np.flatnonzero(bits)
+                allowed = allowed[~np.isin(allowed, self._end_ids)]
+                if not len(allowed) or not matcher.accept(int(rng.choice(allowed))):
+                    break
+        except (ValueError, Internal) as error:
+            line = str(error).partition("\n")[0][:300]
+            raise refusal(f"the {spec.kind} cannot be compiled: {line}") from error
+        return grammar
 
 
 def _done(size: int) -> "Future[int]":

@@ -15,22 +15,26 @@ so that only the look-up of drawn tokens delays the next step.
 """
 
 import contextlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
-from typing import Protocol
+from time import perf_counter, thread_time
+from typing import Final, Protocol
 
+import numpy as np
 import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
 from worker_svc.devices.host import upload
 from worker_svc.grammars.compiler import GrammarCompiler
-from worker_svc.grammars.cpu_time import BatchClock
-from worker_svc.grammars.masks import Masks
+from worker_svc.grammars.limits import PARAM
 from worker_svc.grammars.matcher import Matcher
-from worker_svc.grammars.refusals import PARAM
 from worker_svc.grammars.spec import Spec
+
+# A step within this time is free: it is what each token adds to its request's budget.
+_FREE_S: Final = 0.001
 
 Draw = Callable[[Sequence[int] | None], torch.Tensor]
 """Draws a token for each given row: int64 [rows], -1 where no token is allowed.
@@ -73,6 +77,83 @@ class StepConstraints(Protocol):
     ) -> Choice:  # fmt: skip
         """Chooses a token for each row of a step."""
         ...
+
+
+class Masks:
+    """A bit per token and row, set where the token is allowed.
+
+    Lives on the host, where matchers write it.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        """Allocates `num_rows` masks for logits on `device`."""
+        self._vocab_size = vocab_size
+        self._device = device
+        shape = num_rows + 1, math.ceil(vocab_size / 32)
+        pinned = device.type == "cuda"
+        self.rows = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+        """int32 [num_rows + 1, ceil(vocab / 32)]; the last row is spare.
+
+        Pinned if the device copies from it.
+        """
+        # Masks being copied to the device. A step waits for its drawn tokens, and so for this copy, before
+        # the next step overwrites the buffer.
+        self._staging = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
+
+    @property
+    def spare_row(self) -> int:
+        """Index of a row unused by steps."""
+        return len(self.rows) - 1
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
+        """Sets the logits of forbidden tokens to -inf.
+
+        Args:
+            logits: float32 [batch, vocab]; modified.
+            rows: ascending indices into both `logits` and the masks; other rows stay unchanged.
+        """
+        if not rows:
+            return
+        if self._device.type == "cpu":
+            for row in rows:
+                bits = np.unpackbits(~self.rows[row].numpy().view(np.uint8), bitorder="little")
+                forbidden = torch.from_numpy(bits[: self._vocab_size].view(np.bool_))
+                logits[row].masked_fill_(forbidden, -torch.inf)
+            return
+        staged = torch.index_select(self.rows, 0, torch.tensor(rows), out=self._staging[: len(rows)])
+        words = staged.to(self._device, non_blocking=True)
+        index = upload(rows, self._device)
+        shifts = torch.arange(32, dtype=torch.int32, device=self._device)
+        allowed = (words[:, :, None] >> shifts) & 1
+        forbidden = allowed.view(len(rows), -1)[:, : logits.shape[1]] == 0
+        logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)
+
+
+class BatchClock:
+    """Measures one pass over the rows of a step.
+
+    Asking for a thread's CPU time is a system call, which takes as long as looking up a token. So the pass is
+    measured as a whole, and each row's part by the wall clock, which costs a twentieth of that.
+    """
+
+    def __init__(self) -> None:
+        """Starts the clock."""
+        self._cpu_s = thread_time()
+        self.laps = [perf_counter()]
+        """When the pass started and when each part ended; the caller appends the latter."""
+
+    def shares(self) -> Sequence[float]:
+        """Returns the CPU time of each part in seconds; nothing if the pass was short enough to be free.
+
+        A part interrupted by another process gets a larger share. All shares together are the pass's CPU
+        time.
+        """
+        spent_s = thread_time() - self._cpu_s
+        if spent_s <= _FREE_S:
+            return ()
+        ends = self.laps
+        scale = spent_s / (ends[-1] - ends[0])
+        return [(end - start) * scale for start, end in itertools.pairwise(ends)]
 
 
 class Constraints:

@@ -110,6 +110,15 @@ def literal(text: str) -> Rx:
     return Sequence(tuple(Chars(((ord(char), ord(char)),)) for char in text))
 
 
+def characters(text: str) -> Rx:
+    """Returns an expression for a text with escapes.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    return _Parser(text).characters()
+
+
 def parse_whole(pattern: str) -> Rx:
     """Parses an expression that must match a whole text.
 
@@ -148,6 +157,13 @@ class _Parser:
         if size > MAX_EXPANDED:
             _too_large()
         return tree
+
+    def characters(self) -> Rx:
+        parts = []
+        while self._at < len(self._text):
+            point = self._class_member()
+            parts.append(Chars(point if isinstance(point, tuple) else ((_checked(point),) * 2,)))
+        return Sequence(tuple(parts))
 
     def _any_of(self) -> tuple[Rx, int]:
         parts, total = [], 0
@@ -518,23 +534,3 @@ def _chars_text(chars: Charset, in_json: bool) -> str:
     if not options:
         return r"[a&&b]"
     return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
-
-
-def grammar_text(tree: Rx) -> str:
-    """Returns an expression in GBNF.
-
-    Raises:
-        ValueError: it has lookahead; worded to follow "the pattern …".
-    """
-    match tree:
-        case Chars(chars):
-            ranges = "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in chars)
-            return f"[{ranges}]"
-        case Sequence(parts):
-            return f"({' '.join(map(grammar_text, parts))})" if parts else '""'
-        case AnyOf(parts) if parts:
-            return f"({' | '.join(map(grammar_text, parts))})"
-        case Repeat(part, least, most):
-            return f"({grammar_text(part)}){{{least},{'' if most is None else most}}}"
-        case _:
-            raise ValueError("looks ahead, which cannot be enforced beside a grammar")

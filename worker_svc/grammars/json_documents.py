@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 from urllib.parse import unquote, urldefrag, urljoin
 
-from worker_svc.grammars.refusals import refuse_schema, shown
+from worker_svc.grammars.limits import refuse_schema, shown
 
 # Keywords with a schema, with a list of schemas, and with a schema per name.
 _SCHEMA: Final = frozenset({

@@ -13,7 +13,6 @@ from typing import Any, Final, TypeAlias
 
 from protos.errors import InvalidArgument
 from worker_svc.grammars.expressions import Rx, parse_search, parse_whole
-from worker_svc.grammars.formats import FORMATS
 from worker_svc.grammars.json_documents import Documents
 from worker_svc.grammars.json_facts import (
     FALSE,
@@ -34,7 +33,7 @@ from worker_svc.grammars.json_facts import (
     type_of,
 )
 from worker_svc.grammars.json_numbers import Numbers
-from worker_svc.grammars.refusals import refuse_schema, shown
+from worker_svc.grammars.limits import refuse_schema, shown
 
 Alternatives: TypeAlias = Sequence[Facts]
 """Values fitting any of some facts."""
@@ -53,6 +52,48 @@ _OVERLAP_WORK: Final = 10
 # Branches of an anyOf whose combinations are told apart for unevaluatedProperties and unevaluatedItems.
 _MAX_TRACKED: Final = 6
 _MAX_BRANCHES: Final = 100
+
+# Expressions for `format`. Each describes texts that every strict parser accepts, which may be fewer than
+# the standard allows.
+_YEAR: Final = "[12][0-9]{3}"
+_LEAP: Final = "(?:[12][0-9](?:0[48]|[2468][048]|[13579][26])|2[048]00|1[26]00)"
+_DATE: Final = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP}-02-29)"
+)
+_HOUR: Final = "(?:[01][0-9]|2[0-3])"
+_TIME: Final = f"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{{1,6}})?(?:Z|[+-]{_HOUR}:[0-5][0-9])"
+_NUMBER: Final = "[0-9]{1,4}"
+_DAYS: Final = f"(?:{_NUMBER}Y(?:{_NUMBER}M(?:{_NUMBER}D)?)?|{_NUMBER}M(?:{_NUMBER}D)?|{_NUMBER}D)"
+_HOURS: Final = f"T(?:{_NUMBER}H(?:{_NUMBER}M(?:{_NUMBER}S)?)?|{_NUMBER}M(?:{_NUMBER}S)?|{_NUMBER}S)"
+_LABEL: Final = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,30}[a-zA-Z0-9])?"
+_HOST: Final = f"{_LABEL}(?:\\.{_LABEL}){{0,4}}"
+_ATOM: Final = "[a-zA-Z0-9_+-]{1,20}"
+_BYTE: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_HEX: Final = "[0-9a-fA-F]"
+_GROUP: Final = f"{_HEX}{{1,4}}"
+_PATH: Final = "[a-zA-Z0-9._~-]*"
+_TAIL: Final = "(?:\\?[a-zA-Z0-9._~=&-]*)?(?:#[a-zA-Z0-9._~-]*)?"
+_URI: Final = f"(?:https?|ftp|urn|file|wss?)://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_PATH})*{_TAIL}"
+_POINTER: Final = "(?:/(?:[a-zA-Z0-9_. -]|~[01])*)*"
+
+FORMATS: Final[dict[str, str]] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P(?:{_DAYS}(?:{_HOURS})?|{_HOURS}|{_NUMBER}W)",
+    "email": f"{_ATOM}(?:\\.{_ATOM}){{0,2}}@{_LABEL}(?:\\.{_LABEL}){{1,3}}",
+    "hostname": _HOST,
+    "ipv4": f"{_BYTE}(?:\\.{_BYTE}){{3}}",
+    "ipv6": f"(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}(?::{_GROUP}){{0,2}})?::(?:{_GROUP}(?::{_GROUP}){{0,3}})?)",
+    "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
+    "uri": _URI,
+    "uri-reference": f"(?:{_URI}|/{_PATH}(?:/{_PATH})*{_TAIL})",
+    "uri-template": "(?:[a-zA-Z0-9._~/-]|\\{[a-zA-Z_][a-zA-Z0-9_]*\\})*",
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,4}})(?:#|{_POINTER})",
+}
+"""Expressions by format name; each describes the whole text and has no anchors."""
 
 
 class Schemas:

@@ -1,17 +1,28 @@
-"""A request's position in its grammar."""
+"""A compiled grammar, and a request's position in it."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from protos.errors import Internal, InvalidArgument
-from worker_svc.grammars.engines import PROBES, Grammar
-from worker_svc.grammars.refusals import PARAM
+from worker_svc.grammars.limits import PARAM
 
+# If two of these characters may come next, there is a choice. They cover white space in JSON, strings and
+# numbers.
+_PROBES: Final = (b" ", b"\n", b"a", b"e", b"1", b"3")
+# Limits of one mask's work, in llguidance's own units. A mask beyond them fails its request.
+_LIMITS: Final = LLParserLimits(step_lexer_fuel=1_000_000, step_max_items=50_000)
+# Estimate of a grammar's memory, which llguidance does not tell: a base, and an allowance for each byte of
+# its source.
+_BASE_BYTES: Final = 200_000
+_BYTES_PER_BYTE: Final = 20
 # CPU time that matching may take: a base plus an allowance per token. Matching an ambiguous grammar gets
 # slower with every token, and it delays the whole batch.
 _BUDGET_S: Final = 1.0
@@ -23,10 +34,73 @@ OnOverBudget = Callable[[InvalidArgument], None]
 """Receives the refusal when matching a grammar has taken too long."""
 
 
+class Vocabulary:
+    """A model's tokens as llguidance matches them: special tokens by their ids alone."""
+
+    bos_token_id = None
+
+    def __init__(self, folder: Path, size: int, end_ids: Sequence[int]) -> None:
+        """Reads a `tokenizer.json`; ids beyond its own are never allowed.
+
+        Raises:
+            Internal: it cannot be read.
+        """
+        try:
+            read = LLTokenizer(str(folder / "tokenizer.json"))
+        except ValueError as error:
+            raise Internal(f"grammars cannot be compiled for this model: {error}") from error
+        count = min(size, read.vocab_size)
+        specials = {*filter(read.is_special_token, range(count)), *end_ids}
+        self.eos_token_id = end_ids[0]
+        self.special_token_ids = sorted(specials)
+        self.tokens = [
+            f"<{token}>".encode()
+            if token in specials
+            else read.decode_bytes([token])
+            if token < count
+            else b""
+            for token in range(size)
+        ]
+        self._ids = {word: token for token, word in reversed(list(enumerate(self.tokens))) if word}
+        self.tokenizer = LLTokenizer(TokenizerWrapper(self), eos_token=list(end_ids))
+        """The same for llguidance."""
+        self.probes = [self(probe) for probe in _PROBES]
+        """Tokens to try where a choice is likely."""
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokenizes a text of one token, or a text by its bytes."""
+        if (found := self._ids.get(text)) is not None:
+            return [found]
+        return [self._ids[text[at : at + 1]] for at in range(len(text)) if text[at : at + 1] in self._ids]
+
+
+class Grammar:
+    """A compiled grammar. Its automata grow while requests use it, and all requests share them."""
+
+    def __init__(self, text: str, vocabulary: Vocabulary) -> None:
+        """Compiles a grammar.
+
+        Raises:
+            ValueError: it is malformed or too large.
+        """
+        self._template = LLMatcher(
+            vocabulary.tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=_LIMITS
+        )
+        if self._template.is_error():
+            raise ValueError(self._template.get_error())
+        self.probes = vocabulary.probes
+        self.num_bytes = _BASE_BYTES + _BYTES_PER_BYTE * len(text)
+        """Estimated memory in bytes."""
+
+    def start(self) -> LLMatcher:
+        """Returns the position before the first token."""
+        return self._template.deep_copy()
+
+
 class Matcher:
     """Decides which tokens may come next, given the tokens so far.
 
-    An engine's exception fails only this request: every method raises `Internal` for one. All of its CPU
+    An engine's failure fails only this request: every method raises `Internal` for it. All of its CPU
     time counts against the request's budget. Methods say where the caller measures that time, because a step
     measures the calls of all its rows at once; the others raise `InvalidArgument` once the budget is
     exceeded.
@@ -47,15 +121,16 @@ class Matcher:
         """
         # A reference: the compiler counts the grammar's bytes while any matcher holds it.
         self._grammar = grammar
-        self._budget = _CpuBudget(on_over_budget)
         self._end_ids = tuple(end_ids)
-        self._probes: tuple[int, ...] = tuple(range(len(PROBES)))
-        with self._budget:
-            self._position = grammar.start()
-        self.may_end = self._position.may_end
+        self._probes: Sequence[list[int]] = grammar.probes
+        self._on_over_budget = on_over_budget
+        self._spent_s = 0.0
+        self._num_tokens = 0
+        self._matcher = grammar.start()
+        self.may_end = self._matcher.is_accepting()
         self._ended = False
         for index, token in enumerate(output):
-            with self._budget:
+            with self._timed():
                 accepted = self.accept(token)
             if not accepted:
                 raise InvalidArgument(
@@ -69,8 +144,20 @@ class Matcher:
         return self._ended
 
     def charge(self, seconds: float) -> None:
-        """Counts CPU time measured by the caller against the budget."""
-        self._budget.charge(seconds)
+        """Counts CPU time measured by the caller against the budget.
+
+        Raises:
+            InvalidArgument: the total exceeds the budget.
+        """
+        self._spent_s += seconds
+        if self._spent_s > _BUDGET_S + self._num_tokens * _BUDGET_PER_TOKEN_S:
+            refusal = InvalidArgument(
+                f"matching the grammar took {self._spent_s:.1f} s of CPU time for {self._num_tokens} tokens,"
+                " which delays the whole batch; make it less ambiguous",
+                param=PARAM,
+            )
+            self._on_over_budget(refusal)
+            raise refusal
 
     def accept(self, token: int) -> bool:
         """Advances past a token; the caller measures the time.
@@ -84,20 +171,17 @@ class Matcher:
                 return False
             self._ended, self.may_end = True, False
         else:
-            position = self._position
-            try:
-                if not position.accept(token):
-                    return False
-            except (RuntimeError, MemoryError) as error:
-                raise _failure(error) from error
-            self.may_end = position.may_end
-        self._budget.num_tokens += 1
+            if not self._matcher.try_consume_tokens([token]):
+                self._check()
+                return False
+            self.may_end = self._matcher.is_accepting()
+        self._num_tokens += 1
         return True
 
     def fill_mask(self, masks: torch.Tensor, row: int) -> None:
         """Writes a bit per allowed token into `masks[row]`, int32 [rows, ceil(vocab / 32)]."""
-        with self._budget:
-            self._position.fill_mask(masks, row)
+        with self._timed():
+            self._words(masks, row)
 
     def has_choice(self) -> bool:
         """Whether several tokens may certainly come next; the caller measures the time.
@@ -106,19 +190,16 @@ class Matcher:
         """
         # Where the sequence may end, the end is one choice, so one more character makes two.
         missing = 1 if self.may_end else 2
-        allowed: list[int] = []
-        try:
-            for probe in self._probes:
-                if self._position.allows(probe):
-                    allowed.append(probe)
-                    if len(allowed) == missing:
-                        # What was possible here is tried first at the next token.
-                        if self._probes[:missing] != (*allowed,):
-                            rest = [probe for probe in self._probes if probe not in allowed]
-                            self._probes = (*allowed, *rest)
-                        return True
-        except (RuntimeError, MemoryError) as error:
-            raise _failure(error) from error
+        allowed: list[list[int]] = []
+        for probe in self._probes:
+            if self._matcher.validate_tokens(probe):
+                allowed.append(probe)
+                if len(allowed) == missing:
+                    # What was possible here is tried first at the next token.
+                    if self._probes[:missing] != allowed:
+                        self._probes = [*allowed, *(each for each in self._probes if each not in allowed)]
+                    return True
+        self._check()
         return False
 
     def take_chain(self, masks: torch.Tensor, row: int, room: int, min_tokens: int) -> tuple[int, ...]:
@@ -134,7 +215,7 @@ class Matcher:
             min_tokens: shortest chain to take if it does not reach the end.
         """
         chain: list[int] = []
-        with self._budget:
+        with self._timed():
             while len(chain) < min(room, max(min_tokens, MAX_JUMP)) and not self._ended:
                 token = self._forced_token(masks, row)
                 if token is None or not self.accept(token):
@@ -143,27 +224,24 @@ class Matcher:
             if len(chain) >= (2 if self._ended else min_tokens):
                 return tuple(chain)
             if chain:
-                self._position.rollback(len(chain) - self._ended)
-                self._budget.num_tokens -= len(chain)
-                self.may_end, self._ended = self._position.may_end, False
+                self._matcher.rollback(len(chain) - self._ended)
+                self._check()
+                self._num_tokens -= len(chain)
+                self.may_end, self._ended = self._matcher.is_accepting(), False
         return ()
 
     def accept_forced_end(self, masks: torch.Tensor, row: int) -> int | None:
         """Accepts and returns an end token if only that is allowed, else `None`; overwrites `masks[row]`."""
-        with self._budget:
-            if self._ended:
+        with self._timed():
+            if self._ended or not self._only_end_allowed(self._words(masks, row)):
                 return None
-            self._position.fill_mask(masks, row)
-            end = self._end_ids[0]
-            forced = self._only_end_allowed(_unsigned_words(masks, row)) and self.accept(end)
-        return end if forced else None
+            return self._end_ids[0] if self.accept(self._end_ids[0]) else None
 
     def _forced_token(self, masks: torch.Tensor, row: int) -> int | None:
         """Returns the token that must follow; `None` if there is a choice."""
         if self.has_choice():
             return None
-        self._position.fill_mask(masks, row)
-        words = _unsigned_words(masks, row)
+        words = self._words(masks, row)
         if self.may_end and self._only_end_allowed(words):
             return self._end_ids[0]
         return _only_token(words)
@@ -176,59 +254,24 @@ class Matcher:
         ends = sum(int(words[token >> 5]) >> (token & 31) & 1 for token in self._end_ids)
         return sum(int(word).bit_count() for word in nonzero) == ends > 0
 
+    def _words(self, masks: torch.Tensor, row: int) -> npt.NDArray[np.uint32]:
+        """Writes the mask and returns its words."""
+        words = masks[row].numpy().view(np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+        return words
 
-class _CpuBudget:
-    """Context for calls of an engine: adds up their CPU time, and converts exceptions to request errors."""
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Charges the CPU time of the context."""
+        started = time.thread_time()
+        yield
+        self.charge(time.thread_time() - started)
 
-    def __init__(self, on_over_budget: OnOverBudget) -> None:
-        self._on_over_budget = on_over_budget
-        self._spent_s = 0.0
-        self._started = 0.0
-        self.num_tokens = 0
-        """Accepted tokens, which extend the budget."""
-
-    def __enter__(self) -> None:
-        """Starts the clock."""
-        self._started = time.thread_time()
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Stops the clock.
-
-        Raises:
-            InvalidArgument: the total exceeds the budget.
-            Internal: the call raised.
-        """
-        spent_s = time.thread_time() - self._started
-        if isinstance(error, RuntimeError | MemoryError):
-            raise _failure(error) from error
-        self.charge(spent_s)
-
-    def charge(self, seconds: float) -> None:
-        """Adds CPU time.
-
-        Raises:
-            InvalidArgument: the total exceeds the budget.
-        """
-        self._spent_s += seconds
-        if self._spent_s > _BUDGET_S + self.num_tokens * _BUDGET_PER_TOKEN_S:
-            refusal = InvalidArgument(
-                f"matching the grammar took {self._spent_s:.1f} s of CPU time for {self.num_tokens} tokens,"
-                " which delays"
-                " the whole batch; make it less ambiguous",
-                param=PARAM,
-            )
-            self._on_over_budget(refusal)
-            raise refusal
-
-
-def _failure(error: Exception) -> Internal:
-    """Returns the error of a request whose matcher failed."""
-    return Internal(f"matching the grammar failed: {error}", param=PARAM)
-
-
-def _unsigned_words(masks: torch.Tensor, row: int) -> npt.NDArray[np.uint32]:
-    """Returns a row of masks as unsigned words."""
-    return masks[row].numpy().view(np.uint32)
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            line = self._matcher.get_error().partition("\n")[0]
+            raise Internal(f"matching the grammar failed: {line}", param=PARAM)
 
 
 def _only_token(words: npt.NDArray[np.uint32]) -> int | None:

@@ -1,48 +1,29 @@
-"""The constraint on a request's output, and its form for the engines: llguidance, and xgrammar for GBNF."""
+"""The constraint on a request's output, and its form as a grammar of llguidance."""
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from protos.limits import MAX_GRAMMAR_BYTES
 from protos.triptych.v1 import common_pb2
 from protos.validation import EMPTY_CONSTRAINT
-from worker_svc.grammars.expressions import grammar_text, parse_whole, terminal
-from worker_svc.grammars.json_grammar import GrammarWriter, JsonWriter, is_empty, texts_terminal
-from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, MAX_TAGS
-from worker_svc.grammars.refusals import refusal, shown
-from worker_svc.grammars.tags import TagWriter, check_fields, needs_xgrammar
+from worker_svc.grammars.expressions import parse_whole, terminal
+from worker_svc.grammars.gbnf import write_gbnf
+from worker_svc.grammars.grammar_writer import GrammarWriter, is_empty, texts_terminal
+from worker_svc.grammars.json_grammar import JsonWriter
+from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, refusal, shown
+from worker_svc.grammars.tags import TagWriter, TokenNames
 
 Kind = Literal["json_schema", "json_object", "regex", "grammar", "choice", "structural_tag"]
 """The kinds of constraint in a request."""
-Source = Literal["lark", "ebnf", "tag"]
-"""llguidance's grammars; xgrammar's grammars and structural tags."""
 
 # Matches JSON strings whole, and brackets. An unclosed string extends to the end of the text, so every text
 # is scanned in linear time.
 _JSON_PIECES: Final = re.compile(r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|[\[\]{}]', re.DOTALL)
-# The same for GBNF: literals, classes and comments whole, and the characters that are counted.
-_GRAMMAR_PIECES: Final = re.compile(
-    r'"(?:\\.|[^"\\])*(?:"|\\?\Z)|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)|#[^\n]*|[()|]', re.DOTALL
-)
-
-# Any JSON object, which optional tools take beside a grammar.
-_ANY_OBJECTS: Final = ({"type": "object"}, {"type": "object", "additionalProperties": True})
-_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
-_OBJECT_GRAMMAR: Final = r"""
-root ::= "{" ws (pair (ws "," ws pair)*)? ws "}"
-pair ::= string ws ":" ws value
-value ::= root | array | string | "true" | "false" | "null" | "-"? ("0" | [1-9] [0-9]*) ("." [0-9]+)? ([eE] [-+]? [0-9]+)?
-array ::= "[" ws (value (ws "," ws value)*)? ws "]"
-string ::= "\"" ([^"\\\x00-\x1f] | "\\" (["\\/bfnrt] | "u" [0-9a-fA-F]{4}))* "\""
-ws ::= [ \t\n\r]{0,8}
-"""
-
 # Marks a structural tag in the form that older clients send.
 _LEGACY_TAG: Final = "structures"
 
@@ -61,15 +42,6 @@ class Spec:
         """Digest that identifies the spec."""
         text = f"{self.kind}\0{self.text}"
         return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-
-
-class Lowered(NamedTuple):
-    """A constraint as an engine reads it."""
-
-    source: Source
-    """Kind of `text`."""
-    text: str
-    """The grammar."""
 
 
 def spec_of(structured: common_pb2.StructuredOutput) -> Spec:
@@ -102,25 +74,14 @@ def check_size(spec: Spec) -> None:
         )
 
 
-def lower(
-    spec: Spec, specials: Mapping[str, int], end_ids: Sequence[int], id_of: Callable[[str], int]
-) -> Lowered:
-    """Returns the text that an engine compiles.
-
-    Args:
-        spec: the constraint.
-        specials: ids of the model's special tokens by their text.
-        end_ids: tokens ending a sequence.
-        id_of: returns the id of the token with a text, or raises `InvalidArgument`.
+def lower(spec: Spec, tokens: TokenNames) -> str:
+    """Returns a constraint as a grammar of llguidance (Lark).
 
     Raises:
         InvalidArgument: the spec is malformed, exceeds a limit, or asks for something that cannot be
             enforced.
     """
     check_size(spec)
-    if spec.kind == "grammar":
-        _check_grammar(spec.text)
-        return Lowered("ebnf", spec.text)
     writer = GrammarWriter()
     match spec.kind:
         case "json_object":
@@ -140,14 +101,12 @@ def lower(
                 raise refusal(f"structural_tag has the field {shown(min(unknown))}, which is not supported")
             if _LEGACY_TAG in tag:
                 tag = _upgrade_legacy_tag(tag)
-            if needs_xgrammar(tag):
-                return Lowered("tag", json.dumps(_for_xgrammar(tag)))
-            start = TagWriter(writer, specials, end_ids, id_of).write(tag)
+            start = TagWriter(writer, tokens).write(tag)
         case _:
-            raise AssertionError(spec.kind)
+            start = write_gbnf(spec.text, writer)
     if start not in writer.prune():
         raise refusal(f"the {spec.kind} matches no finite value")
-    return Lowered("lark", writer.text(start))
+    return writer.text(start)
 
 
 def _expression(pattern: str) -> str:
@@ -182,29 +141,6 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not a number that JSON can represent")
 
 
-def _check_grammar(text: str) -> None:
-    """Checks the syntax and size of a GBNF grammar as far as possible without a parser.
-
-    Raises:
-        InvalidArgument: the text is not GBNF or exceeds a limit.
-    """
-    example = 'root ::= "yes" | "no"'
-    if not text.strip():
-        raise refusal(f"grammar is empty; send rules such as: {example}")
-    if "::=" not in text:
-        raise refusal(f"grammar has no rule; write GBNF, such as: {example} (Lark is not supported)")
-    depth = deepest = alternatives = 0
-    for piece in _GRAMMAR_PIECES.finditer(text):
-        char = piece.group()
-        alternatives += char == "|"
-        depth += (char == "(") - (char == ")")
-        deepest = max(deepest, depth)
-    if deepest > MAX_NESTING:
-        raise refusal(f"grammar nests {deepest} parentheses; the limit is {MAX_NESTING}")
-    if alternatives > MAX_ALTERNATIVES:
-        raise refusal(f"grammar has {alternatives} alternatives; the limit is {MAX_ALTERNATIVES}")
-
-
 def _choices(spec: Spec) -> str:
     """Returns the terminal of the listed texts."""
     values = _parse_json(spec)
@@ -215,48 +151,6 @@ def _choices(spec: Spec) -> str:
     if len(values) > MAX_ALTERNATIVES:
         raise refusal(f"choice has {len(values)} strings; the limit is {MAX_ALTERNATIVES}")
     return texts_terminal(list(dict.fromkeys(values)))
-
-
-def _for_xgrammar(tag: dict[str, Any]) -> Any:
-    """Checks the parts of a structural tag that xgrammar compiles, and writes expressions as grammars.
-
-    Raises:
-        InvalidArgument: the tag is malformed or too large, or a part of it cannot be enforced.
-    """
-    count = 0
-    top = tag if tag.get("type") == "structural_tag" else None
-
-    def lowered(node: Any) -> Any:
-        nonlocal count
-        if isinstance(node, list):
-            return [lowered(item) for item in node]
-        if not isinstance(node, dict):
-            return node
-        count += 1
-        if count > MAX_TAGS:
-            raise refusal(f"structural_tag has more than {MAX_TAGS} parts")
-        if node is not top:
-            check_fields(node if "type" in node else {"type": "tag", **node}, by_xgrammar=True)
-        match node.get("type"):
-            case "json_schema" if node.get("json_schema") in _ANY_OBJECTS:
-                return {"type": "grammar", "grammar": _OBJECT_GRAMMAR}
-            case "json_schema" if node.get("json_schema") == _NO_PARAMETERS:
-                return {"type": "grammar", "grammar": r'root ::= "{" [ \t\n\r]{0,8} "}"'}
-            case "json_schema" | "qwen_xml_parameter" as kind:
-                raise refusal(
-                    f"structural_tag has a {kind} beside a grammar, which cannot be enforced together"
-                )
-            case "regex" if isinstance(pattern := node.get("pattern"), str):
-                try:
-                    rules = grammar_text(parse_whole(pattern))
-                except ValueError as error:
-                    raise refusal(f"the pattern {shown(pattern, width=60)} {error}") from None
-                return {"type": "grammar", "grammar": f"root ::= {rules}"}
-            case "grammar" if isinstance(node.get("grammar"), str):
-                _check_grammar(node["grammar"])
-        return {name: lowered(value) for name, value in node.items()}
-
-    return lowered(tag)
 
 
 def _upgrade_legacy_tag(tag: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ are one terminal: llguidance reads each terminal as far as it goes.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from worker_svc.grammars.charsets import ALL
 from worker_svc.grammars.expressions import (
@@ -24,14 +24,14 @@ from worker_svc.grammars.expressions import (
     terminal,
 )
 from worker_svc.grammars.expressions import Sequence as Joined
-from worker_svc.grammars.json_grammar import GrammarWriter, JsonWriter, Repeated, Symbol
-from worker_svc.grammars.limits import MAX_EXPANDED, MAX_TAGS
-from worker_svc.grammars.refusals import refusal, shown
+from worker_svc.grammars.gbnf import write_characters, write_gbnf
+from worker_svc.grammars.grammar_writer import GrammarWriter, Repeated, Symbol
+from worker_svc.grammars.json_grammar import JsonWriter
+from worker_svc.grammars.limits import MAX_EXPANDED, MAX_TAGS, refusal, shown
 
-# Parts that only xgrammar compiles.
-_XGRAMMAR_ONLY: Final = frozenset({"grammar", "dispatch", "token_dispatch"})
 _SOME: Final = AllOf((ANY, Not(EMPTY)))
 _LOOP: Final = frozenset({"at_least_one", "stop_after_first"})
+_FLAGS: Final = _LOOP | {"loop"}
 # Fields of each part. Parts also take a field of another name if its value is null.
 _FIELDS: Final[Mapping[str, set[str]]] = {
     "const_string": {"value"},
@@ -62,18 +62,7 @@ _UNENFORCED: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-def needs_xgrammar(tag: Any) -> bool:
-    """Whether a structural tag contains a part beyond llguidance."""
-    if isinstance(tag, list):
-        return any(map(needs_xgrammar, tag))
-    if not isinstance(tag, dict):
-        return False
-    return tag.get("type") in _XGRAMMAR_ONLY or any(
-        needs_xgrammar(value) for name, value in tag.items() if name != "json_schema"
-    )
-
-
-def check_fields(tag: dict[str, Any], *, by_xgrammar: bool = False) -> None:
+def _check_fields(tag: dict[str, Any]) -> None:
     """Refuses fields of a part of a structural tag without an effect.
 
     Raises:
@@ -86,13 +75,11 @@ def check_fields(tag: dict[str, Any], *, by_xgrammar: bool = False) -> None:
     for name, value in tag.items():
         if name != "type" and name not in fields and value is not None:
             raise refusal(f"structural_tag has the field {shown(name)} in {kind}, which is not supported")
-        if name in _LOOP and not isinstance(value, bool | None):
+        if name in _FLAGS and not isinstance(value, bool | None):
             raise refusal(f"structural_tag has {shown(value)} as {name}, which must be true or false")
     for name, accepted in _UNENFORCED.get(str(kind), {}).items():
         if name in tag and tag[name] not in (None, accepted):
             raise refusal(f"structural_tag has {name} in {kind}, which cannot be enforced; omit it")
-    if by_xgrammar and tag.get("max_tokens") is not None:
-        raise refusal(f"structural_tag has max_tokens in {kind} together with a grammar; omit one of them")
     if kind in ("any_text", "any_tokens"):
         for name in ("max_chars", "max_tokens"):
             most = tag.get(name)
@@ -102,29 +89,44 @@ def check_fields(tag: dict[str, Any], *, by_xgrammar: bool = False) -> None:
                 )
 
 
+class TokenNames(Protocol):
+    """The tokens of a vocabulary that a tag may name."""
+
+    @property
+    def end_ids(self) -> Sequence[int]:
+        """Tokens ending a sequence."""
+        ...
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Ids of special tokens not ending a sequence, by their text."""
+        ...
+
+    def id_of(self, text: str) -> int:
+        """Returns the id of the token with this text.
+
+        Raises:
+            InvalidArgument: no token has it.
+        """
+        ...
+
+
 class TagWriter:
     """Writes the rules of a structural tag."""
 
-    def __init__(
-        self, writer: GrammarWriter, specials: Mapping[str, int], end_ids: Sequence[int],
-        id_of: Callable[[str], int],
-    ) -> None:  # fmt: skip
-        """Writes to `writer`.
-
-        Args:
-            writer: collects the rules.
-            specials: ids of special tokens by their text.
-            end_ids: tokens ending a sequence.
-            id_of: returns the id of the token with a text, or raises `InvalidArgument`.
-        """
+    def __init__(self, writer: GrammarWriter, tokens: TokenNames) -> None:
+        """Writes to `writer`."""
         self._writer = writer
-        self._specials = specials
-        self._hidden = {*specials.values(), *end_ids}
-        self._id_of = id_of
+        self._specials = tokens.specials
+        self._hidden = {*tokens.specials.values(), *tokens.end_ids}
+        self._id_of = tokens.id_of
         self._special = re.compile(
-            "|".join(sorted(map(re.escape, specials), key=len, reverse=True)) or "(?!)"
+            "|".join(sorted(map(re.escape, tokens.specials), key=len, reverse=True)) or "(?!)"
         )
         self._count = 0
+        self._by_character = False
+        # Text that begins an optional part: free text after that part does not begin with it.
+        self._optional_begin: Any = None
         self._writers: dict[str, Callable[[dict[str, Any], bool], Sequence[Symbol]]] = {
             "const_string": lambda tag, _: self._text(_string(tag, "value")),
             "json_schema": self._json,
@@ -143,6 +145,9 @@ class TagWriter:
                 Repeated(self._rule([(self._excluded(tag),)]), 0, tag.get("max_tokens")),
             ),
             "token_triggered_tags": lambda tag, _: (self._token_triggered(tag),),
+            "dispatch": lambda tag, _: (self._triggered(_as_triggered(tag)),),
+            "token_dispatch": lambda tag, _: (self._token_triggered(_as_triggered(tag)),),
+            "grammar": lambda tag, _: (write_gbnf(_string(tag, "grammar"), self._writer),),
         }
 
     def write(self, tag: Any) -> str:
@@ -153,12 +158,16 @@ class TagWriter:
         """
         if isinstance(tag, dict) and tag.get("type") == "structural_tag":
             tag = tag.get("format")
+        self._by_character = _has_gbnf(tag)
         return self._rule([self._form(tag, is_last=True)])
 
     def _rule(self, options: Iterable[Sequence[Symbol]]) -> str:
         return self._writer.add(self._writer.new_rule("g"), options)
 
     def _terminal(self, rx: Rx) -> Sequence[Symbol]:
+        if self._by_character:
+            # A terminal next to GBNF could read on into it.
+            return write_characters(rx, self._writer)
         return () if rx == EMPTY else (self._writer.terminal(terminal(rx, in_json=False)),)
 
     def _form(self, tag: Any, *, is_last: bool) -> Sequence[Symbol]:
@@ -168,7 +177,7 @@ class TagWriter:
         self._count += 1
         if self._count > MAX_TAGS:
             raise refusal(f"structural_tag has more than {MAX_TAGS} parts")
-        check_fields(tag)
+        _check_fields(tag)
         if (rx := self._regular(tag)) is not None:
             return self._terminal(rx)
         return self._writers[tag["type"]](tag, is_last)
@@ -186,14 +195,14 @@ class TagWriter:
         if not isinstance(tag, dict):
             return None
         if tag.get("type") == "regex":
-            check_fields(tag)
+            _check_fields(tag)
             pattern = _string(tag, "pattern")
             try:
                 return parse_whole(pattern)
             except ValueError as error:
                 raise refusal(f"the pattern {shown(pattern, width=60)} {error}") from None
         if tag.get("type") == "const_string":
-            check_fields(tag)
+            _check_fields(tag)
             text = _string(tag, "value")
             return None if self._special.search(text) else literal(text)
         return None
@@ -209,6 +218,12 @@ class TagWriter:
                 continue
             symbols += self._joined(regular)
             symbols += self._form(part, is_last=is_last and index == len(parts) - 1)
+            if (
+                isinstance(part, dict)
+                and part.get("type") == "optional"
+                and isinstance(part["content"], dict)
+            ):
+                self._optional_begin = part["content"].get("begin")
         return (*symbols, *self._joined(regular))
 
     def _joined(self, regular: list[Rx]) -> Sequence[Symbol]:
@@ -276,7 +291,7 @@ class TagWriter:
         """Returns the symbols of a tag, of whose begin a text was written already."""
         if not isinstance(tag, dict) or tag.get("type", "tag") != "tag":
             raise refusal(f"structural_tag has {shown(tag)} where a tag belongs")
-        check_fields({"type": "tag", **tag})
+        _check_fields({"type": "tag", **tag})
         begin = tag.get("begin", "")
         start = self._edge(begin[len(begun) :] if isinstance(begin, str) else begin)
         end = tag.get("end", "")
@@ -294,7 +309,7 @@ class TagWriter:
             return (*self._form(content, is_last=free), *self._edge(end))
         if free:
             self._count += 1
-            check_fields(content)
+            _check_fields(content)
             return (self._until([end], _strings(content, "excludes"), {end: [()]}, _free_text(content)),)
         rx = self._regular(content)
         if rx is None or self._special.search(end):
@@ -336,8 +351,11 @@ class TagWriter:
                     f"structural_tag's begin {shown(begin)} must start with exactly one of its triggers"
                 )
             rests[found[0]].append(self._tag(each, is_last=False, begun=found[0]))
-        call = self._until([trigger for trigger in triggers if rests[trigger]], excludes, rests)
-        tail = self._terminal(_without([*triggers, *excludes]))
+        free: Rx = ANY
+        if isinstance(self._optional_begin, str) and self._optional_begin:
+            free = AllOf((ANY, Not(Joined((literal(self._optional_begin), ANY)))))
+        call = self._until([trigger for trigger in triggers if rests[trigger]], excludes, rests, free)
+        tail = self._terminal(_without([*triggers, *excludes], free))
         return self._calls(tag, [(call,)], [tail], [self._tag(each, is_last=False) for each in tags])
 
     def _calls(
@@ -370,6 +388,32 @@ class TagWriter:
         if not tag.get("stop_after_first"):
             several.append(Repeated(following, 0, None))
         return several if tag.get("at_least_one") else (self._rule([several, ()]),)
+
+
+def _has_gbnf(tag: Any) -> bool:
+    """Whether a part of a structural tag is GBNF."""
+    if isinstance(tag, list):
+        return any(map(_has_gbnf, tag))
+    if not isinstance(tag, dict):
+        return False
+    return tag.get("type") == "grammar" or any(
+        _has_gbnf(value) for name, value in tag.items() if name != "json_schema"
+    )
+
+
+def _as_triggered(tag: dict[str, Any]) -> dict[str, Any]:
+    """Returns a dispatch in the form of triggered tags, of which it is a short form."""
+    rules = _list(tag, "rules")
+    if not all(isinstance(rule, list) and len(rule) == 2 for rule in rules):
+        raise refusal("structural_tag has rules that are not pairs of a pattern and a format")
+    by_token = tag["type"] == "token_dispatch"
+    tags = [
+        {"begin": {"type": "token", "token": begin} if by_token else begin, "content": content}
+        for begin, content in rules
+    ]
+    begins = [begin for begin, _ in rules]
+    names = {"trigger_tokens": begins} if by_token else {"triggers": begins}
+    return {**tag, **names, "tags": tags, "stop_after_first": tag.get("loop") is False}
 
 
 def _free_text(tag: dict[str, Any]) -> Rx:

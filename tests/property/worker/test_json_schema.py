@@ -12,7 +12,7 @@ from jsonschema import Draft202012Validator
 
 from protos.errors import InvalidArgument
 from tests.support.worker.grammar_texts import accepts, schema_spec
-from worker_svc.grammars.formats import FORMATS
+from worker_svc.grammars.json_schema import FORMATS
 from worker_svc.grammars.spec import Spec
 
 pytestmark = pytest.mark.property

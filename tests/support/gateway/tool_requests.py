@@ -4,14 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import xgrammar
-
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.settings import Settings
 from gateway.text.tokenization import TextCodec
 from protos.triptych.v1 import common_pb2 as pb
+from tests.support.worker import grammar_texts
+from worker_svc.grammars.spec import spec_of
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -36,13 +36,6 @@ def settings(**fields: Any) -> Settings:
     )
 
 
-def byte_compiler() -> xgrammar.GrammarCompiler:
-    """Returns a compiler over bytes: these tests do not depend on the vocabulary."""
-    vocab = [bytes([byte]) for byte in range(256)]
-    return xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocab, stop_token_ids=[0]))
-
-
-def accepts(compiler: xgrammar.GrammarCompiler, constraint: pb.StructuredOutput, text: str) -> bool:
-    """Whether ``text`` is a complete output under ``constraint``."""
-    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(constraint.structural_tag))
-    return bool(matcher.accept_string(text) and matcher.accept_token(0))
+def accepts(constraint: pb.StructuredOutput, text: str) -> bool:
+    """Whether ``text`` is a complete output under ``constraint``, compiled as the worker does."""
+    return grammar_texts.accepts(spec_of(constraint))(text)

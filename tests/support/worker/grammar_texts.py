@@ -1,27 +1,36 @@
 """Which texts a constraint accepts, without a model: llguidance over single bytes."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from worker_svc.grammars.refusals import refusal
-from worker_svc.grammars.spec import Lowered, Spec, lower
+from worker_svc.grammars.limits import refusal
+from worker_svc.grammars.spec import Spec, lower
 
 _BYTES = LLTokenizer("byte")
 
 
-def lowered(spec: Spec) -> Lowered:
+class _NoTokens:
+    """A vocabulary without special tokens."""
+
+    end_ids = (256,)
+    specials: Mapping[str, int] = {}
+
+    def id_of(self, text: str) -> int:
+        raise refusal(f"structural_tag names the token {text!r}, which the vocabulary does not have")
+
+
+def lowered(spec: Spec) -> str:
     """Lowers a constraint for a model without special tokens."""
-    return lower(spec, {}, [256], _no_token)
+    return lower(spec, _NoTokens())
 
 
 def accepts(spec: Spec) -> Callable[[str], bool]:
     """Returns a function that says whether a whole text is accepted."""
-    source, text = lowered(spec)
-    assert source == "lark"
+    text = lowered(spec)
     matcher = LLMatcher(_BYTES, LLMatcher.grammar_from_lark(text), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
 
@@ -48,7 +57,3 @@ def compact(value: Any) -> str:
 def _number(value: Any) -> Any:
     assert isinstance(value, Decimal)
     return float(value)
-
-
-def _no_token(text: str) -> int:
-    raise refusal(f"structural_tag names the token {text!r}, which the vocabulary does not have")

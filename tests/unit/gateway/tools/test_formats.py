@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import xgrammar
 
 from gateway.format_names import TOOL_FORMATS
 from gateway.generation.chat_prompts import show_tools_in_words
@@ -12,7 +11,7 @@ from gateway.parsers.reasoning import Thinking
 from gateway.text.chat_template import ChatTemplate
 from gateway.tools.formats import FORMATS, LIST
 from gateway.tools.tags import Callee, Shape, behind_thinking, json_schema, structural
-from tests.support.gateway.tool_requests import accepts, byte_compiler
+from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import TEMPLATES, TIME
 
 
@@ -39,11 +38,6 @@ def test_tools_are_described_in_words() -> None:
 
 
 # Grammars, compiled as the worker does.
-
-
-@pytest.fixture(scope="module")
-def compiler() -> xgrammar.GrammarCompiler:
-    return byte_compiler()
 
 
 SCHEMA: dict[str, Any] = {
@@ -82,25 +76,25 @@ NOON = ("get_time", '{"city": 12}')
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_required_calls(compiler: xgrammar.GrammarCompiler, name: str) -> None:
+def test_required_calls(name: str) -> None:
     """The grammar accepts exactly valid calls of any tool, and the format's parser reads them."""
     form = LIST if name == "list" else FORMATS[name]
     assert form.shape is not None
     many = structural(form.shape.required(TOOLS, parallel=True))
     one = structural(form.shape.required(TOOLS, parallel=False))
-    assert accepts(compiler, many, written(name, PARIS))
-    assert accepts(compiler, many, written(name, PARIS, NOON, PARIS))
-    assert accepts(compiler, one, written(name, NOON))
-    assert not accepts(compiler, one, written(name, PARIS, NOON))
+    assert accepts(many, written(name, PARIS))
+    assert accepts(many, written(name, PARIS, NOON, PARIS))
+    assert accepts(one, written(name, NOON))
+    assert not accepts(one, written(name, PARIS, NOON))
     for wrong in (
         ("get_weather", '{"city": 12}'),
         ("get_time", '{"city": "Paris"}'),
         ("get_weather", "{}"),
         ("other", "{}"),
     ):
-        assert not accepts(compiler, many, written(name, wrong))
-    assert not accepts(compiler, many, "")
-    assert not accepts(compiler, many, "Well. " + written(name, PARIS))
+        assert not accepts(many, written(name, wrong))
+    assert not accepts(many, "")
+    assert not accepts(many, "Well. " + written(name, PARIS))
     starts = [
         event
         for event in form.make({"get_weather", "get_time"}).whole(written(name, PARIS, NOON))
@@ -110,16 +104,16 @@ def test_required_calls(compiler: xgrammar.GrammarCompiler, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name != "list"])
-def test_optional_calls(compiler: xgrammar.GrammarCompiler, name: str) -> None:
+def test_optional_calls(name: str) -> None:
     """The grammar accepts any text, and valid calls in it."""
     shape = FORMATS[name].shape
     assert isinstance(shape, Shape)
     constraint = structural(shape.optional(TOOLS, parallel=True))
-    assert accepts(compiler, constraint, "It is noon.")
-    assert accepts(compiler, constraint, written(name, PARIS))
-    assert accepts(compiler, constraint, "Let me look. " + written(name, PARIS))
-    assert not accepts(compiler, constraint, written(name, ("get_weather", '{"city": 12}')))
-    assert not accepts(compiler, constraint, written(name, ("other", "{}")))
+    assert accepts(constraint, "It is noon.")
+    assert accepts(constraint, written(name, PARIS))
+    assert accepts(constraint, "Let me look. " + written(name, PARIS))
+    assert not accepts(constraint, written(name, ("get_weather", '{"city": 12}')))
+    assert not accepts(constraint, written(name, ("other", "{}")))
 
 
 @pytest.mark.parametrize(
@@ -131,14 +125,14 @@ def test_optional_calls(compiler: xgrammar.GrammarCompiler, name: str) -> None:
     ],
 )
 def test_a_constraint_begins_behind_the_thinking(
-    compiler: xgrammar.GrammarCompiler, at: Thinking, passing: list[str], failing: list[str]
+    at: Thinking, passing: list[str], failing: list[str]
 ) -> None:
     """The grammar constrains only the text behind the thinking."""
     constraint = structural(behind_thinking(at, json_schema({"type": "object", "properties": {}})))
     for text in passing:
-        assert accepts(compiler, constraint, text)
+        assert accepts(constraint, text)
     for text in failing:
-        assert not accepts(compiler, constraint, text)
+        assert not accepts(constraint, text)
 
 
 def test_settings_and_detection_name_every_format() -> None:

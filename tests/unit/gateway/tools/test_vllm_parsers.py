@@ -20,7 +20,7 @@ from gateway.tools import vllm_parsers
 from gateway.tools.formats import FORMATS
 from protos.errors import ConfigurationRefused, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
-from tests.support.gateway.tool_requests import accepts, byte_compiler, chat, served_with, settings
+from tests.support.gateway.tool_requests import accepts, chat, served_with, settings
 from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
 from tests.support.paths import ROOT
 
@@ -227,32 +227,31 @@ def test_a_constraint_begins_where_the_parser_of_vllm_ends_the_thinking(
     """The parser reads as an answer what the grammar accepts as one."""
     special = ["<tool_call>", "<think>", "</think>", "<seed:think>", "</seed:think>"]
     served = served_with(folder_with(tmp_path, THINKING, special))
-    compiler, ids = byte_compiler(), served.text.encode(prompt, add_special_tokens=False)
+    ids = served.text.encode(prompt, add_special_tokens=False)
     plan = plan_answer(
         settings(reasoning_parser=f"vllm:{name}"), served, chat(structured_outputs={"regex": "[{][}]"}), ids
     )
     assert plan.constraint is not None
     for text in passing:
-        assert _accepted(compiler, plan.constraint, text)
+        assert _accepted(plan.constraint, text)
         assert "".join(CollectedMessage.from_events(plan.reader().whole(text)).content).strip() == "{}"
     for text in failing:
-        assert not _accepted(compiler, plan.constraint, text)
+        assert not _accepted(plan.constraint, text)
     calls = plan_answer(
         settings(reasoning_parser=f"vllm:{name}"), served, chat(tools=[TIME], tool_choice="required"), ids
     )
     assert calls.constraint is not None
     for text in passing:
         assert accepts(
-            compiler,
             calls.constraint,
             text.replace("{}", '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'),
         )
 
 
-def _accepted(compiler: Any, constraint: Any, text: str) -> bool:
+def _accepted(constraint: Any, text: str) -> bool:
     if constraint.WhichOneof("spec") == "regex":
         return text == "{}"
-    return accepts(compiler, constraint, text)
+    return accepts(constraint, text)
 
 
 def test_a_parser_of_vllm_without_markers_allows_no_constraint(codec: TextCodec) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.worker.grammar_harness import END, VOCAB, compiler, needs_smollm2, tokenizer
 from tests.support.worker.structured_cases import schema
-from worker_svc.grammars.masks import Masks
+from worker_svc.grammars.constraints import Masks
 from worker_svc.grammars.matcher import MAX_JUMP, Matcher
 from worker_svc.grammars.spec import Spec
 

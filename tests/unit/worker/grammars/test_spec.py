@@ -48,6 +48,7 @@ def test_invalid_specs_are_refused(spec: Spec, why: str) -> None:
         Spec("json_schema", json.dumps({"properties": {f"p{i}": {"type": "null"} for i in range(5000)}})),
         Spec("structural_tag", '{"a":' * 50_000), Spec("structural_tag", json.dumps({"a": [{"b": 1}] * 20_000})),
         Spec("json_schema", json.dumps({"oneOf": [{"type": "object"}] * 10_000})),
+        Spec("grammar", "root ::= " + "[" * 200_000), Spec("grammar", 'root ::= "' + '\\"' * 100_000 + "\\"),
         Spec("json_schema", '"' + '\\"' * 100_000 + "\\"), Spec("json_schema", '{"$ref": "#' + "/a" * 100_000 + '"}'),
     ],
     ids=lambda spec: f"{spec.kind}-{spec.text[:12]}-{len(spec.text)}",
@@ -61,14 +62,36 @@ def test_hostile_specs_are_refused_quickly(spec: Spec) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [Spec("grammar", "root ::= " + "[" * 200_000), Spec("grammar", 'root ::= "' + '\\"' * 100_000 + "\\")],
-)
-def test_unclosed_literals_are_scanned_in_linear_time(spec: Spec) -> None:
-    """The compiler refuses such grammars; the checks before it scan them once."""
-    started = time.perf_counter()
-    lowered(spec)
-    assert time.perf_counter() - started < 1.0
+    ("rules", "why"),
+    [
+        ("root ::= a", "define the rule 'a', in line 1"), ('a ::= "b"', "define the rule 'root'"), ("root ::= (", "not closed"),
+        ('root ::= "a"\nroot ::= "b"', "twice, in line 2"), ('root ::= "a" ::=', "which is not GBNF"), ('root ::= "a', "which is not GBNF"),
+        ("root ::= root", "no finite"), ("root ::= [z-a]", "before it begins"), ('root ::= "a"{3,2}', "minimum"), ('root ::= * "a"', "nothing to repeat"),
+        ('root ::= "\\q"', "has .q"), ('root ::= "a" | )', "where a rule belongs"),
+    ],
+)  # fmt: skip
+def test_malformed_gbnf_is_refused(rules: str, why: str) -> None:
+    """One line says what is wrong, and where."""
+    with pytest.raises(InvalidArgument, match=why) as caught:
+        lowered(Spec("grammar", rules))
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("rules", "valid", "invalid"),
+    [
+        ('root ::= [a-z]+ "end" # ends\n', ("abend", "endend"), ("end", "xen")),
+        (r'root ::= "\x41b" [\u00e9\U0001F600]? | [^a-z] .*', ("Ab", "Ab\u00e9", "Ab\U0001f600", "\n", "Q\n\u20ac"), ("ab", "")),
+        ('root ::= x{2,3} y\nx ::= "a"\n  | "b"\ny ::= ("c" root)?', ("ab", "abb", "abcaa", "bbbcab"), ("a", "abac", "aaaa")),
+        ('root ::= root root | "ab" | ""', ("", "ababab"), ("aba",)), ('root ::= a-b.c_d\na-b.c_d ::= "[\\"\\\\]"', ('["\\]',), ("[",)),
+        ('root ::= "a"{0} "b"{2,} "c"{1}', ("bbc", "bbbbc"), ("abbc", "bc")),
+    ],
+)  # fmt: skip
+def test_gbnf_leaves_all_choices_open(rules: str, valid: tuple[str, ...], invalid: tuple[str, ...]) -> None:
+    """Texts that begin alike are told apart later, and characters are read as written."""
+    accepted = accepts(Spec("grammar", rules))
+    assert [text for text in valid if not accepted(text)] == []
+    assert [text for text in invalid if accepted(text)] == []
 
 
 def test_choices_are_the_listed_texts() -> None:
@@ -86,10 +109,6 @@ def test_legacy_structural_tags_are_read() -> None:
     assert not any(map(accepted, ("a<f", "<f>{</f>", "<f>{}")))
 
 
-GBNF = {"type": "grammar", "grammar": 'root ::= "a"'}
-
-
-@pytest.mark.parametrize("beside_gbnf", [False, True])
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -105,12 +124,9 @@ GBNF = {"type": "grammar", "grammar": 'root ::= "a"'}
           "tags": [{"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "a"}, "end": ">"}]}, "at_least_one"),
     ],
 )  # fmt: skip
-def test_unenforceable_fields_of_tags_are_refused_by_name(
-    form: dict[str, Any], name: str, beside_gbnf: bool
-) -> None:
-    """No field is ignored, whichever engine compiles the tag."""
-    ended = {"type": "tag", "begin": "<", "content": form, "end": ">"}
-    tag = {"type": "sequence", "elements": [ended, *([GBNF] if beside_gbnf else [])]}
+def test_unenforceable_fields_of_tags_are_refused_by_name(form: dict[str, Any], name: str) -> None:
+    """No field is ignored."""
+    tag = {"type": "tag", "begin": "<", "content": form, "end": ">"}
     with pytest.raises(InvalidArgument, match=name):
         lowered(Spec("structural_tag", json.dumps({"format": tag, "type": "structural_tag"})))
 
@@ -119,10 +135,8 @@ def test_unenforceable_fields_of_tags_are_refused_by_name(
     ("fields", "name"),
     [
         ({"tools": []}, "tools"),
-        (
-            {"format": {"type": "sequence", "elements": [{"type": "any_tokens", "max_tokens": 3}, GBNF]}},
-            "max_tokens",
-        ),
+        ({"format": {"type": "dispatch", "rules": [["a"]]}}, "pairs"),
+        ({"format": {"type": "grammar", "grammar": "root ::= a"}}, "define the rule 'a'"),
         ({"format": {"type": "tags_with_separator", "separator": ",", "tags": [1]}}, "1 where a tag"),
         (
             {"format": {"type": "repeat", "min": 3, "max": 2, "content": {"type": "regex", "pattern": "a"}}},
@@ -135,6 +149,29 @@ def test_unknown_fields_beside_the_format_are_refused(fields: dict[str, Any], na
     tag = {"type": "structural_tag", "format": {"type": "any_text"}, **fields}
     with pytest.raises(InvalidArgument, match=name):
         lowered(Spec("structural_tag", json.dumps(tag)))
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"type": "integer"}}
+LETTERS = {"type": "grammar", "grammar": "root ::= [^x]*"}
+DIGITS = {"type": "regex", "pattern": "[0-9]{2}"}
+
+
+@pytest.mark.parametrize(
+    ("form", "valid", "invalid"),
+    [
+        ({"type": "tag", "begin": "<f>", "content": LETTERS, "end": "</f>"}, ("<f></f>", "<f></a</f>", "<f></f></f>"), ("<f>x</f>", "<f></f")),
+        ({"type": "sequence", "elements": [DIGITS, LETTERS, SCHEMA]}, ("12ab3", "12-4", "123"), ("1a3", "12x3", "12ab")),
+        ({"type": "dispatch", "rules": [["<a>", DIGITS], ["<b>", SCHEMA]]}, ("", "hi<a>12 you<b>3 <a>45"), ("<a>1", "<b>z")),
+        ({"type": "dispatch", "rules": [["<a>", DIGITS]], "loop": False}, ("", "hi", "hi<a>12"), ("<a>12 ", "<a>1")),
+    ],
+)  # fmt: skip
+def test_tags_may_contain_gbnf_and_dispatch(
+    form: dict[str, Any], valid: tuple[str, ...], invalid: tuple[str, ...]
+) -> None:
+    """GBNF stands next to schemas and ends where the next part begins; a pattern begins its format."""
+    accepted = accepts(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
+    assert [text for text in valid if not accepted(text)] == []
+    assert [text for text in invalid if accepted(text)] == []
 
 
 @pytest.mark.parametrize(

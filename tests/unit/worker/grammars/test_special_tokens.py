@@ -1,6 +1,5 @@
 """A model may use the special tokens that a structural tag writes."""
 
-import gc
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,12 +11,10 @@ import torch
 
 from protos.errors import InvalidArgument
 from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB
-from worker_svc.grammars.compile_client import CompilerLimits
 from worker_svc.grammars.compiler import GrammarCompiler
-from worker_svc.grammars.masks import Masks
+from worker_svc.grammars.constraints import Masks
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
-from worker_svc.grammars.special_tokens import markers_in
 
 SPECIALS = ("[TOOL_CALLS]", "[ARGS]", "</think>", "<\uff5ccalls\u2581begin\uff5c>")
 SIZE = VOCAB + 10
@@ -164,18 +161,6 @@ def test_markers_do_not_change_other_grammars(model: tuple[GrammarCompiler, toke
         plain.close()
 
 
-def test_only_literal_texts_of_a_tag_are_markers() -> None:
-    """Texts in schemas and exclusions are not."""
-    ids = {text: index for index, text in enumerate(SPECIALS)}
-    assert markers_in(CALL, ids) == {"[TOOL_CALLS]": 0, "[ARGS]": 1}
-    assert markers_in(THINKING, ids) == {"</think>": 2}
-    excluded = {"type": "any_text", "excludes": ["</think>"]}
-    described = {"type": "json_schema", "json_schema": {"const": {"value": "[ARGS]", "begin": "[ARGS]"}}}
-    assert markers_in({"type": "sequence", "elements": [excluded, described]}, ids) == {}
-    rules = {"type": "dispatch", "rules": [["[ARGS]", described]]}
-    assert markers_in(rules, ids) == {"[ARGS]": 1}
-
-
 def test_free_text_before_a_special_token_is_limited(
     model: tuple[GrammarCompiler, tokenizers.Tokenizer],
 ) -> None:
@@ -195,23 +180,3 @@ def test_white_space_in_a_tags_json_is_limited(model: tuple[GrammarCompiler, tok
         matcher = matcher_of(compiler, spec(REQUIRED))
         text = "[TOOL_CALLS]f[ARGS]{" + " " * spaces + '"x": 3}'
         assert accepts(matcher, tokenizer.encode(text).ids) is accepted
-
-
-def test_vocabularies_with_markers_are_counted(model: tuple[GrammarCompiler, tokenizers.Tokenizer]) -> None:
-    """A vocabulary that several grammars share counts once, until the last of them is evicted."""
-    folder = model[0]._folder
-    compiler = GrammarCompiler(folder, SIZE, [END], CompilerLimits(cache_bytes=6_000_000))
-    try:
-        sizes = []
-        for begin in ("</think>", "</think>!", "[ARGS]", SPECIALS[3]):
-            content = {"type": "grammar", "grammar": "root ::= [ab]"}
-            tag = {"type": "tag", "begin": begin, "content": content, "end": ""}
-            compiler.submit(spec(tag)).result()
-            sizes.append(compiler.cached_bytes)
-        vocabulary = SIZE * 80
-        assert sizes[0] > vocabulary
-        assert sizes[1] < sizes[0] + vocabulary // 10
-        gc.collect()
-        assert compiler.cached_bytes < 2 * vocabulary
-    finally:
-        compiler.close()
