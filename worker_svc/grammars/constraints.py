@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
-from worker_svc.devices.host import upload
+from worker_svc.devices.host import is_host, takes_page_locked, upload
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.limits import PARAM
 from worker_svc.grammars.matcher import Matcher
@@ -90,7 +90,7 @@ class Masks:
         self._vocab_size = vocab_size
         self._device = device
         shape = num_rows + 1, math.ceil(vocab_size / 32)
-        pinned = device.type == "cuda"
+        pinned = takes_page_locked(device)
         self.rows = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
         """int32 [num_rows + 1, ceil(vocab / 32)]; the last row is spare.
 
@@ -114,7 +114,7 @@ class Masks:
         """
         if not rows:
             return
-        if self._device.type == "cpu":
+        if is_host(self._device):
             for row in rows:
                 bits = np.unpackbits(~self.rows[row].numpy().view(np.uint8), bitorder="little")
                 forbidden = torch.from_numpy(bits[: self._vocab_size].view(np.bool_))
