@@ -14,7 +14,7 @@ from worker_svc.graphs.capture import Recorder
 
 @dataclass(frozen=True)
 class StepAttention:
-    """Attention metadata, in vLLM's terms: the device and its plan of this step for one KV group."""
+    """Attention metadata, in vLLM's terms: the device and its plan of this step for a KV group."""
 
     device: Device
     """Runs the attention."""
@@ -59,7 +59,7 @@ class TriptychAttentionBackend(AttentionBackend):
 
 
 class TriptychAttention(AttentionImpl):
-    """The attention of one layer."""
+    """The attention of a layer."""
 
     def __init__(
         self,

@@ -16,14 +16,14 @@ from worker_svc.vllm_adapter.pooling_head import project_late
 
 
 def names_of_states(model: Any, model_config: Any) -> tuple[str, ...]:
-    """Returns the tensors that a stage passes to the next one, in the order in which they travel.
+    """Returns the names of the tensors between two stages, in the order of their transfer.
 
     Args:
         model: vLLM's.
         model_config: vLLM's.
 
     Raises:
-        ConfigurationRefused: if one of them is not [tokens, hidden]. They travel stacked.
+        ConfigurationRefused: A tensor is not [tokens, hidden]. They travel stacked.
     """
     tokens, hidden = 1, model_config.get_hidden_size()
     empty = model.make_empty_intermediate_tensors(tokens, model_config.dtype, torch.device("meta"))

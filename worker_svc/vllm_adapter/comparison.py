@@ -2,8 +2,8 @@
 
 The comparison is a dry run: vLLM's own loaders assign the tensors of the files' headers, without data, to the
 whole model, without memory, and every copy is noted. So names, fused layers, tied weights and quantized forms
-need no second description. A tensor that is copied in part does not fit. A parameter that is written in part
-lacks a tensor. A tensor that is copied nowhere is ignored, as in transformers.
+need no second description. A tensor copied in part does not fit. A parameter written in part lacks a tensor.
+A tensor copied nowhere is ignored, as in transformers.
 """
 
 import contextlib
@@ -167,7 +167,7 @@ class _DryRun:
             self._watch(name, parameter)
 
     def load(self) -> bool:
-        """Loads all tensors; True if an unknown one ended the run, which is left out the next time."""
+        """Loads all tensors; True if an unknown tensor ended the run. The next run omits it."""
         try:
             self._model.load_weights(self._tensors())  # type: ignore[operator]
         except KeyError as error:
@@ -234,7 +234,7 @@ class _DryRun:
 
     @contextlib.contextmanager
     def tolerating_unknown(self) -> Iterator[None]:
-        """Lets vLLM's loaders pass tensors outside the layers that have weights."""
+        """Lets vLLM's loaders pass tensors outside layers with weights."""
         known = AutoWeightsLoader._can_ignore_unexpected  # noqa: SLF001 - vLLM has no setting for it
 
         def can_ignore(loader: AutoWeightsLoader, name: str) -> bool:
@@ -257,7 +257,7 @@ class _DryRun:
             AutoWeightsLoader._can_ignore_unexpected = known  # noqa: SLF001
 
     def _refuse_layer(self, name: str) -> None:
-        """Refuses a tensor of a layer that the model lacks although it has others of the same list."""
+        """Refuses a tensor of a surplus layer in a list of the model's layers."""
         parts = name.split(".")
         for place, part in enumerate(parts):
             if part.isdigit():
@@ -270,7 +270,7 @@ class _DryRun:
 
 
 def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str]:
-    """Refuses tensors of a wrong shape and missing ones; returns the names of ignored ones."""
+    """Refuses missing tensors and wrong shapes; returns the names of ignored tensors."""
     sources = {source.name: source for source in run.copies.sources.values()}
     for source in sources.values():
         copied = sum(source.read.values())
@@ -301,7 +301,7 @@ def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint) -> froz
 
 
 def _absent_experts(writers: Sequence[_Source], experts: int) -> list[str]:
-    """Returns the names of the experts' tensors that are missing among those of one parameter."""
+    """Returns the names of a parameter's missing tensors of experts."""
     found: dict[tuple[str, str], set[int]] = {}
     for source in writers:
         if match := _EXPERT.search(source.name):
@@ -327,7 +327,7 @@ def _absent(model: torch.nn.Module, name: str, stored: set[str]) -> list[str]:
 
 
 def _is_stored(name: str, stored: set[str]) -> bool:
-    """Whether a file has a tensor of that name; checkpoints may lack the model's first component."""
+    """Whether a file contains a tensor of this name, with or without the model's first component."""
     return name in stored or name.partition(".")[2] in stored
 
 
@@ -366,9 +366,9 @@ def _surplus(name: str) -> ConfigurationRefused:
 
 
 def _has_weights(model: torch.nn.Module, name: str) -> bool:
-    """Whether a module has weights of its own, or holds fused layers.
+    """Whether a module owns weights or fused layers.
 
-    An unknown tensor there belongs to another form of the layer, for example a quantized one.
+    An unknown tensor there belongs to another form of the layer, for example a quantized form.
     """
     try:
         module = model.get_submodule(name)

@@ -1,6 +1,6 @@
 """vLLM's configuration of a model: which architectures are served, and errors in one line.
 
-A multimodal checkpoint is loaded as the text model inside it, so its other parts are neither built nor read.
+A multimodal checkpoint is loaded as its text model, so its other parts are neither built nor read.
 """
 
 import contextlib
@@ -74,11 +74,10 @@ def served_as(config: Mapping[str, Any], *, language_model_only: bool) -> list[s
 
     Args:
         config: the model's config.json.
-        language_model_only: whether the text model of a multimodal model is wanted.
+        language_model_only: whether to serve the text model of a multimodal model.
 
     Raises:
-        ConfigurationRefused: for models that are never served, and for multimodal ones, except for the text
-            models that are wanted.
+        ConfigurationRefused: The model is not served, or is multimodal without `language_model_only`.
     """
     names = list(config.get("architectures") or ())
     shown = ", ".join(names) or "this model"
@@ -126,7 +125,7 @@ def check_class(architecture: str, model_class: Any) -> None:
 
 
 def unknown(architecture: str) -> ConfigurationRefused:
-    """Returns the refusal of an architecture that vLLM does not know, with the last version that did."""
+    """Returns the refusal of an architecture unknown to vLLM, with the last version that knew it."""
     from vllm.model_executor.models import registry
 
     last = registry._PREVIOUSLY_SUPPORTED_MODELS.get(architecture)  # noqa: SLF001 - as above
@@ -196,7 +195,7 @@ def configure(
 
 
 def _without_quantization(config: Any) -> Any:
-    """Hides the quantization that we read ourselves, so that vLLM chooses no kernels for it."""
+    """Hides the quantization, so that vLLM chooses no kernels for it."""
     for name in ("quantization_config", "compression_config"):
         if hasattr(config, name):
             delattr(config, name)
@@ -237,11 +236,10 @@ def register_model_class(
     """Registers the model's class as loaded, so that vLLM starts no subprocess (seconds) to inspect it.
 
     Returns:
-        The architectures that config.json names.
+        The architectures of config.json.
 
     Raises:
-        ConfigurationRefused: if the architecture is not served, or if vLLM does not know the class and may
-            not run the model's own code.
+        ConfigurationRefused: The architecture is not served, or needs code of the model that may not run.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -265,7 +263,7 @@ def register_model_class(
 def _built_as(architecture: str, known: Mapping[str, Any]) -> str:
     """Returns the class that vLLM builds for an architecture.
 
-    It adds a classifier to a class that generates if it has no class of its own with a classifier.
+    Without a class for a classifier, it adds the classifier to the class that generates.
     """
     base = architecture.removesuffix("ForSequenceClassification") + "ForCausalLM"
     is_classifier = architecture.endswith("ForSequenceClassification")

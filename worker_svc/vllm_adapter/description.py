@@ -1,4 +1,4 @@
-"""Reads what a model is from vLLM's configuration and the layers that it built."""
+"""Describes a model from vLLM's configuration and layers."""
 
 import itertools
 import re
@@ -17,7 +17,7 @@ _MATRIX = 2  # dimensions
 
 
 def is_experts(layer: Any) -> bool:
-    """Whether a layer that vLLM registered by name is an expert layer, which has nothing to cache."""
+    """Whether a layer of vLLM is an expert layer, which caches nothing."""
     # Importing that module takes seconds. A model without expert layers has not imported it.
     module = sys.modules.get("vllm.model_executor.layers.fused_moe.runner.moe_runner_interface")
     return module is not None and isinstance(layer, module.MoERunnerInterface)
@@ -30,12 +30,12 @@ def describe(
 
     Args:
         config: vLLM's.
-        layers: the layers that vLLM registered, by name; those of all stages.
+        layers: vLLM's layers of all stages, by name.
         pooling: set for a pooling model.
         here: the layers of this rank.
 
     Raises:
-        ConfigurationRefused: if the model has layers that are not served.
+        ConfigurationRefused: The model contains layers that are not served.
     """
     model_config = config.model_config
     attention = []
@@ -99,7 +99,7 @@ def _check_shared_caches(architecture: str, layers: Sequence[AttentionLayer]) ->
 
 
 def measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:
-    """Measures what the model's memory depends on; `vocab_size` is 0 for a model without logits."""
+    """Measures the sizes that determine the model's memory; `vocab_size` is 0 for a model without logits."""
     # Loading brings quantized weights into the device's form, whose size the layer knows.
     quantized: list[Any] = [module for module in model.modules() if hasattr(module, "quantized_bytes")]
     replaced = {id(each) for module in quantized for each in (module.weight_packed, module.weight_scale)}

@@ -39,16 +39,15 @@ _PACKED_PLACES = 3
 
 
 class VllmModel:
-    """One rank's part of a model on one device, in this process.
+    """A rank's part of a model on a device, in this process.
 
-    It is built without weights, so that a worker can describe the model at once; `load_weights` reads
-    them.
+    It is built without weights, so a worker can describe the model at once; `load_weights` reads them.
     """
 
     description: ModelDescription
-    """What the model is."""
+    """The model's facts."""
     size: ModelSize
-    """What the model's memory depends on."""
+    """Sizes that determine the model's memory."""
     adapted: "AdaptedLayers | None"
     """The layers that take LoRA adapters; `None` if the model runs alone."""
 
@@ -78,14 +77,14 @@ class VllmModel:
             seed: of the random generators of torch, numpy and Python.
             dummy_weights: whether to generate random weights instead of reading safetensors files.
             trust_remote_code: whether Python code in the folder may run.
-            language_model_only: whether to leave out what a multimodal model has for other inputs than text.
+            language_model_only: whether to omit the parts of a multimodal model for inputs other than text.
             compiled: whether a device with its own compiler may use it; otherwise the model's own code runs.
             layout: this rank's part of the model; `None` for all of it.
-            pooling_task: what a pooling model computes; `None` for what it is made for.
+            pooling_task: the result of a pooling model; `None` for the model's usual task.
             lora: makes the layers take LoRA adapters; `None` for the model alone.
 
         Raises:
-            ConfigurationRefused: if vLLM cannot serve this model or these settings, in one line.
+            ConfigurationRefused: vLLM cannot serve this model or these settings.
         """
         from vllm.forward_context import create_forward_context
 
@@ -135,7 +134,7 @@ class VllmModel:
         return f"cannot serve {folder}{stages}"
 
     def _describe(self, arguments: Mapping[str, Any]) -> ModelDescription:
-        """Describes the model with its layers that have a cache, those of other stages included."""
+        """Describes the model with its cached layers on all stages."""
         everywhere: Mapping[str, Any] = {} if self._pooling else self._layers
         if self._layout.pipeline > 1 and not self._pooling:
             with refusal_on_error(self._refusal(arguments["folder"])):
@@ -167,7 +166,7 @@ class VllmModel:
         )
 
     def _step(self) -> Callable[..., torch.Tensor]:
-        """Returns what `forward` runs."""
+        """Returns the function of `forward`."""
         if self._pooling is not None:
             return self._pool
         run: Callable[..., torch.Tensor] = self._model
@@ -182,7 +181,7 @@ class VllmModel:
                 layer.device = self._device
 
     def _names_of_states(self) -> tuple[str, ...]:
-        """Returns the tensors that this stage gets from the one before, in the order in which they travel."""
+        """Returns the names of the tensors from the previous stage, in the order of their transfer."""
         if self._layout.pipeline == 1:
             return ()
         names = names_of_states(self._model, self._config.model_config)
@@ -232,7 +231,7 @@ class VllmModel:
         """Gives each attention layer its KV cache.
 
         Args:
-            caches: by name of the layers that have their own cache; other layers share one of these.
+            caches: by name of the layers with a cache of their own; other layers share these.
         """
         if self._device.caches_are_inputs:
             self._caches = caches
@@ -251,7 +250,7 @@ class VllmModel:
         return [layer for layer in self.description.layers if layer.here]
 
     def empty_states(self, tokens: int) -> torch.Tensor:
-        """Returns zeros of the shape that a stage passes to the next one for a step of that many tokens."""
+        """Returns zeros in the shape of the states between stages, for a step of `tokens` tokens."""
         hidden = self._config.model_config.get_hidden_size()
         shape = (len(self._state_names), tokens, hidden)
         return torch.zeros(shape, dtype=self.description.dtype, device=self._device.torch_device)
@@ -260,11 +259,11 @@ class VllmModel:
         """Runs the layers of a stage.
 
         Args:
-            first: the first stage's token ids, int64 [tokens], or what the stage before returned.
+            first: the first stage's token ids, int64 [tokens], or the result of the previous stage.
             positions: int64 [tokens].
 
         Returns:
-            Hidden states [tokens, hidden]; before the last stage, all that the next one needs, stacked:
+            Hidden states [tokens, hidden]; before the last stage, the stacked inputs of the next stage,
             [states, tokens, hidden].
         """
         from vllm.sequence import IntermediateTensors
@@ -280,7 +279,7 @@ class VllmModel:
         return torch.stack([result.tensors[name] for name in sorted(result.tensors)])
 
     def _pool(self, token_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Runs a pooling model's layers, pools each row, and runs what follows; see `forward`."""
+        """Runs a pooling model's layers, pools each row, and runs the head; see `forward`."""
         head = self._pooling_head
         assert head is not None
         if places.shape[0] == _PACKED_PLACES:
@@ -293,7 +292,7 @@ class VllmModel:
         return head(pool_rows(hidden.view(rows, -1, hidden.shape[-1]), lengths, head.method))
 
     def _pool_packed(self, head: PoolingHead, token_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Does the same with texts that follow one another."""
+        """Does the same with consecutive texts."""
         lengths, second_text_at, starts = places.unbind()
         tokens = torch.arange(token_ids.shape[0], device=token_ids.device)
         text_of = (tokens[:, None] >= starts + lengths).sum(dim=1)
@@ -325,10 +324,10 @@ class VllmModel:
         plans: Mapping[str, Any],
         *adapters: torch.Tensor,
     ) -> torch.Tensor:
-        """Runs the model's layers; of a pooling model, also what follows them.
+        """Runs the model's layers, and the head of a pooling model.
 
         Args:
-            token_ids: int64 [tokens]; after the first stage, what the stage before returned.
+            token_ids: int64 [tokens]; after the first stage, the result of the previous stage.
             places: positions, int64 [tokens]. A pooling model takes int64 [2, rows] or [3, texts], as
                 `RecordableModel` says. Rows have the same number of tokens, with padding.
             plans: by layer name, the attention metadata from `attention_plans` or `row_plans`.

@@ -12,7 +12,7 @@ from worker_svc.ranks.layout import RankLayout
 
 @dataclass(frozen=True)
 class _Members:
-    """What layers ask a process group for."""
+    """The part of a process group that layers use."""
 
     _size: int
     _rank: int
@@ -27,9 +27,9 @@ class _Members:
 
 
 class Coordinator:
-    """What layers need of vLLM's `GroupCoordinator`: sizes and places from the start, collectives later.
+    """The part of vLLM's `GroupCoordinator` that layers use: sizes and places first, collectives later.
 
-    A model is built before its ranks have found one another, so a group has no connections of its own.
+    A model is built before its ranks meet, so a group owns no connections.
     """
 
     device_communicator = None

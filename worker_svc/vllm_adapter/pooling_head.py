@@ -28,7 +28,7 @@ def project_late() -> None:
 
 @dataclass(frozen=True)
 class LateProjection:
-    """Applies the projection that a pooler's head has after its weights are loaded."""
+    """Applies the projection that vLLM adds to a pooler's head while it loads weights."""
 
     head: Any
     """vLLM's."""
@@ -39,7 +39,7 @@ class LateProjection:
         """Returns projected states.
 
         Raises:
-            ConfigurationRefused: if the weights have no projection, or one of another size.
+            ConfigurationRefused: The weights contain no projection of this size.
         """
         found = 0 if self.head.projector is None else self.head.projector.out_features
         if found != self.size:
@@ -51,10 +51,10 @@ class LateProjection:
 
 
 def late_projection(model: Any, head: Any, hf_config: Any, name: str) -> LateProjection | None:
-    """Returns the projection that a model will have, or `None` if it has all of its layers now.
+    """Returns the projection that vLLM adds later, or `None` if the model is complete.
 
     Raises:
-        ConfigurationRefused: if the folder does not say how long the projected vectors are.
+        ConfigurationRefused: The folder lacks the length of the projected vectors.
     """
     if getattr(model, "colbert_linear", head) is not None or head.projector is not None:
         return None
@@ -80,7 +80,7 @@ Layer = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class PoolingHead:
-    """What follows a model's layers in the graph."""
+    """The end of a pooling model's graph, after its layers."""
 
     method: PoolingMethod
     """How hidden states are pooled."""
@@ -96,7 +96,7 @@ class PoolingHead:
         return pooled.float()
 
     def modules(self) -> list[torch.nn.Module]:
-        """Returns those layers that have weights, or may have."""
+        """Returns the layers that may own weights."""
         return [layer for layer in self.layers if isinstance(layer, torch.nn.Module)]
 
 
@@ -108,11 +108,11 @@ def describe_pooling(
     Args:
         config: vLLM's.
         model: vLLM's.
-        layers: the layers that vLLM registered, by name.
-        task: what to compute; `None` for what the model is made for.
+        layers: vLLM's layers, by name.
+        task: the wanted result; `None` for the model's usual task.
 
     Raises:
-        ConfigurationRefused: if the model cannot do that, or pools in a way that is not served.
+        ConfigurationRefused: The model lacks this task, or its pooling is not served.
     """
     model_config = config.model_config
     name = f"{Path(model_config.model).name} ({model_config.architecture})"

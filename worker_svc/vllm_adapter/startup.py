@@ -4,8 +4,8 @@ Nothing is replaced or left out. Deferring saves a third of the time:
 
 - vLLM's configuration and its attention import the packages of its server and its engine (parsers, OpenAI's
   types, FastAPI). Names from `ENGINE_ONLY` stand for the real names, and import them at their first use.
-- vLLM imports all of TorchInductor in order to patch it. The patches run when something imports Inductor's
-  compiler. They run at once if a variable asks for a patch of something else.
+- vLLM imports all of TorchInductor in order to patch it. The patches run at the first import of Inductor's
+  compiler, or at once if a variable asks for another patch.
 - Some modules of vLLM compile a function when they are imported, which also imports Inductor. Such a function
   is compiled at its first call.
 """
@@ -98,7 +98,7 @@ _OTHER_PATCHES: Final = ("VLLM_TRITON_FORCE_FIRST_CONFIG", "VLLM_ENABLE_CUDA_COM
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Defers imports that vLLM makes inside the block. Modules that are imported already stay as they are."""
+    """Defers vLLM's imports inside the block. Imported modules stay unchanged."""
     names = [name for name in ENGINE_ONLY if name not in sys.modules]
     stand_ins = _StandIns(names)
     sys.meta_path.insert(0, stand_ins)
@@ -175,7 +175,7 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds the packages and what is in them."""
+        """Finds the packages and their modules."""
         del path, target
         if not any(fullname == package or fullname.startswith(f"{package}.") for package in self._packages):
             return None

@@ -1,4 +1,4 @@
-"""vLLM's loader with our own file reader: safetensors only, one shard after another, with progress."""
+"""vLLM's loader with our own file reader: safetensors only, shard by shard, with progress."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,10 +49,10 @@ class StoredForm:
         return renamed, common[1]
 
     def finish(self) -> None:
-        """Checks the tensors against one another, after the last.
+        """Compares the tensors with each other, after the last.
 
         Raises:
-            ConfigurationRefused: if codes and scales of a layer do not fit.
+            ConfigurationRefused: Codes and scales of a layer do not fit.
         """
         if self._layers is not None:
             self._layers.check()
@@ -75,7 +75,7 @@ class ShardLoader(DefaultModelLoader):
         self._ignored = ignored
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-        """Assigns the weights; names ignored files and tensors in one log line.
+        """Assigns the weights; names ignored files and tensors in a log line.
 
         Raises:
             ConfigurationRefused: as `get_all_weights`.
@@ -94,7 +94,7 @@ class ShardLoader(DefaultModelLoader):
         """Yields the names and tensors of all files; of a multimodal checkpoint, those of its text model.
 
         Raises:
-            ConfigurationRefused: if a file is missing or damaged, the model keeps weights outside its
+            ConfigurationRefused: A file is missing or damaged, the model keeps weights outside its
                 folder, or its quantized weights are not served.
         """
         if getattr(model, "secondary_weights", ()):

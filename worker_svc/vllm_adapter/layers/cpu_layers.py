@@ -58,7 +58,7 @@ def _supports_add_norm(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> torch.Tensor:
-    """Normalizes over the last dimension in one pass.
+    """Normalizes over the last dimension in a single pass.
 
     With float32 weights it computes in float32, as Gemma does.
     """

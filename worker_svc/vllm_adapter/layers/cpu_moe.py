@@ -1,4 +1,4 @@
-"""Expert layers on CPUs: vLLM's kernels run the experts; the routing is ours where vLLM's has gaps.
+"""Expert layers on CPUs: vLLM's kernels run the experts, after our routing where possible.
 
 Without groups, vLLM's router for CPUs ignores a correction bias and refuses sigmoids. Its kernels ignore
 which experts are local. They write to tensors of static shape, so a step that uses them can be recorded.
@@ -45,8 +45,8 @@ class CpuRouter(BaseRouter):
 
         Args:
             router: vLLM's.
-            expert_map: integers [experts], the index of each expert on this rank, -1 if another rank has it;
-                `None` if this rank has all.
+            expert_map: integers [experts], the index of each expert on this rank, -1 if it is elsewhere;
+                `None` if all experts are here.
         """
         super().__init__(router.top_k, router.global_num_experts, router.eplb_state)
         self._router = router
@@ -80,9 +80,9 @@ class CpuRouter(BaseRouter):
 def localize(
     weights: torch.Tensor, experts: torch.Tensor, expert_map: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replaces experts of other ranks by local ones with weight 0, since the kernels run every choice.
+    """Replaces experts of other ranks by local experts with weight 0, since the kernels run every choice.
 
-    A token that uses local experts repeats one of them, so that no further weights are read.
+    A token with a local expert repeats that expert, so that no further weights are read.
 
     Args:
         weights: [tokens, top_k].

@@ -1,4 +1,4 @@
-"""LoRA adapters in vLLM's linear layers: which layers take them, and what they add to a product."""
+"""LoRA adapters in vLLM's linear layers: the layers that take them, and their products."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +60,7 @@ class _Layer:
 
 
 class _Selection:
-    """What the rows of the running step select; all layers of a model share one."""
+    """The adapters of the running step's rows, shared by all layers of a model."""
 
     rows: torch.Tensor | None = None
 
@@ -84,7 +84,7 @@ class _AdaptedMethod:
 
 
 class AdaptedLayers:
-    """The layers of one model on this rank that take adapters. Implements `lora.store.AdaptedModel`."""
+    """The layers of a model that take adapters, on this rank. Implements `lora.store.AdaptedModel`."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class AdaptedLayers:
 
     @property
     def width(self) -> int:
-        """Elements for a token that the adapters of one decoder layer compute, at most."""
+        """The most elements per token that the adapters of a decoder layer compute."""
         widths: dict[str, int] = {}
         for path, shape in self.shapes():
             number = next((part for part in path.split(".") if part.isdecimal()), "")
@@ -183,7 +183,7 @@ class AdaptedLayers:
             self._shape = shape
 
     def adapted(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Returns a step that takes one argument more: the rows' selection of adapters, [tokens, …]."""
+        """Returns a step with another argument: the rows' selection of adapters, [tokens, …]."""
         selection = self._selection
 
         def run(token_ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -206,8 +206,8 @@ class AdaptedLayers:
         """See `lora.store.AdaptedModel`.
 
         Raises:
-            InvalidArgument: if the adapter has layers that the model does not have, or of other sizes, or if
-                it lacks some that it targets.
+            InvalidArgument: The adapter contains unknown layers or layers of other sizes, or lacks
+                targeted layers.
         """
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
         adapted: set[tuple[str, int | None]] = set()
@@ -269,10 +269,10 @@ class AdaptedLayers:
                 )
 
     def _place(self, path: str, name: str) -> tuple[str, int | None] | None:
-        """Returns the layer that a checkpoint's path means, and its part; `None` if another stage has it.
+        """Returns the layer and the part of a checkpoint's path; `None` if it is on another stage.
 
         Raises:
-            InvalidArgument: if no stage has such a layer, or it takes no adapters.
+            InvalidArgument: No stage has such a layer, or it takes no adapters.
         """
         place, mapped = self._places.get(path), ""
         if place is None:
@@ -366,7 +366,7 @@ def _attention_parts(module: Any) -> tuple[_Part, ...]:
 def _places_of(
     path: str, layer: _Layer, packed: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, int | None]]:
-    """Yields the paths in checkpoints that mean a layer or one of its parts, and the part."""
+    """Yields the paths of a layer and of its parts in checkpoints, each with the part."""
     yield path, None
     _, *parts = _names_of(path, packed)
     if len(parts) == len(layer.parts) > 1:

@@ -1,9 +1,9 @@
 """Multi-head latent attention (MLA) of DeepSeek V2 and V3, over a paged cache of latent vectors.
 
-A token's keys and values of all heads are products of one latent vector, so the cache holds that vector and
-the one rotated key that all heads share. Neither a prefill chunk nor a decode step expands it: the matrix
-that would make keys is applied to the queries, and the one that would make values to the result ("absorbed",
-in https://arxiv.org/abs/2405.04434, section 2.1.2). All heads then attend with one key head.
+A token's keys and values of all heads are products of a latent vector, so the cache holds this vector and
+the rotated key of all heads. Neither a prefill chunk nor a decode step expands it: the matrix of the keys is
+applied to the queries, and the matrix of the values to the result ("absorbed", in
+https://arxiv.org/abs/2405.04434, section 2.1.2). All heads then share a key head.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from worker_svc.vllm_adapter.attention import attend
 
 @MultiHeadLatentAttentionWrapper.register_oot
 class LatentAttention(MultiHeadLatentAttentionWrapper):
-    """The attention of one layer, from the hidden states to the output projection."""
+    """The attention of a layer, from the hidden states to the output projection."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class LatentImplementation:
 
 
 class LatentCache(torch.nn.Module):
-    """The part that has a cache, with the attributes that the adapter reads of vLLM's attention layers."""
+    """The part with a cache, with the attributes of vLLM's attention layers that the adapter reads."""
 
     sliding_window = None
     kv_sharing_target_layer_name = None

@@ -1,6 +1,6 @@
 """Linear layers with quantized weights, for vLLM's model classes.
 
-vLLM's own methods choose kernels that our devices do not have. This configuration takes their place: its
+vLLM's own methods choose kernels that our devices lack. This configuration takes their place: its
 layers load the form of `quantization.stored_tensors`, which vLLM's loaders shard between ranks, and hand it
 to the device.
 """
@@ -38,7 +38,7 @@ _EXPERTS = ("RoutedExperts", "FusedMoE")
 
 
 class QuantizedLayers(QuantizationConfig):
-    """Chooses the method of each layer of one model."""
+    """Chooses the method of each layer of a model."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class QuantizedLayers(QuantizationConfig):
         device: Device,
         modules: Mapping[str, Scheme | None] | None,
     ) -> None:
-        """Serves the layers of one checkpoint.
+        """Serves the layers of a checkpoint.
 
         Args:
             quantization: the checkpoint's.
             device: multiplies.
-            modules: by name, the modules of the checkpoint that have quantized weights, and their schemes;
-                `None` without a checkpoint, where the configuration alone decides.
+            modules: the schemes of the checkpoint's quantized modules by name; `None` without a checkpoint,
+                where the configuration alone decides.
 
         Raises:
-            ConfigurationRefused: if the device does not serve such weights.
+            ConfigurationRefused: The device does not serve such weights.
         """
         super().__init__()
         self.quantization = quantization
@@ -75,7 +75,7 @@ class QuantizedLayers(QuantizationConfig):
         return str(self.quantization)
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Returns all types: devices without a kernel for one dequantize."""
+        """Returns all types: devices without a kernel for a type dequantize."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
@@ -103,10 +103,10 @@ class QuantizedLayers(QuantizationConfig):
             }
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Returns the method of a layer; `None` for layers that are not linear.
+        """Returns the method of a layer; `None` for layers other than linear.
 
         Raises:
-            ConfigurationRefused: if the layer's weights are quantized in a way that is not served.
+            ConfigurationRefused: The quantization of the layer's weights is not served.
         """
         if type(layer).__name__ in _EXPERTS:
             if self._any_below(prefix):
@@ -156,7 +156,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     """Loads a layer's quantized weights and multiplies by them."""
 
     def __init__(self, device: Device, scheme: Scheme, name: str, *, wide: bool) -> None:
-        """Serves one layer.
+        """Serves a layer.
 
         Args:
             device: multiplies.

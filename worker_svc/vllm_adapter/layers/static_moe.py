@@ -25,11 +25,11 @@ _ACTIVATIONS: dict[MoEActivation, ExpertActivation] = {
 
 @MoERunner.register_oot
 class StaticMoeRunner(MoERunner):
-    """One expert layer: the weighted sum of the chosen experts' gated MLPs, plus the shared experts.
+    """An expert layer: the weighted sum of the chosen experts' gated MLPs, plus the shared experts.
 
     Tensor parallelism splits the inside of every expert. Expert parallelism gives each rank a range of
     experts, and every rank computes all tokens with its own. In both cases, each rank holds a part of the
-    sum, also of the shared experts, and one all-reduce adds the parts.
+    sum, also of the shared experts, and a single all-reduce adds the parts.
     """
 
     device: Device
