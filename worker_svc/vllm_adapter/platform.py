@@ -12,48 +12,46 @@ from worker_svc.devices.registry import CUDA, RBLN
 _ATTENTION = "worker_svc.vllm_adapter.attention.TriptychAttentionBackend"
 
 
-def _configure(config: Any) -> None:
-    """Turns off everything in vLLM except its layers and its loader: graphs, blocks and batches are ours."""
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    config.compilation_config.mode = CompilationMode.NONE
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
-    config.compilation_config.cudagraph_capture_sizes = []
-    config.parallel_config.worker_cls = "none"
-    config.scheduler_config.async_scheduling = False
-
-
-def _attention_class(selector: Any) -> str:
-    """Returns the import path of our attention; refuses kinds that it does not serve."""
-    if selector.use_mla:
-        raise ConfigurationRefused(
-            "the model has a form of latent attention (MLA) that is not served; choose another model"
-        )
-    if selector.use_sparse:
-        raise ConfigurationRefused("models with sparse attention are not served; choose another model")
-    return _ATTENTION
-
-
-class TriptychCpuPlatform(CpuPlatform):
-    """vLLM's CPU platform and its packed linear layers, with our attention, without its process set-up."""
+class _Layers(Platform):
+    """A platform of vLLM's layers alone, with our attention."""
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Turns off vLLM's engine. Unlike the base class, sets no variables and preloads no libraries."""
-        _configure(vllm_config)
+        """Turns off all but the layers and the loader: graphs, blocks and batches are ours."""
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        vllm_config.compilation_config.mode = CompilationMode.NONE
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+        vllm_config.compilation_config.cudagraph_capture_sizes = []
+        vllm_config.parallel_config.worker_cls = "none"
+        vllm_config.scheduler_config.async_scheduling = False
 
     @classmethod
     def get_attn_backend_cls(
         cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
     ) -> str:
-        """Returns our attention and ignores the selected backend."""
+        """Returns the import path of our attention; refuses kinds of attention that it does not serve."""
         del selected_backend, num_heads
-        return _attention_class(attn_selector_config)
+        if attn_selector_config.use_mla:
+            raise ConfigurationRefused(
+                "the model has a form of latent attention (MLA) that is not served; choose another model"
+            )
+        if attn_selector_config.use_sparse:
+            raise ConfigurationRefused("models with sparse attention are not served; choose another model")
+        return _ATTENTION
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
         """Returns False: attention is a plain call, so that a compiler can trace it."""
         return False
+
+    @classmethod
+    def validate_environ(cls, hard_fail: bool) -> None:
+        """Checks nothing: our variable, and those of other versions of vLLM, are unknown to it."""
+
+
+class TriptychCpuPlatform(_Layers, CpuPlatform):
+    """vLLM's CPU platform and its packed linear layers, without its process set-up."""
 
     @classmethod
     def import_ir_kernels(cls) -> None:
@@ -83,12 +81,8 @@ class TriptychCpuPlatform(CpuPlatform):
             fused_add_rms_norm=["triptych_cpu", "native"],
         )
 
-    @classmethod
-    def validate_environ(cls, hard_fail: bool) -> None:
-        """Checks nothing: our variable, and those of other versions of vLLM, are unknown to it."""
 
-
-class _NativePlatform(Platform):
+class _NativePlatform(_Layers):
     """vLLM's layers in plain PyTorch, for devices that compile graphs from them."""
 
     _enum = PlatformEnum.OOT
@@ -96,16 +90,8 @@ class _NativePlatform(Platform):
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """Selects the native form of every layer."""
-        _configure(vllm_config)
+        super().check_and_update_config(vllm_config)
         vllm_config.compilation_config.custom_ops = ["none"]
-
-    @classmethod
-    def get_attn_backend_cls(
-        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
-    ) -> str:
-        """Returns our attention and ignores the selected backend."""
-        del selected_backend, num_heads
-        return _attention_class(attn_selector_config)
 
     @classmethod
     def import_kernels(cls) -> None:
@@ -115,15 +101,6 @@ class _NativePlatform(Platform):
     def support_hybrid_kv_cache(cls) -> bool:
         """Returns True: sliding windows have their own KV groups."""
         return True
-
-    @classmethod
-    def opaque_attention_op(cls) -> bool:
-        """See `TriptychCpuPlatform`."""
-        return False
-
-    @classmethod
-    def validate_environ(cls, hard_fail: bool) -> None:
-        """See `TriptychCpuPlatform`."""
 
 
 class TriptychCudaPlatform(_NativePlatform):

@@ -71,17 +71,13 @@ class CpuDevice(Device):
     packs_texts: ClassVar[bool] = True
 
     def check_available(self) -> None:
-        """See the base class.
-
-        vLLM's kernels are checked later, by `check_kernels`, because vLLM loads them.
-        """
+        """Checks no kernels: vLLM loads them later, and then calls `check_kernels`."""
         if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64"):
             raise ConfigurationRefused(
                 f"device cpu needs an x86-64 or ARM processor, not {platform.machine()}; use another machine"
             )
 
     def product_name(self) -> str:
-        """See the base class."""
         try:
             lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         except OSError:
@@ -90,12 +86,12 @@ class CpuDevice(Device):
         return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} threads"
 
     def code_target(self) -> str:
-        """See the base class. Compiled code depends on the instruction set and the number of threads."""
+        """Compiled code depends on the instruction set and the number of threads."""
         capability = torch.backends.cpu.get_cpu_capability()
         return f"{platform.machine()} {capability}, {torch.get_num_threads()} threads"
 
     def free_memory(self) -> int:
-        """See the base class. Respects a container's limit."""
+        """Respects a container's limit."""
         free = psutil.virtual_memory().available
         try:
             limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
@@ -108,7 +104,7 @@ class CpuDevice(Device):
         return free if limit == "max" else min(free, int(limit) - used + idle_files)
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class. A paged block holds, for each head, all keys and then all values."""
+        """A paged block holds, for each head, all keys and then all values."""
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return sliding_window.cache_shape(group, num_blocks)
         layer = group.layers[0]
@@ -117,10 +113,9 @@ class CpuDevice(Device):
         return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See the base class.
+        """Maps pages, which the system provides at their first write, so a cache costs only its used part.
 
-        The system provides a page at its first write, so a cache costs only its used part. Whole pages keep
-        vectors from straddling cache lines; huge pages are used where available.
+        Whole pages keep vectors from straddling cache lines; huge pages are used where available.
         """
         size = max(math.prod(shape) * dtype.itemsize, mmap.PAGESIZE)
         try:
@@ -132,7 +127,6 @@ class CpuDevice(Device):
         return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
-        """See the base class."""
         if isinstance(step, InPlaceInput):
             return sliding_window.InPlacePlan.of(group, step)
         layer = group.layers[0]
@@ -154,7 +148,6 @@ class CpuDevice(Device):
         return _Plan(step, schedule, isa)
 
     def attend(self, call: AttentionCall, plan: Any) -> None:
-        """See the base class."""
         if isinstance(plan, sliding_window.InPlacePlan):
             sliding_window.attend(call, plan)
             return
@@ -170,15 +163,12 @@ class CpuDevice(Device):
         _attend_paged(call, keys, values, plan)
 
     def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> Any:
-        """See the base class."""
         return TextsPlan(lengths, row_len, params)
 
     def plan_packed(self, lengths: torch.Tensor, params: AttentionParams) -> Any:
-        """See the base class."""
         return TextsPlan(lengths, None, params)
 
     def attend_step(self, call: AttentionCall, plan: Any) -> None:
-        """See the base class."""
         if not isinstance(plan, TextsPlan):
             super().attend_step(call, plan)
         elif (kernels := _kernels_for_texts(call)) is not None:
@@ -187,7 +177,6 @@ class CpuDevice(Device):
             super().attend_step(call, plan.plain)
 
     def bind_attention(self, call: AttentionCall) -> Callable[[Any], None]:
-        """See the base class."""
         params, cache = call.params, call.cache
         # A layer of a pooling model has no cache.
         if not cache.numel() and (texts := _kernels_for_texts(call)) is not None:
@@ -204,25 +193,22 @@ class CpuDevice(Device):
         return functools.partial(_attend_paged, call, keys, values)
 
     def adapter_stack(self, shape: StackShape) -> AdapterStack:
-        """See the base class."""
         return PackedStack(shape) if serves_adapters(shape) else super().adapter_stack(shape)
 
     def adapter_bytes(self, shape: StackShape) -> int:
-        """See the base class."""
         return PackedStack.num_bytes(shape) if serves_adapters(shape) else super().adapter_bytes(shape)
 
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
-        """See the base class. Our own kernels take the slots themselves."""
+        """Our own kernels take the slots themselves."""
         return slots if serves_adapters(shape) else super().select_adapters(slots, shape)
 
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:
-        """See the base class."""
         return ops.lower(op, args, result)
 
     def fuse(
         self, kernels: Sequence[Callable[..., Any]], num_plans: Sequence[int]
     ) -> Sequence[tuple[Callable[..., Any], int]]:
-        """See the base class. Our own consecutive kernels become a single program."""
+        """Our own consecutive kernels become a single program."""
         fused: list[tuple[Callable[..., Any], int]] = []
         for ours, run in itertools.groupby(
             zip(kernels, num_plans, strict=True), lambda each: isinstance(each[0], Program)

@@ -40,7 +40,6 @@ class PackedStack(AdapterStack):
         )
 
     def write(self, slot: int, weights: LayerWeights) -> None:
-        """See the base class."""
         kernels = ops.kernels()
         assert kernels is not None
         shape = self._shape
@@ -54,7 +53,6 @@ class PackedStack(AdapterStack):
         self._a[slot] = kernels.pack(together)
 
     def add(self, out: torch.Tensor, x: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         shrunk = _own.lora_shrink(x, self._a, selection, self._columns)
         _own.lora_expand_(out, shrunk, self._b, selection, self._shape.out_sizes)
         return out

@@ -16,13 +16,11 @@ class CpuProducts(QuantizedProducts):
     """Packs weights for our kernel where it applies."""
 
     def num_bytes(self, outputs: int, inputs: int, groups: int, bits: int, dtype: torch.dtype) -> int:
-        """See the base class."""
         if not _serves(dtype):
             return super().num_bytes(outputs, inputs, groups, bits, dtype)
         return -(-outputs // PANEL) * PANEL * (inputs * bits // 8 + groups * SCALE_BYTES)
 
     def layer(self, weights: QuantizedWeights, dtype: torch.dtype, *, wide: bool) -> torch.nn.Module:
-        """See the base class."""
         return (
             _PackedQuantizedLinear(weights, wide=wide)
             if _serves(dtype)

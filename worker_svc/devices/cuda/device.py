@@ -43,15 +43,13 @@ class CudaDevice(Device):
 
     @property
     def collectives(self) -> str:
-        """See the base class."""
         return "nccl"
 
     def identity(self) -> str:
-        """See the base class. NCCL needs a GPU for each rank."""
+        """NCCL needs a GPU for each rank."""
         return f"{socket.gethostname()} {torch.cuda.get_device_properties().uuid}"
 
     def check_available(self) -> None:
-        """See the base class."""
         if torch.version.cuda is None:
             raise ConfigurationRefused(
                 "device cuda needs a CUDA build of torch; the installed torch has no CUDA support"
@@ -61,7 +59,6 @@ class CudaDevice(Device):
         torch.cuda.set_device(self._index)
 
     def product_name(self) -> str:
-        """See the base class."""
         return torch.cuda.get_device_name()
 
     @property
@@ -70,23 +67,16 @@ class CudaDevice(Device):
         return self.options.local_rank % torch.cuda.device_count()
 
     def free_memory(self) -> int:
-        """See the base class."""
         return torch.cuda.mem_get_info(self._index)[0]
 
     def release_unused(self) -> None:
-        """See the base class."""
         torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """See the base class."""
         torch.cuda.synchronize()
 
     def start_reading(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """See the base class.
-
-        The copy is queued after the kernels launched so far. Page-locked memory lets the call return at
-        once.
-        """
+        """Queues the copy after all launched kernels; page-locked memory lets the call return at once."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()
@@ -101,10 +91,7 @@ class CudaDevice(Device):
     def capture(
         self, function: Callable[..., tuple[torch.Tensor, ...]], examples: Sequence[torch.Tensor]
     ) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """See the base class.
-
-        Captures a CUDA graph; all graphs share a pool for their intermediate results.
-        """
+        """Captures a CUDA graph; all graphs share a pool for their intermediate results."""
         arguments = [tensor.clone() for tensor in examples]
         side_stream = torch.cuda.Stream()
         side_stream.wait_stream(torch.cuda.current_stream())
@@ -129,17 +116,13 @@ class CudaDevice(Device):
         return replay
 
     def code_target(self) -> str:
-        """See the base class."""
         major, minor = torch.cuda.get_device_capability()
         return (
             f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
         )
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class.
-
-        A block holds each head's keys, then each head's values, so a head's tile is contiguous.
-        """
+        """A block holds each head's keys, then each head's values, so a head's tile is contiguous."""
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return sliding_window.cache_shape(group, num_blocks)
         layer = group.layers[0]
@@ -148,26 +131,21 @@ class CudaDevice(Device):
         return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
 
     def adapter_stack(self, shape: StackShape) -> AdapterStack:
-        """See the base class."""
         from worker_svc.devices.cuda.lora_stack import TritonStack
 
         return TritonStack(shape, self.torch_device)
 
     def adapter_bytes(self, shape: StackShape) -> int:
-        """See the base class."""
         from worker_svc.devices.cuda.lora_stack import TritonStack
 
         return TritonStack.num_bytes(shape)
 
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:  # noqa: ARG002
-        """See the base class. The kernel takes the slots themselves."""
+        """The kernel takes the slots themselves."""
         return slots
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:  # noqa: ARG002 - the interface's
-        """See the base class.
-
-        A plan holds only tensors of fixed shapes, so captured steps can take it as arguments.
-        """
+        """A plan holds only tensors of fixed shapes, so captured steps can take it as arguments."""
         if isinstance(step, InPlaceInput):
             return sliding_window.InPlacePlan.of(group, step)
         if group.layers[0].latent:
@@ -180,7 +158,6 @@ class CudaDevice(Device):
         return TritonPlan.of(step)
 
     def attend(self, call: AttentionCall, plan: Any) -> None:
-        """See the base class."""
         if isinstance(plan, sliding_window.InPlacePlan):
             sliding_window.attend(call, plan)
             return

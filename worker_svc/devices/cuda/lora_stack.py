@@ -94,7 +94,6 @@ class TritonStack(AdapterStack):
         weight.data, self._a = self._joined.split([weight.shape[0], self._a.shape[0]])
 
     def write(self, slot: int, weights: LayerWeights) -> None:
-        """See the base class."""
         shape, first_out = self._shape, 0
         columns = slice(slot * shape.rank, (slot + 1) * shape.rank)
         for part, (size, matrices) in enumerate(zip(shape.out_sizes, weights, strict=True)):
@@ -107,7 +106,6 @@ class TritonStack(AdapterStack):
     def apply(
         self, product: Any, x: torch.Tensor, bias: torch.Tensor | None, selection: torch.Tensor
     ) -> torch.Tensor:
-        """See the base class."""
         if self._joined is None:
             base = product()
             inner, bias = functional.linear(x.to(self._shape.dtype), self._a), None

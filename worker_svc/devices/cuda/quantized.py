@@ -22,14 +22,12 @@ class TritonProducts(QuantizedProducts):
     """Packs weights for our kernels."""
 
     def num_bytes(self, outputs: int, inputs: int, groups: int, bits: int, dtype: torch.dtype) -> int:
-        """See the base class."""
         if not _serves(inputs, groups, dtype):
             return super().num_bytes(outputs, inputs, groups, bits, dtype)
         padded = -(-inputs // _TILE_INPUTS[bits]) * _TILE_INPUTS[bits]
         return outputs * (padded * bits // 8 + groups * SCALE_BYTES)
 
     def layer(self, weights: QuantizedWeights, dtype: torch.dtype, *, wide: bool) -> torch.nn.Module:
-        """See the base class."""
         del wide
         if not _serves(weights.codes.shape[1], weights.scales.shape[1], dtype):
             return PlainQuantizedLinear(weights, dtype)

@@ -118,7 +118,6 @@ class RblnDevice(Device):
         self._scales: dict[float, torch.Tensor] = {}
 
     def check_available(self) -> None:
-        """See the base class."""
         if not self._is_check:
             self._vendor.check()
             return
@@ -126,15 +125,13 @@ class RblnDevice(Device):
 
     @property
     def collectives(self) -> str:
-        """See the base class."""
         return "rbln-ccl" if self._has_tensors else "gloo"
 
     def use_ranks(self, groups: Mapping[str, Sequence[int]]) -> None:
-        """See the base class."""
         self._vendor.groups = {name: list(ranks) for name, ranks in groups.items()}
 
     def code_target(self) -> str:
-        """See the base class. Includes the options that change a graph.
+        """Includes the options that change a graph.
 
         Raises:
             ConfigurationRefused: if the NPU's name is unknown.
@@ -149,7 +146,6 @@ class RblnDevice(Device):
         return f"{chips}, {tensors}, {kernels}, {experts}{strict}"
 
     def use_code_folder(self, folder: Path | None) -> None:
-        """See the base class."""
         self._code_folder = folder
         self.backend.folder = folder
         if folder is not None and self._compiled:
@@ -158,7 +154,7 @@ class RblnDevice(Device):
             torch.compiler.reset()
 
     def release_unused(self) -> None:
-        """See the base class. Graphs hold the memory of their caches, so they go, too."""
+        """Graphs hold the memory of their caches, so they go, too."""
         self._kv_memory = None
         self._vendor.forget_graphs()
         self.backend.graphs.clear()
@@ -167,11 +163,10 @@ class RblnDevice(Device):
             torch.compiler.reset()
 
     def product_name(self) -> str:
-        """See the base class."""
         return "RBLN graphs on this host's CPU" if self._is_check else "RBLN NPU"
 
     def free_memory(self) -> int:
-        """See the base class. Assumes exclusive use of the NPU.
+        """Assumes exclusive use of the NPU.
 
         Raises:
             ConfigurationRefused: if the NPU's memory size is unknown.
@@ -179,7 +174,6 @@ class RblnDevice(Device):
         return int(psutil.virtual_memory().available) if self._is_check else self._vendor.memory_bytes()
 
     def place_weights(self, model: torch.nn.Module) -> None:
-        """See the base class."""
         if self._has_tensors:
             move_to_npu(model)
 
@@ -188,7 +182,6 @@ class RblnDevice(Device):
         return tensor.to("rbln") if self._has_tensors else tensor
 
     def check_attention(self, params: AttentionParams) -> None:
-        """See the base class."""
         unserved = {
             "soft caps on attention scores": bool(params.softcap),
             "ALiBi": bool(params.slopes),
@@ -202,9 +195,7 @@ class RblnDevice(Device):
         self._scales[params.scale] = self._placed(torch.tensor(params.scale))
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """See the base class.
-
-        A block of an in-place group is a window; the kernels see `block_size / window` in a paged block.
+        """A block of an in-place group is a window; the kernels see `block_size / window` in a paged block.
 
         Raises:
             ConfigurationRefused: for windows in paged blocks with the Triton kernels, which lack an operator
@@ -235,27 +226,25 @@ class RblnDevice(Device):
         return self._kv_memory
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See the base class. Without device tensors, the result may be a handle without memory."""
+        """Without device tensors, the result may be a handle without memory."""
         return self.kv_memory.allocate(shape, dtype)
 
     def clear_block(self, caches: torch.Tensor, block: int) -> None:
-        """See the base class. Memory that the vendor's runtime owns stays as it is."""
+        """Memory that the vendor's runtime owns stays as it is."""
         self.kv_memory.clear(caches, 1 + self.block_dim, block)
 
     def block_copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
-        """See the base class."""
         return self.kv_memory.copies(groups)
 
     def copy_block(self, caches: Sequence[torch.Tensor], source: int, target: int, num_tokens: int) -> None:
-        """See the base class."""
         self.kv_memory.copy(caches, 1 + self.block_dim, source, target, num_tokens)
 
     def compile(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """See the base class. Compiles a static graph for each shape."""
+        """Compiles a static graph for each shape."""
         return self._compiled_later(function, self._compiler)
 
     def compile_argmax(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """See the base class. Without device tensors, logits are on the host."""
+        """Without device tensors, logits are on the host."""
         if self._is_check:
             return self.compile(emit_argmax)
         return self._compiled_later(emit_argmax, self._vendor.compile_sampler) if self._has_tensors else None
@@ -310,13 +299,12 @@ class RblnDevice(Device):
         activation: ExpertActivation,
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """See the base class. Without biases, uses the vendor's operator unless it is switched off."""
+        """Without biases, uses the vendor's operator unless it is switched off."""
         if self._has_expert_kernel and biases is None and activation in EXPERT_ACTIVATIONS:
             return emit_experts(hidden, gate_up, down, weights, activation)
         return super().run_experts(hidden, gate_up, down, weights, activation, biases)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> RblnPlan:  # noqa: ARG002
-        """See the base class."""
         table = step.block_table
         rows = table.shape[0]
 
@@ -351,10 +339,7 @@ class RblnDevice(Device):
         return f"{operator}_{'prefill' if prefill else 'decode'}"
 
     def attend(self, call: AttentionCall, plan: RblnPlan) -> None:
-        """See the base class.
-
-        A chunk's padding gets finite values instead of zeros, as the graph does not know where padding
-        starts.
+        """Gives a chunk's padding finite values, as the graph does not know where padding starts.
 
         Raises:
             ConfigurationRefused: on an NPU, outside of a graph that is being compiled.
@@ -399,19 +384,19 @@ class RblnDevice(Device):
         call.output.copy_(attended.reshape(call.output.shape))
 
     def adapter_stack(self, shape: StackShape) -> AdapterStack:
-        """See the base class. The matrices are inputs of graphs, so other adapters need no other graph."""
+        """The matrices are inputs of graphs, so other adapters need no other graph."""
         a, b = (self._placed(torch.zeros(size, dtype=shape.dtype)) for size in AdapterStack.sizes(shape))
         return AdapterStack(shape, a, b)
 
     def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> RowsPlan:
-        """See the base class. The mask is a summand, because graphs get it as an input."""
+        """The mask is a summand, because graphs get it as an input."""
         seen = super().plan_rows(lengths, row_len, params).mask
         # Infinity would do on a host. A finite number never becomes NaN, whatever a compiler makes of it.
         hidden = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
         return RowsPlan(self._placed(hidden))
 
     def attend_rows(self, call: AttentionCall, plan: RowsPlan) -> None:
-        """See the base class. Two matrix products and a softmax, for heads of any size.
+        """Two matrix products and a softmax, for heads of any size.
 
         Raises:
             ConfigurationRefused: on an NPU, outside of a graph that is being compiled.

@@ -4,7 +4,7 @@ Within a block, tokens are the second dimension from the end, for both namespace
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,28 +15,11 @@ from worker_svc.shapes.shape_config import KvGroup
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
-class KvMemory(Protocol):
-    """The memory of all caches. Caches are [layers, …] of some layers of a group."""
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns zeroed memory, or a handle on it."""
-        ...
-
-    def clear(self, caches: torch.Tensor, dim: int, block: int) -> None:
-        """Zeroes a block, if the host can; `dim` counts the blocks."""
-
-    def copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
-        """Returns how blocks of these groups are copied."""
-        ...
-
-    def copy(
-        self, caches: Sequence[torch.Tensor], dim: int, source: int, target: int, num_tokens: int
-    ) -> None:
-        """Copies the leading tokens of a block in all caches of a group."""
-
-
 class TensorMemory:
-    """Memory for tensor operators: on the NPU, on this host, or of handles."""
+    """Memory for tensor operators: on the NPU, on this host, or of handles.
+
+    Caches are [layers, …] of some layers of a KV group; `dim` counts their blocks.
+    """
 
     def __init__(
         self, allocate: Allocate, resolve: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
@@ -51,17 +34,15 @@ class TensorMemory:
         self._resolve = resolve
 
     def clear(self, caches: torch.Tensor, dim: int, block: int) -> None:
-        """See `KvMemory`."""
         self._resolve(caches).select(dim, block).fill_(0)
 
     def copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
-        """See `KvMemory`."""
         return "tensors" if groups else "none"
 
     def copy(
         self, caches: Sequence[torch.Tensor], dim: int, source: int, target: int, num_tokens: int
     ) -> None:
-        """See `KvMemory`. Clears the rest of the target: an old NaN there would break a sequence."""
+        """Clears the rest of the target: an old NaN there would break a sequence."""
         tensors = [self._resolve(each) for each in caches]
         targets = [each.select(dim, target) for each in tensors]
         torch._foreach_copy_(
@@ -117,7 +98,6 @@ class RuntimeMemory:
         self._count = 0
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See `KvMemory`."""
         handle = torch.empty(shape, dtype=dtype, device="meta")
         for layer in handle:
             self._context.mark_static_address(layer, f"kv_cache.{self._count}")
@@ -128,7 +108,7 @@ class RuntimeMemory:
         """Does nothing: the kernels never read past a sequence's end."""
 
     def copies(self, groups: Sequence[KvGroup]) -> BlockCopies:
-        """See `KvMemory`. Whether the runtime has the call is known once there is a runtime."""
+        """Whether the runtime has the call is known once there is a runtime."""
         if len(groups) != 1 or (self._runtimes and not hasattr(self._runtimes[0], "_copy_kv_cache")):
             return "none"
         return "runtime"
@@ -141,11 +121,11 @@ class RuntimeMemory:
         target: int,
         num_tokens: int,
     ) -> None:
-        """See `KvMemory`.
-
-        Raises:
-            Internal: before any graph was compiled.
-        """
+        """Raises Internal before any graph was compiled."""
         if not self._runtimes:
             raise Internal("no graph has run yet, so there is no runtime that copies blocks")
         self._runtimes[0]._copy_kv_cache(source, target, num_tokens)  # noqa: SLF001 - the vendor's plugin calls it
+
+
+KvMemory = TensorMemory | RuntimeMemory
+"""The memory of all caches."""

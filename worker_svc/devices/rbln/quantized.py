@@ -23,7 +23,7 @@ class NpuProducts(QuantizedProducts):
     """The pattern with the vendor's groups."""
 
     def check(self, bits: Collection[int], groups: Collection[int | None]) -> None:
-        """See the base class. Tells the compiler the number of bits."""
+        """Tells the compiler the number of bits."""
         if len(set(bits)) > 1:
             raise ConfigurationRefused(
                 f"an NPU takes weights of one size, and the checkpoint has {' and '.join(map(str, sorted(bits)))} bits;"
@@ -37,11 +37,9 @@ class NpuProducts(QuantizedProducts):
         os.environ[BITS_VARIABLE] = str(next(iter(bits)))
 
     def num_bytes(self, outputs: int, inputs: int, groups: int, bits: int, dtype: torch.dtype) -> int:
-        """See the base class."""
         return super().num_bytes(outputs, inputs, groups * _repeats(inputs, groups), bits, dtype)
 
     def layer(self, weights: QuantizedWeights, dtype: torch.dtype, *, wide: bool) -> torch.nn.Module:
-        """See the base class."""
         repeats = _repeats(weights.codes.shape[1], weights.scales.shape[1])
         scales = weights.scales.repeat_interleave(repeats, dim=1)
         return super().layer(QuantizedWeights(weights.codes, scales, weights.bits), dtype, wide=wide)
