@@ -118,7 +118,9 @@ class Checkpoint:
         """
         found = sorted(folder.glob("*.safetensors"))
         index = folder / _INDEX
-        shards = cls._indexed(folder, index) if index.is_file() else [*map(Shard.open, _weights(found))]
+        # As in transformers, the single file comes before an index, which may be older.
+        by_index = index.is_file() and not (folder / _SINGLE).is_file()
+        shards = cls._indexed(folder, index) if by_index else _distinct([*map(Shard.open, _weights(found))])
         if shards:
             taken = {shard.path for shard in shards}
             return cls(tuple(shards), tuple(path.name for path in found if path not in taken))
@@ -160,7 +162,14 @@ class Checkpoint:
                     f"{folder / name} has no tensor {tensor}, which {index.name} places there;"
                     " fetch both again"
                 )
-        return list(shards.values())
+        # A tensor that the index places elsewhere is an old copy.
+        return [
+            Shard(
+                shard.path,
+                {key: each for key, each in shard.tensors.items() if weight_map.get(key, name) == name},
+            )
+            for name, shard in shards.items()
+        ]
 
     def num_bytes(self, itemsize: int | None = None) -> int:
         """Returns the bytes of all weights, as stored or with `itemsize` bytes per floating-point element.
@@ -174,6 +183,23 @@ class Checkpoint:
             return tensor.num_elements * itemsize if itemsize and tensor.kind in _FLOATS else tensor.num_bytes
 
         return sum(bytes_of(*each) for shard in self.shards for each in shard.tensors.items())
+
+
+def _distinct(shards: list[Shard]) -> list[Shard]:
+    """Returns the files; refuses a tensor in two of them.
+
+    Raises:
+        ConfigurationRefused: names the tensor and both files.
+    """
+    places: dict[str, Path] = {}
+    for shard in shards:
+        for name in shard.tensors:
+            if (other := places.setdefault(name, shard.path)) != shard.path:
+                raise ConfigurationRefused(
+                    f"tensor {name} is in both {other} and {shard.path.name}; remove the file that does not belong"
+                    f" to the model, or add its {_INDEX}"
+                )
+    return shards
 
 
 def _weights(found: list[Path]) -> list[Path]:

@@ -52,6 +52,8 @@ class _Source:
     """Copied regions with their numbers of elements."""
     targets: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By identity of the copies' targets, the shapes that were written."""
+    becomes_float: bool = False
+    """Whether its integers were copied into a parameter of floating-point numbers."""
     is_derived: bool = False
     """Whether another tensor was computed from it, so that its copies say nothing of its shape."""
 
@@ -81,6 +83,7 @@ class Copies(TorchDispatchMode):
             if source is not None:
                 source.read[_region(args[1])] = args[1].numel()
                 source.targets[_identity(args[0])] = tuple(args[0].shape)
+                source.becomes_float |= args[0].is_floating_point() and not args[1].is_floating_point()
         elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             if self._fills:
                 self._write(args[0])
@@ -144,7 +147,7 @@ def compare(config: Any, model: torch.nn.Module, building: Copies) -> frozenset[
     run.copies.written |= {
         key: value for key, value in building.written.items() if key not in run.copies.written
     }
-    return _judge(run, model, checkpoint)
+    return _judge(run, model, checkpoint, config)
 
 
 class _DryRun:
@@ -180,7 +183,7 @@ class _DryRun:
             self._refuse_layer(name)
             self.unknown[self._current] = None
             return True
-        except (AssertionError, RuntimeError, ValueError, IndexError) as error:
+        except (AssertionError, AttributeError, RuntimeError, ValueError, IndexError) as error:
             raise self._misfit(error) from error
         return False
 
@@ -223,7 +226,7 @@ class _DryRun:
             source = self.copies.sources.get(_identity(tensor))
         else:
             tensor, expected, source = None, None, next(reversed(self.copies.sources.values()), None)
-        if isinstance(error, ValueError) and tensor is None:
+        if isinstance(error, ValueError | AttributeError) and tensor is None:
             return ConfigurationRefused(
                 f"tensor {self._current} has no place in the model of config.json;"
                 " use the config.json that belongs to the weights"
@@ -269,10 +272,15 @@ class _DryRun:
                     raise _surplus(name)
 
 
-def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint) -> frozenset[str]:
+def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint, config: Any) -> frozenset[str]:
     """Refuses missing tensors and wrong shapes; returns the names of ignored tensors."""
     sources = {source.name: source for source in run.copies.sources.values()}
     for source in sources.values():
+        if source.becomes_float:
+            raise ConfigurationRefused(
+                f"tensor {source.name} holds {str(source.tensor.dtype).removeprefix('torch.')}, but config.json describes"
+                " floating-point numbers; use the config.json that belongs to the weights"
+            )
         copied = sum(source.read.values())
         if source.read and not source.is_derived and copied < source.tensor.numel():
             expected = next(iter(source.targets.values())) if len(source.read) == 1 else None
@@ -290,6 +298,7 @@ def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint) -> froz
                 smallest = min(writers, key=lambda each: each.tensor.numel())
                 raise _wrong_shape(smallest.name, smallest.shape, None)
             missing += experts or _absent(model, name, stored - ignored)
+    missing += _absent_head_bias(config, model, stored)
     if missing:
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         other = f", but unknown {', '.join(list(run.unknown)[:_MOST_NAMED])}" if run.unknown else ""
@@ -298,6 +307,23 @@ def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint) -> froz
             " fetch the checkpoint again, or use the config.json that belongs to it"
         )
     return ignored
+
+
+def _absent_head_bias(config: Any, model: torch.nn.Module, stored: set[str]) -> list[str]:
+    """Returns the name of a missing bias of the output head.
+
+    vLLM's models of transformers have such a bias only if the files do.
+    """
+    name = "lm_head.bias"
+    if name in stored or not hasattr(model, "lm_head") or "Transformers" not in type(model).__name__:
+        return []
+    from transformers import AutoModelForCausalLM
+
+    with set_current_vllm_config(config), torch.device("meta"):
+        own: Any = AutoModelForCausalLM.from_config(
+            config.model_config.hf_config, trust_remote_code=config.model_config.trust_remote_code
+        )
+    return [name] if getattr(own.get_output_embeddings(), "bias", None) is not None else []
 
 
 def _absent_experts(writers: Sequence[_Source], experts: int) -> list[str]:

@@ -282,6 +282,10 @@ def _is_full_precision_pooling(model_config: Any) -> bool:
     return bool(saved == torch.float32)
 
 
+# Beginnings of the line that explains an error.
+_REASONS = ("Value error", "ValueError: ", "TypeError: ")
+
+
 @contextlib.contextmanager
 def refusal_on_error(what: str) -> Iterator[None]:
     """Turns an error of vLLM about a model or a setting into a refusal of one line.
@@ -293,12 +297,13 @@ def refusal_on_error(what: str) -> Iterator[None]:
         yield
     except ConfigurationRefused:
         raise
-    except (
-        ValueError, RuntimeError, OSError, KeyError, NotImplementedError, AttributeError, AssertionError,
-    ) as error:  # fmt: skip
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise ConfigurationRefused(f"{what}: {_NEEDS_CODE}") from error
-        # pydantic puts the reason on the third line, after the location.
+        # pydantic puts the reason on the third line, after the location; transformers on the second.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next((line for line in lines if line.startswith("Value error")), lines[0] if lines else "")
+        reason = next((line for line in lines if line.startswith(_REASONS)), lines[0] if lines else "")
+        reason = reason.partition(" [type=")[0]
+        if isinstance(error, ArithmeticError | LookupError | TypeError):
+            reason = f"config.json has a value that vLLM does not take ({type(error).__name__}: {reason})"
         raise ConfigurationRefused(f"{what}: {reason or type(error).__name__}") from error

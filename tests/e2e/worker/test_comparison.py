@@ -140,6 +140,46 @@ def test_a_contradicting_configuration_is_refused(
     assert all(part in text for part in parts), text
 
 
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"num_attention_heads": 3}, "(64) is not a multiple of the number of attention heads (3)"),
+        ({"num_key_value_heads": 3}, "num_heads (4) is not divisible by num_kv_heads (3)"),
+        ({"num_key_value_heads": 0}, "config.json has a value that vLLM does not take"),
+        ({"vocab_size": "256"}, "Field 'vocab_size' expected int, got str"),
+        ({"intermediate_size": None}, "Field 'intermediate_size' expected int, got NoneType"),
+        ({"max_position_embeddings": 0}, "max_model_len must be a positive integer"),
+    ],
+)
+def test_an_impossible_configuration_is_refused(
+    llama: Path, tmp_path: Path, config: Mapping[str, Any], part: str
+) -> None:
+    """Head counts that do not divide, zeros and values of another type, each in one line."""
+    text = refusal(changed(llama, tmp_path / "model", **config))
+    assert text.startswith(f"cannot serve {tmp_path / 'model'}: ")
+    assert part in text
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool])
+def test_integers_are_no_weights(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Codes without their quantization would be read as numbers; other floating-point types are converted."""
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def as_type(kind: torch.dtype) -> Callable[[Tensors], Tensors]:
+        return lambda tensors: {**tensors, name: tensors[name].to(kind)}
+
+    kind = str(dtype).removeprefix("torch.")
+    assert f"tensor {name} holds {kind}" in refusal(changed(llama, tmp_path / "integers", as_type(dtype)))
+    open_model(changed(llama, tmp_path / "floats", as_type(torch.float64)))
+
+
+def test_a_head_needs_its_bias(tmp_path: Path) -> None:
+    """Where vLLM runs the model of transformers, the bias is named, too."""
+    source = write("phi", tmp_path / "whole")
+    text = refusal(changed(source, tmp_path / "model", without("lm_head.bias")))
+    assert "the weights lack lm_head.bias" in text
+
+
 @pytest.mark.parametrize("stored", ["compressed-tensors", "gptq", "awq"])
 def test_quantized_layers_are_compared(llama: Path, tmp_path: Path, stored: quantized_models.Stored) -> None:
     """All tensors of a layer, codes, scales, or codes of another width: each is refused by name."""
@@ -190,6 +230,7 @@ def test_extra_weights_are_ignored(llama: Path, tmp_path: Path, capsys: pytest.C
     [
         "model.layers.0.self_attn.o_proj.weight_scale", "model.layers.0.self_attn.o_proj.weight.absmax",
         "model.layers.0.self_attn.q_norm.weight", "lm_head.input_scale",
+        "model.layers.0.self_attn.q_proj.lora_A.weight",
     ],
 )  # fmt: skip
 def test_unknown_tensors_of_known_layers_are_refused(llama: Path, tmp_path: Path, name: str) -> None:

@@ -55,10 +55,32 @@ def test_files_and_sizes(folder: Path) -> None:
 def test_files_without_an_index(tmp_path: Path, files: list[str], taken: list[str]) -> None:
     """The single file goes before shards, and these before other names; the rest is ignored."""
     for name in files:
-        save_file({"a": torch.zeros(1)}, tmp_path / name)
+        save_file({name: torch.zeros(1)}, tmp_path / name)
     checkpoint = Checkpoint.open(tmp_path)
     assert [shard.path.name for shard in checkpoint.shards] == taken
     assert checkpoint.ignored == tuple(sorted(set(files) - set(taken)))
+
+
+def test_the_single_file_comes_before_an_index(folder: Path) -> None:
+    """An index may be left over from an earlier, sharded save, even without its files."""
+    save_file({"a": torch.zeros(1)}, folder / "model.safetensors")
+    (folder / SECOND).unlink()
+    checkpoint = Checkpoint.open(folder)
+    assert [shard.path.name for shard in checkpoint.shards] == ["model.safetensors"]
+    assert checkpoint.ignored == (FIRST,)
+
+
+def test_the_index_chooses_among_copies_of_a_tensor(folder: Path) -> None:
+    """A copy elsewhere, even of another shape, is not read."""
+    save_file({"c": torch.zeros(10, dtype=torch.int8), "a": torch.zeros(2)}, folder / SECOND)
+    assert [set(shard.tensors) for shard in Checkpoint.open(folder).shards] == [{"a", "b"}, {"c"}]
+
+
+def test_copies_of_a_tensor_without_an_index_are_refused(folder: Path) -> None:
+    """Nothing says which file is right; the refusal names the tensor and both files."""
+    (folder / INDEX).unlink()
+    save_file({"c": torch.zeros(10), "a": torch.zeros(4, 8)}, folder / SECOND)
+    assert f"tensor a is in both {folder / FIRST} and {SECOND}" in refusal(folder)
 
 
 def test_files_that_the_index_does_not_name(folder: Path) -> None:
