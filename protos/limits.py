@@ -5,56 +5,23 @@ number is written once. Limits of no single field are constants here.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor
 
 from protos.triptych.v1 import bounds_pb2, common_pb2, inference_pb2
 
 
-@dataclass(frozen=True, slots=True)
-class FieldBounds:
-    """The ``(bounds)`` option of a field; ``bounds.proto`` explains each entry."""
-
-    low: float | None = None
-    high: float | None = None
-    above_low: bool = False
-    """Whether ``low`` itself is refused."""
-    min_items: int = 0
-    max_items: int = 0
-    """0: no limit."""
-    max_bytes: int = 0
-    """0: no limit."""
-    token_ids: bool = False
-    sampled: bool = False
-    off: tuple[float, ...] = ()
-
-
 @cache
-def bounds_of(message: Descriptor) -> Mapping[str, FieldBounds]:
+def bounds_of(message: Descriptor) -> Mapping[str, bounds_pb2.Bounds]:
     """Returns the bounds of a message's fields, by field name; fields without bounds are absent."""
+    options = {field.name: field.GetOptions() for field in message.fields}
     return {
-        field.name: _read(field)
-        for field in message.fields
-        if field.GetOptions().HasExtension(bounds_pb2.bounds)
+        name: option.Extensions[bounds_pb2.bounds]
+        for name, option in options.items()
+        if option.HasExtension(bounds_pb2.bounds)
     }
-
-
-def _read(field: FieldDescriptor) -> FieldBounds:
-    option = field.GetOptions().Extensions[bounds_pb2.bounds]
-    return FieldBounds(
-        low=option.min if option.HasField("min") else None,
-        high=option.max if option.HasField("max") else None,
-        above_low=option.above_min,
-        min_items=option.min_items,
-        max_items=option.max_items,
-        max_bytes=option.max_bytes,
-        token_ids=option.token_ids,
-        sampled=option.sampled,
-        off=tuple(option.off),
-    )
 
 
 SAMPLING: Final = bounds_of(common_pb2.SamplingParams.DESCRIPTOR)
@@ -63,7 +30,7 @@ SAMPLING: Final = bounds_of(common_pb2.SamplingParams.DESCRIPTOR)
 _GENERATE: Final = bounds_of(inference_pb2.GenerateRequest.DESCRIPTOR)
 _TOKEN_SEQUENCE: Final = bounds_of(common_pb2.TokenSequence.DESCRIPTOR)
 
-MAX_SEQUENCES: Final = int(_GENERATE["n"].high or 0)
+MAX_SEQUENCES: Final = int(_GENERATE["n"].max)
 """Sequences of one request, as in OpenAI's API; each costs the scheduler as much as a request. vLLM allows
 16384."""
 

@@ -13,8 +13,8 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from protos.errors import InvalidArgument
-from protos.limits import MAX_GRAMMAR_BYTES, SAMPLING, FieldBounds, bounds_of
-from protos.triptych.v1 import common_pb2, inference_pb2
+from protos.limits import MAX_GRAMMAR_BYTES, SAMPLING, bounds_of
+from protos.triptych.v1 import bounds_pb2, common_pb2, inference_pb2
 
 TOKEN_TASKS: Final = frozenset({common_pb2.POOL_TASK_TOKEN_EMBED, common_pb2.POOL_TASK_TOKEN_CLASSIFY})
 """The tasks whose results have a vector for each token."""
@@ -120,7 +120,7 @@ class _Found(NamedTuple):
     name: str
     """Name to report: for entries of a repeated field, the name of that field."""
     field: FieldDescriptor
-    bounds: FieldBounds
+    bounds: bounds_pb2.Bounds
     value: Any
     nested: bool
     """Whether the message is an entry of a repeated field."""
@@ -147,7 +147,7 @@ def _walk(message: Message, entry_of: str = "", *, entries: bool = True) -> Iter
 
 
 @cache
-def _fields(message: Descriptor) -> tuple[tuple[FieldDescriptor, FieldBounds | None], ...]:
+def _fields(message: Descriptor) -> tuple[tuple[FieldDescriptor, bounds_pb2.Bounds | None], ...]:
     """Returns the fields with bounds or messages."""
     bounds = bounds_of(message)
     return tuple(
@@ -185,14 +185,15 @@ def _check_value(found: _Found) -> None:
             _check_number(name, bounds, number)
 
 
-def _check_number(name: str, bounds: FieldBounds, value: float) -> None:
-    low, high = bounds.low, bounds.high
-    too_low = low is not None and (value < low or (bounds.above_low and value == low))
+def _check_number(name: str, bounds: bounds_pb2.Bounds, value: float) -> None:
+    low = bounds.min if bounds.HasField("min") else None
+    high = bounds.max if bounds.HasField("max") else None
+    too_low = low is not None and (value < low or (bounds.above_min and value == low))
     if not (too_low or (high is not None and value > high) or math.isnan(value)):
         return
-    floor = "" if low is None else f"above {low:g}" if bounds.above_low else f"at least {low:g}"
+    floor = "" if low is None else f"above {low:g}" if bounds.above_min else f"at least {low:g}"
     ceiling = "" if high is None else f"at most {high:g}"
-    if low is not None and high is not None and not bounds.above_low:
+    if low is not None and high is not None and not bounds.above_min:
         allowed = f"between {low:g} and {high:g}"
     else:
         allowed = " and ".join(filter(None, (floor, ceiling)))

@@ -102,10 +102,10 @@ def check_overrides(config: Mapping[str, Any]) -> None:
             raise ValueError(f"should have a number for {name}")  # noqa: TRY004 - pydantic reports ValueErrors
         if bounds is None:
             continue
-        too_low = bounds.low is not None and (
-            value < bounds.low or (bounds.above_low and value == bounds.low)
+        too_low = bounds.HasField("min") and (
+            value < bounds.min or (bounds.above_min and value == bounds.min)
         )
-        if too_low or (bounds.high is not None and value > bounds.high):
+        if too_low or (bounds.HasField("max") and value > bounds.max):
             raise ValueError(f"has {name} out of its bounds")
 
 

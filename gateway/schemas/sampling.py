@@ -89,10 +89,10 @@ def in_bounds(parameter: str, **overrides: Any) -> Any:
     """
     bounds = limits.SAMPLING[parameter]
     known: dict[str, Any] = {}
-    if bounds.low is not None:
-        known["gt" if bounds.above_low else "ge"] = bounds.low
-    if bounds.high is not None:
-        known["le"] = bounds.high
+    if bounds.HasField("min"):
+        known["gt" if bounds.above_min else "ge"] = bounds.min
+    if bounds.HasField("max"):
+        known["le"] = bounds.max
     return Field(**{**known, **overrides})
 
 

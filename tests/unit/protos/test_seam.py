@@ -84,26 +84,6 @@ def test_flags_come_before_variables_and_variables_before_reference_names(
     assert load(Settings, ["--decode-bucket-step", "5"]).decode_bucket_step == 5
 
 
-def test_the_bucket_variables_of_vllm_rbln_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All five set the field with the same meaning."""
-    for name, value in (
-        ("STRATEGY", "manual"),
-        ("MIN", "2"),
-        ("STEP", "3"),
-        ("LIMIT", "4"),
-        ("MANUAL_BUCKETS", "1, 2,8"),
-    ):
-        monkeypatch.setenv(f"VLLM_RBLN_DECODE_BATCH_BUCKET_{name}", value)
-    settings = load(Settings, [])
-    assert settings.decode_bucket_strategy == "manual"
-    assert (settings.decode_bucket_min, settings.decode_bucket_step, settings.decode_bucket_limit) == (
-        2,
-        3,
-        4,
-    )
-    assert settings.decode_buckets == (1, 2, 8)
-
-
 @pytest.mark.parametrize(
     ("argv", "text"),
     [

@@ -81,57 +81,6 @@ def test_a_decode_plan_names_slots_and_new_blocks_only() -> None:
     assert plan_to_proto(plan).ByteSize() < 40
 
 
-def test_every_part_of_a_plan_is_read() -> None:
-    """Each field of the message has its counterpart."""
-    message = worker_pb2.StepPlan(
-        step=7,
-        release=[3, 1],
-        copies=[worker_pb2.BlockCopy(group_id=1, source_block=5, target_block=6, num_tokens=64)],
-        admit=[
-            worker_pb2.SlotRequest(
-                slot=2, request_id="r", sequence=1, token_ids=[10, 11, 12], num_prompt_tokens=2, num_computed_tokens=1,
-                sampling=common_pb2.SamplingParams(temperature=0.5, top_p=0.25, top_k=4, min_p=0.125, seed=2**64 - 1, logprobs=3),
-                blocks=[worker_pb2.SlotBlocks(slot=2, group_id=0, block_ids=[8, 9])],
-            )
-        ],
-        grow=[worker_pb2.SlotBlocks(slot=0, group_id=1, block_ids=[4])],
-        decode=worker_pb2.Decode(slots=[0, 2], positions=[5, 6], bucket=4),
-    )  # fmt: skip
-    assert plan_from_proto(message) == StepPlan(
-        step=7,
-        release=(3, 1),
-        copies=(BlockCopy(1, 5, 6, 64),),
-        admit=(Admission(2, (10, 11, 12), 1, message.admit[0].sampling, {0: (8, 9)}, "r", 1, 2),),
-        grow=(Growth(0, 1, (4,)),),
-        work=Decode((0, 2), (5, 6), 4),
-    )
-
-
-def test_prefill_and_no_work() -> None:
-    """A plan prefills, or only releases slots."""
-    prefill = worker_pb2.Prefill(slot=1, start=128, num_tokens=5, sample=True)
-    assert plan_from_proto(worker_pb2.StepPlan(prefill=prefill)).work == Prefill(1, 128, 5, sample=True)
-    assert plan_from_proto(worker_pb2.StepPlan(release=[1])).work is None
-
-
-def test_results_carry_tokens_and_logprobs() -> None:
-    """Outputs keep their order, their tokens and their log-probabilities."""
-    outputs = [
-        SlotOutput(4, (9,), (token_logprobs(-0.5, 2, (8, -0.25), (9, -0.5)),)),
-        SlotOutput(1, (3,)),
-    ]
-    message = result_to_proto(
-        StepPlan(11, work=Decode((4, 1), (0, 0), 2)), StepResult(11, outputs=outputs, execute_us=1234)
-    )
-    assert (message.step, message.last, message.execute_us) == (11, True, 1234)
-    assert [(output.slot, list(output.token_ids)) for output in message.outputs] == [(4, [9]), (1, [3])]
-    (report,) = message.outputs[0].logprobs
-    assert (report.logprob, report.rank) == (-0.5, 2)
-    assert list(report.top_token_ids) == [8, 9]
-    assert not message.outputs[1].logprobs
-    assert not message.HasField("error")
-
-
 @pytest.mark.parametrize(
     ("work", "outputs"),
     [
@@ -179,18 +128,6 @@ def test_the_largest_chunk_fits_into_a_message() -> None:
         StepPlan(1, work=Prefill(0, 0, 100, sample=True)), StepResult(1, outputs=[output], execute_us=1)
     ).ByteSize()
     assert size / 100 * MAX_CHUNK < MAX_MESSAGE_BYTES
-
-
-def test_a_slot_can_fail_alone() -> None:
-    """The message holds one slot's error beside the other slots' tokens."""
-    outputs = [SlotOutput(2, (), error=Internal("does not fit")), SlotOutput(1, (3,))]
-    message = result_to_proto(
-        StepPlan(5, work=Decode((2, 1), (0, 0), 2)), StepResult(5, outputs=outputs, execute_us=1)
-    )
-    assert [output.HasField("error") for output in message.outputs] == [True, False]
-    error = message.outputs[0].error
-    assert (error.code, error.message) == (common_pb2.ERROR_CODE_INTERNAL, "does not fit")
-    assert not message.HasField("error")
 
 
 def test_failures_are_typed() -> None:

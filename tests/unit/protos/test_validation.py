@@ -23,29 +23,28 @@ def refusal(message: inference_pb2.GenerateRequest) -> InvalidArgument:
     return caught.value
 
 
-SCALARS = [name for name, bounds in SAMPLING.items() if bounds.low is not None and not bounds.max_items]
+SCALARS = [name for name, bounds in SAMPLING.items() if bounds.HasField("min") and not bounds.max_items]
 
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_values_at_the_bounds_are_accepted(name: str) -> None:
     """The bounds themselves are legal unless the schema excludes the lower one."""
     bounds = SAMPLING[name]
-    for value, excluded in ((bounds.low, bounds.above_low), (bounds.high, False)):
-        if value is not None and not excluded:
-            number = int(value) if name == "max_tokens" else value
-            check_generate(request(**{name: number}))
+    limits = [] if bounds.above_min else [bounds.min]
+    limits += [bounds.max] if bounds.HasField("max") else []
+    for value in limits:
+        check_generate(request(**{name: int(value) if name == "max_tokens" else value}))
 
 
 @pytest.mark.parametrize("name", SCALARS)
 def test_values_beyond_the_bounds_are_refused_by_name(name: str) -> None:
     """The message names the parameter and the value."""
     bounds = SAMPLING[name]
-    assert bounds.low is not None
-    beyond: list[float] = [0] if name == "max_tokens" else [bounds.low - 0.5, math.nan]
-    if bounds.above_low:
-        beyond.append(bounds.low)
-    if bounds.high is not None:
-        beyond.append(bounds.high + 0.5)
+    beyond: list[float] = [0] if name == "max_tokens" else [bounds.min - 0.5, math.nan]
+    if bounds.above_min:
+        beyond.append(bounds.min)
+    if bounds.HasField("max"):
+        beyond.append(bounds.max + 0.5)
     for value in beyond:
         error = refusal(request(**{name: value}))
         assert error.param == name

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
+from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.service.settings import CONFIG_VARIABLE, ServiceSettings, fixed_fields, load, sections_of
@@ -60,12 +60,6 @@ def test_a_launcher_reads_all_sections(file: Path) -> None:
     settings = load(LaunchSettings, ["--config", str(file)])
     assert (settings.port, settings.scheduler_port, settings.workers) == (81, 82, 2)
     assert settings.model == "some/model"
-
-
-def test_a_kept_worker_reads_the_workers_section(file: Path) -> None:
-    """What only launchers of whole stacks have is not for it."""
-    settings = load(KeepWorkerSettings, ["--config", str(file)])
-    assert (settings.model, settings.log_level) == ("some/model", "warning")
 
 
 def test_flags_come_before_the_environment_and_that_before_the_file(

@@ -5,15 +5,7 @@ import pytest
 from deploy import cli
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused
-from protos.service.redaction import words_shown
 from protos.service.settings import load
-
-
-def test_words_behind_a_secret_flag_are_hidden() -> None:
-    """Other words stay, without the users of URLs."""
-    given = ["m", "--admin-api-key", "one", "two", "--port=1", "three", "http://me:pw@proxy:1"]
-    assert words_shown(given[-2:], given) == "three http://********@proxy:1"
-    assert words_shown(["m", "two"], given) == "m ********"
 
 
 @pytest.mark.parametrize("flags", [["--api-ky", "hush"], ["--otlp-traces-endpoint", "http://me:hush@host"]])
@@ -28,12 +20,7 @@ def test_a_refusal_shows_no_secret(flags: list[str]) -> None:
     ("line", "said"),
     [
         ("serve m --apikey hush", "unrecognized arguments: --apikey; did you mean --api-key?"),
-        ("serve m --apikey=hush", "--apikey; did you mean --api-key?"),
-        ("serve m --apikeys hush hush", "--apikeys; did you mean --api-key"),
-        ("serve m --keys hush", "--keys"),
         ("serve m --hftoken=hush", "--hftoken; did you mean --hf-token?"),
-        ("serve m --grpc-tokens=hush", "unrecognized arguments: --grpc-tokens; did you mean --"),
-        ("serve m --apiKey hush", "--apiKey"),
         ("serve m --api.key hush", "--api.key"),
         ("serve m --bearer hush", "--bearer; --help lists the flags"),
         ("serve m --sesame -- hush", "--sesame"),

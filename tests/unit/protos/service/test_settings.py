@@ -7,7 +7,7 @@ import pytest
 
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
-from protos.service.settings import Group, ServiceSettings, declared, group_of, load
+from protos.service.settings import Group, ServiceSettings, group_of, load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 
@@ -70,13 +70,6 @@ class _Derived(_Base):
     groups: ClassVar = {Group.LAUNCHER: ("workers",)}
     fixed: ClassVar = {"port": "any free one"}
     workers: int = 1
-
-
-def test_a_subclass_inherits_groups_and_reference_names() -> None:
-    """Each class declares what belongs to its own fields."""
-    assert group_of(_Derived, "host") is Group.ADDRESSES
-    assert group_of(_Derived, "workers") is Group.LAUNCHER
-    assert declared(_Derived, "reference_names") == _Base.reference_names
 
 
 @pytest.mark.parametrize(

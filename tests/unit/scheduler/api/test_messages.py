@@ -9,8 +9,6 @@ from scheduler_svc.api.kv_watch import kv_batch_to_proto
 from scheduler_svc.api.messages import event_to_protos, submission_from_proto
 from scheduler_svc.kv.events import Batch, Cleared, Removed, Stored
 from scheduler_svc.requests.request import Event
-from scheduler_svc.requests.sampling import FinishReason
-from tests.support.sampling_params import token_logprobs
 
 
 def request(**sampling: object) -> inference_pb2.GenerateRequest:
@@ -24,11 +22,6 @@ def test_the_scheduler_fills_in_an_id_and_a_seed() -> None:
     assert one.request_id != two.request_id
     assert one.sampling.params.seed != two.sampling.params.seed
     assert [field.name for field, _ in one.sampling.params.ListFields()] == ["seed"]
-
-
-def test_a_seed_of_zero_is_kept() -> None:
-    """An explicit zero differs from an absent field."""
-    assert submission_from_proto(request(seed=0)).sampling.params == common_pb2.SamplingParams(seed=0)
 
 
 def test_sampling_parameters_reach_the_worker_as_the_client_sent_them() -> None:
@@ -66,14 +59,6 @@ def test_an_event_carries_prompt_statistics_only_once() -> None:
     first = only_message(Event("r", (5,), first=True, num_prompt_tokens=7, num_cached_tokens=4, queue_s=0.25))
     assert (first.prompt.num_tokens, first.prompt.num_cached_tokens, first.prompt.queue_ms) == (7, 4, 250)
     assert not only_message(Event("r", (5,))).HasField("prompt")
-
-
-def test_an_event_carries_reason_stop_token_and_logprobs() -> None:
-    """The message has all three."""
-    entry = token_logprobs(-0.5, 2, (7, -0.25), (5, -0.5))
-    message = only_message(Event("r", (5,), (entry,), FinishReason.STOP, 5))
-    assert (message.finish_reason, message.stop_token_id) == (common_pb2.FINISH_REASON_STOP, 5)
-    assert list(message.logprobs[0].top_token_ids) == [7, 5]
 
 
 def make_keys(count: int) -> tuple[bytes, ...]:

@@ -2,29 +2,8 @@
 
 import pytest
 
-from scheduler_svc.kv.block_pool import Block, BlockPool, FreeQueue
+from scheduler_svc.kv.block_pool import BlockPool
 from tests.support.scheduler.factories import make_pool
-
-
-def test_the_null_block_is_never_allocated() -> None:
-    """Block 0 is in no allocation."""
-    blocks = make_pool(9).allocate(8)
-    assert blocks is not None
-    assert sorted(block.block_id for block in blocks) == list(range(1, 9))
-
-
-def test_allocating_more_than_is_free_changes_nothing() -> None:
-    """`allocate` returns None and all blocks stay free."""
-    pool = make_pool(5)
-    assert pool.allocate(5) is None
-    assert pool.num_free == 4
-
-
-def test_allocating_nothing_is_always_possible() -> None:
-    """Zero blocks are an empty list, even from a full pool."""
-    pool = make_pool(2)
-    pool.allocate(1)
-    assert pool.allocate(0) == []
 
 
 def test_a_freed_cached_block_can_be_revived_until_it_is_allocated() -> None:
@@ -124,17 +103,6 @@ def test_a_double_free_is_refused() -> None:
         pool.free(blocks)
 
 
-def test_usage_counts_blocks_in_use() -> None:
-    """Cached but free blocks do not count as used."""
-    pool = make_pool(5)
-    blocks = pool.allocate(2) or []
-    assert pool.usage == pytest.approx(0.5)
-    pool.index_block(blocks[0], (b"k",))
-    pool.free(blocks)
-    assert pool.usage == 0
-    assert pool.num_cached == 1
-
-
 def test_a_reset_evicts_content_but_keeps_references() -> None:
     """Blocks in use stay in use after the index is cleared."""
     pool = make_pool(5)
@@ -161,26 +129,3 @@ def test_check_integrity_notices_a_wrong_reference_count() -> None:
     block.ref_count = 1
     with pytest.raises(RuntimeError, match="block 1: 1 references"):
         pool.check_integrity()
-
-
-def test_check_integrity_notices_a_key_without_index() -> None:
-    """The index and the keys of blocks must agree."""
-    pool = make_pool()
-    block = (pool.allocate(1) or [])[0]
-    block.keys.append(b"stray")
-    with pytest.raises(RuntimeError, match="do not match"):
-        pool.check_integrity()
-
-
-def test_the_free_queue_keeps_order_under_removal() -> None:
-    """Removing the head, the tail or a middle block keeps the others in order."""
-    blocks = [Block(i, keys=[bytes([i])]) for i in range(5)]
-    queue = FreeQueue()
-    for block in blocks:
-        queue.add(block)
-    for index in (2, 0, 4):
-        queue.remove(blocks[index])
-    assert [block.block_id for block in queue] == [1, 3]
-    queue.add(blocks[0])
-    assert [queue.popleft().block_id for _ in range(3)] == [1, 3, 0]
-    assert len(queue) == 0

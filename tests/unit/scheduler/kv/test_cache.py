@@ -81,15 +81,6 @@ def test_log_probabilities_of_a_prompt_disable_prefix_hits() -> None:
     assert kv.prefixes.peek(make_sequence(range(20, 41))) == 20
 
 
-def test_without_sub_block_reuse_hits_end_at_blocks() -> None:
-    """A hit is a whole number of blocks, and nothing is copied."""
-    kv = make_cache(FULL, chunk=2, block_size=8, sub_block=False)
-    prefill(kv, range(20, 34), chunk=2)
-    assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
-    assert kv.admit(make_sequence(range(20, 34)))
-    assert not kv.copies
-
-
 def test_without_copies_only_whole_blocks_are_shared() -> None:
     """A worker that cannot copy blocks gets hits and forks that need no copy, and no others."""
     kv = make_cache(FULL, chunk=2, block_size=8, copies_blocks=False)
@@ -192,14 +183,6 @@ def test_a_window_is_found_only_after_its_copy_was_run() -> None:
         assert kv.prefixes.peek(request) == found
         kv.release(request)
         assert kv.usage == 0
-
-
-def test_windows_are_kept_only_where_hits_may_end() -> None:
-    """Chunks of 4 in blocks of 8 without sub-block reuse: a prompt of 14 tokens keeps its window at 8."""
-    kv = make_cache(IN_PLACE, chunk=4, block_size=8, sub_block=False, keep=KeepEnds())
-    kv.release(prefill(kv, range(20, 34)))
-    assert kv.prefixes.peek(make_sequence(range(20, 34))) == 8
-    assert kv.stats.kept_windows == 1
 
 
 def test_a_paged_window_frees_blocks_behind_it() -> None:

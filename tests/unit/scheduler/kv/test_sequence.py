@@ -5,13 +5,6 @@ import pytest
 from scheduler_svc.kv.sequence import HashChain, SequenceKv, hash_block_key, seed_key
 
 
-def test_keys_chain_over_blocks() -> None:
-    """The second hash block's key depends on the first one's tokens."""
-    seed = seed_key(model="m")
-    one, two = HashChain(seed, 2), HashChain(seed, 2)
-    assert one.extend([1, 2, 3, 4], 2)[1] != two.extend([9, 2, 3, 4], 2)[1]
-
-
 def test_equal_tokens_give_equal_keys() -> None:
     """Hashing one by one or all at once gives the same keys."""
     seed = seed_key(model="m")
@@ -19,13 +12,6 @@ def test_equal_tokens_give_equal_keys() -> None:
     for count in (1, 2, 3):
         steps.extend([1, 2, 3, 4, 5, 6], count)
     assert steps.keys == HashChain(seed, 2).extend([1, 2, 3, 4, 5, 6], 3)
-
-
-def test_known_keys_are_not_hashed_again() -> None:
-    """Known keys are returned even if the given tokens differ."""
-    chain = HashChain(seed_key(model="m"), 2)
-    first = chain.extend([1, 2], 1)
-    assert chain.extend([7, 7], 1) == first
 
 
 @pytest.mark.parametrize(
