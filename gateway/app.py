@@ -116,7 +116,6 @@ def _assemble(
     wall_clock: Callable[[], float],
     on_unusable: Callable[[TriptychError], None],
 ) -> Context:
-    """Makes the parts shared by all routes."""
     watcher = ServedModelWatcher(
         client,
         poll_s=settings.model_poll_s,
@@ -152,8 +151,6 @@ def _assemble(
 
 
 def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
-    """Returns the start and end of the parts."""
-
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         if context.shared_metrics is not None:
@@ -173,7 +170,6 @@ def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncC
 
 
 def _add_middleware(app: FastAPI, context: Context, tracer: Tracer | None) -> None:
-    """Wraps the routes. The last middleware runs first."""
     settings = context.settings
     app.add_middleware(AuthMiddleware, keys=context.keys, usage=KeyUsage(context.metrics.registry))
     if settings.allowed_origins:
@@ -190,7 +186,6 @@ def _add_middleware(app: FastAPI, context: Context, tracer: Tracer | None) -> No
 
 
 def _cross_origin(settings: Settings) -> dict[str, Any]:
-    """Returns the arguments of the middleware for web pages of other origins."""
     return {
         "allow_origins": settings.allowed_origins,
         "allow_methods": settings.allowed_methods,
@@ -226,7 +221,6 @@ def _on_triptych_error(request: Request, error: Exception) -> Response:
 
 
 def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Answers Starlette's own refusals: unknown paths and methods."""
     if not isinstance(error, HTTPException):
         raise error
     path, method = request.url.path, sent_method(request.scope)

@@ -184,7 +184,6 @@ class _Engines(Collector):
         return found
 
     def _retire_oldest(self) -> None:
-        """Adds the figures of the oldest engine to those of earlier engines."""
         model_name, engine = next(key for key in self._engines if key[1] not in ("", _RETIRED))
         retired = self._engines.setdefault((model_name, _RETIRED), EngineMetrics())
         retired.add(self._engines.pop((model_name, engine)))
@@ -396,7 +395,6 @@ class SharedMetrics:
 
 
 async def _read(path: Path) -> bytes | None:
-    """Returns the metrics of the gateway at a socket; None without an answer."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(path)

@@ -137,7 +137,6 @@ class SecuritySettings(ServiceSettings):
     @field_validator("api_key", mode="before")
     @classmethod
     def _are_keys(cls, value: object) -> object:
-        """Reads a variable (a key or a JSON list), or a flag's keys, quoted with commas between them."""
         if isinstance(value, str):
             value = _json_list(value) if value.startswith(("[", '"')) else (value,)
         if isinstance(value, tuple | list) and "" in value:

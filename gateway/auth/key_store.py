@@ -133,7 +133,6 @@ def _parsed(path: Path, content: bytes) -> Any:
 
 
 def _reason(error: ValidationError) -> str:
-    """Returns the first thing that is wrong, with its place: ``keys[2].sha256 should match …``."""
     first = error.errors(include_url=False, include_input=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
     text = first["msg"].removeprefix("Value error, ").removeprefix("Input ")

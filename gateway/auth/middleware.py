@@ -130,7 +130,6 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
 
     async def _run(self, key: Key, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs a request within its key's limits, and counts its use."""
         admission = None
         if key.limiter is not None and scope["method"] == "POST":
             add_headers(scope, key.limiter.headers)
@@ -153,7 +152,6 @@ class AuthMiddleware:
 
 
 def _path(scope: Scope) -> str:
-    """Returns the path as the routes see it, without the prefix of a proxy."""
     path: str = scope["path"]
     root: str = scope.get("root_path", "")
     return path.removeprefix(root) if root and path.startswith(f"{root}/") else path

@@ -116,7 +116,6 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
 
 
 def _encodings(headers: Headers) -> list[str]:
-    """Returns the names of a body's encodings, the outermost first."""
     given = [name.strip().lower() for name in ",".join(headers.getlist("content-encoding")).split(",")]
     found = [name for name in reversed(given) if name not in ("", "identity")]
     for name in found:

@@ -86,8 +86,6 @@ class EarlyStream(Response):
     async def _send_rest(
         self, answer: asyncio.Task[Response], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Sends the answer after a status line and comments."""
-
         async def without_head(message: Message) -> None:
             if message["type"] != "http.response.start":
                 await send(message)

@@ -68,6 +68,11 @@ def documented(
     return {200: success}
 
 
+def media(kind: str, description: str, **schema: Any) -> dict[str, Any]:
+    """Returns the description of an answer of the media type ``kind``."""
+    return {kind: {"schema": {"type": "string", "description": description, **schema}}}
+
+
 def event_stream(event: Any) -> dict[str, Any]:
     """Returns the media type of a streamed answer with events of the type ``event``."""
     schema = TypeAdapter(event).json_schema(mode="serialization")
@@ -75,7 +80,7 @@ def event_stream(event: Any) -> dict[str, Any]:
     name = schema["properties"]["object"]["const"]
     description = f'Server-sent events with `{name}` objects; the last event is "data: [DONE]".'
     content = {"contentMediaType": "application/json", "contentSchema": _inline(schema, definitions)}
-    return {"text/event-stream": {"schema": {"type": "string", "description": description, **content}}}
+    return media("text/event-stream", description, **content)
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:

@@ -112,7 +112,6 @@ class DecliningParser:
 def _head_without_offer(
     method: bytes, target: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]
 ) -> bytes:
-    """Returns a request's head without its offer of another protocol; names of headers are lower case."""
     lines = [b"%b %b HTTP/%b" % (method, target, version.encode())]
     for name, value in headers:
         if name == b"connection":

@@ -85,7 +85,6 @@ def _sampling(body: MessagesRequest) -> dict[str, Any]:
 
 
 def _variables(body: PromptRequest, template: ChatTemplate | None) -> dict[str, Any]:
-    """Returns the template's variables: the switch of its thinking, and those of the client."""
     known = template.variables if template is not None else frozenset()
     variables: dict[str, Any] = {}
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
@@ -95,7 +94,6 @@ def _variables(body: PromptRequest, template: ChatTemplate | None) -> dict[str, 
 
 
 def _messages(body: PromptRequest, *, merge_system: bool) -> list[Message]:
-    """Returns the turns for the template. Neighbouring turns of the same role are joined."""
     texts, turns = [_text_of(body.system)], body.messages
     if merge_system:
         texts += [_text_of(turn.content) for turn in turns if turn.role == "system"]
@@ -120,7 +118,6 @@ def _text_of(blocks: Iterable[TextBlock | Block]) -> str:
 
 
 def _user_turns(blocks: Sequence[Block], names: dict[str | None, str | None]) -> Iterator[Message]:
-    """Yields the results of calls, which must follow their calls, then the user's text."""
     for block in blocks:
         if block.type == "tool_result":
             call = block.tool_use_id
@@ -133,7 +130,6 @@ def _user_turns(blocks: Sequence[Block], names: dict[str | None, str | None]) ->
 
 
 def _result(block: Block) -> str:
-    """Returns the text of a call's result, marked after a failure: templates lack a field for it."""
     text = "\n".join(part.text for part in block.content)
     return text if not block.is_error or text[:5].lower() == "error" else f"Error: {text}"
 

@@ -1,6 +1,6 @@
 """The routes of the Messages API."""
 
-from typing import Any, Final
+from typing import Final
 
 import orjson
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from gateway.generation.respond import chat_prompt, kept_alive, respond_to_chat
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.errors import UnknownRoute, shape_errors
-from gateway.http.openapi import api_router, documented
+from gateway.http.openapi import api_router, documented, media
 from gateway.messages_api.conversion import ConvertedRequest, to_chat
 from gateway.messages_api.schemas import (
     AnthropicErrorAnswer,
@@ -34,15 +34,11 @@ PATH: Final = "/v1/messages"
 router = api_router("Messages", error=AnthropicErrorAnswer, api="Anthropic")
 shape_errors(PATH, shape)
 
-_EVENTS: Final[dict[str, Any]] = {
-    "text/event-stream": {
-        "schema": {
-            "type": "string",
-            "description": "Anthropic's events: message_start, ping, content_block_start, content_block_delta,"
-            " content_block_stop, message_delta, and message_stop or error as the last one.",
-        }
-    }
-}
+_EVENTS: Final = media(
+    "text/event-stream",
+    "Anthropic's events: message_start, ping, content_block_start, content_block_delta, content_block_stop,"
+    " message_delta, and message_stop or error as the last one.",
+)
 
 
 @router.post(

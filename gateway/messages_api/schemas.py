@@ -58,7 +58,6 @@ _MAX_DEPTH: Final = 6
 
 
 def _in_words(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a block of text in place of another block: its texts, or a line with its type."""
     kind = block["type"]
     if kind in _CALLS:
         text = f"[{clip(str(block.get('name')))} was called with {_json(block.get('input'))}]"
@@ -287,7 +286,6 @@ class AnthropicTool(RequestModel):
 
 
 def _without_settings_of_server_tools(tools: Any) -> Any:
-    """Keeps only type and name of skipped tools, whose further fields vary."""
     if not isinstance(tools, list):
         return tools
     return [

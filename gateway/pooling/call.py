@@ -15,6 +15,7 @@ from gateway.generation.context import Context, context_of
 from gateway.generation.respond import unique_wire_id
 from gateway.generation.streaming import while_client_waits
 from gateway.http.middleware import note, pass_on
+from gateway.http.openapi import media
 from gateway.pooling.encoding import as_bytes, as_json, description
 from gateway.pooling.inputs import Cuts, PoolInput, encode_text
 from gateway.pooling.schemas import EmbeddingUsage, EncodedBody, InputBody, ListHead, PoolingBody
@@ -33,16 +34,12 @@ _VALUES_PER_CHARACTER: Final = 8
 # Results whose description still fits into the header that clients of HTTP read.
 _MOST_DESCRIBED: Final = 400
 
-# The media type of results as bytes, for the OpenAPI document.
-BYTES: Final[dict[str, Any]] = {
-    "application/octet-stream": {
-        "schema": {
-            "type": "string",
-            "format": "binary",
-            "description": "With encoding_format bytes or bytes_only: all results, one after the other.",
-        }
-    }
-}
+BYTES: Final = media(
+    "application/octet-stream",
+    "With encoding_format bytes or bytes_only: all results, one after the other.",
+    format="binary",
+)
+"""The media type of results as bytes, for the OpenAPI document."""
 
 T = TypeVar("T")
 

@@ -13,7 +13,6 @@ from gateway.schemas.sampling import UINT32_MAX, ModelName, as_prompts, or_defau
 
 
 def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:
-    """Returns a list of inputs; empty for a conversation."""
     if value is not None:
         return as_prompts(value)
     if info.data.get("messages") is None:
@@ -43,7 +42,6 @@ Activation = Annotated[
 
 
 def _text_of(item: Any, info: ValidationInfo) -> Any:
-    """Returns the text of an object with ``text``, Jina's and Cohere's form of a document."""
     if not isinstance(item, dict) or not isinstance(item.get("text"), str):
         return item
     for name in item:
@@ -53,7 +51,6 @@ def _text_of(item: Any, info: ValidationInfo) -> Any:
 
 
 def _texts(value: Any, info: ValidationInfo) -> list[str]:
-    """Returns a list of texts, from a text or an object, or a list of them."""
     values = value if isinstance(value, list) else [value]
     texts = [_text_of(item, info) for item in values]
     if not all(isinstance(text, str) for text in texts):

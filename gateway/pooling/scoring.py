@@ -81,7 +81,6 @@ def _check_options(body: ScoreRequest | RerankRequest, task: "pb.PoolTask.ValueT
 async def _encode(
     call: PoolCall, queries: Sequence[str], documents: Sequence[str], cuts: Cuts
 ) -> list[PoolInput]:
-    """Returns the tokens of queries, then of documents, each after the model's prompt for its kind."""
     text = call.served.text
     query_prompt, document_prompt = text.prompts.query, text.prompts.document
     of_query = Cuts(cuts.total, cuts.first, side=cuts.side)
@@ -101,7 +100,6 @@ async def _encode(
 def _cosines(
     queries: Sequence[inference.PoolResponse], documents: Sequence[inference.PoolResponse]
 ) -> list[float]:
-    """Returns the products of embeddings of length 1."""
     firsts = _one_each([query.values for query in queries], len(documents))
     return [sum(map(mul, first, other.values)) for first, other in zip(firsts, documents, strict=True)]
 
@@ -196,11 +194,7 @@ async def _scores(
     *,
     param: str,
 ) -> tuple[list[float], list[PoolInput]]:
-    """Returns a score for each document, and the inputs.
-
-    Raises:
-        Unsupported: if the model neither scores nor embeds, or lacks an option of the request.
-    """
+    """Returns a score for each document, and the inputs."""
     call.check_count(len(documents), param)
     cuts = call.cuts(first=body.max_tokens_per_query, second=body.max_tokens_per_doc)
     task = call.served.check_serves(pb.POOL_TASK_SCORE, pb.POOL_TASK_EMBED, pb.POOL_TASK_TOKEN_EMBED)
@@ -229,11 +223,7 @@ async def _scores(
 
 
 def _template_variables(call: PoolCall, body: ScoreRequest | RerankRequest) -> dict[str, Any]:
-    """Returns the request's variables of the template for pairs.
-
-    Raises:
-        Unsupported: if the template does not read the instruction.
-    """
+    """Returns the request's variables of the template for pairs."""
     template = call.served.text.pair_template
     known = frozenset() if template is None else template.variables
     if body.instruction is not None and "instruction" not in known:
@@ -249,7 +239,6 @@ def _template_variables(call: PoolCall, body: ScoreRequest | RerankRequest) -> d
 def _rendered(
     text: TextCodec, query: str, document: str, variables: Mapping[str, Any], cuts: Cuts
 ) -> PoolInput:
-    """Returns the input of a pair, written by the template."""
     assert text.pair_template is not None
     short = [
         text.decode(

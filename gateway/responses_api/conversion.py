@@ -74,7 +74,6 @@ def _tool(function: Function) -> Tool:
 
 
 def _is_unfinished(item: InputItem) -> bool:
-    """Whether an item is an incomplete message of the assistant."""
     return (
         isinstance(item, InputMessage)
         and item.role == "assistant"
@@ -83,7 +82,6 @@ def _is_unfinished(item: InputItem) -> bool:
 
 
 def _system_first(messages: Sequence[Message]) -> list[Message]:
-    """Joins all system messages in front, for templates that refuse later system messages."""
     system = [message for message in messages if message.role in _SYSTEM]
     if not system:
         return list(messages)
@@ -147,7 +145,6 @@ def messages_of(instructions: str | None, items: Iterable[InputItem]) -> Iterato
 
 
 def _other_message(item: InputItem, functions: dict[str, str]) -> Message | None:
-    """Returns the message of an item outside the assistant's turn."""
     if isinstance(item, InputMessage) and item.role != "assistant":
         return Message.model_construct(role=item.role, content=item.content)
     if isinstance(item, FunctionCallOutput):
@@ -157,7 +154,6 @@ def _other_message(item: InputItem, functions: dict[str, str]) -> Message | None
 
 
 def _continues(item: InputItem, turn: _Turn) -> bool:
-    """Whether an item of the assistant belongs to the turn before it."""
     if isinstance(item, FunctionCall | Aside):
         return True
     return not turn.has_message and (isinstance(item, InputMessage) or not turn.calls)

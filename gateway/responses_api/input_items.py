@@ -55,7 +55,6 @@ def _output(item: Item) -> Item:
 
 
 def _parts(output: Any) -> list[Any]:
-    """Returns a result's part, or those of a shell command's output."""
     if not isinstance(output, dict) or "type" in output:
         return [output]
     streams = (_field(output, "stdout"), _field(output, "stderr"))
@@ -66,7 +65,6 @@ def _parts(output: Any) -> list[Any]:
 
 
 def _tool_search(item: Item) -> Item | Words:
-    """A search by OpenAI's servers has no call id."""
     return _call("tool_search", "arguments")(item) if _call_id(item) else omitted("tool search")
 
 
@@ -188,7 +186,6 @@ Echoed = Annotated[str | None, Field(max_length=256, description="As an answer h
 
 
 def _result(content: Any, info: ValidationInfo) -> str:
-    """Returns the text of a call's result; a line stands for each image or file in it."""
     if isinstance(content, list):
         content = [_part_in_words(part) for part in content]
     return _text(content, info)
@@ -319,7 +316,6 @@ _KINDS: Final[Mapping[str, type[InputMessage | FunctionCall | FunctionCallOutput
 
 
 def _item(value: Any, info: ValidationInfo) -> InputItem:
-    """Reads an item as its type says; a finding keeps its path in the body."""
     if not isinstance(value, dict):
         raise ValueError(f"must be an item (a JSON object), got {quote(value)}")  # noqa: TRY004
     kind = value.get("type")

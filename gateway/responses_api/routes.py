@@ -1,7 +1,7 @@
 """The routes of the Responses API."""
 
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import orjson
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from gateway.generation.respond import chat_prompt, kept_alive, respond_to_chat
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.errors import UnknownRoute
-from gateway.http.openapi import api_router, documented
+from gateway.http.openapi import api_router, documented, media
 from gateway.parsers.events import Event, Text
 from gateway.quoting import quote
 from gateway.responses_api.conversion import ResponseAsChat, to_chat
@@ -37,15 +37,11 @@ ID_PREFIX: Final = "resp_"
 
 router = api_router("Responses")
 
-_EVENTS: Final[dict[str, Any]] = {
-    "text/event-stream": {
-        "schema": {
-            "type": "string",
-            "description": "OpenAI's typed events, numbered by sequence_number, from response.created to"
-            " response.completed, response.incomplete or response.failed.",
-        }
-    }
-}
+_EVENTS: Final = media(
+    "text/event-stream",
+    "OpenAI's typed events, numbered by sequence_number, from response.created to response.completed,"
+    " response.incomplete or response.failed.",
+)
 
 
 @router.post(
@@ -109,7 +105,6 @@ def _body(
 
 
 def _message_logprobs(plan: AnswerPlan, end: Delta, reporter: Reporter) -> list[ChatToken]:
-    """Returns the log-probabilities of the message's tokens, as in a stream."""
     if plan.plain or not reporter.wanted:
         return chat_logprobs(reporter, end.tokens)
     reader, last = DeltaReader(plan.reader()), len(end.tokens) - 1

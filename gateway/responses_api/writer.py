@@ -443,7 +443,6 @@ class ResponseStreamWriter(ResponseWriter):
         return event + self._event("response.failed", response=response)
 
     def _last(self, tokens: Sequence[TokenReport]) -> bytes:
-        """Closes the last item; an answer without any has an empty message."""
         opening = b""
         if not self._output.items:
             opening = self._opening(self._output.add_message())

@@ -225,13 +225,11 @@ class ChatTemplate:
 
 
 def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns a conversation whose last turn has a mark at its end."""
     *before, last = messages
     return [*before, {**last, "content": f"{joined(last['content'])}{_MARK}"}]
 
 
 def _up_to_mark(text: str) -> str:
-    """Returns the part of a prompt in front of the mark."""
     at = text.rfind(_MARK.rstrip())
     if at < 0:
         raise InvalidArgument(

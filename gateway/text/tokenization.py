@@ -259,7 +259,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
-    """Returns the named special tokens, which are strings or objects with ``content``."""
     found = {}
     for name in _NAMED_TOKENS:
         value = config.get(name, special_map.get(name))
