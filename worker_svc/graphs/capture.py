@@ -1,7 +1,6 @@
 """Graph capture: runs a step of a model once and records the calls that reach PyTorch's dispatcher.
 
-Other modules use the recording: `replay` runs the same kernels again, `graph_partition` builds graphs for
-a compiler.
+`replay` runs the recorded kernels again, `inductor` builds graphs for a compiler.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -8,10 +8,9 @@ from typing import Protocol
 from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
 from worker_svc.devices.base import Device
-from worker_svc.graphs.compile_cache import CompileCache
+from worker_svc.graphs.compile_cache import CompileCache, CompiledCode, replace_unwritable_cache_dirs
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions, GraphRunner, GraphSignature
-from worker_svc.graphs.precompiled import CompiledCode, replace_unwritable_cache_dirs
 from worker_svc.graphs.verification_cache import VerificationCache
 from worker_svc.phases import Phases, Progress
 from worker_svc.settings import Settings

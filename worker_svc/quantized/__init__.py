@@ -2,6 +2,6 @@
 
 `checkpoint_config` reads the schemes of a model's layers and refuses all others. `stored_tensors` turns the
 tensors of each format into one form while they are read. `codes` defines schemes and rounds weights to
-integers; `gptq` does so with the Hessians of `calibration`. Imported by `model_files` and `vllm_adapter`;
+integers; `calibration` does so by effects on the output. Imported by `model_files` and `vllm_adapter`;
 imports `protos`.
 """

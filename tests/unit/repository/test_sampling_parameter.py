@@ -10,7 +10,6 @@ SAMPLING_PARAMETER_FILES = {
     "protos/triptych/v1/common.proto",
     "gateway/schemas/sampling.py",
     "gateway/generation/request_builder.py",
-    "worker_svc/sampling/parameters.py",
     "worker_svc/sampling/state.py",
     "worker_svc/sampling/adjust.py",
 }

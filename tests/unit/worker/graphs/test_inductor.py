@@ -12,8 +12,7 @@ from torch.nn import functional
 from worker_svc.devices.attention import AttentionCall, AttentionParams
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.capture import LayerAttention, Recorder, Recording
-from worker_svc.graphs.graph_partition import Subgraph, partition
-from worker_svc.graphs.inductor import InductorGraph, SubgraphCompiler
+from worker_svc.graphs.inductor import InductorGraph, Subgraph, SubgraphCompiler, partition
 from worker_svc.graphs.replay import build_kernel_graph
 
 PARAMS = AttentionParams(1, 1, 4, 1.0, 0, 0.0, writes=True)
