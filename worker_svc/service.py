@@ -4,7 +4,7 @@ import asyncio
 import functools
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from protos.errors import ConfigurationRefused
@@ -35,11 +35,9 @@ async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoRetu
         ConfigurationRefused: if the address cannot be bound.
         WorkerFailed: if too many steps failed in a row.
     """
-    log = get_logger()
     loop = asyncio.get_running_loop()
     stop, leaving = asyncio.Event(), asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
+    _on_signals(loop, stop.set)
     failed: asyncio.Future[None] = loop.create_future()
 
     def give_up(reason: str) -> None:
@@ -63,7 +61,7 @@ async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoRetu
     server = Server((SERVICE,), register, max_concurrent_rpcs=settings.max_concurrent_rpcs, security=security)
     health.server = server
     port = await server.start(settings.host, settings.port, settings.socket)
-    log.info("listening", host=settings.host, port=port, worker_id=worker_id)
+    get_logger().info("listening", host=settings.host, port=port, worker_id=worker_id)
     registered = _register(
         worker, settings, prepared, watchdog, leaving, worker_id=worker_id, port=port, give_up=give_up,
         security=security,
@@ -82,13 +80,9 @@ async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoRetu
         # Readiness goes first, then the requests, then the process.
         leaving.set()
         await health.stop()
-        if settings.scheduler_address:
-            await leave(settings.scheduler_address, worker_id=worker_id, security=security)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _leave(settings, worker_id, security, tasks)
         await _close(server, thread, watchdog, servicer, worker)
-        log.info("stopped")
+        get_logger().info("stopped")
 
 
 def check(settings: Settings) -> Worker:
@@ -103,6 +97,22 @@ def check(settings: Settings) -> Worker:
     worker = Worker(settings)
     worker.prepare()
     return worker
+
+
+def _on_signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, stop)
+
+
+async def _leave(
+    settings: Settings, worker_id: str, security: LinkSecurity, tasks: Sequence[asyncio.Task[None]]
+) -> None:
+    """Withdraws the registration and ends the tasks."""
+    if settings.scheduler_address:
+        await leave(settings.scheduler_address, worker_id=worker_id, security=security)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _close(
