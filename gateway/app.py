@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import version
+from gateway import VERSION
 from gateway.auth.key_store import KeyStore
 from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
 from gateway.generation.chat_prompts import ChatEncoder
@@ -87,7 +87,7 @@ def create_app(
     app = FastAPI(
         title="Triptych",
         description=_DESCRIPTION,
-        version=version.VERSION,
+        version=VERSION,
         lifespan=_lifespan(context),
         openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
         docs_url=None,

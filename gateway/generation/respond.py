@@ -7,7 +7,6 @@ from typing import Any, Final, TypeAlias
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import version
 from gateway.auth.identity import account_of
 from gateway.auth.rate_limits import charge
 from gateway.generation.answer_plan import AnswerPlan, plan_answer
@@ -156,9 +155,7 @@ async def respond(
         wanted=body.num_logprobs is not None,
     )
     model = served.adapter_of(body.model) or served.model.served_name
-    head = AnswerHead(
-        answer_id, created, model, version.fingerprint(served.model), body, generation, reporter
-    )
+    head = AnswerHead(answer_id, created, model, served.fingerprint, body, generation, reporter)
     idle_s = context.settings.sse_keep_alive_interval
     return Answer(generation, new_writer(head), context.unread, headers, keep_alive_s=idle_s)
 

@@ -12,11 +12,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from typing_extensions import TypedDict
 
+from gateway import VERSION
 from gateway.auth.middleware import check_admin
 from gateway.generation.context import context_of
 from gateway.http.openapi import api_router, documented
 from gateway.scheduler_client.served_model import ServedModel
-from gateway.version import VERSION, fingerprint
 from protos.errors import TriptychError, Unavailable, Unsupported
 from protos.service.logs import get_logger
 from protos.triptych.v1 import inference_pb2 as inference
@@ -148,7 +148,7 @@ def _model(served: ServedModel) -> ServedModelInfo:
         "architecture": model.architecture,
         "dtype": model.dtype,
         "max_model_len": model.max_model_len,
-        "system_fingerprint": fingerprint(model),
+        "system_fingerprint": served.fingerprint,
     }
 
 

@@ -1,12 +1,15 @@
 """The served model and its tokenizer, kept current while the gateway runs."""
 
 import asyncio
+import functools
+import hashlib
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gateway import VERSION
 from gateway.http.errors import UnknownModel, internal
 from gateway.scheduler_client.client import InferenceClient
 from gateway.text.tokenization import TextCodec
@@ -27,13 +30,22 @@ _ROUTES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServedModel:
     """The model that is served at the moment."""
 
     model: pb.ModelInfo
     text: TextCodec
     """The model's tokenizer and chat template."""
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """OpenAI's ``system_fingerprint``; differs wherever answers may, apart from parameters."""
+        model = self.model
+        facts = (
+            VERSION, model.source, model.architecture, model.dtype, model.max_model_len, model.tokenizer_sha256,
+        )  # fmt: skip
+        return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:12]}"
 
     def unknown(self, name: str) -> UnknownModel:
         """Returns the error of a request for another model."""

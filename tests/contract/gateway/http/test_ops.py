@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from gateway import VERSION
 from gateway.scheduler_client.served_model import ServedModelWatcher
-from gateway.version import VERSION
 from tests.support.gateway.serving import CHAT, Stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]

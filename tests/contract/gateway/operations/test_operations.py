@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from pydantic import SecretStr
 
+from gateway import VERSION
 from gateway.operations.routes import ServerInfo
-from gateway.version import VERSION
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import CHAT, TEXT, Stack, running_stack
 
