@@ -230,7 +230,7 @@ class _Parser:
                 return _Start(), 0
             case "$":
                 return _End(), 0
-            case "*" | "+" | "?" | "{":
+            case "*" | "+" | "?" | "{" if char != "{" or _REPEAT.match(self._text, self._at - 1):
                 raise ValueError(f"has {char!r} with nothing to repeat before it; write \\{char}")
             case _:
                 return Chars(((_checked(ord(char)),) * 2,)), 1

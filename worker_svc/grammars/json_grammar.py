@@ -40,7 +40,7 @@ from worker_svc.grammars.json_facts import (
     both,
     lower,
 )
-from worker_svc.grammars.json_numbers import number_terminal
+from worker_svc.grammars.json_numbers import number_bodies
 from worker_svc.grammars.json_schema import Schemas
 from worker_svc.grammars.limits import refusal, refuse_schema
 
@@ -132,7 +132,7 @@ class JsonWriter:
     def _number(self, facts: Facts, schema: Conjunction) -> Iterator[tuple[Symbol, ...]]:
         excluded = frozenset(Decimal(value) for kind, value in facts.excluded if kind in NUMBERS)
         try:
-            body = number_terminal(
+            bodies = number_bodies(
                 facts.numbers,
                 excluded,
                 integers="integer" in facts.types,
@@ -140,8 +140,13 @@ class JsonWriter:
             )
         except ValueError as error:
             raise self._refusal(schema, str(error)) from None
-        if body is not None:
-            yield (self._writer.add_body(body) if body.startswith("%") else self._writer.terminal(body),)
+        for body in bodies:
+            sign, is_rule, schema_text = body.partition("%json")
+            if not is_rule:
+                yield (self._writer.terminal(body),)
+                continue
+            rule = self._writer.add_body(is_rule + schema_text)
+            yield ('"-"', rule) if sign else (rule,)
 
     # -- strings
 

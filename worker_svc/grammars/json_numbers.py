@@ -71,10 +71,12 @@ class Numbers:
         )
 
 
-def number_terminal(
+def number_bodies(
     numbers: Numbers, excluded: frozenset[Decimal], *, integers: bool, fractions: bool
-) -> str | None:
-    """Returns the body of a terminal for a set of numbers, or `%json …`, which is a rule's; `None` if empty.
+) -> list[str]:
+    """Returns the bodies of terminals for a set of numbers.
+
+    A body `%json …` is that of a rule, and `-%json …` that of a rule for the digits after the sign.
 
     Args:
         numbers: the set.
@@ -88,7 +90,7 @@ def number_terminal(
     if integers and not fractions:
         numbers = replace(numbers, low=_whole(numbers.low, 1), high=_whole(numbers.high, -1))
     if numbers.is_empty:
-        return None
+        return []
     if numbers.high is not None and numbers.high[0] > _HUGE:
         numbers = replace(numbers, high=(_HUGE, True))
     if numbers.low is not None and numbers.low[0] < -_HUGE:
@@ -102,14 +104,14 @@ def number_terminal(
         return _multiples(numbers, excluded, integers=integers, fractions=fractions)
     form = _FORMS[integers, fractions]
     if not excluded and numbers.low is None and numbers.high is None:
-        return _ANY_NUMBER if integers and fractions else f"/-?{form}/"
+        return [_ANY_NUMBER if integers and fractions else f"/-?{form}/"]
     signs = []
     if numbers.high is None or numbers.high[0] >= 0:
         signs.append(_magnitudes(form, numbers.low, numbers.high, excluded))
     if numbers.low is None or numbers.low[0] <= 0:
         low, high = _negated(numbers.high), _negated(numbers.low)
         signs.append(f"/-/ {_magnitudes(form, low, high, frozenset(-each for each in excluded))}")
-    return f"({' | '.join(signs)})"
+    return [f"({' | '.join(signs)})"]
 
 
 def _magnitudes(form: str, low: Bound | None, high: Bound | None, excluded: frozenset[Decimal]) -> str:
@@ -162,7 +164,7 @@ def _equal(value: Decimal) -> str:
 
 def _multiples(
     numbers: Numbers, excluded: frozenset[Decimal], *, integers: bool, fractions: bool
-) -> str | None:
+) -> list[str]:
     if numbers.never_multiples or not integers or excluded:
         raise ValueError("excludes multiples or values beside multipleOf, which cannot be enforced")
     factors = [Fraction(each) for each in numbers.multiples] + ([] if fractions else [Fraction(1)])
@@ -179,12 +181,25 @@ def _multiples(
         raise ValueError(
             f"has a multipleOf of more than {_MAX_FACTOR} units, or bounds beyond it, which cannot be enforced"
         )
-    schema: dict[str, object] = {"type": "number" if fractions else "integer", "multipleOf": float(factor)}
-    for bound, name in ((numbers.low, "inimum"), (numbers.high, "aximum")):
-        if bound is not None:
-            key = f"exclusiveM{name}" if bound[1] else f"m{name}"
-            schema[key] = float(bound[0])
-    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_flexible': False}})}"
+    # llguidance finds multiples of at least zero only.
+    bodies = []
+    for sign, low, high in (
+        ("", numbers.low, numbers.high),
+        ("-", _negated(numbers.high), _negated(numbers.low)),
+    ):
+        digits = Numbers(_tighter(low, (Decimal(0), False), sign=1), high)
+        if digits.is_empty or (sign and high is not None and not high[0]):
+            continue
+        schema: dict[str, object] = {
+            "type": "number" if fractions else "integer",
+            "multipleOf": float(factor),
+        }
+        for bound, name in ((digits.low, "inimum"), (high, "aximum")):
+            if bound is not None:
+                schema[f"exclusiveM{name}" if bound[1] else f"m{name}"] = float(bound[0])
+        options = {"whitespace_flexible": False}
+        bodies.append(f"{sign}%json {json.dumps({**schema, 'x-guidance': options})}")
+    return bodies
 
 
 def _divides(factor: Decimal, value: Decimal) -> bool:

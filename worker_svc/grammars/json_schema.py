@@ -2,7 +2,7 @@
 
 Each conjunction of schemas becomes a list of `Facts`, of which a value must fit at least one. Negation is
 pushed to the keywords, so `not`, `oneOf`, `if` and the like leave nothing but facts. Unknown keywords are
-annotations. `format` is enforced where the same schema says `"type": "string"`, and an annotation elsewhere.
+annotations. `format` is enforced where the same schema has a `type` with strings; elsewhere it is one.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -485,7 +485,7 @@ class _Reader:
         if self._node.get("pattern") is not None:
             found.append(self._schemas.expression(self._node["pattern"], self._where))
         name = self._node.get("format")
-        if isinstance(name, str) and name in FORMATS and self._types() == {"string"}:
+        if isinstance(name, str) and name in FORMATS and "type" in self._node and "string" in self._types():
             found.append(self._schemas.expression(FORMATS[name], self._where, whole=True))
         return found
 
