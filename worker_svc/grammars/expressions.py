@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final, NoReturn, TypeAlias
 
+from llguidance import LLMatcher, LLTokenizer
+
 from worker_svc.grammars.charsets import (
     ALL,
     ESCAPE_CLASSES,
@@ -96,8 +98,9 @@ EMPTY: Final = Sequence(())
 """The empty text."""
 NOTHING: Final = AnyOf(())
 """No text."""
+_BYTES: Final = LLTokenizer("byte")
 _ZERO_WIDTH: Final = (_Start, _End, _Look)
-_REPEAT: Final = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
+_REPEAT: Final = re.compile(r"\{([0-9]{1,4000})(?:(,)([0-9]{0,4000}))?\}")
 _GROUP: Final = re.compile(r"\?(?::|P?<[A-Za-z_]\w*>)")
 _HEX: Final = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|c([A-Za-z])")
 _PROPERTY: Final = re.compile(r"([pP])\{(?:gc=|General_Category=)?(\w+)\}")
@@ -407,50 +410,34 @@ def _all_of(parts: tuple[Rx, ...]) -> Rx:
     return ANY if not kept else kept[0] if len(kept) == 1 else AllOf(kept)
 
 
-@lru_cache(4096)
 def matches(tree: Rx, text: str) -> bool:
     """Whether an expression matches a whole text."""
-    return len(text) in _ends(tree, text, frozenset({0}))
+    matcher = _matcher(tree)
+    if matcher.is_error():  # no text matches
+        return False
+    matcher.reset()
+    data = list(text.encode(errors="surrogatepass"))
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
 
 
-def _ends(tree: Rx, text: str, starts: frozenset[int]) -> frozenset[int]:
-    """Returns where matches beginning at `starts` may end."""
-    match tree:
-        case Chars(chars):
-            return frozenset(
-                at + 1
-                for at in starts
-                if at < len(text) and any(first <= ord(text[at]) <= last for first, last in chars)
-            )
-        case Sequence(parts):
-            for part in parts:
-                starts = _ends(part, text, starts) if starts else starts
-            return starts
-        case AnyOf(parts):
-            return frozenset[int]().union(*(_ends(part, text, starts) for part in parts))
-        case AllOf(parts):
-            return frozenset().union(*(
-                frozenset.intersection(*(_ends(part, text, frozenset({at})) for part in parts)) for at in starts
-            ))  # fmt: skip
-        case Not(part):
-            return frozenset().union(*(
-                frozenset(range(at, len(text) + 1)) - _ends(part, text, frozenset({at})) for at in starts
-            ))  # fmt: skip
-        case Repeat(part, least, most):
-            found = starts if not least else frozenset()
-            seen, count = starts, 0
-            while seen and (most is None or count < most):
-                following = _ends(part, text, seen)
-                count += 1
-                if count >= least:
-                    if following <= found:
-                        break
-                    found |= following
-                elif following == seen:
-                    return following  # a part that may be empty stays where it is
-                seen = following
-            return found
-    raise AssertionError(tree)
+@lru_cache(256)
+def _matcher(tree: Rx) -> LLMatcher:
+    return terminal_matcher(terminal(tree, in_json=False))
+
+
+def terminal_matcher(body: str) -> LLMatcher:
+    """Returns a matcher of single bytes for a terminal."""
+    return LLMatcher(_BYTES, LLMatcher.grammar_from_lark(f"start: T\nT: {body}\n"), log_level=0)
+
+
+def is_empty(body: str) -> bool:
+    """Whether no text matches a terminal."""
+    if "&" not in body:
+        return False
+    matcher = terminal_matcher(body)
+    if matcher.is_error() or matcher.is_accepting():
+        return matcher.is_error()
+    return not any(matcher.compute_bitmask()[: 256 // 8])
 
 
 # A text's characters inside a JSON string: most stand for themselves.

@@ -3,13 +3,9 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from worker_svc.grammars.limits import MAX_RULES, MAX_WHITESPACE, refusal
-
-if TYPE_CHECKING:
-    import llguidance
 
 _WS: Final = rf"[ \t\n\r]{{0,{MAX_WHITESPACE}}}"
 _PUNCTUATION: Final = {
@@ -172,23 +168,3 @@ def _option_text(option: _Option) -> str:
 def texts_terminal(texts: Sequence[str]) -> str:
     """Returns the body of a terminal for any of some texts."""
     return "(" + " | ".join(json.dumps(text).replace("\x7f", "\\u007f") for text in texts) + ")"
-
-
-def is_empty(body: str) -> bool:
-    """Whether no text matches a terminal."""
-    from llguidance import LLMatcher
-
-    if "&" not in body:
-        return False
-    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_lark(f"start: T\nT: {body}\n"), log_level=0)
-    if matcher.is_error() or matcher.is_accepting():
-        return matcher.is_error()
-    return not any(matcher.compute_bitmask()[: 256 // 8])
-
-
-@cache
-def _bytes() -> "llguidance.LLTokenizer":
-    """Returns a vocabulary of single bytes."""
-    from llguidance import LLTokenizer
-
-    return LLTokenizer("byte")

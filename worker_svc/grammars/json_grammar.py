@@ -22,11 +22,12 @@ from worker_svc.grammars.expressions import (
     Not,
     Repeat,
     Rx,
+    is_empty,
     literal,
     matches,
     terminal,
 )
-from worker_svc.grammars.grammar_writer import GrammarWriter, Repeated, Symbol, is_empty, texts_terminal
+from worker_svc.grammars.grammar_writer import GrammarWriter, Repeated, Symbol, texts_terminal
 from worker_svc.grammars.json_facts import (
     FALSE,
     NUMBERS,

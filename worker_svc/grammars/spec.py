@@ -11,9 +11,9 @@ from typing import Any, Final, Literal
 from protos.limits import MAX_GRAMMAR_BYTES
 from protos.triptych.v1 import common_pb2
 from protos.validation import EMPTY_CONSTRAINT
-from worker_svc.grammars.expressions import parse_whole, terminal
+from worker_svc.grammars.expressions import is_empty, parse_whole, terminal
 from worker_svc.grammars.gbnf import write_gbnf
-from worker_svc.grammars.grammar_writer import GrammarWriter, is_empty, texts_terminal
+from worker_svc.grammars.grammar_writer import GrammarWriter, texts_terminal
 from worker_svc.grammars.json_grammar import JsonWriter
 from worker_svc.grammars.limits import MAX_ALTERNATIVES, MAX_NESTING, refusal, shown
 from worker_svc.grammars.tags import TagWriter, TokenNames
