@@ -4,17 +4,27 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS
 from protos.limits import MAX_LOGPROBS
 from protos.service.logs import LogFormat, LogLevel
 from protos.service.security_settings import CallSecuritySettings
 from protos.service.settings import Group, ServiceSettings
 from protos.service.tracing import OtlpEndpoint
+
+ToolFormat: TypeAlias = Literal["hermes", "llama3_json", "mistral", "mistral_v11", "mistral_v13", "pythonic"]
+"""A format of tool calls; ``gateway.tools.formats.FORMATS`` has its parser and its grammar."""
+
+TOOL_FORMATS: Final[tuple[ToolFormat, ...]] = get_args(ToolFormat)
+
+REASONING_FORMATS: Final = ("qwen3", "deepseek_r1")
+"""Ways in which models mark their thinking."""
+
+VLLM_PREFIX: Final = "vllm:"
+"""Begins a setting that names a parser of an installed vLLM instead."""
 
 
 class SecuritySettings(ServiceSettings):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from deploy.vllm_flags.table import BY_NAME, FLAGS, Flag, names
-from gateway.format_names import REASONING_FORMATS, TOOL_FORMATS, VLLM_PREFIX
+from gateway.settings import REASONING_FORMATS, TOOL_FORMATS, VLLM_PREFIX
 from protos.errors import ConfigurationRefused
 from worker_svc.vllm_settings import literal
 

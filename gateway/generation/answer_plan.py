@@ -1,22 +1,20 @@
-"""The plan for one chat answer: the grammar that constrains the model, and the parsers that read its text."""
+"""The plan for a chat answer: the grammar of the output, and the parsers of its text."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple
 
-from gateway.format_names import VLLM_PREFIX
 from gateway.generation.answer_reader import AnswerReader
 from gateway.parsers.events import ToolParser
 from gateway.parsers.reasoning import MARKERS, TAIL_TOKENS, Thinking, ThinkParser, thinking_at
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.tools import NO_PARAMETERS, NamedChoice, Tool
-from gateway.settings import Settings
+from gateway.settings import VLLM_PREFIX, Settings
 from gateway.tools import vllm_parsers
-from gateway.tools.answer_constraint import place_constraint
 from gateway.tools.formats import FORMATS, LIST, Format, named
-from gateway.tools.tags import Callee, Shape, Tag, behind_thinking, structural
+from gateway.tools.tags import Callee, Shape, Tag, behind_thinking, place_constraint, structural
 from protos.errors import InvalidArgument, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -40,12 +38,11 @@ class AnswerPlan:
     constraint_param: str = ""
     """The request's parameter that set the constraint."""
     markers: frozenset[str] | None = frozenset()
-    """Texts that the parsers must see although they may be special tokens; ``None``: any special token may be
-    one."""
+    """Texts shown to the parsers even if they are special tokens; ``None``: all special tokens."""
     one_call: bool = False
-    """Whether calls behind the first are dropped."""
+    """Whether calls after the first are dropped."""
     named: bool = False
-    """Whether the request names the one tool to call."""
+    """Whether the request names the tool to call."""
     show_thinking: bool = True
     """Whether the client wants to see the thinking."""
 
@@ -55,7 +52,7 @@ class AnswerPlan:
         return self.thinking is None and self.calls is None
 
     def reader(self) -> AnswerReader:
-        """Returns a new reader for one sequence."""
+        """Returns a new reader for a sequence."""
         return AnswerReader(
             self.thinking() if self.thinking else None,
             self.calls() if self.calls else None,
@@ -70,14 +67,13 @@ class _ThinkingPlan(NamedTuple):
     parser: Callable[[], ToolParser] | None
     """Makes a parser; ``None``: the model does not think."""
     markers: frozenset[str] | None
-    """Texts that the parser must see; ``None``: any."""
+    """Texts shown to the parser; ``None``: any."""
     behind: Callable[[Tag, str], Tag]
-    """Puts an answer's constraint behind the thinking; returns it unchanged if there is none. The text is the
-    parameter, for errors."""
+    """Puts an answer's constraint after the thinking, if any. The text is the parameter, for errors."""
 
 
 class _CallPlan(NamedTuple):
-    """How calls are read, and the constraint that the model writes them under."""
+    """How calls are read, and their constraint."""
 
     form: Format
     constraint: pb.StructuredOutput | None = None
@@ -145,7 +141,7 @@ def _plan_thinking(settings: Settings, served: ServedModel, prompt: Sequence[int
 
 
 def _behind_vllm(parser: vllm_parsers.ReasoningParser, name: str, tag: Tag, param: str) -> Tag:
-    """Puts ``tag`` behind the thinking that a parser of vLLM finds.
+    """Puts ``tag`` after the thinking found by a parser of vLLM.
 
     The parser says where, because grammar and parser must agree.
     """
@@ -179,7 +175,7 @@ def _callee(tool: Tool, *, strict: bool) -> Callee:
 
 
 def _plan_required(form: Format | None, body: ChatCompletionRequest, thinking: _ThinkingPlan) -> _CallPlan:
-    """Plans an answer of nothing but calls: of any tool, or one call of the named tool.
+    """Plans an answer of calls alone: of any tool, or a single call of the named tool.
 
     A response format is for the answer's content, of which there is none. Agents send both with every turn.
     """

@@ -1,4 +1,4 @@
-"""Reads one sequence's text as a chat message: thinking, content and tool calls, streamed or at once."""
+"""Reads a sequence's text as a chat message: thinking, content and tool calls, streamed or at once."""
 
 from collections.abc import Iterable, Iterator
 
@@ -67,7 +67,7 @@ class Trim:
             self._held.append(text[len(shown) :])
 
     def _enter(self, kind: type[Event]) -> None:
-        """Begins a part; decides what becomes of the white space before it."""
+        """Begins a part; keeps or drops the white space before it."""
         continues = self._part is CallStart and kind is Text and self._has_content
         # Thinking starts behind a marker. Content at the beginning of an answer keeps its white space.
         self._fresh = not continues and (self._part is not None or kind is Reasoning)
@@ -82,10 +82,10 @@ class Trim:
 
 
 class AnswerReader:
-    """Reads one sequence's text."""
+    """Reads a sequence's text."""
 
     num_calls: int
-    """Calls so far that have not been revoked."""
+    """Calls so far, without revoked calls."""
 
     def __init__(
         self,
@@ -95,12 +95,12 @@ class AnswerReader:
         one_call: bool = False,
         show_thinking: bool = True,
     ) -> None:
-        """Combines two parsers: the second gets the text that the first takes for content.
+        """Combines two parsers: the second reads the content found by the first.
 
         Args:
             thinking: finds thinking, if the model thinks.
             calls: finds tool calls, if the answer may have some.
-            one_call: drop calls behind the first.
+            one_call: drop calls after the first.
             show_thinking: whether the client wants to see the thinking.
         """
         self._thinking = thinking
@@ -111,7 +111,7 @@ class AnswerReader:
         self.num_calls = 0
 
     def feed(self, text: str) -> list[Event]:
-        """Returns the events that these further characters settle."""
+        """Returns the events settled by further characters."""
         parts = self._thinking.feed(text) if self._thinking else [Text(text)]
         return self._read(self._into_calls(parts))
 
@@ -157,7 +157,7 @@ class AnswerReader:
 
 
 class DeltaReader:
-    """Finds the events in one sequence's deltas, and says which tokens to report with each."""
+    """Finds the events in a sequence's deltas, each with the tokens to report."""
 
     def __init__(self, reader: AnswerReader) -> None:
         """Wraps the parser of the sequence's text."""
@@ -171,7 +171,7 @@ class DeltaReader:
         return self._reader.num_calls
 
     def read(self, delta: Delta) -> Iterator[tuple[Event, list[TokenReport]]]:
-        """Yields the events that the delta settles, each with the tokens to report with it.
+        """Yields the events settled by the delta, each with the tokens to report.
 
         At the sequence's end, they include the text held back. A stream cannot take back a call that is
         revoked; it may mark it.
@@ -185,6 +185,6 @@ class DeltaReader:
             yield event, [] if revoked else self.take_reports()
 
     def take_reports(self) -> list[TokenReport]:
-        """Returns the tokens that no event has reported, and forgets them."""
+        """Returns the tokens not yet reported by an event, and forgets them."""
         tokens, self._unreported = self._unreported, []
         return tokens

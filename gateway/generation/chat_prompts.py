@@ -24,7 +24,7 @@ class ChatPrompt(NamedTuple):
 
     text: str
     ignored: Sequence[str]
-    """The client's parameters that the template does not read."""
+    """The client's parameters not read by the template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ChatInput:
     effort: str | None = None
     """How much the model shall think."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The deployment's values of variables that the client does not set."""
+    """The deployment's values of variables, unless the client sets them."""
 
     @classmethod
     def from_request(cls, messages: Sequence[Message], body: TemplateInput, *, may_call: bool = True) -> Self:
@@ -63,7 +63,7 @@ class ChatInput:
         )
 
     def write(self, template: ChatTemplate) -> ChatPrompt:
-        """Returns the prompt that ``template`` writes.
+        """Returns the prompt written by ``template``.
 
         Raises:
             InvalidArgument: if the template refuses the conversation.
@@ -135,7 +135,7 @@ class ChatEncoder:
         return chat.write(template)
 
     def _check(self, prompt: ChatPrompt) -> None:
-        """Refuses or logs parameters that the template does not read."""
+        """Logs parameters not read by the template."""
         if not prompt.ignored:
             return
         names = [clip(name) for name in prompt.ignored[:32]]

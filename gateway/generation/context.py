@@ -19,7 +19,7 @@ from protos.triptych.v1.inference_pb2 import LoraInfo
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The parts of one gateway."""
+    """The parts of a gateway."""
 
     settings: Settings
     client: InferenceClient

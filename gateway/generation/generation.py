@@ -1,4 +1,4 @@
-"""The running answer to one HTTP request: turns events into text, usage and measurements."""
+"""The running answer to an HTTP request: events become text, usage and measurements."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """The clock and the metrics that an answer is measured with."""
+    """The clock and the metrics of an answer."""
 
     metrics: Metrics
     clock: Callable[[], float]
@@ -66,9 +66,9 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class Generation:
-    """The running answer to one HTTP request: n sequences per prompt, numbered prompt by prompt.
+    """The running answer to an HTTP request: n sequences per prompt, numbered prompt by prompt.
 
-    Leaving it as a context manager aborts all sequences that still run.
+    As a context manager, it aborts all running sequences at the end.
     """
 
     subscription: Subscription
@@ -108,17 +108,16 @@ class Generation:
         *,
         echoes: Sequence[str] | None = None,
     ) -> "Generation":
-        """Returns the answer to requests that have been submitted.
+        """Returns the answer to submitted requests.
 
         Args:
             subscription: the requests, one per prompt.
-            body: the HTTP request behind them.
+            body: their HTTP request.
             served: the model.
             worker: runs long work.
             timing: measures the answer.
             plan: how the answer is read.
-            echoes: for each prompt, the text that its answers begin with; ``None``: answers do not repeat the
-                prompt.
+            echoes: for each prompt, the text before its answers; ``None``: answers do not repeat the prompt.
         """
         prompts = [
             Prompt.from_request(pending, echoes[index] if echoes is not None else None)
@@ -159,7 +158,7 @@ class Generation:
         self._count_unfinished()
 
     def _count_unfinished(self) -> None:
-        """Counts the sequences that end here without their last tokens. A refused request has run none."""
+        """Counts the sequences cut off here. A refused request ran none."""
         for sequence in self.sequences:
             if not sequence.finished:
                 replica_id = self.prompts[sequence.index // self.n].replica_id
@@ -269,7 +268,7 @@ class Generation:
             self._reporting = None
 
     def _count_end(self, sequence: SequenceText, reason: str, now: float) -> None:
-        """Counts a sequence that has ended by itself, and its prompt with the last one."""
+        """Counts a sequence after its own end, and its prompt with the last sequence."""
         prompt, count = self.prompts[sequence.index // self.n], sequence.num_tokens
         self.finish_reasons.append(reason)
         engine = sequence.measured or self.timing.metrics.engine(prompt.replica_id)

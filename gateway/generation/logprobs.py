@@ -48,11 +48,11 @@ MIN_LOGPROB: Final = -9999.0
 
 
 class TokenReport(NamedTuple):
-    """The log-probabilities of one token of an answer, or of an echoed prompt."""
+    """The log-probabilities of a token of an answer or of an echoed prompt."""
 
     token_id: int
     offset: int
-    """Where its text, or the character that it is a part of, begins in the answer's text."""
+    """Where its text, or its character, begins in the answer's text."""
     logprob: float | None
     """Natural logarithm; ``None`` for a prompt's first token, which nothing precedes."""
     top: Sequence[tuple[int, float]] = ()
@@ -67,7 +67,7 @@ class TokenReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Writes one answer's log-probabilities."""
+    """Writes an answer's log-probabilities."""
 
     token_bytes: Callable[[int], bytes]
     """Returns the bytes that a token stands for."""
@@ -104,7 +104,7 @@ class Reporter:
     def completion(self, tokens: Sequence[TokenReport]) -> CompletionLogprobs | None:
         """Returns the ``logprobs`` of a plain completion.
 
-        The chosen token is among the likeliest, so there may be one more of them than the client asked for.
+        The chosen token is added to the likeliest tokens asked for, unless it is among them.
         """
         if not self.wanted:
             return None

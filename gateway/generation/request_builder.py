@@ -1,4 +1,4 @@
-"""Builds wire requests from request bodies, and checks what needs no scheduler."""
+"""Builds wire requests from request bodies, with the checks possible without a scheduler."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -37,7 +37,7 @@ async def encode_prompts(
         served: the model.
         worker: runs long work.
         prompts: texts or token ids.
-        special: whether texts get the tokens that the model expects around them.
+        special: whether texts get the model's special tokens around them.
         size: bytes of the request's body, which bound the effort.
         param: the client's name for the prompts.
 
@@ -92,7 +92,7 @@ def check_length(served: ServedModel, prompt: Sequence[int], limit: int | None, 
 
 
 def truncated(served: ServedModel, body: SamplingRequest, prompt: list[int]) -> list[int]:
-    """Returns the tokens of ``prompt`` that truncate_prompt_tokens keeps.
+    """Returns the tokens of ``prompt`` kept by truncate_prompt_tokens.
 
     Raises:
         InvalidArgument: if it keeps more than fit into the context.
@@ -115,13 +115,13 @@ def truncated(served: ServedModel, body: SamplingRequest, prompt: list[int]) -> 
 
 
 def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
-    """Returns the token sequences that write ``words``.
+    """Returns the token sequences of ``words``.
 
-    Each word has a sequence for the start of a text, and one for the position behind a space if that begins
-    with another token and has as many tokens, as in vLLM.
+    A word gets a sequence for the start of a text, and a second for the position after a space if that
+    begins with another token and is as long, as in vLLM.
 
     Raises:
-        InvalidArgument: if a word has no tokens.
+        InvalidArgument: if a word is no token at all.
     """
     found: list[list[int]] = []
     for word in words:
@@ -154,7 +154,7 @@ def check_logprobs(body: SamplingRequest, most: int) -> None:
 
 
 def log_requests(requests: Sequence[inference.GenerateRequest]) -> None:
-    """Logs what a client asks for, without its texts: counts of tokens, and parameters that are numbers."""
+    """Logs a client's request without its texts: counts of tokens, and numeric parameters."""
     sampling = requests[0].sampling
     numbers = {
         field.name: value for field, value in sampling.ListFields() if isinstance(value, bool | int | float)
@@ -175,13 +175,12 @@ def sampling_of(
 ) -> pb.SamplingParams:
     """Returns the body's sampling parameters; the model's recommended values replace unset ones.
 
-    A value that switches a filter off stays unset: a worker that does not serve the filter then has nothing
-    to refuse.
+    A value that switches a filter off stays unset, so a worker without the filter does not refuse it.
 
     Args:
         body: the HTTP request.
         model: the model.
-        constraint: the grammar that the whole output must match, thinking and calls included.
+        constraint: the grammar of the whole output, thinking and calls included.
 
     Raises:
         InvalidArgument: if a token id is beyond the vocabulary.
@@ -222,7 +221,7 @@ def sampling_of(
 def _within_context(
     served: ServedModel, body: SamplingRequest, sampling: pb.SamplingParams, num_prompt: int
 ) -> pb.SamplingParams:
-    """Returns the parameters for one prompt: the model's recommended length counts as far as it fits."""
+    """Returns the parameters for a prompt: the model's recommended length counts as far as it fits."""
     if body.output_limit is not None or not sampling.max_tokens:
         return sampling
     own = pb.SamplingParams()
@@ -241,7 +240,7 @@ def generate_requests(
     bad_words: Sequence[Sequence[int]] = (),
     constraint: pb.StructuredOutput | None = None,
 ) -> list[inference.GenerateRequest]:
-    """Returns one wire request per prompt.
+    """Returns a wire request per prompt.
 
     Args:
         served: the model.

@@ -1,4 +1,4 @@
-"""The part that all generating endpoints share: submit the prompts, then stream or collect the answer."""
+"""The common part of generating endpoints: submit the prompts, then stream or collect the answer."""
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -48,14 +48,14 @@ async def kept_alive(
     streams: bool,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Returns the response of ``answer``; while no model is known yet, a stream whose comments keep it open.
+    """Returns the response of ``answer``; before a model is known, a stream kept open by comments.
 
     Args:
         request: the HTTP request.
         answer: answers it.
-        write_error: writes the events that end a stream that failed before its answer began.
+        write_error: writes the last events of a stream that failed before its answer began.
         streams: whether the answer is a stream.
-        headers: the headers of such a stream that do not depend on the model.
+        headers: the headers of such a stream, which do not depend on the model.
     """
     context = context_of(request)
     every_s = context.settings.sse_keep_alive_interval
@@ -73,7 +73,7 @@ async def respond_to_chat(
     headers: Mapping[str, str] | None = None,
     prompt: list[int] | None = None,
 ) -> Response:
-    """Answers a conversation in the form of one protocol.
+    """Answers a conversation in the form of a protocol.
 
     Args:
         request: the HTTP request.
@@ -81,7 +81,7 @@ async def respond_to_chat(
         new_writer: makes the writer of the planned answer.
         id_prefix: begins the answer's id.
         headers: further headers of the response.
-        prompt: the result of :func:`chat_prompt`, if it has been called.
+        prompt: the result of an earlier :func:`chat_prompt`, if any.
 
     Raises:
         TriptychError: if the request is refused or fails before the first byte of the answer.
@@ -99,7 +99,7 @@ async def respond_to_chat(
 
 
 async def chat_prompt(request: Request, served: ServedModel, body: ChatCompletionRequest) -> list[int]:
-    """Returns the token ids of a conversation; :meth:`ChatEncoder.encode` lists what it raises."""
+    """Returns the token ids of a conversation; raises as :meth:`ChatEncoder.encode`."""
     chat = ChatInput.from_request(body.messages, body, may_call=body.tool_choice != "none")
     size = len(await request.body())
     encoder = context_of(request).chat_encoder
@@ -118,7 +118,7 @@ async def respond(
     headers: Mapping[str, str] | None = None,
     echoes: Sequence[str] | None = None,
 ) -> Response:
-    """Runs ``prompts`` and answers in the way that ``body`` asks for.
+    """Runs ``prompts`` and answers as ``body`` asks for.
 
     Args:
         request: the HTTP request.
@@ -129,8 +129,7 @@ async def respond(
         new_writer: makes the writer of the answer.
         id_prefix: begins the answer's id.
         headers: further headers of the response.
-        echoes: for each prompt, the text that its answers begin with; ``None``: answers do not repeat the
-            prompt.
+        echoes: for each prompt, the text before its answers; ``None``: answers do not repeat the prompt.
 
     Raises:
         Unavailable: if no scheduler is connected.

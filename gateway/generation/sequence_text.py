@@ -16,15 +16,15 @@ from protos.triptych.v1 import common_pb2 as pb
 
 
 class ThinkingMeter:
-    """Counts the tokens of one sequence's thinking; its markers count, too."""
+    """Counts the tokens of a sequence's thinking, markers included."""
 
     def __init__(self, parser: ToolParser) -> None:
-        """Counts the thinking that ``parser`` finds."""
+        """Counts the thinking found by ``parser``."""
         self._parser: ToolParser | None = parser
         self.num_tokens = 0
 
     def feed(self, text: str, num_tokens: int) -> None:
-        """Takes the text that further tokens complete; they are the sequence's first ``num_tokens``."""
+        """Takes the text after the sequence's first ``num_tokens`` tokens."""
         if self._parser is None:
             return
         events = self._parser.feed(text)
@@ -36,25 +36,24 @@ class ThinkingMeter:
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt, shared by all sequences that continue it."""
+    """A prompt, shared by all sequences that continue it."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[pb.TokenLogprobs] = ()
-    """One entry for each token but the first, if they were asked for. Grows while the prompt is computed, and
-    is complete before the group delivers the first event of an answer."""
+    """An entry for each token but the first, if asked for. Grows while the prompt is computed, and is
+    complete before the first event of an answer."""
     echo: str | None = None
-    """The text that each answer begins with; ``None`` if answers do not repeat the prompt."""
+    """The text before each answer; ``None`` if answers do not repeat the prompt."""
     reports: tuple[TokenReport, ...] | None = None
-    """The prompt's tokens as part of an answer that repeats it, if they are reported and known."""
+    """The prompt's tokens for answers with an echo, if reported and known."""
     num_cached_tokens: int | None = None
-    """Prompt tokens that came from the prefix cache, once that is known. A request that is sent again finds
-    other prefixes there, which do not count."""
+    """Prompt tokens from the prefix cache, once known. Prefixes found by a repeated request do not count."""
     replica_id: str = ""
-    """The replica that ran it first, once that is known."""
+    """The first replica that ran it, once known."""
     max_tokens: int | None = None
-    """Tokens that each sequence may have, if the request says so."""
+    """Limit of each sequence in tokens, if the request sets it."""
     num_ended: int = 0
-    """Its sequences that have ended by themselves."""
+    """Its sequences that ended by themselves."""
     longest: int = 0
     """Tokens of the longest of them."""
 
@@ -88,7 +87,7 @@ _REASONS: Final = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "leng
 
 
 class Delta(NamedTuple):
-    """New text and tokens of one sequence."""
+    """New text and tokens of a sequence."""
 
     sequence: int
     text: str
@@ -104,14 +103,14 @@ class Delta(NamedTuple):
 
 @dataclass(slots=True)
 class SequenceText:
-    """One sequence: turns its tokens into text and counts them."""
+    """A sequence: turns its tokens into text and counts them."""
 
     index: int
     num_prompt_tokens: int
     detokenizer: Detokenizer
     stops: StopStrings | None
     min_tokens: int
-    """Stop strings count only behind this many tokens."""
+    """Stop strings count only after this many tokens."""
     include_stop: bool
     """Whether the text includes the stop string or token that ends it."""
     stop_token_ids: frozenset[int]
@@ -127,7 +126,7 @@ class SequenceText:
     last_at: float = 0.0
     """When the last tokens arrived."""
     measured: EngineMetrics | None = None
-    """The metrics of the engine that runs it, once it has a token."""
+    """The metrics of its engine, from its first token on."""
     finished: bool = False
     thinking: ThinkingMeter | None = None
     """Counts the tokens of thinking, if the model thinks."""
@@ -151,10 +150,9 @@ class SequenceText:
             index: its number in the answer.
             body: the HTTP request.
             served: the model.
-            prompt: the prompt that it continues.
-            markers: special tokens that become text even if special tokens are skipped; ``None``: all of
-                them.
-            first: whether it is the first sequence of its prompt, which counts the prompt's tokens.
+            prompt: its prompt.
+            markers: special tokens shown even if special tokens are skipped; ``None``: all of them.
+            first: whether it is the prompt's first sequence, which counts the prompt's tokens.
         """
         stops = (
             StopStrings(body.stop, include_in_output=body.include_stop_str_in_output) if body.stop else None
@@ -204,7 +202,7 @@ class SequenceText:
         return self._push_one_by_one(event, reason, len(token_ids) - hidden)
 
     def push_token(self, token_id: int) -> str:
-        """Takes a token that ends nothing and returns the text that it completes, for :attr:`is_plain`."""
+        """Takes a token that ends nothing and returns the text completed by it, for :attr:`is_plain`."""
         self.num_tokens += 1
         text = self.detokenizer.push((token_id,))
         if self.thinking is not None:
@@ -221,7 +219,7 @@ class SequenceText:
         return self.stops is None and self.num_logprobs is None
 
     def _push_one_by_one(self, event: SequenceEvent, reason: str | None, visible: int) -> Delta:
-        """Handles tokens one by one.
+        """Handles tokens singly.
 
         Counting then stops at the token that completes a stop string, and each token's offset is known.
         """

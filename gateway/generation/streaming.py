@@ -49,15 +49,6 @@ class IdleWatch:
         """Notes a write."""
         self._wrote_s = self._loop.time()
 
-    def noting(self, write: Callable[[bytes], None]) -> Callable[[bytes], None]:
-        """Returns ``write``, its calls noted."""
-
-        def noted(part: bytes) -> None:
-            write(part)
-            self.wrote()
-
-        return noted
-
     def stop(self) -> None:
         """Ends the watch."""
         self._timer.cancel()
@@ -73,13 +64,13 @@ class IdleWatch:
 
 
 class ResponseWriter(ABC):
-    """Writes the body of one answer in the form of one protocol."""
+    """Writes the body of an answer in the form of a protocol."""
 
     streams: ClassVar[bool] = True
     """Whether :meth:`write` returns events; otherwise :meth:`end` returns the whole body."""
 
     def headers(self, size: int) -> Sequence[tuple[bytes, bytes]]:  # noqa: ARG002 - streams have no length
-        """Returns the headers about the body, given the size of a collected one."""
+        """Returns the headers about the body, given the size of a collected body."""
         return STREAM_HEADERS
 
     def begin(self) -> bytes:
@@ -96,7 +87,7 @@ class ResponseWriter(ABC):
 
     @abstractmethod
     def error(self, error: TriptychError) -> bytes:
-        """Returns the events that end a stream that failed, at any point."""
+        """Returns the last events of a stream that failed, at any point."""
 
     def keep_alive(self) -> bytes:
         """Returns bytes without meaning that keep an idle connection open; after :meth:`begin`."""
@@ -143,12 +134,12 @@ class AnswerHead:
 
 
 class CollectedWriter(ResponseWriter):
-    """Appends the deltas of each sequence, and writes one JSON body at the end."""
+    """Appends the deltas of each sequence, and writes a JSON body at the end."""
 
     streams = False
 
     def __init__(self, head: AnswerHead, body: Callable[[list[Delta], Usage], bytes]) -> None:
-        """Starts without text; ``body`` encodes the answer, given the whole of each sequence as one delta."""
+        """Starts without text; ``body`` encodes the answer from a delta with the whole of each sequence."""
         self._head = head
         self._body = body
         self._parts: list[list[Delta]] = [[] for _ in head.generation.sequences]
@@ -175,7 +166,7 @@ class CollectedWriter(ResponseWriter):
         return self._body(ends, usage)
 
     def error(self, error: TriptychError) -> bytes:
-        """Never called: a collected answer that fails has no body yet."""
+        """Never called: a failed answer gets no body."""
         raise AssertionError from error
 
     def effort(self) -> int:

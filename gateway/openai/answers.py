@@ -89,7 +89,7 @@ class AssistantMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """One of the answers to a conversation."""
+    """An answer to a conversation."""
 
     index: int
     message: AssistantMessage

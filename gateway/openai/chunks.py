@@ -1,7 +1,7 @@
 """The chunks of OpenAI's streams.
 
-Chunks are OpenAI's byte for byte. The parts that are the same in every chunk are encoded once per answer: a
-chunk then costs one small JSON string.
+Chunks are OpenAI's byte for byte. The constant parts are encoded once per answer: a chunk then costs a small
+JSON string.
 """
 
 from abc import abstractmethod
@@ -103,7 +103,7 @@ def _start(fields: Mapping[str, Any]) -> bytes:
 
 
 class ChatChunks(ChunkWriter):
-    """Writes a chat completion. Readers find thinking and calls in the text, one reader per choice."""
+    """Writes a chat completion. Readers find thinking and calls in the text, a reader per choice."""
 
     object = "chat.completion.chunk"
     last_fields: ClassVar[Mapping[str, str]] = {"service_tier": "default"}

@@ -97,16 +97,16 @@ class InferenceClient:
             await self._channel.close()
 
     def on_connect(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` whenever a stream has been opened."""
+        """Calls ``callback`` at each opening of a stream."""
         self._connection.on_open(callback)
 
     @property
     def num_pending(self) -> int:
-        """Requests that have not finished, waiting ones included."""
+        """Unfinished requests, waiting requests included."""
         return len(self._table)
 
     def submit(self, requests: Sequence[inference.GenerateRequest]) -> Subscription:
-        """Sends requests whose events one reader receives together.
+        """Sends requests with a common subscription.
 
         While no scheduler is connected, or the scheduler has no ready worker, the requests wait.
 
@@ -114,7 +114,7 @@ class InferenceClient:
             requests: complete, with ids unique in this process.
 
         Raises:
-            Unavailable: if no scheduler is connected and there is no room for the requests to wait.
+            Unavailable: if no scheduler is connected and the startup queue is full.
         """
         self._check_may_wait(len(requests))
         return self._table.submit(requests)
@@ -128,14 +128,14 @@ class InferenceClient:
     ) -> list[inference.PoolResponse]:
         """Returns the results of a pooling model, in the order of ``requests``.
 
-        A lost scheduler costs a pause. All inputs together have one place in the startup queue.
+        A lost scheduler costs a pause. All inputs together take a single place in the startup queue.
 
         Args:
             requests: complete, with ids unique in this process.
-            vector_size: values of one of the model's vectors.
+            vector_size: values of each of the model's vectors.
 
         Raises:
-            Unavailable: if no scheduler is connected and there is no room for the request to wait.
+            Unavailable: if no scheduler is connected and the startup queue is full.
             TriptychError: the first failure; the other requests are cancelled.
         """
         self._check_may_wait(1)
@@ -151,7 +151,7 @@ class InferenceClient:
         )
 
     def _check_may_wait(self, count: int) -> None:
-        """Checks that a scheduler is connected, or that `count` requests may wait for one."""
+        """Checks for a connected scheduler, or room for `count` waiting requests."""
         if self._outbox.is_open:
             return
         if not self.startup_queue.has_room(count):
@@ -184,7 +184,7 @@ class InferenceClient:
         """Frees the name of a LoRA adapter.
 
         Raises:
-            NotFound: if no adapter has it.
+            NotFound: if there is no such adapter.
             TriptychError: as :meth:`get_model`.
         """
         request = inference.UnloadLoraRequest(name=name)

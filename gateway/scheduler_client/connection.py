@@ -42,10 +42,10 @@ _HELLO: Final = inference.ConnectRequest(schema_revision=SCHEMA_REVISION)
 
 
 class Connection:
-    """Keeps one ``Inference.Connect`` stream open, and resubmits the table's requests on each new one."""
+    """Keeps an ``Inference.Connect`` stream open, and resubmits the table's requests on each new stream."""
 
     down: TriptychError
-    """Why no stream was open the last time; meaningless while one is."""
+    """Why no stream was open the last time; meaningless during a stream."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class Connection:
         self._log = get_logger(scheduler=address)
 
     def last_open_s(self) -> float:
-        """Returns when a stream was open last, on `clock`: now if one is, before all times if none was."""
+        """Returns the time of the last open stream, on `clock`; minus infinity before the first."""
         return self._clock() if self._outbox.is_open else self._closed_s
 
     def on_open(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` whenever a stream has been opened."""
+        """Calls ``callback`` at each opening of a stream."""
         self._on_open.append(callback)
 
     async def run(self, channel: grpc.aio.Channel, stub: "InferenceAsyncStub") -> None:
@@ -111,7 +111,7 @@ class Connection:
         self._refusal = refusal
 
     async def _session(self, channel: grpc.aio.Channel, stub: "InferenceAsyncStub") -> TriptychError:
-        """Runs one stream until it ends; returns the reason."""
+        """Runs a stream to its end; returns the reason."""
         writer = None
         call = None
         try:
@@ -154,8 +154,8 @@ class Connection:
         async for response in call:
             # A message that came at once has waited, if reading took a part of the time that writing did.
             busy_s, now = ended - began, time.perf_counter()
-            behind, began = now - ended < _WAITED_PART * busy_s, now
-            self._table.deliver(response, behind=behind)
+            more_waits, began = now - ended < _WAITED_PART * busy_s, now
+            self._table.deliver(response, more_waits=more_waits)
             ended = time.perf_counter()
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:  # type: ignore[type-arg]

@@ -60,7 +60,7 @@ _MAX_REQUEST_BYTES: Final = MAX_MESSAGE_BYTES - 1024
 
 
 class InFlightRequests:
-    """The requests of this process that have not finished."""
+    """The unfinished requests of this process."""
 
     def __init__(self, outbox: Outbox, startup_queue: StartupQueue, resume_timeout_s: float) -> None:
         """Creates an empty table.
@@ -86,7 +86,7 @@ class InFlightRequests:
     def submit(self, requests: Sequence[inference.GenerateRequest]) -> Subscription:
         """Sends ``requests``; the subscription receives their events.
 
-        While no stream is open, the requests wait; the caller has made sure that there is room.
+        While no stream is open, the requests wait; the caller made sure of room.
         """
         subscription = Subscription(requests, self.abort)
         park_until = asyncio.get_running_loop().time() + self._startup_queue.timeout_s
@@ -103,7 +103,7 @@ class InFlightRequests:
             pending.subscription.fail(error)
 
     def _on_accepted(self, pending: PendingRequest) -> None:
-        """Frees the request's place: from now on it is as safe as a running one."""
+        """Frees the request's place: from now on it is as safe as a running request."""
         pending.stop_retry()
         pending.accepted = True
         self._startup_queue.leave(pending)
@@ -121,20 +121,20 @@ class InFlightRequests:
             return
         self._outbox.push(inference.ConnectRequest(generate=pending.request))
 
-    def deliver(self, response: inference.ConnectResponse, *, behind: bool = False) -> None:
-        """Hands one step's events to their requests.
+    def deliver(self, response: inference.ConnectResponse, *, more_waits: bool = False) -> None:
+        """Hands a step's events to their requests.
 
         The hot path: runs once per step, a few operations per token.
 
         Args:
             response: the events.
-            behind: whether the next message waits already. For a moment, tokens then wait for one another, so
-                that each client gets several in one part, which costs little more than one.
+            more_waits: whether the next message waits already. For a moment, tokens are then collected, so
+                that each client gets several in a part, at little more cost than a single token.
 
         Raises:
             ValueError: if the columns differ in length.
         """
-        if behind and self._release is None:
+        if more_waits and self._release is None:
             self._release = asyncio.get_running_loop().call_later(_HOLD_S, self._release_tokens)
         by_handle, holding = self._by_handle, self._release is not None
         for handle, token_id in zip(response.handles, response.token_ids, strict=True):
@@ -206,9 +206,10 @@ class InFlightRequests:
             pending.subscription.fail(error)
 
     def _may_wait(self, pending: PendingRequest, error: TriptychError) -> bool:
-        """Returns whether a request that was refused or failed is sent again later.
+        """Returns whether a refused or failed request is sent again later.
 
-        A new one must find a place for that. One that was taken must not fail for the same reason for ever.
+        A new request must find a place for that. An accepted request must not fail for the same reason
+        indefinitely.
         """
         if pending.accepted:
             may_pass = isinstance(error, Unavailable | Overloaded)
@@ -230,8 +231,8 @@ class InFlightRequests:
     def _resubmit(self, pending: PendingRequest) -> None:
         """Sends a request again, with the tokens received so far.
 
-        Its id is new, because a scheduler that has not noticed the loss may still know the old one. If a
-        sequence's tokens are already complete, the scheduler answers with its finish reason.
+        Its id is new, because a scheduler unaware of the loss may still know the old id. If a sequence's
+        tokens are already complete, the scheduler answers with its finish reason.
         """
         pending.stop_retry()
         self._drop_handles(pending)
@@ -240,7 +241,7 @@ class InFlightRequests:
         self._send(pending)
 
     def mark_all_lost(self) -> None:
-        """Starts every request's deadline: the stream has broken, and its handles with it."""
+        """Starts every request's deadline: the stream is broken, and its handles with it."""
         for pending in self._pending.values():
             self._drop_handles(pending)
             if not pending.accepted:
@@ -271,7 +272,7 @@ class InFlightRequests:
             self._startup_queue.leave(pending)
 
     def abort(self, pending: PendingRequest, sequence: int | None = None) -> None:
-        """Drops a request, or one of its sequences, and aborts it at the scheduler."""
+        """Drops a request, or a single sequence of it, and aborts it at the scheduler."""
         if self._pending.get(pending.wire_id) is not pending:
             return
         abort = inference.AbortRequest(request_id=pending.wire_id)

@@ -20,16 +20,16 @@ _LONGEST_AGE_MS: Final = 7 * 24 * 3600 * 1000
 
 
 class SequenceEvent(NamedTuple):
-    """News of one sequence. It may wait for its reader: it does not keep its step's message in memory."""
+    """An update for a sequence. Copies its values so that the step's message can be freed."""
 
     token_ids: Sequence[int] = ()
     """New tokens, in order."""
     finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
     """Set in the sequence's last event."""
     stop_token_id: int | None = None
-    """The end token or stop token that ended the sequence, if one did."""
+    """The end token or stop token that ended the sequence, if any."""
     logprobs: Sequence[pb.TokenLogprobs] = ()
-    """One entry per token if the request asks for them."""
+    """An entry per token if the request asks for them."""
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache; set in the first event of a request."""
     replica_id: str = ""
@@ -37,7 +37,7 @@ class SequenceEvent(NamedTuple):
 
     @classmethod
     def from_proto(cls, event: inference.GenerateEvent) -> Self:
-        """Returns what readers need of ``event``, which has a message of its own."""
+        """Returns the parts of ``event`` for readers."""
         return cls(
             tuple(event.token_ids),
             event.finish_reason,
@@ -49,7 +49,7 @@ class SequenceEvent(NamedTuple):
 
 
 class PendingRequest:
-    """One request that has not finished."""
+    """An unfinished request."""
 
     __slots__ = (
         "_attempt",
@@ -84,20 +84,20 @@ class PendingRequest:
     first_index: int
     """The number of its first sequence in the subscription."""
     n: int
-    """How many sequences it has."""
+    """Number of its sequences."""
     received: list[list[int]]
     """Tokens of each sequence so far."""
     ended: set[int]
-    """Sequences that deliver no more events: they have finished, or their reader has seen enough."""
+    """Sequences without further events: finished, or no longer wanted by their reader."""
     prompt_logprobs: list[pb.TokenLogprobs]
-    """Log-probabilities of the prompt's tokens but the first, as far as they have arrived."""
+    """Log-probabilities of the prompt's tokens but the first, as far as received."""
     handles: dict[int, int]
-    """What stands for each sequence on the open stream, by sequence."""
+    """The handle of each sequence on the open stream."""
     held_events: list[tuple[int, SequenceEvent | int]]
     """Events that arrived before the prompt's log-probabilities were complete, each with its sequence's
     number in the subscription."""
     accepted: bool
-    """Whether a scheduler has taken it: after further errors it then waits instead of failing."""
+    """Whether a scheduler accepted it: after further errors it then waits instead of failing."""
     deadline: asyncio.TimerHandle | None
     """Runs until a scheduler takes the request, once there was none."""
     park_until: float
@@ -139,21 +139,21 @@ class PendingRequest:
 
     @property
     def wire_id(self) -> str:
-        """The request's id on the wire; each attempt has a new one."""
+        """The request's id on the wire, new for each attempt."""
         return self.request.request_id
 
     @property
     def finished(self) -> bool:
-        """Whether all sequences have ended."""
+        """Whether all sequences ended."""
         return len(self.ended) == self.n
 
     @property
     def prompt_complete(self) -> bool:
-        """Whether all log-probabilities of the prompt have arrived, if any were asked for."""
+        """Whether all log-probabilities of the prompt are known, if asked for."""
         return len(self.prompt_logprobs) >= self._num_prompt_logprobs
 
     def on_event(self, event: inference.GenerateEvent) -> None:
-        """Records what ``event`` brings and stops the deadline."""
+        """Records ``event`` and stops the deadline."""
         self.received[event.sequence].extend(event.token_ids)
         if event.finish_reason:
             self.ended.add(event.sequence)
@@ -172,7 +172,7 @@ class PendingRequest:
             self.deadline = None
 
     def failed_for_s(self) -> float:
-        """Returns how long schedulers have taken the request and failed it without a token, seconds.
+        """Returns for how long schedulers accepted the request and failed it without a token, seconds.
 
         Call it at each failure; 0 if the request was not taken since it was last sent.
         """
@@ -184,10 +184,10 @@ class PendingRequest:
         return now_s - self._failed_since_s
 
     def prepare_resume(self) -> None:
-        """Replaces ``request`` with one that continues each sequence behind the tokens received.
+        """Replaces ``request`` with a request that continues each sequence after the tokens received.
 
-        If a scheduler has accepted the request, the next one learns its age and may not refuse it for a full
-        queue.
+        After a scheduler's acceptance, the next scheduler learns the request's age and may not refuse it for
+        a full queue.
         """
         self._attempt += 1
         self._is_taken = False
@@ -262,8 +262,8 @@ class Subscription:
 
         Args:
             requests: the requests to send.
-            abort: drops a request, or one of its sequences, here and at the scheduler; does nothing for
-                finished ones.
+            abort: drops a request, or a single sequence of it, here and at the scheduler; no effect after
+                its end.
         """
         self.requests = []
         self._sequences: list[tuple[PendingRequest, int]] = []
@@ -288,7 +288,7 @@ class Subscription:
     def push(self, index: int, event: SequenceEvent | int, *, hold: bool = False) -> None:
         """Pushes an event of sequence ``index``, or a plain token.
 
-        Events wait until all log-probabilities of their prompt have arrived, with which an answer begins.
+        Events wait for all log-probabilities of their prompt, with which an answer begins.
 
         Args:
             index: the sequence's number.

@@ -50,10 +50,10 @@ async def pool_all(
     Args:
         stub: the scheduler.
         requests: complete, with ids unique in this process.
-        startup_queue: has a place for the requests while they wait for a scheduler with a ready worker.
-        vector_size: values of one of the model's vectors.
+        startup_queue: bounds the requests that wait for a scheduler with a ready worker.
+        vector_size: values of each of the model's vectors.
         resume_timeout_s: how long each call waits for a lost scheduler before it fails.
-        is_new: whether no scheduler is connected: the requests wait as new ones do, not as running ones.
+        is_new: whether the requests wait as new requests, because no scheduler is connected.
         last_connected_s: returns when a scheduler was connected last, on `clock`.
         clock: monotonic seconds.
 
@@ -84,7 +84,7 @@ async def pool_all(
 
 
 class _Turns:
-    """Bounds the calls of one request that are under way, so that they do not fill the scheduler's queue."""
+    """Bounds the simultaneous calls of a request, so that they do not fill the scheduler's queue."""
 
     def __init__(
         self, send: Callable[[Sequence[inference.PoolRequest]], Awaitable[list[inference.PoolResponse]]]
@@ -94,9 +94,9 @@ class _Turns:
         self._under_way = 0
 
     async def run(self, part: Sequence[inference.PoolRequest]) -> list[inference.PoolResponse]:
-        """Returns the results of one call.
+        """Returns the results of a call.
 
-        If the queue has no room for it beside the request's other call, it waits until no other is under way.
+        If the queue is too full for it and the request's other call, it waits until no other is under way.
         """
         async with self._places:
             others = self._under_way
@@ -124,7 +124,7 @@ async def _pool(
     last_connected_s: Callable[[], float],
     clock: Callable[[], float],
 ) -> list[inference.PoolResponse]:
-    """Returns the results of one call; ``may_wait`` decides after each error, with the seconds waited.
+    """Returns the results of a call; ``may_wait`` decides after each error, with the seconds waited.
 
     The call has no deadline: the scheduler bounds how long requests wait and run, and a dead connection fails
     all of its calls.

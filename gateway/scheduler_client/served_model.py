@@ -57,15 +57,15 @@ class ServedModel:
         return name == self.model.served_name or name in self.model.aliases
 
     def adapter_of(self, name: str | None) -> str:
-        """Returns the name of the LoRA adapter that a request means; empty for the model itself.
+        """Returns the name of a request's LoRA adapter; empty for the model itself.
 
-        The scheduler knows which adapters there are.
+        Only the scheduler knows the loaded adapters.
 
         Args:
-            name: the model that the request names; ``None``: any.
+            name: the request's model; ``None``: any.
 
         Raises:
-            UnknownModel: if no adapter can have that name.
+            UnknownModel: if that cannot be an adapter's name.
         """
         if name is None or self.has_name(name):
             return ""
@@ -87,10 +87,10 @@ class ServedModel:
             )
 
     def check_serves(self, *tasks: "pb.PoolTask.ValueType") -> "pb.PoolTask.ValueType":
-        """Returns the first of these tasks that the model serves.
+        """Returns the first of these tasks served by the model.
 
         Raises:
-            Unsupported: if it serves none of them; says what it serves.
+            Unsupported: if it serves none of them; names those served.
         """
         served = self.model.pool_tasks
         if not served:
@@ -147,7 +147,7 @@ def load_text(folder: Path, template: str | None, prepare: Callable[[TextCodec],
 class ServedModelWatcher:
     """Follows the served model.
 
-    Looks the model up after every connect and every few seconds, and loads a tokenizer that has changed.
+    Looks the model up after every connect and every few seconds, and loads a changed tokenizer.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class ServedModelWatcher:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def served(self, model: str | None = None) -> ServedModel:
-        """Returns the served model if ``model`` is one of its names or ``None``.
+        """Returns the served model if ``model`` is a name of it or ``None``.
 
         Raises:
             Unavailable: if no model is known yet.
@@ -207,7 +207,7 @@ class ServedModelWatcher:
 
     @property
     def awaits_model(self) -> bool:
-        """Whether no replica has been ready yet, or no scheduler has been reached."""
+        """Whether no replica was ready yet, or no scheduler reached."""
         return self._served is None and isinstance(self._error, Unavailable)
 
     async def found(self) -> None:

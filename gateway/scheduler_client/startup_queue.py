@@ -41,7 +41,7 @@ class StartupQueue:
         return self.timeout_s > 0 and len(self._parked) + count <= self._max_requests
 
     def enter(self, request: object) -> bool:
-        """Gives ``request`` a place, unless it has one; returns whether it has one now."""
+        """Gives ``request`` a place, once; returns whether it holds a place now."""
         if request not in self._parked:
             if not self.has_room(1):
                 return False
@@ -49,11 +49,11 @@ class StartupQueue:
         return True
 
     def leave(self, request: object) -> None:
-        """Frees the place of ``request``, if it has one."""
+        """Frees the place of ``request``, if any."""
         self._parked.discard(request)
 
     def full(self, reason: str) -> Unavailable:
-        """Returns the error of a request that finds no place; ``reason`` says why it would have to wait."""
+        """Returns the error of a request without a place; ``reason`` says why it would have to wait."""
         return Unavailable(
             f"{reason}; no further request can wait for it, send this one again later",
             retry_after_ms=_RETRY_AFTER_MS,

@@ -79,7 +79,7 @@ def _role(value: Any) -> Any:
 
 
 class Message(RequestModel):
-    """One turn of a conversation."""
+    """A turn of a conversation."""
 
     # Clients that append an answer's message to their next request send its null fields back.
     unserved: ClassVar[Mapping[str, Unserved]] = {

@@ -1,6 +1,6 @@
 """Tools in a chat request: callable functions, the choice among them, and calls of earlier turns.
 
-Sizes are checked before contents: a request with ten thousand tools costs no more than one with ten.
+Sizes are checked before contents: ten thousand tools cost no more than ten.
 """
 
 import json
@@ -117,7 +117,7 @@ _DATA: Final = _MAY_BE_NULL | {"enum", "example", "examples"}
 
 
 def _without_nulls(schema: Any) -> Any:
-    """Returns a schema without keywords that are null, which many MCP servers write for absent ones."""
+    """Returns a schema without null keywords, which many MCP servers write for absent keywords."""
     if isinstance(schema, list):
         return [_without_nulls(item) for item in schema if item is not None]
     if not isinstance(schema, dict):
@@ -233,7 +233,7 @@ def _distinct(tools: list[Tool]) -> list[Tool]:
 
 
 class NamedChoice(NamedTuple):
-    """The choice of one tool."""
+    """The choice of a single tool."""
 
     name: str
 

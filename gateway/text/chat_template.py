@@ -18,8 +18,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from gateway.format_names import ToolFormat
 from gateway.quoting import clip
+from gateway.settings import ToolFormat
 from protos.errors import ConfigurationRefused, InvalidArgument
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 import jinja2
 from tokenizers import Tokenizer
 
-from gateway.format_names import ToolFormat
 from gateway.quoting import clip
+from gateway.settings import ToolFormat
 from gateway.text.chat_template import ChatTemplate, thinks, tool_format
 from gateway.text.detokenizer import DetokenizerFactory
 from protos.errors import Internal, InvalidArgument, Overloaded

@@ -25,7 +25,7 @@ class InputReader:
         self._step: Callable[[], str] = self._head
 
     def feed(self, arguments: str) -> str:
-        """Returns the piece of the input that further arguments settle."""
+        """Returns the piece of the input settled by further arguments."""
         self._rest += arguments
         return self._step()
 

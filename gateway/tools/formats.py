@@ -18,7 +18,7 @@ class Format:
     make: Callable[[Collection[str]], ToolParser]
     """Makes a parser for a sequence, given the names of the request's tools."""
     markers: frozenset[str] | None = frozenset()
-    """Special tokens that the parser must see; ``None``: all of them."""
+    """Special tokens shown to the parser; ``None``: all of them."""
     shape: Shape | ArgumentsAlone | None = None
     """The grammar's shape; ``None``: the format has no grammar."""
 

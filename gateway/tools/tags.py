@@ -5,12 +5,13 @@ document inside it, so references within a schema keep their meaning.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from gateway.parsers.reasoning import THINK, Marks, Thinking
 from gateway.schemas.structured import BY_NAME, SCHEMAS, closed
+from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 
 Tag: TypeAlias = dict[str, Any]
@@ -21,7 +22,7 @@ _ANNOTATIONS: Final = frozenset({"$comment", "default", "description", "examples
 
 
 class Callee(NamedTuple):
-    """The part of a tool that a grammar needs."""
+    """The part of a tool for a grammar."""
 
     name: str
     """Only letters, digits and "_.-", so JSON needs no escapes for it."""
@@ -49,7 +50,7 @@ class Shape:
     """The text that begins calls in free text; empty: calls in free text cannot be recognized."""
 
     def required(self, tools: Sequence[Callee], *, parallel: bool) -> Tag:
-        """Returns a tag for calls only: exactly one, or with ``parallel`` at least one."""
+        """Returns a tag for calls only: a single call, or with ``parallel`` any number."""
         calls: Tag = {
             "type": "tags_with_separator",
             "tags": self._tags(tools),
@@ -159,3 +160,66 @@ def behind_thinking(at: Thinking, content: Tag, marks: Marks = THINK) -> Tag:
     else:
         thinking = {"type": "optional", "content": tag(marks.start, thought, marks.end)}
     return {"type": "sequence", "elements": [thinking, blank, content]}
+
+
+def place_constraint(
+    asked: pb.StructuredOutput, place: Callable[[Tag], Tag], param: str
+) -> pb.StructuredOutput:
+    """Returns a constraint for the whole output, in which ``asked`` covers only the answer.
+
+    Args:
+        asked: the client's constraint.
+        place: puts the constraint's tag where it belongs; may return it unchanged.
+        param: the client's name for the constraint.
+
+    Raises:
+        InvalidArgument: if the constraint is invalid JSON, incomplete, or nested too deep.
+    """
+    try:
+        form = _tag_of(asked)
+        whole = place(form)
+        return asked if whole is form else structural(whole)
+    except RecursionError as error:
+        raise InvalidArgument(f"'{param}' is nested too deep; use at most 64 levels", param=param) from error
+    except ValueError as error:
+        raise InvalidArgument(f"'{param}' cannot be read: {error}", param=param) from error
+
+
+def _tag_of(asked: pb.StructuredOutput) -> Tag:
+    match asked.WhichOneof("spec"):
+        case "json_schema":
+            return json_schema(json.loads(asked.json_schema))
+        case "json_object":
+            return json_schema({"type": "object"})
+        case "regex":
+            return {"type": "regex", "pattern": asked.regex}
+        case "grammar":
+            return {"type": "grammar", "grammar": asked.grammar}
+        case "choice":
+            return one_of(asked.choice.values)
+        case _:
+            return _format_of(json.loads(asked.structural_tag))
+
+
+def _format_of(tag_: Any) -> Tag:
+    """Returns the format of a structural tag.
+
+    Rewrites tags of the older form (``structures``, ``triggers``).
+    """
+    if not isinstance(tag_, dict):
+        raise ValueError("a structural tag must be a JSON object")  # noqa: TRY004 - as the caller catches
+    if "structures" not in tag_:
+        if not isinstance(tag_.get("format"), dict):
+            raise ValueError("a structural tag needs 'format', an object")
+        form: Tag = tag_["format"]
+        return form
+    structures = tag_["structures"]
+    if not isinstance(structures, list) or not all(
+        isinstance(each, dict) and {"begin", "schema", "end"} <= each.keys() for each in structures
+    ):
+        raise ValueError("a structural tag's structures must each have begin, schema and end")
+    return {
+        "type": "triggered_tags",
+        "triggers": tag_.get("triggers"),
+        "tags": [tag(each["begin"], json_schema(each["schema"]), each["end"]) for each in structures],
+    }

@@ -10,7 +10,6 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gateway.format_names import VLLM_PREFIX
 from gateway.parsers.events import (
     CallArguments,
     CallStart,
@@ -21,6 +20,7 @@ from gateway.parsers.events import (
     call_id,
 )
 from gateway.parsers.reasoning import Marks, Thinking
+from gateway.settings import VLLM_PREFIX
 from gateway.text.tokenization import TextCodec
 from protos.errors import ConfigurationRefused
 
@@ -132,14 +132,14 @@ class _VllmToolParser:
         self._started: set[int] = set()
 
     def feed(self, text: str) -> list[Event]:
-        """See :meth:`gateway.parsers.events.ToolParser.feed`."""
+        """Returns the events settled by further text."""
         if not text:
             return []
         delta = self._parser.extract_tool_calls_streaming(*self._history.push(text), self._request)
         return self._events(delta)
 
     def finish(self) -> list[Event]:
-        """See :meth:`gateway.parsers.events.ToolParser.finish`."""
+        """Returns the events held back, at the end of the text."""
         flush = getattr(self._parser, "finish_streaming", None)
         found = self._events(flush()) if flush is not None else []
         if self._started and (rest := self._parser.get_remaining_unstreamed_args()):
@@ -147,7 +147,7 @@ class _VllmToolParser:
         return found
 
     def whole(self, text: str) -> list[Event]:
-        """See :meth:`gateway.parsers.events.ToolParser.whole`."""
+        """Returns the events of a whole text."""
         found = self._parser.extract_tool_calls(text, self._request)
         events: list[Event] = [Text(found.content or "")]
         for index, call in enumerate(found.tool_calls):
@@ -182,7 +182,7 @@ class ReasoningParser:
 
     @property
     def marks(self) -> Marks | None:
-        """The markers that it looks for; ``None`` if it does not say."""
+        """Its markers; ``None`` if it does not say."""
         start, end = self._parser.reasoning_start_str, self._parser.reasoning_end_str
         return Marks(start, end) if start and end else None
 
@@ -197,7 +197,7 @@ class ReasoningParser:
         return Thinking.OPEN if reasoning else Thinking.POSSIBLE
 
     def feed(self, text: str) -> list[Event]:
-        """See :meth:`gateway.parsers.events.ToolParser.feed`."""
+        """Returns the events settled by further text."""
         if self._over:
             return [Text(text)]
         if not text:
@@ -213,13 +213,13 @@ class ReasoningParser:
         return events
 
     def finish(self) -> list[Event]:
-        """See :meth:`gateway.parsers.events.ToolParser.finish`."""
+        """Returns the events held back, at the end of the text."""
         if self._over or not self._parser.engine_based_streaming:
             return []
         return self._events(self._parser.finish_streaming())
 
     def whole(self, text: str) -> list[Event]:
-        """See :meth:`gateway.parsers.events.ToolParser.whole`."""
+        """Returns the events of a whole text."""
         if self._over:
             return [Text(text)]
         reasoning, content = self._parser.extract_reasoning(text, self._request)

@@ -140,7 +140,7 @@ async def test_a_gateway_that_is_behind_hands_tokens_out_together() -> None:
     first = inference.GenerateEvent(request_id=pending.wire_id, token_ids=[6], handle=1)
     table.deliver(inference.ConnectResponse(events=[first]))
     for token_id, behind in ((7, False), (8, True), (9, False)):
-        table.deliver(inference.ConnectResponse(handles=[1], token_ids=[token_id]), behind=behind)
+        table.deliver(inference.ConnectResponse(handles=[1], token_ids=[token_id]), more_waits=behind)
     assert received[1:] == [[(0, 7)]]
     await reader.take()
     assert [event.token_ids for _, event in await reader.take()] == [(8,), (9,)]

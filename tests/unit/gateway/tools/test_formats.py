@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from gateway.format_names import TOOL_FORMATS
 from gateway.generation.chat_prompts import show_tools_in_words
 from gateway.parsers.events import CallStart
 from gateway.parsers.reasoning import Thinking
+from gateway.settings import TOOL_FORMATS
 from gateway.text.chat_template import ChatTemplate
 from gateway.tools.formats import FORMATS, LIST
 from gateway.tools.tags import Callee, Shape, behind_thinking, json_schema, structural
