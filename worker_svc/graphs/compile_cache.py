@@ -34,7 +34,7 @@ TEMPORARY: Final = "triptych-code-"
 _ABANDONED_S: Final = 6 * 3600.0
 _PENDING: Final = ".filling-"
 _KEY: Final = re.compile(r"[0-9a-f]{32}")
-# Files that a compiler keeps beside its results and that differ from run to run.
+# Files that a compiler keeps along with its results and that differ from run to run.
 _TRANSIENT: Final = (".lock", ".tmp", ".pid")
 # A compile cache with less free space counts as full.
 _LEAST_FREE_BYTES: Final = 64 << 20

@@ -269,7 +269,7 @@ def _bound(call: KernelCall, memory: _MemoryPlan, device: Device) -> Callable[[]
 
 def _entry(op: Any) -> Any:
     """Returns the entry point of an operator that costs least to call."""
-    return op._op  # noqa: SLF001 - the function behind an operator's __call__
+    return op._op  # noqa: SLF001 - the function of an operator's __call__
 
 
 @functools.cache

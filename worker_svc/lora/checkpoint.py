@@ -16,7 +16,7 @@ import torch
 
 from protos.errors import InvalidArgument, NotFound
 
-# PEFT reads these as expressions. Matching some expressions takes for ever, so only names are compared.
+# PEFT reads these as expressions. Matching some expressions takes unbounded time, so only names are compared.
 _NAME = re.compile(r"\w+")
 # PEFT's expression for the number of a layer in its path, if `layers_pattern` does not say where it is.
 _NUMBERED = re.compile(r".*?\.[^.]*\.(?P<number>\d+)\.")
@@ -94,7 +94,7 @@ _PICKLED = "adapter_model.bin"
 _PREFIX = "base_model.model."
 _DTYPES = ("F16", "BF16", "F32")
 _MOST_CONFIG_BYTES = 1 << 20
-# PEFT's patterns are expressions. Matching some expressions takes for ever, so only names are served.
+# PEFT's patterns are expressions. Matching some expressions takes unbounded time, so only names are served.
 _LITERAL = re.compile(r"\^?(?:\w|\\?\.|-){1,256}\$?")
 _MATRIX = re.compile(r"(?P<path>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 

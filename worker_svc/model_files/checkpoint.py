@@ -31,7 +31,7 @@ _MXFP4 = "_blocks"
 
 @dataclass(frozen=True)
 class Tensor:
-    """The header entry of one tensor."""
+    """The header entry of a tensor."""
 
     kind: str
     """Element type, as safetensors names it: for example "BF16"."""
@@ -47,7 +47,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One file whose length matches its header."""
+    """A file whose length matches its header."""
 
     path: Path
     tensors: Mapping[str, Tensor]
@@ -58,7 +58,7 @@ class Shard:
         """Reads the header.
 
         Raises:
-            ConfigurationRefused: if the file cannot be read or is damaged, in one line.
+            ConfigurationRefused: if the file cannot be read or is damaged.
         """
         try:
             with path.open("rb") as file:
@@ -113,8 +113,7 @@ class Checkpoint:
         """Finds a folder's weights and checks that they are complete.
 
         Raises:
-            ConfigurationRefused: in one line, if there are no weights, only pickled ones, or some are
-                missing.
+            ConfigurationRefused: if there are no weights, only pickled weights, or some are missing.
         """
         found = sorted(folder.glob("*.safetensors"))
         index = folder / _INDEX
@@ -174,7 +173,7 @@ class Checkpoint:
     def num_bytes(self, itemsize: int | None = None) -> int:
         """Returns the bytes of all weights, as stored or with `itemsize` bytes per floating-point element.
 
-        Experts in MXFP4 count as what they become: two elements a byte, in bfloat16 without an `itemsize`.
+        Experts in MXFP4 count dequantized: two elements a byte, in bfloat16 without an `itemsize`.
         """
 
         def bytes_of(name: str, tensor: Tensor) -> int:
@@ -216,7 +215,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def start_digest(weight_files: Sequence[Path], cache: Path) -> Future[str]:
-    """Digests names and contents of weight files on a thread of its own, beside imports and loading.
+    """Digests names and contents of weight files on a separate thread, during imports and loading.
 
     A file's digest comes, in this order, from the name of a Hugging Face blob, from the cache, or from all of
     its bytes.

@@ -30,7 +30,7 @@ _CONVERTER_PACKAGES = ("gguf", "safetensors", "tokenizers", "torch")
 
 
 class FetchError(Exception):
-    """A model cannot be fetched or converted; the message is one line for people."""
+    """A model cannot be fetched or converted; the message is for people."""
 
 
 @dataclass(frozen=True)

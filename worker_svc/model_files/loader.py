@@ -42,7 +42,7 @@ def resolve(
         trust_remote_code: whether to fetch a hub model's Python files too.
 
     Raises:
-        ConfigurationRefused: if there is no such model, with the reason in one line.
+        ConfigurationRefused: if there is no such model.
     """
     path = Path(model).expanduser()
     if path.is_dir():

@@ -81,7 +81,7 @@ class PoolingEngine:
         return geometry
 
     def check_start(self, geometry: PoolGeometry) -> None:
-        """Refuses what `start` would refuse for lack of memory or of compiled code."""
+        """Refuses a geometry without enough memory or required compiled code."""
         self._check_memory(geometry)
         self._compilation.find(geometry)
         self._compilation.release()

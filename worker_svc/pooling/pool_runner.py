@@ -51,7 +51,7 @@ def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod
 def pool_packed(
     hidden: torch.Tensor, places: torch.Tensor, text_of: torch.Tensor, method: PoolingMethod
 ) -> torch.Tensor:
-    """Pools texts that follow one another. The contents of padding have no effect.
+    """Pools consecutive texts. The contents of padding have no effect.
 
     Args:
         hidden: [tokens, hidden].
@@ -231,7 +231,7 @@ class PoolRunner:
     def _make(self, signature: GraphSignature) -> None:
         """Makes a signature's graph, and captures the step around it if the device captures.
 
-        The graph is made of texts of one token, and compared with the model on texts that fill the shape.
+        The graph is made of single tokens, and compared with the model on texts that fill the shape.
         """
         row_len = None if signature.packed else signature.query_len
         short, full = (self._upload(*_example(signature, fills=fills)) for fills in (False, True))
@@ -302,7 +302,7 @@ def _signature(shape: PoolShape) -> GraphSignature:
 def _inputs(requests: Sequence[Admission], signature: GraphSignature) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns token ids, int64 [tokens], and places, int64 [2, rows]; see `RecordableModel`.
 
-    A row of padding has one token. Packed texts have places [3, texts].
+    A row of padding is a single token. Places of packed texts are [3, texts].
     """
     if signature.packed:
         return _packed_inputs(requests, signature)
@@ -334,7 +334,7 @@ def _packed_inputs(
 
 
 def _example(signature: GraphSignature, *, fills: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens and places of texts that fill the shape together, or that have one token each.
+    """Returns tokens and places of texts that fill the shape together, or of single tokens.
 
     None is the second text of a pair: not every model has a second type of tokens.
     """

@@ -20,7 +20,7 @@ Format = Literal["compressed-tensors", "gptq", "awq"]
 _BITS: Final[tuple[Bits, ...]] = (4, 8)
 _PACKED: Final = "pack-quantized"
 _OTHER: Final = "choose another checkpoint, or make one with `triptych quantize`"
-# vLLM reads this file of ModelOpt's checkpoints beside config.json.
+# vLLM reads this file of ModelOpt's checkpoints in addition to config.json.
 _MODELOPT: Final = "hf_quant_config.json"
 
 

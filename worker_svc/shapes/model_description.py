@@ -82,6 +82,6 @@ class ModelDescription:
     layers: tuple[AttentionLayer, ...]
     """Attention layers in the model's order."""
     pooling: PoolingDescription | None
-    """Set for a pooling model, which has no layers to cache."""
+    """Set for a pooling model, without layers to cache."""
     default_sampling: Mapping[str, float]
     """Sampling parameters that the model's authors recommend, by their names in generation_config.json."""

@@ -55,7 +55,7 @@ class KvGroup:
     layers: tuple[AttentionLayer, ...]
     """In the model's order; never empty."""
     window_kind: GroupKind = GroupKind.PAGED_WINDOW
-    """How the group uses KV memory if its layers have a window; ignored otherwise."""
+    """How the group uses KV memory for layers with a window; ignored otherwise."""
 
     @property
     def window(self) -> int:
@@ -78,7 +78,7 @@ class KvGroup:
         return sum(layer.bytes_per_token for layer in self.own_layers)
 
     def tokens_per_block(self, block_size: int) -> int:
-        """Returns the tokens in a block of this group if paged blocks have `block_size` tokens."""
+        """Returns the tokens in a block of this group for paged blocks of `block_size` tokens."""
         return self.window if self.kind is GroupKind.IN_PLACE_WINDOW else block_size
 
     def table_width(self, geometry: "Geometry") -> int:

@@ -112,22 +112,14 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
         f"{_layer(0, 'self_attn.q_proj')} has 64 inputs, which is not a multiple of 128; use --group-size 64"
     )
     experts = _model(tmp_path / "e", {_layer(0, "mlp.experts.0.up_proj"): torch.ones(2, 64)})
-    assert refusal(experts) == (
-        f"{experts} has experts ({_layer(0, 'mlp.experts.0.up_proj')}), whose quantized form is not served;"
-        " choose another model"
-    )
+    assert f"has experts ({_layer(0, 'mlp.experts.0.up_proj')})" in refusal(experts)
     fused = _layer(0, "block_sparse_moe.input_linear")
     granite = _model(tmp_path / "g", {fused: torch.ones(2, 8, 64)})
-    assert refusal(granite).startswith(f"{granite} has experts ({fused}), whose quantized form is not served")
+    assert f"has experts ({fused})" in refusal(granite)
     integers = _model(tmp_path / "i", {_layer(2, "mlp.up_proj"): torch.ones(2, 64, dtype=torch.int8)})
-    assert refusal(integers) == (
-        f"{_layer(2, 'mlp.up_proj')} has the type I8; choose a model in bfloat16, float16 or float32"
-    )
+    assert f"{_layer(2, 'mlp.up_proj')} has the type I8" in refusal(integers)
     latent = _model(tmp_path / "l", {_layer(1, "self_attn.kv_b_proj"): torch.ones(2, 64)})
-    assert refusal(latent) == (
-        f"{latent} has latent attention ({_layer(1, 'self_attn.kv_b_proj')}), whose quantized form is not served;"
-        " choose another model"
-    )
+    assert f"has latent attention ({_layer(1, 'self_attn.kv_b_proj')})" in refusal(latent)
     other = _model(tmp_path / "o", {_layer(0, "mlp.up_proj"): torch.ones(2, 1000)})
     line = f"{_layer(0, 'mlp.up_proj')} has 1000 inputs, which is not a multiple of 64; "
     assert refusal(other) == f"{line}use --group-size channel"
@@ -228,11 +220,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     source, target = _model(tmp_path / "source"), tmp_path / "target"
     arguments = [str(source), "--out", str(target), "--scheme", "w4a16"]
     assert command.main([*arguments, "--group-size", "128"]) == 2
-    assert (
-        capsys.readouterr()
-        .err.splitlines()[-1]
-        .startswith("triptych quantize: model.layers.0.self_attn.q_proj")
-    )
+    assert "triptych quantize: model.layers.0.self_attn.q_proj" in capsys.readouterr().err
     assert command.main([*arguments, "--lm-head", "keep"]) == 0
     assert f"{target}: 4 matrices, w4a16 in groups of 64; weights 0 MiB -> 0 MiB" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:

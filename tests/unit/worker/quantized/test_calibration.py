@@ -149,19 +149,14 @@ def test_refusals(source: Path, file: Path, tmp_path: Path) -> None:
         return refused.value.message
 
     file.write_text("w1 w2")
-    assert refusal(source, file) == (
-        f"the calibration text {file} has 2 tokens, and calibration needs at least 256; choose a longer one"
-    )
+    assert f"{file} has 2 tokens, and calibration needs at least 256" in refusal(source, file)
     file.write_bytes(b"\xff")
     assert refusal(source, file).startswith(f"cannot read the calibration text {file}: 'utf-8' codec")
     changed = tmp_path / "changed"
     changed.mkdir()
     config = json.loads((source / "config.json").read_text())
     (changed / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaModel"]}))
-    assert refusal(changed) == (
-        f"{changed} has the architecture LlamaModel, and only text models (...ForCausalLM) are calibrated; omit"
-        " --calibrate"
-    )
+    assert f"{changed} has the architecture LlamaModel" in refusal(changed)
     (changed / "config.json").write_text(json.dumps(config | {"model_type": "of-tomorrow"}))
     assert refusal(changed).startswith(f"transformers cannot run {changed}, so it cannot be calibrated: ")
     (changed / "config.json").write_text(json.dumps(config))
