@@ -59,13 +59,14 @@ coverage: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the quick tests that
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not stack and not compose and not slow" \
 	  --cov=deploy --cov=gateway --cov=protos --cov=scheduler_svc --cov=worker_svc --cov-report=html --cov-report=term:skip-covered $(ARGS)
 
-check: $(STAMPS)/dev ## Linters, types, layer contracts, generated files, locks
+check: $(STAMPS)/dev ## Linters, types, layer contracts, generated files, prose, locks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@$(BIN)/python -m protos.generate --check
 	@$(BIN)/python -m tests.support.docs --check
+	@$(BIN)/python -m tests.support.prose >/dev/null
 	@$(BIN)/python -m deploy.lockfile
 
 format: $(STAMPS)/dev ## Format the code and apply the linters' fixes
