@@ -16,7 +16,6 @@ from protos.steps import (
     StepPlan,
     StepResult,
     Work,
-    WorkerReport,
     slots_of,
 )
 from protos.triptych.v1 import common_pb2, worker_pb2
@@ -93,7 +92,7 @@ def result_to_proto(plan: StepPlan, result: StepResult) -> worker_pb2.StepResult
         void=result.void,
     )  # fmt: skip
     if result.report is not None:
-        message.report.CopyFrom(_report_to_proto(result.report))
+        message.report.CopyFrom(result.report)
     if result.error is not None:
         message.error.CopyFrom(result.error.to_proto())
     elif token_ids := result.token_ids or one_token_each(plan.work, result.outputs):
@@ -114,25 +113,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         lease_index=message.lease_index,
         execute_us=message.execute_us,
         void=message.void,
-        report=_report_from_proto(message.report) if message.HasField("report") else None,
-    )
-
-
-def _report_to_proto(report: WorkerReport) -> worker_pb2.WorkerReport:
-    return worker_pb2.WorkerReport(
-        late_graphs=report.late_graphs,
-        grammar_us=report.grammar_us,
-        free_memory_bytes=report.free_memory_bytes,
-        process_memory_bytes=report.process_memory_bytes,
-    )
-
-
-def _report_from_proto(message: worker_pb2.WorkerReport) -> WorkerReport:
-    return WorkerReport(
-        late_graphs=message.late_graphs,
-        grammar_us=message.grammar_us,
-        free_memory_bytes=message.free_memory_bytes,
-        process_memory_bytes=message.process_memory_bytes,
+        report=message.report if message.HasField("report") else None,
     )
 
 

@@ -1,8 +1,7 @@
 """Step plans, which the scheduler sends, and step results, which the worker returns.
 
 Both services use these types. :mod:`protos.step_messages` translates them to and from the messages of
-``worker.proto``. Sampling parameters, pooling parameters and log-probabilities stay messages, because the
-scheduler passes them on unopened.
+``worker.proto``. Sampling parameters, pooling parameters, log-probabilities and reports stay messages.
 """
 
 import enum
@@ -10,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from protos.errors import TriptychError
-from protos.triptych.v1 import common_pb2
+from protos.triptych.v1 import common_pb2, worker_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,20 +178,6 @@ class SlotOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerReport:
-    """A worker's counts, for metrics. Counters begin with the stream."""
-
-    late_graphs: int = 0
-    """Graphs that were made while serving."""
-    grammar_us: int = 0
-    """Time that the host took for the grammars of steps, microseconds."""
-    free_memory_bytes: int = 0
-    """Free memory of the device; 0 if it is unknown."""
-    process_memory_bytes: int = 0
-    """Memory of the worker's process on the host."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
     """A worker's answer to a plan, or to a step of the plan's lease."""
 
@@ -211,7 +196,7 @@ class StepResult:
     """Time that the step took on the worker, microseconds."""
     void: bool = False
     """Whether the work of a plan that continues another did not run."""
-    report: WorkerReport | None = None
+    report: worker_pb2.WorkerReport | None = None
     """The worker's counts; set about once a second."""
 
 

@@ -148,7 +148,6 @@ def _walk(message: Message, entry_of: str = "", *, entries: bool = True) -> Iter
 
 @cache
 def _fields(message: Descriptor) -> tuple[tuple[FieldDescriptor, bounds_pb2.Bounds | None], ...]:
-    """Returns the fields with bounds or messages."""
     bounds = bounds_of(message)
     return tuple(
         (field, bounds.get(field.name))

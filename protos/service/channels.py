@@ -56,7 +56,6 @@ class SecuredChannel(grpc.aio.Channel):
         return self._channel
 
     def _retire(self, old: grpc.aio.Channel) -> None:
-        """Closes a channel once its calls have ended."""
         task = asyncio.get_running_loop().create_task(old.close(_LONG_S))
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)

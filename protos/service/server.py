@@ -99,7 +99,6 @@ class Server:
         return self.port
 
     def _bind_socket(self, path: Path) -> None:
-        """Binds a Unix socket; replaces a socket without a listener."""
         path = path.absolute()
         try:
             if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:

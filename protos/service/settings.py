@@ -365,7 +365,6 @@ def load(cls: type[S], argv: Sequence[str] | None = None, foreign: ForeignFlags 
 def _flags(
     cls: type[S], argv: Sequence[str], foreign: ForeignFlags | None
 ) -> tuple[_Parser, CliSettingsSource[Any]]:
-    """Parses flags."""
     parser = _Parser(cls, foreign.flags if foreign else {})
     source: CliSettingsSource[Any] = CliSettingsSource(
         cls,
@@ -409,7 +408,6 @@ def sections_of(cls: type[ServiceSettings]) -> dict[str, dict[str, str]]:
 
 
 def _values_of(file: ConfigFile, cls: type[ServiceSettings], foreign: ForeignFlags | None) -> dict[str, Any]:
-    """Returns the values of a file, by field."""
     fixed = fixed_fields(cls)
     theirs = {flag[2:].replace("-", "_"): flag for flag in foreign.flags} if foreign else {}
     own = {name for name in cls.model_fields if name not in fixed} | theirs.keys()
@@ -422,7 +420,6 @@ def _values_of(file: ConfigFile, cls: type[ServiceSettings], foreign: ForeignFla
 
 
 def _hides(cls: type[ServiceSettings], error: ValidationError) -> bool:
-    """Returns whether an error holds a secret."""
     return any(is_secret(cls, str(first)) for each in error.errors() for first in each["loc"][:1])
 
 

@@ -97,7 +97,6 @@ class ConnectEncoder:
 
 
 def _is_plain(event: Event) -> bool:
-    """Whether an event only brings tokens."""
     return bool(event.token_ids) and not (
         event.first
         or event.logprobs

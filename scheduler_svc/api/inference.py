@@ -198,7 +198,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _pool(
         self, requests: Sequence[inference_pb2.PoolRequest], context: Context
     ) -> list[inference_pb2.PoolResponse]:
-        """Returns the results of requests, in their order."""
         mine: dict[str, PoolSubmission] = {}
         buffer = self._buffer(mine)
         results: dict[str, inference_pb2.PoolResponse] = {}

@@ -90,7 +90,6 @@ class LoraService:
             self._task = asyncio.create_task(self._load_modules(), name="lora-modules")
 
     async def _load_modules(self) -> None:
-        """Loads the adapters of the settings, as many at once as every host holds."""
         await asyncio.gather(*(self._load_module(*module) for module in self._modules.items()))
 
     async def _load_module(self, name: str, source: str) -> None:

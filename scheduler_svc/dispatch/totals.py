@@ -4,7 +4,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Final
 
-from protos.steps import WorkerReport
+from protos.triptych.v1.worker_pb2 import WorkerReport
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.stats import STEP_TOKENS, Distribution, SchedulerStats
 

@@ -38,7 +38,6 @@ class CacheOptions:
 
 
 def _make_group(group: KvGroup, layout: BlockLayout, pool: BlockPool) -> KvGroupManager:
-    """Returns the manager for a group's kind."""
     match group.kind:
         case GroupKind.FULL:
             return FullGroup(pool, layout)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protos.errors import Internal, InvalidArgument, TriptychError
-from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult, WorkerReport
+from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepResult
+from protos.triptych.v1.worker_pb2 import WorkerReport
 from protos.validation import count_values
 from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.stats import STEP_SECONDS, Distribution

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from protos.steps import WorkerReport
+from protos.triptych.v1.worker_pb2 import WorkerReport
 
 # vLLM's histogram bounds, so that its dashboards keep working: seconds of a request's phases, tokens of steps
 # and of requests, and preemptions of a request. vLLM ends the tokens of a request at the longest sequence;

@@ -1,7 +1,7 @@
 """Admission of a client's request: checks it against the model and makes a request of each sequence."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
@@ -75,11 +75,16 @@ class Submission:
     @property
     def sequences(self) -> dict[int, tuple[int, ...]]:
         """The sequences to run, each with the tokens already received by the client."""
-        return unfinished(self.n, self.resumed)
+        known = {part.sequence: part for part in self.resumed}
+        return {
+            sequence: known[sequence].token_ids if sequence in known else ()
+            for sequence in range(self.n)
+            if not (sequence in known and known[sequence].finished)
+        }
 
     def sequence_id(self, sequence: int) -> str:
         """Returns the id of a sequence among the scheduler's requests."""
-        return sequence_id(self.request_id, sequence) if self.n > 1 else self.request_id
+        return f"{self.request_id}#{sequence}" if self.n > 1 else self.request_id
 
     def ended(self, stop: StopRule) -> list[Event]:
         """Returns the last events of resumed sequences that ended; the client did not receive them."""
@@ -263,18 +268,3 @@ def make_requests(
 def _order_of_arrival(arrival_s: float, number: int) -> int:
     """Returns a request's place in the order of arrival: by microsecond, then by number."""
     return (math.floor(arrival_s * 1e6) << 40) + number
-
-
-def sequence_id(request_id: str, sequence: int) -> str:
-    """Returns the id of a sequence among the scheduler's requests."""
-    return f"{request_id}#{sequence}"
-
-
-def unfinished(n: int, resumed: Sequence[Resumed]) -> dict[int, tuple[int, ...]]:
-    """Returns the sequences among 0 .. n-1 to run, with the tokens already received by the client."""
-    known = {one.sequence: one for one in resumed}
-    return {
-        sequence: known[sequence].token_ids if sequence in known else ()
-        for sequence in range(n)
-        if not (sequence in known and known[sequence].finished)
-    }

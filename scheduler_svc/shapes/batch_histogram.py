@@ -174,7 +174,6 @@ class BatchHistogram:
             self._can_write = True
 
     def _log_interval(self) -> None:
-        """Logs the steps since the last line, if there were any."""
         self._logged.extend([0] * (len(self._counts) - len(self._logged)))
         new = {
             rows: total - logged

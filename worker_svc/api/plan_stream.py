@@ -10,8 +10,9 @@ from protos.errors import Internal
 from protos.service.logs import get_logger
 from protos.service.tracing import Tracer
 from protos.step_messages import plan_from_proto, result_to_proto
-from protos.steps import StepPlan, StepResult, WorkerReport
+from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
+from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.api.leases import Launcher, PlanRunner
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.step_traces import StepTraces
@@ -179,8 +180,9 @@ class PlanStream:
     def _report(self) -> WorkerReport | None:
         """Returns what was counted since the stream began, and the memory in use now."""
         report, before = self._count(), self._before
-        return report and replace(
-            report,
+        return report and WorkerReport(
             late_graphs=report.late_graphs - before.late_graphs,
             grammar_us=report.grammar_us - before.grammar_us,
+            free_memory_bytes=report.free_memory_bytes,
+            process_memory_bytes=report.process_memory_bytes,
         )

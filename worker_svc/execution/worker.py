@@ -13,7 +13,8 @@ import psutil
 
 from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.service.logs import get_logger
-from protos.steps import GroupKind, SlotOutput, StepPlan, WorkerReport
+from protos.steps import GroupKind, SlotOutput, StepPlan
+from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.devices import open_device
 from worker_svc.devices.base import BlockCopies, Device
 from worker_svc.execution.engine import Engine

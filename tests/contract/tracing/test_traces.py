@@ -22,8 +22,9 @@ from protos.service.grpc_options import SCHEMA_REVISION, open_channel
 from protos.service.server import Server
 from protos.service.tracing import open_tracer
 from protos.step_messages import plan_to_proto
-from protos.steps import Admission, Decode, Prefill, StepPlan, WorkerReport
+from protos.steps import Admission, Decode, Prefill, StepPlan
 from protos.triptych.v1 import common_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from protos.triptych.v1.worker_pb2 import WorkerReport
 from tests.support.gateway.serving import smollm2_folder
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.tracing.collector import Collector, ReceivedSpan, running_collector, running_http_collector

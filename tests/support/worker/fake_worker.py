@@ -2,7 +2,8 @@
 
 import threading
 
-from protos.steps import Decode, StepPlan, WorkerReport
+from protos.steps import Decode, StepPlan
+from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.execution.worker import Ready
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress

@@ -8,8 +8,9 @@ from structlog.testing import capture_logs
 
 from protos.errors import Internal
 from protos.step_messages import plan_to_proto
-from protos.steps import Decode, StepPlan, WorkerReport
+from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import worker_pb2
+from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.api import plan_stream
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.plan_stream import PlanStream
