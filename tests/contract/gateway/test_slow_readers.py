@@ -84,13 +84,3 @@ async def test_a_client_that_reads_gets_more_than_may_wait() -> None:
         scheduler.step_s = 0.02
         assert b"[DONE]" in await rest(answer)
         assert scheduler.aborted == []
-
-
-async def test_too_much_for_all_clients_ends_the_slowest_answer() -> None:
-    """The answer with the most unread bytes ends; the other one goes on."""
-    async with stack(max_unread_answer_bytes=500_000) as (scheduler, gateway), asked(gateway, 400) as other:
-        await scheduler.until(lambda: len(scheduler.requests) == 1)
-        async with asked(gateway, 9_000_000) as slow:
-            await scheduler.until(lambda: len(scheduler.aborted) == 1)
-            assert b"--max-unread-answer-bytes" in await rest(slow)
-        assert b"[DONE]" in await rest(other)

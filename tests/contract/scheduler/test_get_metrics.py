@@ -57,56 +57,6 @@ async def test_requests_without_an_answer_are_counted_by_their_end() -> None:
     }
 
 
-def is_counter(name: str) -> bool:
-    return name.endswith(("_total", "_bucket", "_count", "_sum"))
-
-
-async def test_before_a_worker_is_ready_only_metrics_of_workers_are_served() -> None:
-    """GetMetrics answers before any worker is ready, without metrics of a model."""
-    async with run_scheduler() as scheduler:
-        samples = await scrape(scheduler)
-    assert {name for name, _ in samples} == {
-        "triptych:replicas",
-        "triptych:lost_workers_total",
-        "triptych:stalled_replicas_total",
-        "triptych:suspect_requests_total",
-        "triptych:poison_requests_total",
-        "triptych:timed_out_requests_total",
-        "triptych:unread_tokens",
-        "triptych:slow_readers_total",
-    }
-    assert set(samples.values()) == {0}
-
-
-async def test_counters_do_not_fall_when_one_of_two_replicas_leaves() -> None:
-    """The counters of a replica that leaves stay, and those of the other one continue."""
-    prompts = [[3 + i, 4, 5, 6, 7, 8 + i] for i in range(12)]
-    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(), "stays"):
-        async with joined(scheduler, FakeWorker(), "goes"):
-            await asyncio.gather(*(tokens_of(scheduler, generate_request(prompt)) for prompt in prompts))
-            both = await scrape(scheduler)
-        async with asyncio.timeout(10):
-            while "goes" in scheduler.engine.replicas:
-                await asyncio.sleep(0.01)
-        one = await scrape(scheduler)
-        await tokens_of(scheduler, generate_request())
-        after = await scrape(scheduler)
-    generated = {
-        dict(labels)["engine"]: value
-        for (name, labels), value in both.items()
-        if name == "vllm:generation_tokens_total"
-    }
-    assert generated.keys() == {"stays", "goes"}
-    assert all(generated.values())
-    assert sum(generated.values()) == 12 * 8
-    counters = [key for key in both if is_counter(key[0])]
-    assert all(both[key] <= one[key] <= after[key] for key in counters)
-    assert ("vllm:num_requests_running", frozenset({("model_name", "simulated"), ("engine", "goes")})) in both
-    assert not any(
-        ("engine", "goes") in labels for name, labels in one if name == "vllm:num_requests_running"
-    )
-
-
 async def test_batches_of_a_pooling_model_are_counted_by_shape() -> None:
     """Rows, tokens and padding of pooling batches are counted by shape and outlive the replica."""
     settings = Settings(pool_batch_sizes=(2,), pool_prompt_lens=(8,))

@@ -1,4 +1,4 @@
-"""KV events as docs/kv-events.md describes them: its example, snapshots, resuming and resets."""
+"""KV events as docs/kv-events.md describes them, and resets of the prefix cache."""
 
 import asyncio
 import contextlib
@@ -8,12 +8,16 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from protos.errors import Unavailable
 from protos.triptych.v1 import inference_pb2
+from scheduler_svc.api.kv_watch import watch_kv_events
 from scheduler_svc.kv.sequence import HashChain, seed_key
 from tests.support.paths import ROOT
+from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
+    collect,
     generate_request,
     joined,
     run_scheduler,
@@ -30,6 +34,7 @@ def replica_id() -> str:
 
 
 PROMPT = list(range(5, 14))
+LONG = list(range(20, 33))
 
 
 def keys_of(tokens: list[int], *, salt: str = "") -> list[bytes]:
@@ -156,3 +161,39 @@ async def test_a_watcher_follows_replicas_that_join_and_leave() -> None:
     assert [event.WhichOneof("event") for event in gone.events] == ["cleared"]
     assert back.snapshot
     assert came.sequence < gone.sequence < back.sequence
+
+
+async def cached(scheduler: RunningScheduler, prompt: list[int], salt: str = "") -> int:
+    """Returns the tokens of a prompt that a request finds in the cache."""
+    request = generate_request(prompt, max_tokens=1)
+    request.cache_salt = salt
+    return (await collect(scheduler.inference.Generate(request)))[0].prompt.num_cached_tokens
+
+
+async def test_a_reset_forgets_prefixes(scheduler: RunningScheduler) -> None:
+    """A reset forgets all prefixes and returns the number of replicas."""
+    await tokens_of(scheduler, generate_request(LONG, max_tokens=1))
+    assert await cached(scheduler, LONG) == 12
+    assert await cached(scheduler, LONG, salt="other") == 0
+    answer = await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
+    assert answer.num_replicas == 1
+    assert await cached(scheduler, LONG) == 0
+
+
+async def test_a_reset_does_not_touch_running_requests(scheduler: RunningScheduler) -> None:
+    """A stream continues unchanged over a reset."""
+    call = scheduler.inference.Generate(generate_request(LONG, max_tokens=30))
+    events = aiter(call)
+    tokens = [*(await anext(events)).token_ids]
+    await scheduler.inference.ResetPrefixCache(inference_pb2.ResetPrefixCacheRequest())
+    tokens += [token async for event in events for token in event.token_ids]
+    assert tokens == expected_tokens(LONG, 30)
+
+
+async def test_a_watcher_that_does_not_keep_up_is_cut_off(scheduler: RunningScheduler) -> None:
+    """A slow watcher gets a retryable error instead of unbounded memory."""
+    with watch_kv_events(scheduler.engine.prefixes.follow, max_behind=3) as changes:
+        for token in range(5, 15):
+            await tokens_of(scheduler, generate_request([token] * 5, max_tokens=1))
+        with pytest.raises(Unavailable, match="more than 3 batches"):
+            await anext(changes)

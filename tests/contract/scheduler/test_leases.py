@@ -6,12 +6,10 @@ import pytest
 
 from protos.errors import Unavailable
 from protos.steps import Decode, Prefill, StepPlan
-from protos.triptych.v1 import inference_pb2
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
-    collect,
     failure,
     generate_request,
     joined,
@@ -73,33 +71,6 @@ async def test_a_new_request_ends_a_running_lease() -> None:
         assert isinstance((await next_plan(worker)).work, Decode)
         assert await first == expected_tokens(SHORT, 20)
         assert await second == expected_tokens([6, 7], 4)
-
-
-async def test_an_abort_ends_a_lease_and_frees_the_slot() -> None:
-    """An abort ends the lease, and the other request of the lease loses no token."""
-    worker = worker_with(hold_at_step=5)
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        worker.gate.clear()
-        aborted = asyncio.create_task(
-            collect(scheduler.inference.Generate(generate_request([6], request_id="a", max_tokens=20)))
-        )
-        other = asyncio.create_task(tokens_of(scheduler, generate_request(SHORT, max_tokens=20)))
-        async with asyncio.timeout(5):
-            while scheduler.engine.num_running < 2:
-                await asyncio.sleep(0)
-        worker.gate.set()
-        await lease_begins(worker)
-        async with asyncio.timeout(5):
-            while worker.gate.is_set():
-                await asyncio.sleep(0)
-        assert (await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="a"))).found
-        plan = await next_plan(worker)
-        assert plan.work is None
-        assert len(plan.release) == 1
-        assert len(await aborted) > 0
-        assert scheduler.engine.num_running == 1
-        worker.gate.set()
-        assert await other == expected_tokens(SHORT, 20)
 
 
 async def lost(scheduler: RunningScheduler, port: int) -> asyncio.Task[object]:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable
 import pytest
 
 from protos.errors import InvalidArgument, NotFound, TriptychError, Unavailable, Unsupported
-from protos.steps import StepPlan
 from protos.triptych.v1 import inference_pb2
 from scheduler_svc.api import lora_service
 from scheduler_svc.settings import Settings
@@ -165,28 +164,6 @@ async def test_without_a_worker_a_load_is_unavailable() -> None:
         assert isinstance(await failure(scheduler.inference.LoadLora(request)), Unavailable)
 
 
-async def test_an_unloaded_adapter_leaves_after_its_last_request(
-    scheduler: RunningScheduler, worker: FakeWorker
-) -> None:
-    """Its request ends with its tokens; the name can be loaded again, with other weights."""
-    await load(scheduler, "a")
-    worker.hold_at_step = worker.steps + 3
-    request = running(scheduler, "a")
-    async with asyncio.timeout(10):
-        while worker.gate.is_set():
-            await asyncio.sleep(0.01)
-    await unload(scheduler, "a")
-    assert worker.adapters
-    assert isinstance(await failure(scheduler.inference.Generate(request_of("a"))), NotFound)
-    worker.gate.set()
-    assert await request == wanted("a")
-    async with asyncio.timeout(10):
-        while worker.adapters:
-            await asyncio.sleep(0.01)
-    await load(scheduler, "a", "other")
-    assert await running(scheduler, "a") == wanted("other")
-
-
 async def test_an_adapter_is_replaced_in_place(scheduler: RunningScheduler, worker: FakeWorker) -> None:
     """A running request keeps the old weights, the next one has the new ones; a bad one changes nothing."""
     await load(scheduler, "a", "old")
@@ -217,92 +194,6 @@ async def test_a_hub_is_asked_for_the_same_commit_again(
         while not other.loads:
             await asyncio.sleep(0.01)
     assert (worker.loads, other.loads) == (["org/a"], ["org/a@c0ffee"])
-
-
-async def test_more_adapters_than_a_host_holds_take_turns(
-    scheduler: RunningScheduler, worker: FakeWorker
-) -> None:
-    """The one that was used least recently leaves the host; a request brings it back."""
-    for name in "abcd":
-        await load(scheduler, name)
-    assert sorted(worker.adapters.values()) == ["c", "d"]
-    tokens = await asyncio.gather(*(running(scheduler, name) for name in "abcdabcd"))
-    assert tokens == [wanted(name) for name in "abcdabcd"]
-    assert len(worker.loads) >= 6
-    assert await names(scheduler) == list("abcd")
-
-
-async def test_a_request_survives_the_loss_of_its_worker() -> None:
-    """The next worker loads the registered adapters, and the request goes on with the tokens it has."""
-    first, second = lora_worker(die_at_step=4), lora_worker()
-    async with run_scheduler() as scheduler:
-        async with joined(scheduler, first):
-            await load(scheduler, "a")
-            request = running(scheduler, "a", 12)
-            async with asyncio.timeout(10):
-                while scheduler.engine.replicas:
-                    await asyncio.sleep(0.01)
-        async with joined(scheduler, second):
-            assert await request == wanted("a", 12)
-        assert second.loads == ["a"]
-
-
-async def test_a_request_goes_where_its_adapter_is(scheduler: RunningScheduler, worker: FakeWorker) -> None:
-    """A replica without adapters gets none of their requests; one that cannot load an adapter is passed."""
-    plain, broken = FakeWorker(), lora_worker(sources={"a": NotFound("there is no folder /a")})
-    await load(scheduler, "a")
-    async with joined(scheduler, plain, "plain"), joined(scheduler, broken, "broken"):
-        tokens = await asyncio.gather(*(running(scheduler, "a") for _ in range(12)))
-        assert tokens == [wanted("a")] * 12
-        admitted = [plan for one in (plain, broken) for plan in _plans(one) if plan.admit]
-        assert not admitted
-    assert broken.loads == ["a"]
-
-
-async def test_workers_without_adapters_keep_no_request_waiting() -> None:
-    """If the workers that run adapters are gone and others are ready, a request for an adapter is told so."""
-    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(), "plain"):
-        async with joined(scheduler, lora_worker(), "adapted"):
-            await load(scheduler, "a")
-        while True:
-            error = await failure(scheduler.inference.Generate(request_of("a")))
-            if "no worker that is ready runs LoRA adapters" in error.message:
-                break
-            assert isinstance(error, Unavailable)
-
-
-def _plans(worker: FakeWorker) -> list[StepPlan]:
-    return [worker.plans.get_nowait() for _ in range(worker.plans.qsize())]
-
-
-async def test_a_slow_load_delays_no_other_request(scheduler: RunningScheduler, worker: FakeWorker) -> None:
-    """While the worker loads an adapter, requests of others run; so does a load of another name wait."""
-    await load(scheduler, "a")
-    worker.may_load.clear()
-    slow = asyncio.ensure_future(load(scheduler, "b"))
-    assert await running(scheduler, "a") == wanted("a")
-    assert not slow.done()
-    again = inference_pb2.LoadLoraRequest(name="b", source="b")
-    assert "is being loaded" in (await failure(scheduler.inference.LoadLora(again))).message
-    worker.may_load.set()
-    assert (await slow).name == "b"
-
-
-@pytest.mark.parametrize("worker", [FakeWorker(max_loras=2, max_cpu_loras=4)])
-async def test_a_slow_load_delays_no_other_load(scheduler: RunningScheduler, worker: FakeWorker) -> None:
-    """While one adapter is read, another one is loaded, serves, is unloaded and is loaded again."""
-    worker.slow_sources["slow"] = asyncio.Event()
-    slow = asyncio.ensure_future(load(scheduler, "slow"))
-    async with asyncio.timeout(10):
-        for source in ("quick", "quick2"):
-            await load(scheduler, "quick", source)
-            assert await running(scheduler, "quick") == wanted(source)
-            await unload(scheduler, "quick")
-        while worker.adapters:
-            await asyncio.sleep(0.01)
-        assert not slow.done()
-        worker.slow_sources["slow"].set()
-        assert (await slow).name == "slow"
 
 
 async def test_all_ranks_load_an_adapter() -> None:

@@ -9,7 +9,6 @@ import pytest
 from protos.errors import Context, InvalidArgument, TriptychError
 from protos.service.grpc_options import FULL_MESSAGE_BYTES, MAX_MESSAGE_BYTES, SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2, inference_pb2, worker_pb2
-from scheduler_svc.settings import Settings
 from tests.support.connect_reader import ConnectReader
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -215,17 +214,6 @@ async def test_aborting_one_sequence_lets_the_others_finish(
     assert [t for e in events if e.sequence == 2 for t in e.token_ids] == expected_tokens(PROMPT, 20, 2)
 
 
-async def test_resumed_sequences_continue_after_the_received_tokens(scheduler: RunningScheduler) -> None:
-    """A finished sequence stays ended, a started one continues, and the third one starts."""
-    wanted = [expected_tokens(PROMPT, 8, sequence) for sequence in range(3)]
-    request = request_for(3)
-    request.resumed.add(sequence=0, finished=True)
-    request.resumed.add(sequence=2, token_ids=wanted[2][:3])
-    events = await collect(scheduler.inference.Generate(request))
-    for sequence, tokens in ((0, []), (1, wanted[1]), (2, wanted[2][3:])):
-        assert [t for e in events if e.sequence == sequence for t in e.token_ids] == tokens
-
-
 def resumed(n: int, *sequences: inference_pb2.ResumedSequence) -> inference_pb2.GenerateRequest:
     request = request_for(n)
     request.resumed.extend(sequences)
@@ -287,37 +275,6 @@ async def test_hostile_parameters_are_refused_quickly_and_by_name(scheduler: Run
         assert took < 20 * honest + 1.0, (text, took, honest)
         tokens = [token for event in await beside for token in event.token_ids]
         assert tokens == expected_tokens(PROMPT, 8)
-
-
-class LargeWorker(RecordingWorker):
-    """Has a large vocabulary and many slots."""
-
-    async def Describe(
-        self, request: worker_pb2.DescribeRequest, context: Context
-    ) -> worker_pb2.DescribeResponse:
-        description = await super().Describe(request, context)
-        description.model.vocab_size = 262_144
-        description.max_batch = 32
-        return description
-
-
-async def test_a_long_request_for_many_sequences_costs_no_worker() -> None:
-    """Sequences that exceed one plan message are split over several plans; the worker stays."""
-    worker = LargeWorker(num_blocks=200)
-    request = request_for(32, max_tokens=4, allowed_token_ids=range(262_144))
-    async with run_scheduler(Settings(max_num_seqs=32)) as scheduler, joined(scheduler, worker):
-        beside = asyncio.create_task(
-            collect(scheduler.inference.Generate(generate_request([7, 8], max_tokens=30)))
-        )
-        events = await collect(scheduler.inference.Generate(request))
-        tokens = [token for event in await beside for token in event.token_ids]
-        assert tokens == expected_tokens([7, 8], 30)
-        assert list(scheduler.engine.replicas) == ["w"]
-    assert sum(one.ByteSize() for one in worker.admitted) > MAX_MESSAGE_BYTES
-    assert len(worker.admitted) == 33, "every sequence was admitted once"
-    for sequence in range(32):
-        mine = [token for event in events if event.sequence == sequence for token in event.token_ids]
-        assert mine == expected_tokens(PROMPT, 4, sequence)
 
 
 @pytest.mark.parametrize("n", [1, 4])

@@ -95,20 +95,3 @@ async def test_a_single_request_that_is_not_read_ends() -> None:
         await until(lambda: not scheduler.engine.live())
         assert "--max-unread-tokens-per-stream" in (await error_of(call)).message
         assert len(await tokens_of(scheduler, generate_request(max_tokens=2000))) == 2000
-
-
-async def test_too_much_for_all_clients_ends_the_slowest() -> None:
-    """The stream with the most unread tokens ends; the other one does not, although it is not read either."""
-    settings = Settings(max_num_seqs=4, max_unread_tokens_per_stream=10**6, max_unread_stream_tokens=2048)
-    async with (
-        serving(settings) as scheduler,
-        slow_client(scheduler) as slow,
-        slow_client(scheduler) as other,
-    ):
-        short = other.Generate(generate_request(request_id="short", max_tokens=500))
-        long = slow.Generate(long_request("long"))
-        await until(lambda: bool(scheduler.engine.live()))
-        await until(lambda: not scheduler.engine.live())
-        assert "--max-unread-stream-tokens" in (await error_of(long)).message
-        answer = [token async for event in short for token in event.token_ids]
-        assert answer == expected_tokens([5, 6, 7], 500)

@@ -3,7 +3,6 @@
 import asyncio
 from pathlib import Path
 
-import grpc.aio
 import pytest
 
 from protos.errors import ConfigurationRefused, Internal, SchemaMismatch
@@ -45,21 +44,6 @@ async def test_a_worker_registers_again_after_its_steps_failed() -> None:
         await serving(scheduler, False)
         await serving(scheduler, True)
         task.cancel()
-
-
-async def test_a_worker_waits_for_a_late_scheduler() -> None:
-    """The registration succeeds once a scheduler listens."""
-    later = free_port()
-    address = f"127.0.0.1:{later}"
-    async with run_worker(FakeWorker()) as port:
-        task = asyncio.create_task(stay_registered(address, worker_id="w", host="", port=port))
-        async with open_channel(address) as channel:
-            # The worker's first attempt fails like this one.
-            with pytest.raises(grpc.aio.AioRpcError):
-                await inference_pb2_grpc.InferenceStub(channel).GetLoad(inference_pb2.GetLoadRequest())
-        async with run_scheduler(port=later) as scheduler:
-            await serving(scheduler, True)
-            task.cancel()
 
 
 async def test_a_refused_configuration_ends_the_worker_with_the_reason() -> None:

@@ -73,24 +73,6 @@ async def test_a_result_arrives_complete(scheduler: RunningScheduler) -> None:
     assert [(shape.batch, shape.query_len) for shape in info.pooling.shapes] == [(1, 4), (4, 4), (2, 16)]
 
 
-async def test_waiting_requests_run_as_batches_by_prompt_length(
-    scheduler: RunningScheduler, worker: FakePoolWorker
-) -> None:
-    """The first request runs alone at once; the others run by prompt length in the best-filled batches."""
-    worker.gate.clear()
-    prompts = [[5], [1, 2, 3], [6, 7], *([n] * 9 for n in (1, 2, 3)), [9] * 4]
-    calls = [asyncio.create_task(values_of(scheduler, prompts[0]))]
-    await worker.received.wait()
-    for prompt in prompts[1:]:
-        calls.append(asyncio.create_task(values_of(scheduler, prompt)))
-        await until_waiting(scheduler, len(calls) - 1)
-    load = await scheduler.inference.GetLoad(inference_pb2.GetLoadRequest())
-    worker.gate.set()
-    assert await asyncio.gather(*calls) == [embedding_of(prompt) for prompt in prompts]
-    assert (load.num_running, load.num_waiting) == (1, 6)
-    assert worker.batches == [(1, 1, 4), (3, 4, 4), (2, 2, 16), (1, 2, 16)]
-
-
 async def test_one_bad_row_fails_alone(scheduler: RunningScheduler, worker: FakePoolWorker) -> None:
     """The other rows of the batch get their results."""
     worker.gate.clear()

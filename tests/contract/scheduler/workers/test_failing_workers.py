@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from protos.errors import TriptychError, Unavailable
+from protos.errors import Unavailable
 from protos.triptych.v1 import registry_pb2
 from scheduler_svc.settings import Settings
-from scheduler_svc.workers import failed_steps, step_budget
+from scheduler_svc.workers import step_budget
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_pool_worker import FakePoolWorker, embedding_of, pool_request
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -104,44 +104,6 @@ async def test_a_worker_that_fails_every_step_fails_no_request() -> None:
         assert broken.steps == 3
         async with joined(scheduler, FakeWorker(), "w2"):
             assert await asyncio.gather(*answers) == [expected_tokens(prompt, 8) for prompt in prompts]
-
-
-async def test_a_worker_that_failed_too_many_steps_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused during its pause; later one failed step detaches it, and one good step clears it."""
-    now = 100.0
-    monkeypatch.setattr(failed_steps, "monotonic", lambda: now)
-    worker = FakeWorker(fail_from_step=1)
-    async with run_scheduler(Settings(detach_after_failed_steps=2)) as scheduler, run_worker(worker) as port:
-
-        async def lost(requests: int) -> TriptychError:
-            call = await register(scheduler, port)
-            answers = [
-                asyncio.create_task(tokens_of(scheduler, generate_request([5, number])))
-                for number in range(requests)
-            ]
-            error = await failure(call)
-            for answer in answers:
-                answer.cancel()
-            await asyncio.gather(*answers, return_exceptions=True)
-            return error
-
-        assert "2 steps failed in a row" in (await lost(2)).message
-        refused = await failure(scheduler.registry.Register(registration(port)))
-        assert isinstance(refused, Unavailable)
-        assert refused.retry_after_ms == 1000
-        async with joined(scheduler, FakeWorker(), "w2"):
-            pass  # another worker need not wait
-        now += 1
-        assert "3 steps failed in a row" in (await lost(1)).message
-        refused = await failure(scheduler.registry.Register(registration(port)))
-        assert refused.retry_after_ms == 2000
-        now += 2
-        worker.fail_from_step = None
-        call = await register(scheduler, port)
-        assert await tokens_of(scheduler, generate_request()) == expected_tokens([5, 6, 7], 8)
-        call.cancel()
-        worker.fail_from_step = 1
-        assert "2 steps failed in a row" in (await lost(2)).message
 
 
 async def test_a_failing_pooling_worker_is_the_last_choice() -> None:

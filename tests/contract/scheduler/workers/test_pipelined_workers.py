@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from protos.steps import Decode, Prefill, StepPlan
+from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import registry_pb2
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.shape_config import Geometry
@@ -102,17 +102,3 @@ async def test_a_worker_that_leaves_answers_all_plans_first(monkeypatch: pytest.
         assert worker.steps == 21, "the held step and the one behind it"
         await register(scheduler, other, "w1")
         assert await asking == [expected_tokens(prompt, 20) for prompt in PROMPTS]
-
-
-async def test_the_chunks_behind_a_failed_one_do_not_count_against_the_worker() -> None:
-    """Three chunks of a prompt are in flight when the first fails. The worker stays and runs it again."""
-    worker = FakeWorker(fail_from_step=1, hold_at_step=4)
-    prompt = list(range(5, 18))
-    async with run_scheduler(Settings(detach_after_failed_steps=2)) as scheduler, joined(scheduler, worker):
-        asking = asyncio.create_task(tokens_of(scheduler, generate_request(prompt, max_tokens=4)))
-        plans = [await worker.plans.get() for _ in range(4)]
-        assert [plan.work.start for plan in plans if isinstance(plan.work, Prefill)] == [0, 4, 8, 0]
-        worker.fail_from_step = None
-        worker.gate.set()
-        assert await asking == expected_tokens(prompt, 4)
-        assert worker.plans.empty() or (await worker.plans.get()).step == 5, "the stream goes on"

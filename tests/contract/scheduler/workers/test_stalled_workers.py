@@ -47,14 +47,6 @@ async def test_void_results_in_a_row_make_a_replica_start_over() -> None:
         assert [(log["reason"], log["running"]) for log in lines] == [("void", 1)]
 
 
-async def test_a_few_void_results_are_no_stall() -> None:
-    """They follow a step that went otherwise than planned."""
-    worker = FakeWorker(voids=MOST_IN_A_ROW - 1)
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        assert await tokens_of(scheduler, generate_request()) == expected_tokens([5, 6, 7], 8)
-        assert not scheduler.deployment.losses.stalls
-
-
 async def test_a_replica_that_computes_nothing_again_is_lost() -> None:
     """Its requests go on elsewhere, and its worker pauses before it may register again."""
     async with run_scheduler() as scheduler:
@@ -111,21 +103,3 @@ async def test_running_requests_without_a_plan_are_a_stall(monkeypatch: pytest.M
             assert scheduler.deployment.losses.stalls == {Stall.UNPLANNED: 2}
         async with joined(scheduler, FakeWorker(), "w2"):
             assert await answer == expected_tokens([5, 6, 7], 8)
-
-
-async def test_slow_steps_and_a_queue_that_waits_for_memory_are_no_stall() -> None:
-    """Nor is a replica without requests, before and after."""
-    worker = FakeWorker(hold_at_step=3, num_blocks=9)
-    async with run_scheduler() as scheduler, joined(scheduler, worker):
-        prompts = [[number] * 12 for number in range(6, 10)]
-        answers = [
-            asyncio.create_task(tokens_of(scheduler, generate_request(prompt, max_tokens=20)))
-            for prompt in prompts
-        ]
-        done, _ = await asyncio.wait(answers, timeout=1.5)
-        assert not done
-        assert scheduler.engine.num_waiting
-        worker.gate.set()
-        assert await asyncio.gather(*answers) == [expected_tokens(prompt, 20) for prompt in prompts]
-        assert not scheduler.deployment.losses.stalls
-        assert not scheduler.deployment.losses.workers
