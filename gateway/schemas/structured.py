@@ -96,7 +96,7 @@ def _schema(value: Any) -> Any:
 
 
 def _schema_or_text(value: Any) -> Any:
-    return value if isinstance(value, str) else _schema(value)
+    return value if value is None or isinstance(value, str) else _schema(value)
 
 
 Schema = Annotated[dict[str, Any] | bool, BeforeValidator(_schema)]

@@ -170,6 +170,8 @@ class Function(RequestModel):
 
 
 def _function_only(value: Any) -> Any:
+    if value is None:
+        return "function"
     if value != "function":
         raise ValueError(f"{quote(value)} is not served; only tools of type 'function' or 'custom' are")
     return value
@@ -244,12 +246,9 @@ _CHOICES: Final = ("none", "auto", "required")
 def _choice(value: Any) -> Any:
     if value is None or value in _CHOICES:
         return value
-    if (
-        isinstance(value, dict)
-        and (kind := value.get("type")) in ("function", "custom")
-        and value.keys() <= {"type", kind}
-    ):
-        function = value.get(kind)
+    if isinstance(value, dict) and (kind := value.get("type")) in ("function", "custom"):
+        given = {name: item for name, item in value.items() if item is not None}
+        function = value.get(kind) if given.keys() <= {"type", kind} else None
         if isinstance(function, dict) and function.keys() == {"name"} and isinstance(function["name"], str):
             return NamedChoice(function["name"])
     raise ValueError(

@@ -43,3 +43,33 @@ def test_null_means_unset(model: type[RequestModel], body: dict[str, Any]) -> No
     for nulls in ([name] for name in names):
         assert parse(model, orjson.dumps({**body, **dict.fromkeys(nulls)})) == plain, nulls
     assert parse(model, orjson.dumps({**body, **dict.fromkeys(names)})) == plain
+
+
+CALL: dict[str, Any] = {"id": "c", "type": None, "function": {"name": "get_time", "arguments": None}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
+        {"tools": [{**TIME, "type": None}]},
+        {
+            "tools": [TIME],
+            "tool_choice": {"type": "function", "function": {"name": "get_time"}, "custom": None},
+        },
+        {"tools": [{"type": "custom", "function": None, "custom": {"name": "f", "format": None}}]},
+        {"structured_outputs": {"regex": "a", "json": None, "choice": None, "json_object": None}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"schema": {}, "name": None},
+                "format": None,
+            }
+        },
+        {"stream": True, "stream_options": {"include_usage": None}},
+    ],
+    ids=",".join,
+)
+def test_null_within_an_object_means_unset(fields: dict[str, Any]) -> None:
+    """So it is with the fields of messages, tools, choices and constraints."""
+    parse(ChatCompletionRequest, orjson.dumps({**CHAT, **fields}))
