@@ -70,6 +70,7 @@ _COMMANDS = {
         "deploy.commands.deployment_files:compose", "write the compose files and the Dockerfiles to a folder"
     ),
 }
+_BAD_SETTING = 2
 _FIRST_PARTY = {"deploy", "gateway", "protos", "scheduler_svc", "worker_svc"}
 _EPILOG = """\
 `triptych COMMAND --help` shows a command's flags. Each flag of a service is also a variable:
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_missing = isinstance(error, ModuleNotFoundError)
         fault = f"{package} is not installed" if is_missing else f"a package is broken: {error}"
         print(f"triptych {name}: {fault}; run `triptych install {command.packages}`", file=sys.stderr)
-        return 2
+        return _BAD_SETTING
 
 
 def _parser() -> ArgumentParser:
@@ -128,4 +129,10 @@ def _parser() -> ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == _BAD_SETTING:
+        # The launcher waits for the end, and taking modules down takes a second on a busy machine.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -26,10 +26,8 @@ SERVICE = "triptych.v1.Worker"
 async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoReturn]) -> None:
     """Runs the service until SIGTERM or SIGINT.
 
-    Args:
-        settings: the worker's.
-        end: ends the process, which then has neither a registration nor requests: the model cannot be
-            served, or the scheduler refuses the worker.
+    Calls `end`, which ends the process, if the model cannot be served or the scheduler refuses the worker:
+    neither a registration nor requests are left then.
 
     Raises:
         ConfigurationRefused: if the address cannot be bound.
@@ -69,13 +67,9 @@ async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoRetu
     tasks = [asyncio.create_task(health.watch()), asyncio.create_task(registered)]
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
-        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        for one in done:
-            one.result()
+        await _first_end(ends, servicer)
     except ConfigurationRefused as error:
-        end(servicer.refusal or error)
-    except ImportError as error:
-        end(ConfigurationRefused(f"a package cannot be imported: {error}; run `triptych install worker`"))
+        end(error)
     finally:
         # Readiness goes first, then the requests, then the process.
         leaving.set()
@@ -83,6 +77,19 @@ async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoRetu
         await _leave(settings, worker_id, security, tasks)
         await _close(server, thread, watchdog, servicer, worker)
         get_logger().info("stopped")
+
+
+async def _first_end(ends: list[asyncio.Future[Any]], servicer: WorkerServicer) -> None:
+    """Waits for one of the ends of a service; raises its error."""
+    done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        for end in done:
+            end.result()
+    except ConfigurationRefused as error:
+        raise servicer.refusal or error from None
+    except ImportError as error:
+        reason = f"a package cannot be imported: {error}; run `triptych install worker`"
+        raise ConfigurationRefused(reason) from error
 
 
 def check(settings: Settings) -> Worker:

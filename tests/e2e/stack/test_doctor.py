@@ -77,6 +77,7 @@ def check_refusal(model: Path, folder: Path, flags: str, words: str, **variables
         pytest.param("--api-key-file missing.yaml", "missing.yaml", marks=SLOW),
         pytest.param("--device rbln -O 3", "vendor's packages", marks=SLOW),
         pytest.param("--device rbln --rbln-backend rbln-check -O 3", "-O 3", marks=SLOW),
+        pytest.param("--tensor-parallel-size 3", "divisible by tensor parallel size (3).", marks=SLOW),
         pytest.param("--num-blocks 10000000", "--num-blocks", marks=SLOW),
         pytest.param("--max-model-len 100000", "max_model_len 100000", marks=SLOW),
         pytest.param("--require-precompiled -O 2", "nothing is precompiled", marks=SLOW),
