@@ -21,7 +21,7 @@ pytestmark = [
 BACKENDS: tuple[Backend, ...] = ("eager", "compiled")
 
 
-@pytest.mark.parametrize("device_name", ["cpu", "rbln"])
+@pytest.mark.parametrize("device_name", ["cpu", pytest.param("rbln", marks=pytest.mark.slow)])
 def test_the_parts_of_ranks_add_up_to_the_whole_layer(device_name: DeviceName) -> None:
     """Split inside experts or by experts, the shared experts count once and a row of NaN stays alone."""
     differences = split_experts.run_apart(device_name)
