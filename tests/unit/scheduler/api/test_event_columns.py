@@ -119,14 +119,3 @@ def test_a_step_of_many_events_is_several_messages() -> None:
     assert received[of_r[-1]].finish_reason == common_pb2.FINISH_REASON_STOP
     assert [event.request_id for event in received if event.request_id != "r"] == names
     assert len(list(ConnectEncoder().encode([(names[:3], range(3)), Event("r", (5,))]))) == 1
-
-
-def test_a_backlog_of_columns_is_several_messages() -> None:
-    """A client that reads late gets no message above its limit."""
-    encoder = ConnectEncoder()
-    ids = [f"request-{number}" for number in range(128)]
-    list(encoder.encode([Event(name, (7,), first=True) for name in ids]))
-    messages = list(encoder.encode([(ids, [100_000] * 128)] * 2000))
-    assert len(messages) > 1
-    assert max(message.ByteSize() for message in messages) < FULL_MESSAGE_BYTES + (64 << 10)
-    assert sum(len(message.token_ids) for message in messages) == 128 * 2000

@@ -103,17 +103,6 @@ def test_a_double_free_is_refused() -> None:
         pool.free(blocks)
 
 
-def test_a_reset_evicts_content_but_keeps_references() -> None:
-    """Blocks in use stay in use after the index is cleared."""
-    pool = make_pool(5)
-    blocks = pool.allocate(2) or []
-    pool.index_block(blocks[0], (b"k",))
-    pool.reset_index()
-    assert pool.lookup(b"k") is None
-    assert pool.num_free == 2
-    pool.check_integrity()
-
-
 @pytest.mark.parametrize("count", [-1, 0, 1])
 def test_a_pool_needs_a_block_to_allocate(count: int) -> None:
     """A pool of only the null block is refused."""

@@ -185,15 +185,6 @@ def test_a_window_is_found_only_after_its_copy_was_run() -> None:
         assert kv.usage == 0
 
 
-def test_a_paged_window_frees_blocks_behind_it() -> None:
-    """A sequence of ten blocks holds at most four of them."""
-    kv = make_cache(PAGED)
-    request = prefill(kv, range(20, 60))
-    assert len(request.tables[0].blocks) == 10
-    assert sum(table.num_live for table in request.tables) <= 4
-    assert kv.max_tokens(10_000) == 10_000
-
-
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, PAGED), (FULL, IN_PLACE)])
 def test_requests_admitted_before_a_reset_are_not_indexed(groups: tuple[KvGroup, ...]) -> None:
     """Their chunks are never found; chunks of requests admitted later are."""

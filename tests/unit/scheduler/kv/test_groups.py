@@ -30,13 +30,6 @@ def test_a_full_attention_hit_ends_at_the_first_missing_hash_block() -> None:
     assert [block.ref_count for block in table.blocks] == [2, 2]
 
 
-def test_full_attention_needs_every_block() -> None:
-    """``[a][-][c]`` hits 1: c is useless without b."""
-    group = FullGroup(make_pool(), WHOLE)
-    cached(group, 3, without="b")
-    assert group.longest_hit(KEYS, 3) == 1
-
-
 def test_a_hit_is_a_multiple_of_the_hit_stride() -> None:
     """Blocks of 4 under chunks of 8: three cached blocks are one and a half chunks."""
     group = FullGroup(make_pool(), BlockLayout(block_size=4, chunk=8, hash_block_size=4, hit_stride=2))
@@ -148,18 +141,6 @@ def test_a_window_is_kept_once() -> None:
         worth.append(block.cheap)
     assert worth == [True, True, False]
     assert group.pool.num_free == 1
-
-
-def test_a_cheap_window_evicts_nothing_of_more_worth() -> None:
-    """A valuable window does."""
-    group = InPlaceWindowGroup(make_pool(2), WHOLE, 4)
-    block = group.keep(b"a", cheap=False)
-    assert block is not None
-    group.pool.index_block(block, (b"a",))
-    assert group.keep(b"b", cheap=False) is None, "all blocks are in use"
-    group.pool.free((block,))
-    assert group.keep(b"b", cheap=True) is None
-    assert group.keep(b"b", cheap=False) is block
 
 
 @pytest.mark.parametrize("group", [FullGroup(make_pool(), WHOLE), InPlaceWindowGroup(make_pool(), WHOLE, 4)])

@@ -67,12 +67,6 @@ def test_a_window_may_be_smaller_than_a_block(kind: GroupKind, window: int) -> N
     GOOD.check(LIMITS, [KvGroup(kind, window)])
 
 
-def test_a_model_without_groups_is_refused() -> None:
-    """It has no KV memory to manage."""
-    with pytest.raises(ConfigurationRefused, match="describes no KV groups"):
-        GOOD.check(LIMITS, [])
-
-
 def test_the_decode_batch_of_a_stage_must_fit_the_device_and_a_bucket() -> None:
     """128 slots are more than the device's 64 rows, but 2 stages run 64 rows each."""
     dataclasses.replace(GOOD, max_num_seqs=128, buckets=(64,), stages=2).check(LIMITS, [FULL])
