@@ -81,7 +81,7 @@ def describe(
 
 
 def _chunk_lengths(layers: Mapping[str, Any]) -> list[int]:
-    """Returns the lengths of the chunks that layers attend within, and a length above every model's."""
+    """Returns the lengths of the layers' attention chunks, and a length above every model's."""
     chunks = [getattr(layer, "attention_chunk_size", 0) for layer in layers.values()]
     return [sys.maxsize, *(chunk for chunk in chunks if chunk)]
 
@@ -99,7 +99,7 @@ def _check_shared_caches(architecture: str, layers: Sequence[AttentionLayer]) ->
 
 
 def measure(model_config: Any, model: torch.nn.Module, vocab_size: int) -> ModelSize:
-    """Measures the sizes that determine the model's memory; `vocab_size` is 0 for a model without logits."""
+    """Measures the sizes for the model's memory; `vocab_size` is 0 for a model without logits."""
     # Loading brings quantized weights into the device's form, whose size the layer knows.
     quantized: list[Any] = [module for module in model.modules() if hasattr(module, "quantized_bytes")]
     replaced = {id(each) for module in quantized for each in (module.weight_packed, module.weight_scale)}

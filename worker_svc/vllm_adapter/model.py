@@ -1,4 +1,4 @@
-"""A model that vLLM loaded: its layers run here, without vLLM's engine."""
+"""A model of vLLM: its layers run here, without vLLM's engine."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -47,7 +47,7 @@ class VllmModel:
     description: ModelDescription
     """The model's facts."""
     size: ModelSize
-    """Sizes that determine the model's memory."""
+    """Sizes for the model's memory."""
     adapted: "AdaptedLayers | None"
     """The layers that take LoRA adapters; `None` if the model runs alone."""
 
@@ -240,7 +240,7 @@ class VllmModel:
             self._layers[layer.name].kv_cache = caches[layer.shares_with or layer.name]
 
     def release_caches(self) -> None:
-        """Drops the references to the KV caches, so that their memory can be freed."""
+        """Drops the references to the KV caches to free their memory."""
         self._caches = {}
         self._context.attn_metadata = {}
         for layer in self._own_layers():

@@ -88,7 +88,7 @@ def prepare(device_name: str) -> None:
 
 
 ENGINE_ONLY: Final = ("vllm.reasoning", "vllm.v1.structured_output")
-"""Packages of vLLM that only its server and its engine use."""
+"""Packages of vLLM for its server and its engine alone."""
 COMPILER: Final = "torch._inductor.compile_fx"
 """The module through which everything compiles with Inductor."""
 _PATCHES: Final = "vllm.env_override"
@@ -218,7 +218,7 @@ class _PatchedCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self) if fullname in sys.modules else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Returns the module that exists."""
+        """Returns the existing module."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: types.ModuleType) -> None:

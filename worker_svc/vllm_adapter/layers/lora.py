@@ -195,7 +195,7 @@ class AdaptedLayers:
         return run
 
     def end_step(self) -> None:
-        """Forgets the selection of a step that failed."""
+        """Forgets the selection of a failed step."""
         self._selection.rows = None
 
     def select(self, slots: torch.Tensor) -> torch.Tensor:
