@@ -26,7 +26,7 @@ class HermesParser(JsonCallParser):
     """Implements :class:`gateway.parsers.events.ToolParser`."""
 
     def __init__(self, new_id: Callable[[], str]) -> None:
-        super().__init__(new_id, self._text, text=self._text, behind=self._behind, end=END)
+        super().__init__(new_id, self._text, text=self._text, after=self._behind, end=END)
 
     def _text(self, out: list[Event]) -> bool:
         before, marker, self._rest = split_at(self._rest, (START,))

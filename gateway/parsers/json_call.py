@@ -224,7 +224,7 @@ class JsonCallParser(ParserBase):
     """
 
     def __init__(
-        self, new_id: Callable[[], str], state: State, *, text: State, behind: State, end: str = ""
+        self, new_id: Callable[[], str], state: State, *, text: State, after: State, end: str = ""
     ) -> None:
         """Waits for a call.
 
@@ -232,13 +232,13 @@ class JsonCallParser(ParserBase):
             new_id: makes ids of calls.
             state: the first state.
             text: the state after text that turned out not to be a call.
-            behind: the state after a call. Text set aside at the end was only a separator.
+            after: the state after a call. Text set aside at the end was only a separator.
             end: the marker that may close a call; a part of it at the end of the text is not content.
         """
         super().__init__(state)
         self._counter = CallCounter(new_id)
         self._call: JsonCall | None = None
-        self._states = (text, behind)
+        self._states = (text, after)
         self._end_marker = end
 
     def _open(
@@ -259,11 +259,11 @@ class JsonCallParser(ParserBase):
         self._rest = call.feed(self._rest, out)
         if not call.failed and not call.done:
             return False
-        text, behind = self._states
+        text, after = self._states
         if call.failed:
             call.give_up(out)
-            behind = self._content if call.announced else text
-        self._call, self._state = None, behind
+            after = self._content if call.announced else text
+        self._call, self._state = None, after
         return True
 
     def _content(self, out: list[Event]) -> bool:
@@ -284,7 +284,7 @@ class JsonListParser(JsonCallParser):
 
     def __init__(self, new_id: Callable[[], str], state: State, *, text: State) -> None:
         """Waits for a list; ``text`` is the state after it."""
-        super().__init__(new_id, state, text=text, behind=self._behind_item)
+        super().__init__(new_id, state, text=text, after=self._behind_item)
         self._behind_list = text
 
     def _behind_item(self, _: list[Event]) -> bool:

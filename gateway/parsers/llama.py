@@ -25,7 +25,7 @@ class LlamaParser(JsonCallParser):
 
     def __init__(self, new_id: Callable[[], str], names: Collection[str]) -> None:
         """Reads calls of the tools ``names``."""
-        super().__init__(new_id, self._begin, text=self._text, behind=self._behind)
+        super().__init__(new_id, self._begin, text=self._text, after=self._behind)
         self._names = names
         self._separated = False
 

@@ -45,7 +45,7 @@ async def compare(
     Args:
         call: the request.
         body: its body.
-        queries: one for all documents, or one for each.
+        queries: a common query for all documents, or a query for each.
         documents: the texts to compare.
         cuts: how many tokens to keep of each text.
         task: ``embed`` for the cosines of embeddings, ``token_embed`` for MaxSim of the vectors of tokens.
