@@ -281,22 +281,6 @@ def _sha256(path: Path) -> str:
 _VARIABLES: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-def set_compiler_cache_dirs(folder: Path) -> dict[str, str | None]:
-    """Makes compilers keep their files in `folder`; returns the argument of `restore_variables`."""
-    before = {name: os.environ.get(name) for name in _VARIABLES}
-    os.environ.update({name: str(folder / part) for name, part in _VARIABLES.items()})
-    return before
-
-
-def restore_variables(before: Mapping[str, str | None]) -> None:
-    """Makes compilers keep their files where they did before `set_compiler_cache_dirs`."""
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 def replace_unwritable_cache_dirs() -> None:
     """Gives each compiler with an unwritable folder a private folder, until this process ends.
 
@@ -426,11 +410,16 @@ class CompiledCode:
 
     def activate(self) -> None:
         """Makes compilers read and write the folder from now on."""
-        self._variables = set_compiler_cache_dirs(self.folder)
+        self._variables = {name: os.environ.get(name) for name in _VARIABLES}
+        os.environ.update({name: str(self.folder / part) for name, part in _VARIABLES.items()})
 
     def discard(self) -> None:
         """Drops an entry that is not complete, and a private folder. Compilers keep later code elsewhere."""
-        restore_variables(self._variables)
+        for name, value in self._variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         self._variables = {}
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)

@@ -143,7 +143,7 @@ class HostAdapter:
     revision: str = ""
     """The commit at which the hub had it; empty for a folder."""
     base_model: str = ""
-    """See `AdapterCheckpoint`."""
+    """The folder or id of its base model, as the trainer wrote it; may be empty."""
 
 
 class AdapterStore:

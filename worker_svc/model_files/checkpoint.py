@@ -25,7 +25,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 _LONGEST_HEADER = 100_000_000
 # Floating-point types that --dtype converts, with their bytes.
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-# How the names of numbers in MXFP4 end; see `quantization.mxfp4`.
+# How the names of numbers in MXFP4 end; see `stored_tensors.Mxfp4Experts`.
 _MXFP4 = "_blocks"
 
 

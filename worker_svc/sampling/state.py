@@ -300,10 +300,6 @@ class SamplingState:
             The slot's row of `parameters.rows`, which the caller writes.
         """
         self._last_slots = None
-        self._set_entries(request)
-        return row_of(request, self.vocabulary.size)
-
-    def _set_entries(self, request: Admission) -> None:
         slot, sampling = request.slot, request.sampling
         self._logprobs[slot] = sampling.logprobs if sampling.HasField("logprobs") else None
         bans = self._bans(request)
@@ -316,20 +312,16 @@ class SamplingState:
             self.allocate()
         lists = bool(needs.masks or needs.bans or needs.biases)
         if lists or slot in self._listed:
-            self._set_tables(slot, sampling, bans)
+            # In full: a step computes every row at the largest width.
+            self._set_masks(slot, sampling.allowed_token_ids)
+            self._set_biases(slot, sampling)
+            self._set_bans(slot, bans)
         (self._listed.add if lists else self._listed.discard)(slot)
         if needs.history:
             self.counts[slot].fill_(0)
             if output := request.token_ids[request.prompt_len :]:
                 self.extend(slot, self._upload(output, torch.int64))
-
-    def _set_tables(
-        self, slot: int, sampling: common_pb2.SamplingParams, bans: Sequence[tuple[Sequence[int], int]]
-    ) -> None:
-        """Fills a slot's rows in full: a step computes every row at the largest width."""
-        self._set_masks(slot, sampling.allowed_token_ids)
-        self._set_biases(slot, sampling)
-        self._set_bans(slot, bans)
+        return row_of(request, self.vocabulary.size)
 
     def batch(self, slots: Sequence[int], lengths: Sequence[int]) -> SamplingBatch:
         """Returns the requirements of a step.
