@@ -1,4 +1,4 @@
-"""Requests under way: what a refusal does to a parked one, and the delivery of tokens in columns."""
+"""Requests under way: refusals, repeated failures, and the delivery of tokens in columns."""
 
 from collections.abc import Sequence
 
@@ -11,25 +11,6 @@ from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import InvalidArgument, TimedOut, Unavailable
 from protos.triptych.v1 import inference_pb2 as inference
 from tests.support.gateway.event_reader import EventReader
-
-
-async def test_a_request_is_taken_when_the_scheduler_says_so() -> None:
-    """Its write does not mean that. The reader does not see the event, and the place is free again."""
-    startup_queue, outbox = StartupQueue(4, 30.0), Outbox()
-    table = InFlightRequests(outbox, startup_queue, 60.0)
-    group = EventReader(table.submit([inference.GenerateRequest(prompt_token_ids=[5])]))
-    (pending,) = group.requests
-    outbox.open()
-    table.resubmit_all()
-    await outbox.pop()
-    assert (pending in startup_queue, pending.accepted, pending.deadline is None) == (True, False, False)
-    taken = inference.GenerateEvent(request_id=pending.wire_id, accepted=True)
-    token = inference.GenerateEvent(request_id=pending.wire_id, token_ids=[9])
-    table.deliver(inference.ConnectResponse(events=[taken]))
-    assert (pending in startup_queue, pending.accepted, pending.deadline) == (False, True, None)
-    table.deliver(inference.ConnectResponse(events=[token]))
-    assert [list(event.token_ids) for _, event in await group.take()] == [[9]]
-    group.abort()
 
 
 async def test_a_request_that_no_message_holds_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,34 +36,6 @@ def put(group: EventReader, index: int, arrived: inference.GenerateEvent) -> Non
     group.subscription.push(index, SequenceEvent.from_proto(arrived))
 
 
-async def test_events_that_wait_are_taken_together() -> None:
-    """A slow reader gets all waiting events, in order."""
-    group, _ = make()
-    put(group, 0, event(1))
-    put(group, 0, event(2))
-    assert [list(e.token_ids) for _, e in await group.take()] == [[1], [2]]
-
-
-async def test_a_reader_waits_for_the_next_event() -> None:
-    """take() returns as soon as an event arrives."""
-    group, _ = make()
-    reader = asyncio.create_task(group.take())
-    await asyncio.sleep(0)
-    assert not reader.done()
-    put(group, 0, event(1))
-    assert len(await reader) == 1
-
-
-async def test_the_end_is_empty() -> None:
-    """Once all sequences have finished, take() returns nothing, again and again."""
-    group, _ = make(2)
-    put(group, 1, event(reason=pb.FINISH_REASON_STOP))
-    put(group, 0, event(reason=pb.FINISH_REASON_LENGTH))
-    assert len(await group.take()) == 2
-    assert await group.take() == []
-    assert await group.take() == []
-
-
 async def test_a_failure_comes_after_earlier_events() -> None:
     """Earlier events are delivered, then the error; all requests are aborted."""
     group, aborted = make(2)
@@ -73,13 +45,6 @@ async def test_a_failure_comes_after_earlier_events() -> None:
     with pytest.raises(Overloaded, match="full"):
         await group.take()
     assert len(aborted) == 2
-
-
-async def test_aborting_drops_all() -> None:
-    """A reader that stops aborts all requests of its group."""
-    group, aborted = make(2)
-    group.abort()
-    assert aborted == [(0, None), (1, None)]
 
 
 async def test_finishing_one_leaves_the_others() -> None:
