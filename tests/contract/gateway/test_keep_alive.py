@@ -11,7 +11,6 @@ import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 
-from gateway.generation.streaming import IdleWatch
 from protos.errors import Internal
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import (
@@ -193,23 +192,3 @@ async def test_a_stream_whose_client_leaves_before_there_is_a_model_frees_its_pl
         async with serving(scheduler, port):
             assert (await http.post(PROTOCOLS[0][0], json=CHAT)).status_code == 200
         assert len(scheduler.requests) == 1
-
-
-async def test_a_watch_counts_from_the_last_write() -> None:
-    """Writes put off the call; without them it comes again and again."""
-    loop, called, idle = asyncio.get_running_loop(), asyncio.Event(), []
-
-    def on_idle() -> None:
-        idle.append(loop.time())
-        called.set()
-
-    watch, began = IdleWatch(0.05, on_idle), loop.time()
-    while loop.time() < began + 0.15:
-        watch.wrote()
-        await asyncio.sleep(0.005)
-    assert not idle
-    await called.wait()
-    called.clear()
-    await called.wait()
-    watch.stop()
-    assert idle[1] - idle[0] == pytest.approx(0.05, abs=0.04)

@@ -92,26 +92,6 @@ async def test_completions_are_constrained_too(stack: Stack) -> None:
     assert refused["param"] == "structured_outputs"
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"structured_outputs": {"json": "{not json"}}, "structured_outputs"),
-        ({"structured_outputs": {"json": '{"items":' * 100_000}}, "structured_outputs"),
-        (
-            {"tools": [TIME], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-        ),
-    ],
-)
-async def test_an_invalid_constraint_is_refused_by_the_gateway(
-    stack: Stack, body: dict[str, Any], param: str
-) -> None:
-    """The answer is a 400 with the parameter; nothing reaches the scheduler."""
-    response = await stack.http.post(PATH, json={**ASK, **body})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    assert not stack.scheduler.requests
-
-
 async def test_parsers_of_vllm_are_ready_before_the_first_request(tmp_path: Path) -> None:
     """Importing them and wrapping the tokenizer takes seconds, in which no stream may stall."""
     folder = folder_with(tmp_path, THINKING, ["<tool_call>", "</tool_call>"])
