@@ -67,6 +67,19 @@ async def test_chat_stream(stack: Stack) -> None:
     assert len({(event["id"], event["created"], event["model"]) for event in [*events, usage]}) == 1
 
 
+async def test_usage_in_chunks(stack: Stack) -> None:
+    """By default no chunk has usage; with continuous_usage_stats, each counts the tokens so far."""
+    events = await stack.stream("/v1/completions", {"prompt": "x"})
+    assert all("usage" not in event for event in events[:-1])
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "x", "max_tokens": 5, "stream_options": options}
+    counts = [
+        event["usage"]["completion_tokens"] for event in (await stack.stream("/v1/completions", body))[:-1]
+    ]
+    assert counts == sorted(counts)
+    assert (counts[0] < 5, counts[-1]) == (True, 5)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("tokens_per_event", [1, 3, 100])
 @pytest.mark.parametrize(("stop", "include", "text"), [
