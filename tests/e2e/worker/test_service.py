@@ -366,7 +366,7 @@ async def test_grammars_compile_while_steps_go_on(
         with pytest.raises(grpc.aio.AioRpcError, match=why) as caught:
             await compile_(**spec)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    with pytest.raises(grpc.aio.AioRpcError, match="CPU time"):
+    with pytest.raises(grpc.aio.AioRpcError, match="cannot be compiled"):
         await hostile
 
 

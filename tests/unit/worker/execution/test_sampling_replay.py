@@ -6,7 +6,6 @@ on other requests. Tests in `tests/e2e` check the same for real models.
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,6 @@ from tests.support.worker.replay_worker import (
     ReplayWorker,
     admission,
 )
-from worker_svc.grammars.matcher import Matcher
 
 
 def alone(index: int) -> tuple[list[int], list[common_pb2.TokenLogprobs]]:
@@ -215,16 +213,11 @@ def test_prompt_log_probabilities(length: int, output: tuple[int, ...]) -> None:
 def test_a_matcher_that_fails_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the matcher's library refuses that admission; the rest of the plan runs."""
 
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("out of states")
+    def refuse(*_: object) -> None:
+        raise Internal("matching the grammar failed: out of states")
 
     worker = ReplayWorker()
-    grammar: Any = SimpleNamespace(start=refuse)
-    monkeypatch.setattr(
-        worker.constraints,
-        "admit",
-        lambda slot, spec, output: Matcher(grammar, (), output),  # noqa: ARG005 - their names
-    )
+    monkeypatch.setattr(worker.constraints, "admit", refuse)
     admit = [admission(0, (5, 6), PLAIN, "7 0"), admission(1, (4, 4), PLAIN)]
     failed, other = worker.run(admit=admit, work=Prefill(1, 0, 2, sample=True))
     assert isinstance(failed.error, Internal)
