@@ -21,7 +21,7 @@ from tests.support.paths import ROOT
 from tests.support.rbln.wheels import download
 
 FLAGS: Final = ROOT / "deploy" / "vllm_flags" / "names"
-VARIABLES: Final = ROOT / "protos" / "environment" / "names"
+VARIABLES: Final = ROOT / "protos" / "service" / "variable_names"
 
 # Newest first; a list has the names of all releases.
 _WHEELS: Final[Mapping[str, tuple[str, ...]]] = {
