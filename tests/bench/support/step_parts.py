@@ -107,10 +107,10 @@ class _OperatorTimer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def attend(self, device: Any, arguments: Sequence[Any]) -> None:
-        """Times ``Device.attend`` as one kernel."""
+        """Times ``Device.attend_step`` as a kernel."""
         started = time.perf_counter()
         self._attending = True
-        device.attend(*arguments)
+        device.attend_step(*arguments)
         self._attending = False
         self._model.synchronize()
         self._parts.add(ATTENTION, time.perf_counter() - started)
@@ -123,5 +123,5 @@ class _TimedDevice:
     device: Any
     timer: _OperatorTimer
 
-    def attend(self, *arguments: Any) -> None:
+    def attend_step(self, *arguments: Any) -> None:
         self.timer.attend(self.device, arguments)
