@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 import torch
 
 from protos.errors import ConfigurationRefused
+from protos.service.logs import get_logger
 from worker_svc.devices.base import Device
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantized.checkpoint_config import CheckpointQuantization
@@ -298,6 +299,7 @@ def refusal_on_error(what: str) -> Iterator[None]:
     except ConfigurationRefused:
         raise
     except Exception as error:
+        get_logger().debug("refused", exc_info=error)  # it may be a bug of ours
         if "trust_remote_code" in str(error):
             raise ConfigurationRefused(f"{what}: {_NEEDS_CODE}") from error
         # pydantic puts the reason on the third line, after the location; transformers on the second.
