@@ -68,14 +68,9 @@ class _OutputItem(ABC):
     def add(self, piece: str) -> None:
         self.pieces.append(piece)
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether its text is a part of its content."""
-        return True
-
-    def part(self, text: str) -> OutputPart:
-        """Returns the part of its content with ``text``: all of it, or none yet."""
-        raise NotImplementedError
+    def part(self, text: str) -> OutputPart | None:  # noqa: ARG002 - for items with content
+        """Returns the part of its content with ``text``: all of it, or none yet. Calls have no content."""
+        return None
 
     @abstractmethod
     def body(self, status: Status) -> OutputItemAnswer:
@@ -121,10 +116,6 @@ class _CallItem(_OutputItem):
     name: ScopedName = _UNNAMED
     revoked: bool = False
     """Whether a stream announced it before its arguments turned out not to be JSON."""
-
-    @property
-    def has_parts(self) -> bool:
-        return False
 
     def body(self, status: Status) -> OutputItemAnswer:
         body: OutputFunctionCall = {
@@ -456,8 +447,8 @@ class ResponseStreamWriter(ResponseWriter):
         added = self._event(
             "response.output_item.added", output_index=item.index, item=item.body("in_progress")
         )
-        if item.has_parts:
-            added += self._event("response.content_part.added", **_place(item), part=item.part(""))
+        if part := item.part(""):
+            added += self._event("response.content_part.added", **_place(item), part=part)
         # Only the number and the text differ from one delta of an item to the next.
         kind = f"{item.event_prefix}.delta"
         fields = {"type": kind, **_place(item)}
@@ -496,8 +487,8 @@ class ResponseStreamWriter(ResponseWriter):
         if isinstance(item, _MessageItem):
             fields["logprobs"] = [_without_bytes(entry) for entry in item.logprobs]
         out = self._event(f"{item.event_prefix}.done", **fields)
-        if item.has_parts:
-            out += self._event("response.content_part.done", **_place(item), part=item.part(text))
+        if part := item.part(text):
+            out += self._event("response.content_part.done", **_place(item), part=part)
         return out + self._event("response.output_item.done", output_index=item.index, item=item.body(status))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -529,4 +520,4 @@ def _without_bytes(entry: ChatToken) -> dict[str, Any]:
 
 def _place(item: _OutputItem) -> dict[str, Any]:
     place: dict[str, Any] = {"item_id": item.id, "output_index": item.index}
-    return {**place, "content_index": 0} if item.has_parts else place
+    return {**place, "content_index": 0} if item.part("") else place
