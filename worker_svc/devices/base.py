@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from protos.steps import GroupKind
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan, RowsPlan, StepInput
-from worker_svc.devices.lora_stack import AdapterStack, StackShape, mask_of
+from worker_svc.devices.lora_stack import LoraStack, StackShape, mask_of
 from worker_svc.devices.quantized import QuantizedProducts
 from worker_svc.devices.registry import DeviceOptions, DeviceSpec
 from worker_svc.shapes.shape_config import KvGroup
@@ -342,21 +342,20 @@ class Device(abc.ABC):
         # An unused expert may overflow, and 0 times infinity is NaN.
         return (each * shares).masked_fill(shares == 0, 0).sum(dim=0)
 
-    def adapter_stack(self, shape: StackShape) -> AdapterStack:
+    def lora_stack(self, shape: StackShape) -> LoraStack:
         """Returns empty memory for a layer's LoRA adapters.
 
         Raises:
             RuntimeError: if there is not enough.
         """
         a, b = (
-            torch.zeros(size, dtype=shape.dtype, device=self.torch_device)
-            for size in AdapterStack.sizes(shape)
+            torch.zeros(size, dtype=shape.dtype, device=self.torch_device) for size in LoraStack.sizes(shape)
         )
-        return AdapterStack(shape, a, b)
+        return LoraStack(shape, a, b)
 
     def adapter_bytes(self, shape: StackShape) -> int:
-        """Returns the memory of `adapter_stack`'s result, bytes."""
-        return AdapterStack.num_bytes(shape)
+        """Returns the memory of `lora_stack`'s result, bytes."""
+        return LoraStack.num_bytes(shape)
 
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
         """Returns the stacks' selection of adapters by row, an input of the step's graph.

@@ -46,7 +46,7 @@ LayerWeights = Sequence[tuple[torch.Tensor, torch.Tensor] | None]
 stands for a part that it leaves alone. The rank is at most the stack's."""
 
 
-class AdapterStack:
+class LoraStack:
     """A layer's adapters in plain operators, for any device and compiler."""
 
     def __init__(self, shape: StackShape, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -31,7 +31,7 @@ from worker_svc.devices.cpu.kernels.program import (
 from worker_svc.devices.cpu.lora_stack import PackedStack
 from worker_svc.devices.cpu.lora_stack import serves as serves_adapters
 from worker_svc.devices.cpu.quantized import CpuProducts
-from worker_svc.devices.lora_stack import AdapterStack, StackShape
+from worker_svc.devices.lora_stack import LoraStack, StackShape
 from worker_svc.devices.registry import CPU, DeviceSpec
 from worker_svc.shapes.shape_config import KvGroup
 
@@ -192,8 +192,8 @@ class CpuDevice(Device):
         keys, values = cache.chunk(2, dim=2)
         return functools.partial(_attend_paged, call, keys, values)
 
-    def adapter_stack(self, shape: StackShape) -> AdapterStack:
-        return PackedStack(shape) if serves_adapters(shape) else super().adapter_stack(shape)
+    def lora_stack(self, shape: StackShape) -> LoraStack:
+        return PackedStack(shape) if serves_adapters(shape) else super().lora_stack(shape)
 
     def adapter_bytes(self, shape: StackShape) -> int:
         return PackedStack.num_bytes(shape) if serves_adapters(shape) else super().adapter_bytes(shape)

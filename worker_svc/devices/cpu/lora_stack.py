@@ -6,7 +6,7 @@ import torch
 
 from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.program import PANEL
-from worker_svc.devices.lora_stack import AdapterStack, LayerWeights, StackShape
+from worker_svc.devices.lora_stack import LayerWeights, LoraStack, StackShape
 
 _own: Any = torch.ops.triptych_cpu
 
@@ -20,7 +20,7 @@ def serves(shape: StackShape) -> bool:
     )
 
 
-class PackedStack(AdapterStack):
+class PackedStack(LoraStack):
     """A layer's adapters, packed. A selection is the rows' adapter slots, int32 [tokens]."""
 
     def __init__(self, shape: StackShape) -> None:

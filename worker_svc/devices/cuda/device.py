@@ -13,7 +13,7 @@ from worker_svc.devices import gather_attention, mla, sliding_window
 from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cuda.quantized import TritonProducts
-from worker_svc.devices.lora_stack import AdapterStack, StackShape
+from worker_svc.devices.lora_stack import LoraStack, StackShape
 from worker_svc.devices.registry import CUDA, DeviceOptions, DeviceSpec
 from worker_svc.shapes.shape_config import KvGroup
 
@@ -130,7 +130,7 @@ class CudaDevice(Device):
             return mla.cache_shape(group, num_blocks, block_size)
         return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
 
-    def adapter_stack(self, shape: StackShape) -> AdapterStack:
+    def lora_stack(self, shape: StackShape) -> LoraStack:
         from worker_svc.devices.cuda.lora_stack import TritonStack
 
         return TritonStack(shape, self.torch_device)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from worker_svc.devices.lora_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
+from worker_svc.devices.lora_stack import MOST_PARTS, LayerWeights, LoraStack, StackShape
 
 
 @triton.jit
@@ -71,7 +71,7 @@ _BLOCK, _ROWS = 64, 16
 _MOST_COLUMNS = 128
 
 
-class TritonStack(AdapterStack):
+class TritonStack(LoraStack):
     """A layer's adapters. A selection is the rows' adapter slots, int32 [tokens]."""
 
     def __init__(self, shape: StackShape, device: torch.device) -> None:

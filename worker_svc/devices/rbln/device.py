@@ -32,7 +32,7 @@ from worker_svc.devices.base import (
     ExpertActivation,
     by_row,
 )
-from worker_svc.devices.lora_stack import AdapterStack, StackShape
+from worker_svc.devices.lora_stack import LoraStack, StackShape
 from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.experts import emit_experts
@@ -383,10 +383,10 @@ class RblnDevice(Device):
         attended = attended.view(rows, params.num_heads, query_len, params.head_size).transpose(1, 2)
         call.output.copy_(attended.reshape(call.output.shape))
 
-    def adapter_stack(self, shape: StackShape) -> AdapterStack:
+    def lora_stack(self, shape: StackShape) -> LoraStack:
         """The matrices are inputs of graphs, so other adapters need no other graph."""
-        a, b = (self._placed(torch.zeros(size, dtype=shape.dtype)) for size in AdapterStack.sizes(shape))
-        return AdapterStack(shape, a, b)
+        a, b = (self._placed(torch.zeros(size, dtype=shape.dtype)) for size in LoraStack.sizes(shape))
+        return LoraStack(shape, a, b)
 
     def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> RowsPlan:
         """The mask is a summand, because graphs get it as an input."""

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from protos.errors import InvalidArgument
 from worker_svc.devices.base import Device
-from worker_svc.devices.lora_stack import MOST_PARTS, AdapterStack, LayerWeights, StackShape
+from worker_svc.devices.lora_stack import MOST_PARTS, LayerWeights, LoraStack, StackShape
 from worker_svc.lora.checkpoint import AdapterCheckpoint, LoraLimits
 
 # The names that checkpoints give to the parts of fused layers, where a model's class does not say.
@@ -68,7 +68,7 @@ class _Selection:
 class _AdaptedMethod:
     """A layer's product with that of the rows' adapters. vLLM's layers call `apply`."""
 
-    def __init__(self, base: Any, stack: AdapterStack, selection: _Selection) -> None:
+    def __init__(self, base: Any, stack: LoraStack, selection: _Selection) -> None:
         self._base = base
         self._stack = stack
         self._selection = selection
@@ -121,7 +121,7 @@ class AdaptedLayers:
         self._unadapted: dict[str, str] = {}
         # Layers of this model whose parts checkpoints may name one by one.
         self._fused: set[str] = set()
-        self._stacks: dict[str, AdapterStack] = {}
+        self._stacks: dict[str, LoraStack] = {}
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", None) or {}
         self._elsewhere: list[str] = []
         first_paths: dict[int, str] = {}
@@ -176,7 +176,7 @@ class AdaptedLayers:
         """Allocates the adapter slots and makes the layers use them. Called once, when weights are loaded."""
         for path, shape in self.shapes():
             module = self._layers[path].module
-            self._stacks[path] = stack = self._device.adapter_stack(shape)
+            self._stacks[path] = stack = self._device.lora_stack(shape)
             if type(module.quant_method) is UnquantizedLinearMethod:
                 stack.join(module.weight)
             module.quant_method = _AdaptedMethod(module.quant_method, stack, self._selection)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.lora_stack import PackedStack, serves
-from worker_svc.devices.lora_stack import NO_ADAPTER, AdapterStack, LayerWeights, StackShape
+from worker_svc.devices.lora_stack import NO_ADAPTER, LayerWeights, LoraStack, StackShape
 
 CPU: Device = open_device("cpu")
 
@@ -78,7 +78,7 @@ def test_each_row_takes_its_own_adapter(
     if packed and not serves(shape):
         pytest.skip("our kernels need AVX-512 with bfloat16")
     torch.manual_seed(seed)
-    stack = CPU.adapter_stack(shape) if packed else Device.adapter_stack(CPU, shape)
+    stack = CPU.lora_stack(shape) if packed else Device.lora_stack(CPU, shape)
     assert isinstance(stack, PackedStack) is packed
     adapters = {slot: _weights(shape, rank, parts) for slot, (rank, parts) in chosen.items()}
     for slot, weights in adapters.items():
@@ -103,7 +103,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     if not serves(shape):
         pytest.skip("our kernels need AVX-512 with bfloat16")
     torch.manual_seed(0)
-    stack = CPU.adapter_stack(shape)
+    stack = CPU.lora_stack(shape)
     for slot in range(3):
         stack.write(slot, _weights(shape, 16, {0, 1, 2}))
     slots = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2, -1, 0], dtype=torch.int32)
@@ -118,7 +118,7 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 def test_an_adapter_that_overflows_harms_its_own_rows_alone(dtype: torch.dtype) -> None:
     """Rows of other adapters and of the base stay finite."""
     shape = _shape(8, (6,), 2, 2, dtype)
-    stack = CPU.adapter_stack(shape)
+    stack = CPU.lora_stack(shape)
     stack.write(0, [(torch.full((2, 8), 3e38).to(dtype), torch.full((6, 2), 3e38).to(dtype))])
     stack.write(1, _weights(shape, 2, {0}))
     slots = torch.tensor([0, 1, NO_ADAPTER, 0, 1], dtype=torch.int32)
@@ -132,8 +132,8 @@ def test_an_adapter_that_overflows_harms_its_own_rows_alone(dtype: torch.dtype) 
 def test_other_types(dtype: torch.dtype) -> None:
     """Adapters in another type than the activations keep the activations' type."""
     shape = StackShape(8, (4,), 2, 2, dtype, torch.float32)
-    stack = CPU.adapter_stack(shape)
-    assert type(stack) is AdapterStack
+    stack = CPU.lora_stack(shape)
+    assert type(stack) is LoraStack
     torch.manual_seed(0)
     weights = _weights(shape, 2, {0})
     stack.write(1, weights)

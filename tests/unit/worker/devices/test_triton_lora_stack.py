@@ -7,7 +7,7 @@ from torch.nn import functional
 from worker_svc.devices.base import Device
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.devices.cuda.lora_stack import TritonStack
-from worker_svc.devices.lora_stack import AdapterStack, LayerWeights, StackShape
+from worker_svc.devices.lora_stack import LayerWeights, LoraStack, StackShape
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32] + [torch.bfloat16] * (DEVICE.type == "cuda")
@@ -35,8 +35,8 @@ def test_the_kernel_equals_plain_operators(
     shape = StackShape(24, out_sizes, max_loras, rank, dtype, dtype)
     stack = TritonStack(shape, DEVICE)
     assert TritonStack.num_bytes(shape) == stack._a.nbytes + stack._b.nbytes
-    a, b = (torch.zeros(size, dtype=dtype, device=DEVICE) for size in AdapterStack.sizes(shape))
-    plain = AdapterStack(shape, a, b)
+    a, b = (torch.zeros(size, dtype=dtype, device=DEVICE) for size in LoraStack.sizes(shape))
+    plain = LoraStack(shape, a, b)
     weight = torch.nn.Parameter(
         torch.randn(sum(out_sizes), 24, dtype=dtype, device=DEVICE), requires_grad=False
     )

@@ -329,7 +329,7 @@ class Kernels:
             shrunk: bfloat16 [rows, parts * rank], from `shrink`.
             packed: by adapter slot, the panels of all parts, [slots, panels, rank / 2, 32, 2].
             slots: int32 [rows]; rows with -1 are left as they are.
-            sizes: columns of each part, at most `adapter_stack.MOST_PARTS`.
+            sizes: columns of each part, at most `lora_stack.MOST_PARTS`.
         """
         rank = shrunk.shape[1] // len(sizes)
         numbers = (*out.shape, rank, len(sizes), packed.shape[1], *itertools.accumulate(sizes))
