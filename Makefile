@@ -67,7 +67,7 @@ check: $(STAMPS)/dev ## Linters, types, layer contracts, generated files, prose,
 	@$(BIN)/python -m protos.generate --check
 	@$(BIN)/python -m tests.support.docs --check
 	@$(BIN)/python -m tests.support.prose >/dev/null
-	@$(BIN)/python -m deploy.lockfile
+	@$(BIN)/python -m tests.support.lockfile
 
 format: $(STAMPS)/dev ## Format the code and apply the linters' fixes
 	@$(BIN)/ruff check --fix .
@@ -80,7 +80,7 @@ docs: $(STAMPS)/dev ## Write the generated pages in docs/
 	@$(BIN)/python -m tests.support.docs
 
 lock: $(STAMPS)/dev ## Write the locks from what is installed
-	@$(BIN)/python -m deploy.lockfile --write
+	@$(BIN)/python -m tests.support.lockfile --write
 
 models: $(STAMPS)/serve ## Fetch the demo models that tests use
 	@$(BIN)/triptych models fetch smollm2

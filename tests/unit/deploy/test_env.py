@@ -9,8 +9,8 @@ import pytest
 
 from deploy import cli
 from deploy.commands.env import packages, variables
-from deploy.lockfile import LOCK_FILES, read
 from protos.service.redaction import HIDDEN
+from tests.support.lockfile import LOCK_FILES, read
 
 SECRETS = {
     "OPENAI_API_KEY": "sk-word",

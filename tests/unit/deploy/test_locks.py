@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy import lockfile
+from tests.support import lockfile
 
 PINS = {lock.name: lockfile.read(lock.path) for lock in lockfile.LOCK_FILES}
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from deploy import cli
-from deploy.lockfile import LOCKS, read
+from tests.support.lockfile import LOCKS, read
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Writes and checks the locks in `deploy/locks/`: exact versions, from the environment that passes the tests.
 
-`python -m deploy.lockfile` checks, `--write` writes. A lock is the closure of requirements in
+`python -m tests.support.lockfile` checks, `--write` writes. A lock is the closure of requirements in
 `pyproject.toml` through the metadata of the installed distributions, less the packages that nothing imports.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "deploy" / "locks"
 
 GATEWAY_NEVER_IMPORTS: Mapping[str, str] = {
@@ -215,14 +215,15 @@ def main(argv: list[str] | None = None) -> int:
         0, or 1 if a lock differs from the environment.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m deploy.lockfile", description="Checks the locks against what is installed here."
+        prog="python -m tests.support.lockfile",
+        description="Checks the locks against what is installed here.",
     )
     parser.add_argument("--write", action="store_true", help="write the locks instead of checking them")
     write = parser.parse_args(argv).write
     try:
         locks = compute()
     except LockError as error:
-        print(f"deploy.lockfile: {error}", file=sys.stderr)
+        print(f"tests.support.lockfile: {error}", file=sys.stderr)
         return 1
     stale = [
         lock for lock, pins in locks.items() if write or not lock.path.exists() or read(lock.path) != pins
