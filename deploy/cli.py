@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from deploy.argument_parser import ArgumentParser
-from deploy.launcher.parent import die_with_launcher
+from deploy.launcher.process import die_with_launcher
+from protos.service.help import ArgumentParser
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,13 @@ _COMMANDS = {
     "keep-worker": _Command(
         "deploy.commands.keep_worker", "start one worker, and restart it when it dies", "worker"
     ),
-    "chat": _Command("deploy.commands.chat", "chat with the model of a running gateway", "client"),
+    "chat": _Command("deploy.commands.client:chat", "chat with the model of a running gateway", "client"),
     "complete": _Command(
-        "deploy.commands.chat:complete", "complete prompts with the model of a running gateway", "client"
+        "deploy.commands.client:complete", "complete prompts with the model of a running gateway", "client"
     ),
-    "bench": _Command("deploy.commands.bench", "measure a running server with `vllm bench serve`", "worker"),
+    "bench": _Command(
+        "deploy.commands.client:bench", "measure a running server with `vllm bench serve`", "worker"
+    ),
     "run-batch": _Command("deploy.commands.run_batch", "run a file of OpenAI batch requests", "client"),
     "env": _Command("deploy.commands.env", "describe this machine for a bug report"),
     "doctor": _Command(

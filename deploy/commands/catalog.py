@@ -6,8 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
+from protos.service.help import ArgumentParser
 from protos.service.settings import load
 from worker_svc.devices.registry import DEVICES
 from worker_svc.graphs.compile_cache import CompileCache, DamagedEntry, Manifest

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic_settings import SettingsConfigDict
 
 from deploy.checks.starts import configuration
-from deploy.launcher.parent import PARENT_VARIABLE
+from deploy.launcher.process import PARENT_VARIABLE
 from deploy.launcher.service_flags import scheduler_flags, worker_flags
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.translate import VllmFlags

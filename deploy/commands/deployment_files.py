@@ -7,7 +7,7 @@ from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import deploy
-from deploy.argument_parser import ArgumentParser
+from protos.service.help import ArgumentParser
 
 # pip writes these into an installation; they are not part of the wheel.
 _WRITTEN_BY_PIP = {"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import deploy
-from deploy.argument_parser import ArgumentParser
+from protos.service.help import ArgumentParser
 from protos.service.redaction import HIDDEN, shown, without_users
 
 _SECTIONS: Final = {"versions": "Versions", "cpu": "CPU", "memory": "Memory", "devices": "Devices"}

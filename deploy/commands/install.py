@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import deploy
-from deploy.argument_parser import ArgumentParser
+from protos.service.help import ArgumentParser
 
 _LOCKS = {
     "gateway": "gateway.txt",

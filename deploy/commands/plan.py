@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
+from protos.service.help import ArgumentParser
 from protos.service.settings import load
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import DamagedHistogram, RecordedBatches, histogram_path

@@ -5,8 +5,8 @@ import sys
 import time
 from pathlib import Path
 
-from deploy.argument_parser import ArgumentParser
 from protos.errors import ConfigurationRefused
+from protos.service.help import ArgumentParser
 
 _MIB = 2**20
 _OWN_TEXT = Path()

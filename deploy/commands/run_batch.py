@@ -20,9 +20,9 @@ import httpx2
 import openai
 from pydantic import BaseModel, Field, PositiveInt, TypeAdapter, ValidationError
 
-from deploy.argument_parser import ArgumentParser
-from deploy.commands.server import ERRORS, CommandError, Server, add_flags, first_model, server_of
-from deploy.launcher.parent import PARENT_VARIABLE
+from deploy.commands.client import ERRORS, CommandError, Server, add_flags, first_model, server_of
+from deploy.launcher.process import PARENT_VARIABLE
+from protos.service.help import ArgumentParser
 
 _START: Final = b'{"id": "batch_req_'  # the beginning of each line of an output
 _RETRIES: Final = 4

@@ -12,13 +12,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
+from deploy import healthcheck
 from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress, refused_adapter
-from deploy.launcher.parent import PARENT_VARIABLE
-from deploy.launcher.readiness import Served, wait_for_model
+from deploy.launcher.process import PARENT_VARIABLE
 from deploy.launcher.settings import LaunchSettings, check_variables, secured
 from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, socket_folder
 from deploy.launcher.supervisor import (
@@ -35,6 +36,7 @@ from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import unix_address
 from protos.service.settings import CONFIG_VARIABLE, load
+from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
 
 _POLL_S = 0.25
@@ -200,19 +202,30 @@ class Launcher:
         uds = self._settings.uds
         base = self._url(self._plan.ports.http) if uds is None else "http://localhost"
         own = [self._url(port) for port in self._plan.ports.metrics if port is not None]
-        model = await wait_for_model(own or [base], self._scheduler, self._security)
+        model = await self._wait_for_model(own or [base])
         self._read_logs()
         self._has_served = True
         self._supervisor.mark_served()
         path, body = first_request(model)
         metrics = "".join(f"Metrics of a gateway: {gateway}/metrics\n" for gateway in own)
         say(
-            f"\nServing {model.name} on {uds or f'{base}/v1'} after {time.monotonic() - started:.0f} s. Try:\n\n"
+            f"\nServing {model.served_name} on {uds or f'{base}/v1'} after {time.monotonic() - started:.0f} s. Try:\n\n"
             f"  curl {'' if uds is None else f'--unix-socket {uds} '}{base}{path} {credentials(self._settings, self._files)}-H 'Content-Type: application/json'"
             f" -d '{json.dumps(body)}'\n\n"
             f"{metrics}gRPC clients use 127.0.0.1:{self._plan.ports.scheduler}"
             f"{'' if self._files is None else f', with the files of {self._files.folder}'}. Ctrl-C stops it."
         )
+
+    async def _wait_for_model(self, gateways: Sequence[str]) -> common_pb2.ModelInfo:
+        """Returns the model once every gateway serves it."""
+        async with self._security.open_channel(self._scheduler) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            while True:
+                checks = (asyncio.to_thread(healthcheck.check_http, f"{url}/health") for url in gateways)
+                if not any(await asyncio.gather(*checks)):
+                    with contextlib.suppress(grpc.aio.AioRpcError):  # a service died meanwhile
+                        return await stub.GetModel(inference_pb2.GetModelRequest(), wait_for_ready=True)
+                await asyncio.sleep(_POLL_S)
 
     def _url(self, port: int) -> str:
         """Returns the URL of a gateway's port for clients of this machine."""
@@ -239,20 +252,18 @@ def credentials(settings: LaunchSettings, files: SecureFiles | None) -> str:
     return f'{ca}-H "Authorization: Bearer {key}" '
 
 
-def first_request(model: Served) -> tuple[str, dict[str, Any]]:
+def first_request(model: common_pb2.ModelInfo) -> tuple[str, dict[str, Any]]:
     """Returns the path and the body of an example request to a model."""
-    text = "What is the capital of France?"
-    tasks = model.pool_tasks
-    if "embed" in tasks:
-        return "/v1/embeddings", {"model": model.name, "input": text}
-    if "score" in tasks:
-        return "/score", {"model": model.name, "text_1": text, "text_2": ["Paris is.", "A cat is."]}
+    name, tasks, text = model.served_name, model.pool_tasks, "What is the capital of France?"
+    if common_pb2.POOL_TASK_EMBED in tasks:
+        return "/v1/embeddings", {"model": name, "input": text}
+    if common_pb2.POOL_TASK_SCORE in tasks:
+        return "/score", {"model": name, "text_1": text, "text_2": ["Paris is.", "A cat is."]}
     if tasks:
-        return "/pooling", {"model": model.name, "input": text}
+        return "/pooling", {"model": name, "input": text}
     question = [{"role": "user", "content": "Name the capital of France."}]
     # Short and greedy, so that the first answer arrives within a second or two.
-    body = {"model": model.name, "messages": question, "temperature": 0, "max_tokens": 64}
-    return "/v1/chat/completions", body
+    return "/v1/chat/completions", {"model": name, "messages": question, "temperature": 0, "max_tokens": 64}
 
 
 def num_standbys(settings: LaunchSettings) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar, Final, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from deploy.launcher.parent import PARENT_VARIABLE
+from deploy.launcher.process import PARENT_VARIABLE
 from deploy.secure_files import SERVICE_NAME, SecureFiles, make
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused

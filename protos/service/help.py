@@ -1,10 +1,13 @@
 """Help for users of a command line: parts of `--help`, its examples, and suggestions for mistyped flags."""
 
+import argparse
 import difflib
+import re
+import sys
 import textwrap
-from argparse import Action, ArgumentParser, _ArgumentGroup
+from argparse import Action, _ArgumentGroup
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from typing import Final, NoReturn
 
 from protos.service.redaction import words_shown
 
@@ -12,7 +15,7 @@ _LIST: Final = "listgroup"
 _FULL: Final = ("all", "page")
 
 
-class SearchableHelp(ArgumentParser):
+class SearchableHelp(argparse.ArgumentParser):
     """A parser with help for a heading, or for flags by a word in their name."""
 
     def found(self, word: str, foreign: Mapping[str, str]) -> str:
@@ -97,6 +100,29 @@ def similar(name: str, known: Collection[str]) -> str | None:
     """Returns the known name most like `name`, if any."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=_LIKENESS)
     return found[0] if found else None
+
+
+_AMBIGUOUS: Final = re.compile(r"(ambiguous option: [^=\s]+)=.*( could match )", re.DOTALL)
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Refuses a bad argument in one line, without the usage; so do its subcommands' parsers."""
+
+    # The signature is that of the base class.
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Reads a command line; the refusal of an unknown flag does not repeat its value, maybe a secret."""
+        given = sys.argv[1:] if args is None else args
+        parsed, rest = self.parse_known_args(given, namespace)
+        if rest:
+            self.error(unknown_arguments(rest, self._option_string_actions, given))
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the error and exits with 2."""
+        shown = _AMBIGUOUS.sub(r"\1\2", message)
+        self.exit(2, f"{self.prog}: {shown}\n")
 
 
 _EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = {

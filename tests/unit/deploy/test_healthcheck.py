@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from deploy import healthcheck
-from deploy.launcher.readiness import is_healthy
 from protos.service.channels import LinkSecurity
 from protos.service.server import Server
 from protos.service.tls import Certificates
@@ -54,18 +53,21 @@ async def test_a_grpc_service_with_tls_is_checked_with_the_variables_of_the_serv
     await server.stop(0)
 
 
-async def test_a_gateway_with_https_is_healthy_whatever_its_certificate(tmp_path: Path) -> None:
-    """The check runs beside the gateway, under another name than its clients use."""
+@pytest.mark.parametrize("clients", [ssl.CERT_NONE, ssl.CERT_REQUIRED])
+async def test_a_gateway_with_https_is_healthy_whatever_the_certificates(
+    tmp_path: Path, clients: ssl.VerifyMode
+) -> None:
+    """The check uses another name than clients, and has no certificate for a gateway that asks for one."""
     paths = service_files(tmp_path, hosts=("api.example",))
     assert paths.cert is not None
     with http.server.HTTPServer(("127.0.0.1", 0), functools.partial(Handler, 200)) as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(paths.cert, paths.key)
+        context.load_verify_locations(paths.ca)
+        context.verify_mode = clients
         server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"https://127.0.0.1:{server.server_port}"
-        assert await check(f"{url}/health") == 0
-        assert await asyncio.to_thread(is_healthy, url)
+        assert await check(f"https://127.0.0.1:{server.server_port}/health") == 0
         server.shutdown()
 
 

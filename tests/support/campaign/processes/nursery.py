@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from deploy.launcher.parent import PARENT_VARIABLE, die_with_launcher
+from deploy.launcher.process import PARENT_VARIABLE, die_with_launcher
 from tests.support.campaign.processes import service_process
 from tests.support.paths import ROOT
 

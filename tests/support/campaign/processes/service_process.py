@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from deploy.launcher.parent import die_with_launcher
+from deploy.launcher.process import die_with_launcher
 from tests.support.campaign.processes import inspection
 
 MAIN_MODULES = {

@@ -8,10 +8,10 @@ import pytest
 
 from deploy import cli
 from deploy.commands import up
-from deploy.launcher.readiness import Served
 from deploy.launcher.settings import LaunchSettings
 from deploy.launcher.stack_plan import claim
 from deploy.secure_files import SecureFiles
+from protos.triptych.v1 import common_pb2
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,11 @@ def test_what_has_no_effect_is_named(
 def test_the_example_request_fits_the_model() -> None:
     """A pooling model gets no chat request."""
     for tasks, path in (
-        (["embed"], "/v1/embeddings"), (["classify", "score"], "/score"), (["classify"], "/pooling"), (["token_embed"], "/pooling"),
+        (["EMBED"], "/v1/embeddings"), (["CLASSIFY", "SCORE"], "/score"), (["CLASSIFY"], "/pooling"), (["TOKEN_EMBED"], "/pooling"),
     ):  # fmt: skip
-        assert up.first_request(Served("m", tuple(tasks)))[0] == path
-    path, body = up.first_request(Served("m"))
+        pool_tasks = [common_pb2.PoolTask.Value(f"POOL_TASK_{task}") for task in tasks]
+        assert up.first_request(common_pb2.ModelInfo(pool_tasks=pool_tasks))[0] == path
+    path, body = up.first_request(common_pb2.ModelInfo(served_name="m"))
     assert (path, body["model"]) == ("/v1/chat/completions", "m")
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher.parent import PARENT_VARIABLE
-from deploy.launcher.process import Child, ChildSpec
+from deploy.launcher.process import PARENT_VARIABLE, Child, ChildSpec
 from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor, run_until_signal
 
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
@@ -291,7 +290,7 @@ def is_zombie(pid: int) -> bool:
 def test_children_die_with_a_killed_launcher() -> None:
     """A service does not outlive its launcher, even if the launcher is killed."""
     child = (
-        "import os, signal; from deploy.launcher.parent import die_with_launcher; "
+        "import os, signal; from deploy.launcher.process import die_with_launcher; "
         "die_with_launcher(os.environ); print(os.getpid(), flush=True); signal.pause()"
     )
     parent = (
