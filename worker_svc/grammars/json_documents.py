@@ -104,6 +104,9 @@ class Documents:
             self._bases[id(node)], self._places[id(node)] = base, place
             if len(self._bases) > _MAX_SCHEMAS:
                 refuse_schema("$", "exceeds the limit on subschemas; describe less of the output")
+            # Programs write null for a keyword that is not set.
+            for keyword in [name for name, value in node.items() if value is None and name != "const"]:
+                del node[keyword]
             for keyword, found in (("$anchor", self._anchors), ("$dynamicAnchor", self._dynamic)):
                 if isinstance(anchor := node.get(keyword), str):
                     found.setdefault((base, anchor), node)

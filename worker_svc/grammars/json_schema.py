@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Any, Final, TypeAlias
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.expressions import Rx, parse_search, parse_whole
+from worker_svc.grammars.expressions import AllOf, Rx, is_empty, parse_search, parse_whole, terminal
 from worker_svc.grammars.json_documents import Documents
 from worker_svc.grammars.json_facts import (
     FALSE,
@@ -72,9 +72,15 @@ _ATOM: Final = "[a-zA-Z0-9_+-]{1,20}"
 _BYTE: Final = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _HEX: Final = "[0-9a-fA-F]"
 _GROUP: Final = f"{_HEX}{{1,4}}"
-_PATH: Final = "[a-zA-Z0-9._~-]*"
-_TAIL: Final = "(?:\\?[a-zA-Z0-9._~=&-]*)?(?:#[a-zA-Z0-9._~-]*)?"
-_URI: Final = f"(?:https?|ftp|urn|file|wss?)://{_HOST}(?::[1-9][0-9]{{0,3}})?(?:/{_PATH})*{_TAIL}"
+_PCHAR: Final = f"(?:[a-zA-Z0-9._~!$&'()*+,;=:@-]|%{_HEX}{{2}})"
+_PATH: Final = f"{_PCHAR}*"
+_TAIL: Final = f"(?:\\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?"
+_PORT: Final = "(?:[1-9][0-9]{0,3}|[1-5][0-9]{4})"
+_EMAIL: Final = f"{_ATOM}(?:\\.{_ATOM}){{0,4}}@{_LABEL}(?:\\.{_LABEL}){{1,4}}"
+_URI: Final = (
+    f"(?:(?:https?|ftp|file|wss?)://{_HOST}(?::{_PORT})?(?:/{_PATH})*{_TAIL}|mailto:{_EMAIL}"
+    f"|urn:[a-z0-9][a-z0-9-]{{0,20}}[a-z0-9]:{_PCHAR}{{1,100}}|tel:\\+[0-9]{{3,15}})"
+)
 _POINTER: Final = "(?:/(?:[a-zA-Z0-9_. -]|~[01])*)*"
 
 FORMATS: Final[dict[str, str]] = {
@@ -82,13 +88,13 @@ FORMATS: Final[dict[str, str]] = {
     "time": _TIME,
     "date-time": f"{_DATE}T{_TIME}",
     "duration": f"P(?:{_DAYS}(?:{_HOURS})?|{_HOURS}|{_NUMBER}W)",
-    "email": f"{_ATOM}(?:\\.{_ATOM}){{0,2}}@{_LABEL}(?:\\.{_LABEL}){{1,3}}",
+    "email": _EMAIL,
     "hostname": _HOST,
     "ipv4": f"{_BYTE}(?:\\.{_BYTE}){{3}}",
     "ipv6": f"(?:(?:{_GROUP}:){{7}}{_GROUP}|(?:{_GROUP}(?::{_GROUP}){{0,2}})?::(?:{_GROUP}(?::{_GROUP}){{0,3}})?)",
     "uuid": f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
     "uri": _URI,
-    "uri-reference": f"(?:{_URI}|/{_PATH}(?:/{_PATH})*{_TAIL})",
+    "uri-reference": f"(?:{_URI}|(?:/?[a-zA-Z0-9._~-]+(?:/{_PATH})*|/)?{_TAIL})",
     "uri-template": "(?:[a-zA-Z0-9._~/-]|\\{[a-zA-Z_][a-zA-Z0-9_]*\\})*",
     "json-pointer": _POINTER,
     "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,4}})(?:#|{_POINTER})",
@@ -486,7 +492,10 @@ class _Reader:
             found.append(self._schemas.expression(self._node["pattern"], self._where))
         name = self._node.get("format")
         if isinstance(name, str) and name in FORMATS and "type" in self._node and "string" in self._types():
-            found.append(self._schemas.expression(FORMATS[name], self._where, whole=True))
+            form = self._schemas.expression(FORMATS[name], self._where, whole=True)
+            # A pattern may be wider than our expression, as that of zod for times without an offset.
+            if not is_empty(terminal(AllOf((*found, form)), in_json=False)):
+                found.append(form)
         return found
 
     def _text(self) -> Alternatives:

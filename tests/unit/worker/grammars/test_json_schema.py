@@ -62,6 +62,13 @@ def strings(**keywords: Any) -> dict[str, Any]:
         # Formats count where the type is said; unknown ones are annotations.
         (strings(format="uuid"), ["550e8400-e29b-41d4-a716-446655440000"], ["x"]), (strings(format="binary"), ["anything"], [1]),
         ({"format": "email"}, ["not an address", 3], []), (strings(format="date", minLength=10), ["2020-02-29"], ["2021-02-29"]),
+        (strings(format="uri"), ["https://a.b:50051/p%20q?q=x+y&r=a/b#t:1", "mailto:a.b@c.de", "urn:isbn:0451450523"], ["http://a b", "a", "urn://x"]),
+        (strings(format="uri-reference"), ["a/b.html#x", "/x?y", "#f", "https://x.y"], ["a b"]),
+        # A pattern decides where the format's expression allows nothing of it, as for zod's times.
+        (strings(format="time", pattern=r"^(?:[01]\d|2[0-3]):[0-5]\d(?::[0-5]\d)?$"), ["10:20", "10:20:30"], ["25:00", "10:20:30Z"]),
+        (strings(format="uuid", pattern="^[0-9a-f-]+$"), ["550e8400-e29b-41d4-a716-446655440000"], ["5-5", "550E8400-e29b-41d4-a716-446655440000"]),
+        # A null keyword is one that is not set.
+        ({"type": "string", "enum": None, "anyOf": None, "not": None, "$ref": None, "const": "a"}, ["a"], ["b"]), ({"const": None, "contains": None}, [None], [1]),
         # Numbers are exact.
         ({"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991},
          [0, 9007199254740991, -9007199254740991], [9007199254740992, -9007199254740992, 1.5, "1"]),
