@@ -1,4 +1,4 @@
-"""The phases between a geometry and a serving worker, with their progress and their times."""
+"""The phases between a request to configure and a serving worker, with their progress and their times."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -31,7 +31,7 @@ from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.workers.descriptions import copies_blocks_from_proto, description_from_proto
 from scheduler_svc.workers.engine_protocol import WorkerLink
 from scheduler_svc.workers.generating import GeneratingReplicas, make_engine
-from worker_svc.api.convert import description_to_proto, geometry_from_proto, ready_to_proto
+from worker_svc.api.convert import description_to_proto, ready_to_proto, shapes_from_proto
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
 
@@ -186,7 +186,7 @@ class _Parity:
         self._engine = make_engine(shapes)
         histogram = BatchHistogram(None, None, time.monotonic, get_logger())
         setup = GeneratingReplicas(shapes, self._engine, histogram, time.monotonic).set_up("", description)
-        configured = worker.configure(geometry_from_proto(setup.request), lambda *_: None)
+        configured = worker.configure(shapes_from_proto(setup.request), lambda *_: None)
         ready = ready_to_proto(configured, 0.0).ready
         self._copies_blocks = copies_blocks_from_proto(ready.block_copies)
         description = replace(description, copies_blocks=self._copies_blocks)

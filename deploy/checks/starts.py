@@ -170,11 +170,11 @@ def _described(device: "Device") -> str:
 
 
 def _shapes(scheduler: SchedulerSettings, settings: WorkerSettings, worker: "Worker") -> str:
-    from worker_svc.api.convert import geometry_from_proto
+    from worker_svc.api.convert import shapes_from_proto
     from worker_svc.graphs.compilation import graph_options, keeps_code
 
     request = configuration(scheduler, worker)
-    worker.check(geometry_from_proto(request))
+    worker.check(shapes_from_proto(request))
     level = graph_options(settings, worker.device).level
     if settings.require_precompiled and not keeps_code(level, worker.device):
         raise Note(nothing_to_precompile(level, worker.device.name))

@@ -129,7 +129,7 @@ def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.C
 
 def _run(worker: "Worker", request: "worker_pb2.ConfigureRequest") -> float:
     """Configures the worker, which compiles, and returns the seconds that compiling and warm-up took."""
-    from worker_svc.api.convert import geometry_from_proto
+    from worker_svc.api.convert import shapes_from_proto
 
     shown = ""
 
@@ -141,7 +141,7 @@ def _run(worker: "Worker", request: "worker_pb2.ConfigureRequest") -> float:
             shown = line
 
     try:
-        ready = worker.configure(geometry_from_proto(request), progress, epoch=_ALONE)
+        ready = worker.configure(shapes_from_proto(request), progress, epoch=_ALONE)
     except TriptychError as error:
         raise ConfigurationRefused(error.message) from error
     except (OSError, RuntimeError) as error:  # a full disk, a device without memory, a compiler

@@ -83,7 +83,7 @@ class PrefixControl:
 
     def _subscribe(self, follower: _Follower, replica_id: str) -> None:
         scheduler = self._replicas[replica_id].scheduler
-        forward = partial(_forward, follower.listener, replica_id, scheduler.geometry.hash_block_size)
+        forward = partial(_forward, follower.listener, replica_id, scheduler.shapes.hash_block_size)
         after = follower.after if replica_id == follower.replica_id else 0
         follower.stops.append(scheduler.kv.events.follow(forward, after))
 

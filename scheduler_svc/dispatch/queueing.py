@@ -290,7 +290,7 @@ class Capacity:
     def measure(self, replicas: Iterable[ReplicaScheduler], model: ModelLimits | None) -> None:
         """Recomputes the limits that depend on the ready replicas; there must be at least one."""
         schedulers = list(replicas)
-        self._num_slots = sum(scheduler.geometry.max_num_seqs for scheduler in schedulers)
+        self._num_slots = sum(scheduler.shapes.max_num_seqs for scheduler in schedulers)
         self.max_request_tokens = max(
             scheduler.kv.max_tokens(model.max_model_len) if model else 0 for scheduler in schedulers
         )

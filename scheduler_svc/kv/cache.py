@@ -18,7 +18,7 @@ from scheduler_svc.kv.groups import (
 )
 from scheduler_svc.kv.prefix_index import KeepJunctions, KeepPolicy, KvStats, PrefixIndex
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.shape_config import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +56,13 @@ class KvCache:
     """
 
     def __init__(
-        self, geometry: Geometry, groups: Sequence[KvGroup], num_blocks: Sequence[int], *, model: str,
+        self, shapes: ShapeConfig, groups: Sequence[KvGroup], num_blocks: Sequence[int], *, model: str,
         options: CacheOptions = CacheOptions(), keep: KeepPolicy | None = None, first_event: int = 1,
     ) -> None:  # fmt: skip
         """Makes a block pool per group.
 
         Args:
-            geometry: block size and chunk.
+            shapes: block size and chunk.
             groups: the model's KV groups.
             num_blocks: per group, including the null block.
             model: part of every prefix's identity.
@@ -71,9 +71,7 @@ class KvCache:
             first_event: sequence number before the first batch of events.
         """
         self._copies_blocks = options.copies_blocks
-        self._layout = BlockLayout.from_geometry(
-            geometry, sub_block=options.sub_block and options.copies_blocks
-        )
+        self._layout = BlockLayout.from_shapes(shapes, sub_block=options.sub_block and options.copies_blocks)
         self.events = KvEventLog(
             lambda: ((i, pool.keys) for i, pool in enumerate(self._pools)), first=first_event
         )
@@ -93,7 +91,7 @@ class KvCache:
         """Whether the model has in-place windows, which slide with every token."""
         # Every hit on a window in place is a copy.
         enabled = options.prefix_caching and (options.copies_blocks or not self.slides_in_place)
-        self.block_size = geometry.block_size
+        self.block_size = shapes.block_size
         """Tokens of a block in a paged group."""
         self.caches_prefixes = enabled
         """Whether prefixes are reused."""

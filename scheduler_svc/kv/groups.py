@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from scheduler_svc.kv.block_pool import Block, BlockKey, BlockPool
-from scheduler_svc.shapes.shape_config import Geometry
+from scheduler_svc.shapes.shape_config import ShapeConfig
 
 
 @dataclass(slots=True, eq=False)
@@ -42,18 +42,18 @@ class BlockLayout:
     """Hash blocks between two possible lengths of a prefix hit."""
 
     @classmethod
-    def from_geometry(cls, geometry: Geometry, *, sub_block: bool) -> "BlockLayout":
-        """Derives the layout from a geometry.
+    def from_shapes(cls, shapes: ShapeConfig, *, sub_block: bool) -> "BlockLayout":
+        """Derives the layout from shapes.
 
         Args:
-            geometry: block size and chunk.
+            shapes: block size and chunk.
             sub_block: whether a hit may end inside a block.
         """
-        size = geometry.hash_block_size
-        stride = geometry.chunk // size
+        size = shapes.hash_block_size
+        stride = shapes.chunk // size
         if not sub_block:
-            stride = max(stride, geometry.block_size // size)
-        return cls(geometry.block_size, geometry.chunk, size, stride)
+            stride = max(stride, shapes.block_size // size)
+        return cls(shapes.block_size, shapes.chunk, size, stride)
 
     @property
     def hash_blocks_per_block(self) -> int:

@@ -32,7 +32,7 @@ class PipelineScheduler(ReplicaScheduler):
         self._turns: deque[DecodeBatch] = deque(self._decoding.batches)
         self._max_lease = 1
         # One plan on each stage, and one that waits for the first stage.
-        self._most = self.geometry.stages + 1
+        self._most = self.shapes.stages + 1
 
     def step(self) -> StepPlan | None:
         """See :meth:`ReplicaScheduler.step`."""
@@ -88,7 +88,7 @@ class PipelineScheduler(ReplicaScheduler):
     @property
     def _stages_per_batch(self) -> int:
         """Stages for each micro-batch that has requests."""
-        return self.geometry.stages // max(1, self._decoding.num_active)
+        return self.shapes.stages // max(1, self._decoding.num_active)
 
     def _next_prefilling(self) -> Request | None:
         """Returns the first request with a chunk that can be sent now."""
@@ -122,7 +122,7 @@ class PipelineScheduler(ReplicaScheduler):
         return None
 
     def _decode(self, batch: DecodeBatch, make_room: _Room) -> StepPlan | None:
-        self._decoding.rebalance(batch, self.geometry.buckets)
+        self._decoding.rebalance(batch, self.shapes.buckets)
         if not batch.reserve_next(make_room):
             batch.withdraw()
             return None

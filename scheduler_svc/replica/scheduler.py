@@ -23,7 +23,7 @@ from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.shapes.buckets import bucket_for
-from scheduler_svc.shapes.shape_config import Geometry
+from scheduler_svc.shapes.shape_config import ShapeConfig
 
 
 class ReplicaOwner(RequestOwner, Protocol):
@@ -41,7 +41,7 @@ class ReplicaScheduler:
     """
 
     def __init__(
-        self, geometry: Geometry, kv: KvCache, owner: ReplicaOwner, interleave: Interleave, *,
+        self, shapes: ShapeConfig, kv: KvCache, owner: ReplicaOwner, interleave: Interleave, *,
         clock: Callable[[], float], preemption: PreemptionPolicy | None = None,
         observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1, plans_ahead: bool = False,
         adapter_slots: int = 0,
@@ -49,7 +49,7 @@ class ReplicaScheduler:
         """Starts with all slots free.
 
         Args:
-            geometry: static shapes.
+            shapes: static shapes.
             kv: the replica's KV memory; used by this scheduler alone.
             owner: takes the requests that leave.
             interleave: chooses between prefill and decode.
@@ -60,7 +60,7 @@ class ReplicaScheduler:
             plans_ahead: whether the worker takes a plan before the last result of the one before.
             adapter_slots: LoRA adapters that lie on the device at once.
         """
-        self.geometry = geometry
+        self.shapes = shapes
         """The static shapes."""
         self.kv = kv
         """The replica's KV memory."""
@@ -85,9 +85,9 @@ class ReplicaScheduler:
         self._plan = PlanBuilder()
         self._in_flight = StepsInFlight()
         self._shared = SharedPrefills(kv.prefixes, kv.copies, self.stats)
-        self._decoding = MicroBatches(geometry.stages, kv, self.stats, owner.charge, observe_batch)
+        self._decoding = MicroBatches(shapes.stages, kv, self.stats, owner.charge, observe_batch)
         self._slots = Slots(
-            geometry.stage_batch * geometry.stages, kv, self.adapters, self._decoding, self._plan, self._in_flight,
+            shapes.stage_batch * shapes.stages, kv, self.adapters, self._decoding, self._plan, self._in_flight,
             self._shared, owner, self.stats, clock,
         )  # fmt: skip
         self._outputs = Outputs(
@@ -373,7 +373,7 @@ class ReplicaScheduler:
         start = request.kv.num_computed + behind
         # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put
         # them.
-        end = start + min(self.geometry.chunk, request.num_to_prefill - behind)
+        end = start + min(self.shapes.chunk, request.num_to_prefill - behind)
         if not make_room(request, end):
             return None
         return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
@@ -383,14 +383,14 @@ class ReplicaScheduler:
         position = request.kv.num_computed
         if not self._make_room(request, position + 1):
             return None
-        return Decode((request.slot,), (position,), bucket_for(1, self.geometry.buckets), 1)
+        return Decode((request.slot,), (position,), bucket_for(1, self.shapes.buckets), 1)
 
     def _plan_decode(self, decoding: DecodeBatch, behind: int = 0) -> Decode | None:
         """Returns the steps of a prepared batch, ``behind`` steps that are in flight; None if it is empty."""
         rows = decoding.batch
         if not rows.requests:
             return None
-        size = bucket_for(len(rows.requests), self.geometry.buckets)
+        size = bucket_for(len(rows.requests), self.shapes.buckets)
         return Decode(rows.slots, decoding.positions, size, self._lease(decoding, behind))
 
     def _lease(self, decoding: DecodeBatch, behind: int) -> int:

@@ -32,7 +32,7 @@ class DeviceLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class ShapeConfig:
     """A deployment's static shapes."""
 
     max_model_len: int

@@ -7,7 +7,7 @@ from protos.errors import ConfigurationRefused
 from protos.step_messages import shape_to_proto
 from protos.steps import PoolShape, kind_from_proto
 from protos.triptych.v1 import common_pb2, worker_pb2
-from scheduler_svc.shapes.shape_config import DeviceLimits, Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup, ShapeConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +159,15 @@ def groups_from_proto(description: worker_pb2.DescribeResponse) -> tuple[KvGroup
 
 
 def configure_to_proto(
-    geometry: Geometry, num_blocks: Sequence[int], windows_kept_per_slot: int
+    shapes: ShapeConfig, num_blocks: Sequence[int], windows_kept_per_slot: int
 ) -> worker_pb2.ConfigureRequest:
     """Returns a worker's configuration; an empty ``num_blocks`` asks for as many as its memory allows."""
     return worker_pb2.ConfigureRequest(
-        max_model_len=geometry.max_model_len,
-        max_num_seqs=geometry.max_num_seqs,
-        chunk=geometry.chunk,
-        block_size=geometry.block_size,
-        decode_buckets=geometry.buckets,
+        max_model_len=shapes.max_model_len,
+        max_num_seqs=shapes.max_num_seqs,
+        chunk=shapes.chunk,
+        block_size=shapes.block_size,
+        decode_buckets=shapes.buckets,
         num_blocks=num_blocks,
         windows_kept_per_slot=windows_kept_per_slot,
     )

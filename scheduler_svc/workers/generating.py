@@ -1,4 +1,4 @@
-"""Replicas of a generating model: their geometry, KV cache and scheduler."""
+"""Replicas of a generating model: their shapes, KV cache and scheduler."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import stage_batch
-from scheduler_svc.shapes.shape_config import Geometry
+from scheduler_svc.shapes.shape_config import ShapeConfig
 from scheduler_svc.workers.descriptions import WorkerDescription, configure_to_proto
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 from scheduler_svc.workers.grammar_compiler import CompiledGrammar
@@ -61,7 +61,7 @@ def make_engine(settings: Settings, clock: Callable[[], float] = time.monotonic)
     )
 
 
-def geometry_for(settings: Settings, description: WorkerDescription) -> Geometry:
+def shapes_for(settings: Settings, description: WorkerDescription) -> ShapeConfig:
     """Returns the static shapes for a worker: the settings, or its own defaults where they are unset.
 
     Raises:
@@ -75,7 +75,7 @@ def geometry_for(settings: Settings, description: WorkerDescription) -> Geometry
         buckets = settings.buckets(stage_batch(max_num_seqs, stages))
     except ValueError as error:
         raise ConfigurationRefused(str(error)) from error
-    return Geometry(
+    return ShapeConfig(
         max_model_len=settings.max_model_len or description.model.max_model_len,
         max_num_seqs=max_num_seqs,
         chunk=settings.max_num_batched_tokens or description.default_chunk,
@@ -86,13 +86,13 @@ def geometry_for(settings: Settings, description: WorkerDescription) -> Geometry
 
 
 def configure_request(
-    settings: Settings, geometry: Geometry, *, copies_blocks: bool
+    settings: Settings, shapes: ShapeConfig, *, copies_blocks: bool
 ) -> worker_pb2.ConfigureRequest:
-    """Returns the configuration of a worker that runs with `geometry`, and that can copy blocks or not."""
+    """Returns the configuration of a worker that runs with `shapes`, and that can copy blocks or not."""
     num_blocks = (settings.num_blocks,) if settings.num_blocks else ()
     keeps_windows = settings.enable_prefix_caching and copies_blocks
     windows_kept_per_slot = settings.windows_kept_per_slot if keeps_windows else 0
-    return configure_to_proto(geometry, num_blocks, windows_kept_per_slot)
+    return configure_to_proto(shapes, num_blocks, windows_kept_per_slot)
 
 
 class GeneratingReplicas:
@@ -116,56 +116,56 @@ class GeneratingReplicas:
         self._log = get_logger()
 
     def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
-        """Chooses the geometry of a worker.
+        """Chooses the shapes of a worker.
 
         Raises:
             ConfigurationRefused: the settings contradict each other, the model or the device.
         """
         warn_of_ignored(self._settings, Settings.groups[Group.POOLING], "generating models run in buckets")
-        geometry = geometry_for(self._settings, description)
-        geometry.check(description.limits, description.groups)
-        if geometry.max_num_seqs % geometry.stages:
+        shapes = shapes_for(self._settings, description)
+        shapes.check(description.limits, description.groups)
+        if shapes.max_num_seqs % shapes.stages:
             self._log.warning(
-                "slots_left_over", replica=replica_id, max_num_seqs=geometry.max_num_seqs, pipeline_stages=geometry.stages,
-                used=geometry.stage_batch * geometry.stages,
+                "slots_left_over", replica=replica_id, max_num_seqs=shapes.max_num_seqs, pipeline_stages=shapes.stages,
+                used=shapes.stage_batch * shapes.stages,
             )  # fmt: skip
         return ReplicaSetup(
-            request=configure_request(self._settings, geometry, copies_blocks=description.copies_blocks),
-            max_model_len=geometry.max_model_len,
+            request=configure_request(self._settings, shapes, copies_blocks=description.copies_blocks),
+            max_model_len=shapes.max_model_len,
             facts={
-                "chunk": geometry.chunk,
-                "block_size": geometry.block_size,
-                "buckets": geometry.buckets,
-                "pipeline_stages": geometry.stages,
-                "max_model_len": geometry.max_model_len,
+                "chunk": shapes.chunk,
+                "block_size": shapes.block_size,
+                "buckets": shapes.buckets,
+                "pipeline_stages": shapes.stages,
+                "max_model_len": shapes.max_model_len,
             },
-            attach=partial(self._attach, replica_id, geometry),
+            attach=partial(self._attach, replica_id, shapes),
         )
 
     def _attach(
         self,
         replica_id: str,
-        geometry: Geometry,
+        shapes: ShapeConfig,
         description: WorkerDescription,
         num_blocks: tuple[int, ...],
         served_name: str,
         link: WorkerLink,
     ) -> ReplicaScheduler:
-        self._check_same_grid(geometry, replica_id)
+        self._check_same_grid(shapes, replica_id)
         if not description.copies_blocks:
             self._log.warning("no_block_copies", replica=replica_id, off=_NEED_COPIES)
-        self._histogram.describe(served_name, geometry.buckets)
+        self._histogram.describe(served_name, shapes.buckets)
         self.engine.model = ModelLimits(
-            max_model_len=geometry.max_model_len,
+            max_model_len=shapes.max_model_len,
             vocab_size=description.model.vocab_size,
             sampling_fields=description.sampling_fields,
             max_logprobs=description.max_logprobs,
             eos_token_ids=description.model.eos_token_ids,
         )
-        make_scheduler = PipelineScheduler if geometry.stages > 1 else ReplicaScheduler
+        make_scheduler = PipelineScheduler if shapes.stages > 1 else ReplicaScheduler
         scheduler = make_scheduler(
-            geometry,
-            self._make_cache(geometry, description, num_blocks),
+            shapes,
+            self._make_cache(shapes, description, num_blocks),
             self.engine,
             Interleave(self._settings.decode_steps_per_chunk),
             clock=self._clock,
@@ -198,11 +198,11 @@ class GeneratingReplicas:
         return AdapterHost(description.lora.max_cpu_loras, load, link.unload_adapter)
 
     def _make_cache(
-        self, geometry: Geometry, description: WorkerDescription, num_blocks: tuple[int, ...]
+        self, shapes: ShapeConfig, description: WorkerDescription, num_blocks: tuple[int, ...]
     ) -> KvCache:
         settings = self._settings
         return KvCache(
-            geometry,
+            shapes,
             description.groups,
             num_blocks,
             model=description.model.source,
@@ -227,15 +227,15 @@ class GeneratingReplicas:
             replica.scheduler.stats.grammar_compile_s.observe(outcome.compile_s)
         self.engine.grammar_compiled(replica_id, grammar)
 
-    def _check_same_grid(self, geometry: Geometry, replica_id: str) -> None:
+    def _check_same_grid(self, shapes: ShapeConfig, replica_id: str) -> None:
         """Refuses other chunks or blocks than the other replicas have.
 
         A request computes its prefix keys once, for all replicas.
         """
         for replica in self.engine.replicas.values():
-            ours = replica.scheduler.geometry
-            if (ours.chunk, ours.block_size) != (geometry.chunk, geometry.block_size):
+            ours = replica.scheduler.shapes
+            if (ours.chunk, ours.block_size) != (shapes.chunk, shapes.block_size):
                 raise ConfigurationRefused(
-                    f"replica {replica_id} would run chunks of {geometry.chunk} and blocks of {geometry.block_size} tokens beside "
+                    f"replica {replica_id} would run chunks of {shapes.chunk} and blocks of {shapes.block_size} tokens beside "
                     f"replicas with {ours.chunk} and {ours.block_size}; set --max-num-batched-tokens and --block-size"
                 )

@@ -48,7 +48,7 @@ from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import decode_buckets
-from scheduler_svc.shapes.shape_config import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.bench.support.report import report
 from tests.support.gateway.event_reader import EventReader
 from tests.support.scheduler import vllm_peer
@@ -120,15 +120,15 @@ class OurScheduler:
 
     def __init__(self, max_num_seqs: int, num_blocks: int) -> None:
         buckets = decode_buckets("exponential", max_batch=max_num_seqs)
-        geometry = Geometry(MAX_MODEL_LEN, max_num_seqs, BLOCK_SIZE, BLOCK_SIZE, buckets)
+        shapes = ShapeConfig(MAX_MODEL_LEN, max_num_seqs, BLOCK_SIZE, BLOCK_SIZE, buckets)
         self._engine = Engine(
             max_waiting=1 << 20, max_waiting_tokens=1 << 40, clock=time.monotonic, order=PriorityFairOrder()
         )
-        kv = KvCache(geometry, [KvGroup(GroupKind.FULL)], [num_blocks], model="bench",
+        kv = KvCache(shapes, [KvGroup(GroupKind.FULL)], [num_blocks], model="bench",
                      options=CacheOptions(cache_generated=True))  # fmt: skip
         histogram = BatchHistogram(None, None, time.monotonic, structlog.get_logger())
         self._scheduler = ReplicaScheduler(
-            geometry, kv, self._engine, Interleave(1), clock=time.monotonic, observe_batch=histogram.observe
+            shapes, kv, self._engine, Interleave(1), clock=time.monotonic, observe_batch=histogram.observe
         )  # fmt: skip
         self._engine.model = ModelLimits(
             MAX_MODEL_LEN, vllm_peer.VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})

@@ -93,7 +93,7 @@ def open_worker(model: Model) -> "Worker":
     # Imported late, so that torch finds the environment that `main` prepares.
     from tests.bench.support.measured_worker import MeasuredWorker, NullWorker
     from worker_svc.settings import Settings
-    from worker_svc.shapes.shape_config import Geometry
+    from worker_svc.shapes.shape_config import ShapeConfig
 
     settings = Settings(model=model.path, device="cpu", dtype="bfloat16", kv_memory=1.0)
     worker: Worker
@@ -103,7 +103,7 @@ def open_worker(model: Model) -> "Worker":
         worker = NullWorker(settings, step_s=model.null_step_ms / 1e3)
     worker.prepare()
     rows = max(model.batches)
-    worker.configure(Geometry(model.max_model_len, rows, CHUNK, BLOCK, model.batches), lambda *_: None)
+    worker.configure(ShapeConfig(model.max_model_len, rows, CHUNK, BLOCK, model.batches), lambda *_: None)
     return worker
 
 

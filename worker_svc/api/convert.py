@@ -13,7 +13,7 @@ from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
 from worker_svc.shapes.model_description import PoolingDescription, PoolingTask
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
 # More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536
@@ -134,11 +134,11 @@ def _default_sampling(recommended: Mapping[str, float]) -> common_pb2.SamplingPa
     return defaults
 
 
-def geometry_from_proto(request: worker_pb2.ConfigureRequest) -> Geometry | PoolGeometry:
+def shapes_from_proto(request: worker_pb2.ConfigureRequest) -> ShapeConfig | PoolShapeConfig:
     """Returns the sizes that the scheduler asks for, unchecked."""
     if request.pool_shapes:
-        return PoolGeometry(tuple(map(shape_from_proto, request.pool_shapes)))
-    return Geometry(
+        return PoolShapeConfig(tuple(map(shape_from_proto, request.pool_shapes)))
+    return ShapeConfig(
         max_model_len=request.max_model_len,
         max_num_seqs=request.max_num_seqs,
         chunk=request.chunk,
@@ -158,9 +158,9 @@ def progress_to_proto(phase: Phase, done: int, total: int, message: str) -> work
 
 def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.ConfigureEvent:
     """Makes the last event of a Configure stream."""
-    geometry = ready.geometry
-    if isinstance(geometry, PoolGeometry):
-        graphs = [shape_to_proto(shape) for shape in geometry.shapes]
+    shapes = ready.shapes
+    if isinstance(shapes, PoolShapeConfig):
+        graphs = [shape_to_proto(shape) for shape in shapes.pool_shapes]
         return worker_pb2.ConfigureEvent(
             ready=worker_pb2.ConfigureReady(
                 graphs=graphs,
@@ -169,14 +169,14 @@ def ready_to_proto(ready: Ready, first_step_timeout_s: float) -> worker_pb2.Conf
                 weights_digest=ready.weights_digest,
             )
         )
-    prefill = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=geometry.chunk)
+    prefill = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_PREFILL, batch=1, query_len=shapes.chunk)
     decode = [
         common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_DECODE, batch=bucket, query_len=1)
-        for bucket in geometry.decode_buckets
+        for bucket in shapes.decode_buckets
     ]
     return worker_pb2.ConfigureEvent(
         ready=worker_pb2.ConfigureReady(
-            num_blocks=geometry.num_blocks,
+            num_blocks=shapes.num_blocks,
             bytes_per_block=ready.bytes_per_block,
             graphs=[prefill, *decode],
             phase_seconds=dict(ready.phase_seconds.items()),

@@ -32,7 +32,7 @@ from worker_svc.lora.checkpoint import is_named_like
 from worker_svc.lora.store import AdapterStore, HostAdapter
 from worker_svc.model_files import loader
 from worker_svc.phases import Phase, PhaseProgress
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
 
 class _NotBegunError(Exception):
@@ -124,7 +124,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.ConfigureEvent]:
         """Streams progress, then the configuration that the worker runs with."""
         self.refusal = None
-        geometry = convert.geometry_from_proto(request)
+        shapes = convert.shapes_from_proto(request)
         await asyncio.shield(self._prepared)
         events: asyncio.Queue[worker_pb2.ConfigureEvent | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -137,7 +137,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         ready = None
         while ready is None:
             configuring = self._thread.submit(
-                lambda: self._configure(geometry, request.group_epoch, progress, loop),
+                lambda: self._configure(shapes, request.group_epoch, progress, loop),
                 what="configuration (--configure-hang-timeout-s)",
                 limit_s=self._configure_limit_s,
             )
@@ -161,7 +161,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     def _configure(
         self,
-        geometry: Geometry | PoolGeometry,
+        shapes: ShapeConfig | PoolShapeConfig,
         epoch: str,
         progress: PhaseProgress,
         loop: asyncio.AbstractEventLoop,
@@ -171,7 +171,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         Raises:
             _NotBegunError: if rank 0 must begin first. Nothing has changed.
         """
-        if not self._worker.is_configured_as(geometry):
+        if not self._worker.is_configured_as(shapes):
             if self._executing:
                 raise Unavailable(
                     "the worker executes another configuration; end its Execute stream first",
@@ -184,7 +184,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 raise _NotBegunError
             # Said before the call's end, which a scheduler that hangs up does not wait for.
             asyncio.run_coroutine_threadsafe(self._set_ready(None), loop)
-        return self._worker.configure(geometry, progress, epoch=epoch)
+        return self._worker.configure(shapes, progress, epoch=epoch)
 
     def _follow(self) -> Following | None:
         """Starts to run what rank 0 announces, if this is another rank that has joined its group."""

@@ -13,7 +13,7 @@ from worker_svc.devices.host import upload
 from worker_svc.devices.lora_stack import NO_ADAPTER
 from worker_svc.execution.staged_writes import StagedWrites
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary
-from worker_svc.shapes.shape_config import NULL_BLOCK, Geometry, KvGroup
+from worker_svc.shapes.shape_config import NULL_BLOCK, KvGroup, ShapeConfig
 
 # The tensors that admissions write, by their index in `StagedWrites`; a table for each group follows.
 _TOKENS, _COMPUTED, _ADAPTERS, _PARAMETERS, _TABLES = range(5)
@@ -33,24 +33,24 @@ class Batch:
 
     def __init__(
         self,
-        geometry: Geometry,
+        shapes: ShapeConfig,
         groups: Sequence[KvGroup],
         num_blocks: Sequence[int],
         device: torch.device,
         vocabulary: SamplingVocabulary,
     ) -> None:
         """Starts with all slots free."""
-        self._geometry = geometry
+        self._shapes = shapes
         self._groups = tuple(groups)
         self._num_blocks = tuple(num_blocks)
         self._device = device
-        self.padding_row = geometry.max_num_seqs
-        rows = geometry.max_num_seqs + 1
+        self.padding_row = shapes.max_num_seqs
+        rows = shapes.max_num_seqs + 1
         # One column more than the longest sequence, for the token sampled after its last one.
-        self._tokens = torch.zeros((rows, geometry.max_model_len + 1), dtype=torch.int64, device=device)
+        self._tokens = torch.zeros((rows, shapes.max_model_len + 1), dtype=torch.int64, device=device)
         self._computed = torch.zeros(rows, dtype=torch.int64, device=device)
         self._tables = [
-            torch.full((rows, group.table_width(geometry)), NULL_BLOCK, dtype=torch.int32, device=device)
+            torch.full((rows, group.table_width(shapes)), NULL_BLOCK, dtype=torch.int32, device=device)
             for group in groups
         ]
         self.sampling = SamplingState(self._tokens, vocabulary)
@@ -58,7 +58,7 @@ class Batch:
         self._admitted = StagedWrites(
             [self._tokens, self._computed, self._adapters, self.sampling.parameters.rows, *self._tables]
         )
-        self._one_per_row = torch.arange(rows + geometry.decode_buckets[-1], dtype=torch.int32, device=device)
+        self._one_per_row = torch.arange(rows + shapes.decode_buckets[-1], dtype=torch.int32, device=device)
         # Copies on the host: plans are checked without waiting for the device. -1 marks a free slot.
         self._num_known = [-1] * rows
         self._num_computed = [0] * rows
@@ -89,12 +89,12 @@ class Batch:
             InvalidArgument: if a parameter names a token beyond the vocabulary.
         """
         slot, known = request.slot, len(request.token_ids)
-        if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] >= 0:
+        if not 0 <= slot < self._shapes.max_num_seqs or self._num_known[slot] >= 0:
             raise Internal(f"the plan admits a request to slot {slot}, which is taken or does not exist")
-        if not 0 <= request.num_computed_tokens < known <= self._geometry.max_model_len:
+        if not 0 <= request.num_computed_tokens < known <= self._shapes.max_model_len:
             raise Internal(
                 f"the plan admits {known} tokens, {request.num_computed_tokens} of them computed, to slot"
-                f" {slot}; at least one must be left to compute and at most {self._geometry.max_model_len} fit"
+                f" {slot}; at least one must be left to compute and at most {self._shapes.max_model_len} fit"
             )
         grants = [Growth(slot, group_id, block_ids) for group_id, block_ids in request.blocks.items()]
         for grant in grants:
@@ -129,7 +129,7 @@ class Batch:
 
     def is_free(self, slot: int) -> bool:
         """Whether a slot exists and has no request."""
-        return 0 <= slot < self._geometry.max_num_seqs and self._num_known[slot] < 0
+        return 0 <= slot < self._shapes.max_num_seqs and self._num_known[slot] < 0
 
     def grow(self, growth: Growth) -> None:
         """Appends blocks to a slot's table. Changes nothing if it raises.
@@ -154,7 +154,7 @@ class Batch:
             if (
                 work.start != computed
                 or not work.start < end <= known
-                or work.num_tokens > self._geometry.chunk
+                or work.num_tokens > self._shapes.chunk
             ):
                 raise Internal(
                     f"the plan prefills tokens {work.start} to {end} of slot {slot},"
@@ -164,7 +164,7 @@ class Batch:
                 raise Internal(f"the plan must sample slot {slot} at its last known token, and only there")
             self._check_blocks(slot, end)
             return
-        if work.bucket not in self._geometry.decode_buckets or len(work.slots) > work.bucket:
+        if work.bucket not in self._shapes.decode_buckets or len(work.slots) > work.bucket:
             raise Internal(f"the plan decodes {len(work.slots)} slots in a bucket of {work.bucket}")
         if len(work.slots) != len(work.positions) or len(set(work.slots)) != len(work.slots):
             raise Internal("the plan's slots and positions do not match")
@@ -184,7 +184,7 @@ class Batch:
         Returns:
             Token ids [chunk], positions [chunk] and the attention inputs of each KV group.
         """
-        chunk, block_size = self._geometry.chunk, self._geometry.block_size
+        chunk, block_size = self._shapes.chunk, self._shapes.block_size
         slot, start, count = (work.slot, work.start, work.num_tokens) if work else (self.padding_row, 0, 1)
         tokens = torch.zeros(chunk, dtype=torch.int64, device=self._device)
         positions = torch.zeros(chunk, dtype=torch.int64, device=self._device)
@@ -220,7 +220,7 @@ class Batch:
     def chunk_adapters(self, work: Prefill | None) -> torch.Tensor:
         """Returns the adapter slot of each token of a chunk, int32 [chunk]; `None` makes one of padding."""
         adapter = NO_ADAPTER if work is None else self._adapter_slots[work.slot]
-        return torch.full((self._geometry.chunk,), adapter, dtype=torch.int32, device=self._device)
+        return torch.full((self._shapes.chunk,), adapter, dtype=torch.int32, device=self._device)
 
     def decode_inputs(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[StepInput]]:
         """Returns the tensors of a decode step.
@@ -231,7 +231,7 @@ class Batch:
         Returns:
             Token ids [bucket], positions [bucket] and the attention inputs of each KV group.
         """
-        block_size, bucket = self._geometry.block_size, rows.shape[0]
+        block_size, bucket = self._shapes.block_size, rows.shape[0]
         positions = self._computed[rows]
         tokens = self._tokens[rows, positions]
         seq_lens = (positions + 1).int()
@@ -292,10 +292,10 @@ class Batch:
 
     def free_positions(self, slot: int) -> int:
         """Returns how many tokens still fit into a slot's sequence."""
-        return self._geometry.max_model_len - self._num_known[slot]
+        return self._shapes.max_model_len - self._num_known[slot]
 
     def _check_known(self, slot: int) -> None:
-        if not 0 <= slot < self._geometry.max_num_seqs or self._num_known[slot] < 0:
+        if not 0 <= slot < self._shapes.max_num_seqs or self._num_known[slot] < 0:
             raise Internal(f"the plan names slot {slot}, which is free or does not exist")
 
     def _check_grant(self, growth: Growth, computed: int) -> None:
@@ -317,12 +317,12 @@ class Batch:
                     f"the plan names block {block} of KV group {group_id},"
                     f" which has {self._num_blocks[group_id]}"
                 )
-            if block == NULL_BLOCK and (index + 1) * self._geometry.block_size > seen_from:
+            if block == NULL_BLOCK and (index + 1) * self._shapes.block_size > seen_from:
                 raise Internal(
                     f"the plan gives slot {slot} the null block as block {index} of KV group {group_id},"
                     f" which is still visible with {computed} tokens computed"
                 )
-        end, width = held + len(growth.block_ids), group.table_width(self._geometry)
+        end, width = held + len(growth.block_ids), group.table_width(self._shapes)
         if end > width:
             raise Internal(f"slot {slot} would get {end} blocks of group {group_id}; its table holds {width}")
 
@@ -335,11 +335,11 @@ class Batch:
         counts[growth.slot] = end
 
     def _check_blocks(self, slot: int, num_tokens: int) -> None:
-        if num_tokens > self._geometry.max_model_len:
-            raise Internal(f"the plan takes slot {slot} beyond {self._geometry.max_model_len} tokens")
+        if num_tokens > self._shapes.max_model_len:
+            raise Internal(f"the plan takes slot {slot} beyond {self._shapes.max_model_len} tokens")
         for group, counts in zip(self._groups, self._num_table_blocks, strict=True):
             in_place = group.kind is GroupKind.IN_PLACE_WINDOW  # one block holds the whole window
-            if (1 if in_place else math.ceil(num_tokens / self._geometry.block_size)) > counts[slot]:
+            if (1 if in_place else math.ceil(num_tokens / self._shapes.block_size)) > counts[slot]:
                 raise Internal(
                     f"slot {slot} has {counts[slot]} blocks of group {group.group_id},"
                     f" too few for {num_tokens} tokens"

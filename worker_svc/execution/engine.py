@@ -11,7 +11,7 @@ from protos.steps import StepPlan
 from worker_svc.graphs.capture import Recording
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
 G = TypeVar("G")
 
@@ -21,7 +21,7 @@ class PlanRefused(Internal):
 
 
 class Engine(Protocol[G]):
-    """A model that can be configured with geometries of type `G` and then runs plans.
+    """A model that can be configured with shapes of type `G` and then runs plans.
 
     `execution.generation.GenerationEngine` and `pooling.engine.PoolingEngine` implement it.
     All calls come from one thread.
@@ -47,15 +47,15 @@ class Engine(Protocol[G]):
         """The folder of the compiled code in use, if there is any."""
         ...
 
-    def check(self, geometry: Geometry | PoolGeometry) -> G:
-        """Returns the geometry with defaults filled in, but without counted blocks. Changes nothing.
+    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> G:
+        """Returns the shapes with defaults filled in, but without counted blocks. Changes nothing.
 
         Raises:
             ConfigurationRefused: if the model or the device cannot run it.
         """
         ...
 
-    def check_start(self, geometry: G) -> None:
+    def check_start(self, shapes: G) -> None:
         """Refuses what `start` would refuse for lack of memory or of code, before weights are loaded.
 
         Raises:
@@ -63,16 +63,16 @@ class Engine(Protocol[G]):
         """
         ...
 
-    def start(self, geometry: G, load: Callable[[], None], phases: Phases) -> G:
+    def start(self, shapes: G, load: Callable[[], None], phases: Phases) -> G:
         """Allocates memory, makes graphs and warms up. The engine holds nothing from an earlier start.
 
         Args:
-            geometry: a result of `check`.
+            shapes: a result of `check`.
             load: loads the weights, unless they are loaded already.
             phases: receives the progress and the time of each phase.
 
         Returns:
-            The geometry with its blocks counted.
+            The shapes with their blocks counted.
 
         Raises:
             ConfigurationRefused: if something does not fit or cannot be compiled.

@@ -21,7 +21,7 @@ from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry
+from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig
 
 
 class GenerationEngine:
@@ -37,7 +37,7 @@ class GenerationEngine:
         budget: MemoryBudget,
         compilation: Compilation,
         options: GraphOptions,
-        constraints: Callable[[Geometry], StepConstraints | None],
+        constraints: Callable[[ShapeConfig], StepConstraints | None],
         layout: RankLayout,
         adapters: AdapterStore | None = None,
     ) -> None:
@@ -51,7 +51,7 @@ class GenerationEngine:
             budget: the device's memory.
             compilation: finds and keeps compiled code.
             options: how graphs are made.
-            constraints: makes the matchers of a geometry's slots, or `None` if grammars are not supported.
+            constraints: makes the matchers of a shapes's slots, or `None` if grammars are not supported.
             layout: this rank's part of the model.
             adapters: the LoRA adapters that plans may place; `None` if the model takes none.
         """
@@ -90,59 +90,59 @@ class GenerationEngine:
         """The folder of the compiled code in use, if there is any."""
         return self._compilation.folder
 
-    def check(self, geometry: Geometry | PoolGeometry) -> Geometry:
-        """Returns the geometry with one number of blocks for each KV group, or none.
+    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> ShapeConfig:
+        """Returns the shapes with one number of blocks for each KV group, or none.
 
         Raises:
             ConfigurationRefused: if the model or the device cannot run it.
         """
-        if not isinstance(geometry, Geometry):
+        if not isinstance(shapes, ShapeConfig):
             raise ConfigurationRefused(
                 f"{self._description.architecture} generates tokens;"
                 " configure it with a chunk and decode buckets"
             )
-        if len(geometry.num_blocks) == 1:
-            geometry = replace(geometry, num_blocks=geometry.num_blocks * len(self._groups))
-        geometry.check(
+        if len(shapes.num_blocks) == 1:
+            shapes = replace(shapes, num_blocks=shapes.num_blocks * len(self._groups))
+        shapes.check(
             self._groups,
             block_size_multiple=self._device.block_size_multiple,
             longest_context=self._description.max_model_len,
             stages=self.layout.pipeline,
         )
-        return geometry
+        return shapes
 
-    def check_start(self, geometry: Geometry) -> None:
+    def check_start(self, shapes: ShapeConfig) -> None:
         """Refuses what `start` would refuse for lack of memory or of compiled code."""
-        fitted = replace(self._budget, before_load=True).fit(geometry, self._groups)
-        self._compilation.find(fitted if self._device.caches_are_inputs else geometry)
+        fitted = replace(self._budget, before_load=True).fit(shapes, self._groups)
+        self._compilation.find(fitted if self._device.caches_are_inputs else shapes)
         self._compilation.release()
 
-    def start(self, geometry: Geometry, load: Callable[[], None], phases: Phases) -> Geometry:
+    def start(self, shapes: ShapeConfig, load: Callable[[], None], phases: Phases) -> ShapeConfig:
         """Finds compiled code, loads the weights, allocates the cache and makes graphs.
 
         Raises:
             ConfigurationRefused: if the weights or the cache do not fit, or a graph cannot be made.
-            Unavailable: if another rank starts with another geometry.
+            Unavailable: if another rank starts with other shapes.
         """
-        self._check_equal(geometry)
-        if self._device.caches_are_inputs and not geometry.num_blocks:
+        self._check_equal(shapes)
+        if self._device.caches_are_inputs and not shapes.num_blocks:
             # Compiled code depends on the number of blocks.
-            geometry = self._fit(geometry)
-        self._compilation.find(geometry)
+            shapes = self._fit(shapes)
+        self._compilation.find(shapes)
         load()
         phases.finish("load")
-        geometry = self._fit(geometry)
-        blocks = " + ".join(map(str, geometry.num_blocks))
+        shapes = self._fit(shapes)
+        blocks = " + ".join(map(str, shapes.num_blocks))
         phases.progress("allocate")(0, 0, f"KV cache of {blocks} blocks")
-        checked = self._compilation.verification_cache(geometry)
+        checked = self._compilation.verification_cache(shapes)
         self._runner = Runner(
             self._model,
             self._device,
             self._groups,
-            geometry,
+            shapes,
             vocabulary=SamplingVocabulary(self._description.vocab_size, self._description.eos_token_ids),
             options=replace(self._options, checked=self._known_to_all(checked.read())),
-            constraints=self._constraints(geometry),
+            constraints=self._constraints(shapes),
             group=self.group,
             adapters=self._adapters,
         )
@@ -150,19 +150,19 @@ class GenerationEngine:
         self._compilation.make_graphs(self._runner, phases)
         if self._runner.graphs.checked:
             checked.write(self._runner.graphs.checked)
-        return geometry
+        return shapes
 
-    def _check_equal(self, geometry: Geometry) -> None:
-        """Refuses to start with another geometry than other ranks: their collectives would not meet."""
-        if self.group is not None and len(set(self.group.exchange(repr(geometry).encode()))) > 1:
+    def _check_equal(self, shapes: ShapeConfig) -> None:
+        """Refuses to start with other shapes than other ranks: their collectives would not meet."""
+        if self.group is not None and len(set(self.group.exchange(repr(shapes).encode()))) > 1:
             raise Unavailable(
                 "the ranks were configured differently at the same time; configure them again",
                 retry_after_ms=100,
             )
 
-    def _fit(self, geometry: Geometry) -> Geometry:
-        """Returns the geometry with its blocks counted: as many as fit on every rank."""
-        fitted = self._budget.fit(geometry, self._groups)
+    def _fit(self, shapes: ShapeConfig) -> ShapeConfig:
+        """Returns the shapes with their blocks counted: as many as fit on every rank."""
+        fitted = self._budget.fit(shapes, self._groups)
         if self.group is None:
             return fitted
         counts = [json.loads(each) for each in self.group.exchange(json.dumps(fitted.num_blocks).encode())]

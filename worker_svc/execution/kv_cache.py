@@ -9,7 +9,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from protos.steps import BlockCopy
 from worker_svc.devices.base import Device
-from worker_svc.shapes.shape_config import Geometry, KvGroup
+from worker_svc.shapes.shape_config import KvGroup, ShapeConfig
 
 
 class KvCache:
@@ -79,7 +79,7 @@ class KvCache:
             self._device.copy_block(caches, copy.source_block, copy.target_block, copy.num_tokens)
 
 
-def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> tuple[int, ...]:
+def count_blocks(groups: Sequence[KvGroup], shapes: ShapeConfig, budget: int) -> tuple[int, ...]:
     """Returns how many blocks of each group fit into `budget` bytes, in the ratio of the longest sequences.
 
     The count stops at the blocks that all slots need at full length, including the windows kept per slot.
@@ -89,21 +89,19 @@ def count_blocks(groups: Sequence[KvGroup], geometry: Geometry, budget: int) -> 
     Raises:
         ConfigurationRefused: if not even one sequence of the longest length fits.
     """
-    bytes_per_block = [
-        group.bytes_per_token * group.tokens_per_block(geometry.block_size) for group in groups
-    ]
+    bytes_per_block = [group.bytes_per_token * group.tokens_per_block(shapes.block_size) for group in groups]
     usable = budget - sum(bytes_per_block)  # minus the null blocks
     per_sequence, one = [0], 0
-    for kept in range(geometry.windows_kept_per_slot, -1, -1):
-        fewer = replace(geometry, windows_kept_per_slot=kept)
+    for kept in range(shapes.windows_kept_per_slot, -1, -1):
+        fewer = replace(shapes, windows_kept_per_slot=kept)
         per_sequence = [group.blocks_per_sequence(fewer) for group in groups]
         one = sum(size * count for size, count in zip(bytes_per_block, per_sequence, strict=True))
         if usable >= one:
             break
     else:
         raise ConfigurationRefused(
-            f"one sequence of {geometry.max_model_len} tokens needs {one / 2**20:.0f} MiB of KV cache, but"
+            f"one sequence of {shapes.max_model_len} tokens needs {one / 2**20:.0f} MiB of KV cache, but"
             f" {max(budget, 0) / 2**20:.0f} MiB are available; raise --kv-memory or lower --max-model-len"
         )
-    sequences = min(usable / one, geometry.max_num_seqs)
+    sequences = min(usable / one, shapes.max_num_seqs)
     return tuple(1 + int(count * sequences) for count in per_sequence)

@@ -26,7 +26,7 @@ from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.sampling.state import sampling_bytes, state_bytes
 from worker_svc.shapes.model_description import ModelSize
-from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry
+from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig
 
 _GIB = 2**30
 _FLOAT32 = 4
@@ -102,14 +102,14 @@ class MemoryBudget:
             free -= self.size.weight_bytes
         return free
 
-    def check_pooling(self, geometry: PoolGeometry) -> None:
+    def check_pooling(self, shapes: PoolShapeConfig) -> None:
         """Refuses shapes of a pooling model that do not fit.
 
         Raises:
             ConfigurationRefused: with the numbers.
         """
         free = self._free()
-        steps = [shape.num_tokens for shape in geometry.shapes]
+        steps = [shape.num_tokens for shape in shapes.pool_shapes]
         working = working_bytes(self.size, steps, 0, recorded=self.recorded)
         if free is not None and working > free:
             needed = (
@@ -122,11 +122,11 @@ class MemoryBudget:
                 " lower --pool-batch-sizes or --pool-prompt-lens"
             )
 
-    def fit(self, geometry: Geometry, groups: Sequence[KvGroup]) -> Geometry:
-        """Returns the geometry with its blocks counted.
+    def fit(self, shapes: ShapeConfig, groups: Sequence[KvGroup]) -> ShapeConfig:
+        """Returns the shapes with their blocks counted.
 
         Args:
-            geometry: with or without `num_blocks`.
+            shapes: with or without `num_blocks`.
             groups: the model's KV groups.
 
         Raises:
@@ -134,29 +134,29 @@ class MemoryBudget:
                 fit.
         """
         free = self._free()
-        if free is None and self.kv_memory is None and not geometry.num_blocks:
+        if free is None and self.kv_memory is None and not shapes.num_blocks:
             self.device.free_memory()  # raises with advice
-        working = self._working(geometry)
+        working = self._working(shapes)
         if free is not None and working >= free:
             raise ConfigurationRefused(
-                f"{self._beside(free)}, but graphs need {_gib(working)}; {self._smaller(geometry, free)}"
+                f"{self._beside(free)}, but graphs need {_gib(working)}; {self._smaller(shapes, free)}"
             )
-        if geometry.num_blocks:
-            counted = geometry
+        if shapes.num_blocks:
+            counted = shapes
         else:
             share = ((free or 0) - working) * self.kv_share
             budget = int(share if self.kv_memory is None else self.kv_memory * _GIB)
-            counted = _count(geometry, groups, budget)
-        sizes = [group.bytes_per_token * group.tokens_per_block(geometry.block_size) for group in groups]
+            counted = _count(shapes, groups, budget)
+        sizes = [group.bytes_per_token * group.tokens_per_block(shapes.block_size) for group in groups]
         cache = sum(size * count for size, count in zip(sizes, counted.num_blocks, strict=True))
         if free is not None and cache + working > free:
             left = free - working
-            if geometry.num_blocks:
+            if shapes.num_blocks:
                 # The setting is one number for all groups.
                 setting = f"--num-blocks {left // sum(sizes)} would"
             else:
                 setting = f"--kv-memory {left * 100 // _GIB / 100:g} would"
-            if left // sum(sizes) <= geometry.table_width:
+            if left // sum(sizes) <= shapes.table_width:
                 setting = "not even one sequence would; lower --max-model-len or use a smaller model"
             raise ConfigurationRefused(
                 f"{self._beside(free)}, but {_gib(cache)} of KV cache and {_gib(working)} of graphs do not"
@@ -165,38 +165,38 @@ class MemoryBudget:
             )
         return counted
 
-    def _working(self, geometry: Geometry) -> int:
-        steps = (geometry.chunk, *geometry.decode_buckets)
-        rows, vocab = geometry.decode_buckets[-1], self.size.vocab_size
+    def _working(self, shapes: ShapeConfig) -> int:
+        steps = (shapes.chunk, *shapes.decode_buckets)
+        rows, vocab = shapes.decode_buckets[-1], self.size.vocab_size
         graphs = working_bytes(self.size, steps, rows, recorded=self.recorded)
         if self.size.adapter_width:
             # Each step has a second graph.
             wider = replace(self.size, width=self.size.width + self.size.adapter_width)
             adapted = working_bytes(wider, steps, 0, recorded=self.recorded)
             graphs = graphs + adapted if self.recorded else max(graphs, adapted)
-        sampling = sampling_bytes(rows, vocab, geometry.max_model_len)
-        return graphs + sampling + state_bytes(geometry.max_num_seqs, vocab)
+        sampling = sampling_bytes(rows, vocab, shapes.max_model_len)
+        return graphs + sampling + state_bytes(shapes.max_num_seqs, vocab)
 
     def _beside(self, free: int) -> str:
         weights = _gib(self.size.weight_bytes)
         return f"device {self.device.name} has {_gib(free)} free beside {weights} of weights"
 
-    def _smaller(self, geometry: Geometry, free: int) -> str:
+    def _smaller(self, shapes: ShapeConfig, free: int) -> str:
         """Names the setting that would make graphs fit."""
 
-        def chunk(count: int) -> Geometry:
-            return replace(geometry, chunk=count)
+        def chunk(count: int) -> ShapeConfig:
+            return replace(shapes, chunk=count)
 
-        def seqs(count: int) -> Geometry:
-            below = [bucket for bucket in geometry.decode_buckets if bucket < count]
-            return replace(geometry, max_num_seqs=count, decode_buckets=(*below, count))
+        def seqs(count: int) -> ShapeConfig:
+            below = [bucket for bucket in shapes.decode_buckets if bucket < count]
+            return replace(shapes, max_num_seqs=count, decode_buckets=(*below, count))
 
-        ways: list[tuple[str, int, Callable[[int], Geometry]]] = [
-            ("--max-num-batched-tokens", geometry.chunk, chunk),
-            ("--max-num-seqs", geometry.max_num_seqs, seqs),
+        ways: list[tuple[str, int, Callable[[int], ShapeConfig]]] = [
+            ("--max-num-batched-tokens", shapes.chunk, chunk),
+            ("--max-num-seqs", shapes.max_num_seqs, seqs),
         ]
         # Try the larger part of the memory first.
-        if geometry.chunk < sum(geometry.decode_buckets):
+        if shapes.chunk < sum(shapes.decode_buckets):
             ways.reverse()
         for flag, count, changed in ways:
             for halvings in range(1, count.bit_length()):
@@ -205,16 +205,16 @@ class MemoryBudget:
         return "use a smaller model or a device with more memory"
 
 
-def _count(geometry: Geometry, groups: Sequence[KvGroup], budget: int) -> Geometry:
-    """Returns the geometry with as many blocks as fit into `budget` bytes."""
+def _count(shapes: ShapeConfig, groups: Sequence[KvGroup], budget: int) -> ShapeConfig:
+    """Returns the shapes with as many blocks as fit into `budget` bytes."""
     try:
-        return replace(geometry, num_blocks=count_blocks(groups, geometry, budget))
+        return replace(shapes, num_blocks=count_blocks(groups, shapes, budget))
     except ConfigurationRefused as error:
         # The text ends with the setting to lower; add the largest length that fits.
-        for width in range(geometry.table_width - 1, 0, -1):
-            shorter = replace(geometry, max_model_len=width * geometry.block_size, windows_kept_per_slot=0)
+        for width in range(shapes.table_width - 1, 0, -1):
+            shorter = replace(shapes, max_model_len=width * shapes.block_size, windows_kept_per_slot=0)
             needed = sum(
-                group.bytes_per_token * group.tokens_per_block(geometry.block_size) * (1 + group.blocks_in_use(shorter))
+                group.bytes_per_token * group.tokens_per_block(shapes.block_size) * (1 + group.blocks_in_use(shorter))
                 for group in groups
             )  # fmt: skip
             if needed <= budget:

@@ -40,7 +40,7 @@ from worker_svc.phases import Progress
 from worker_svc.ranks.group import RankGroup
 from worker_svc.sampling.sampler import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import Geometry, KvGroup
+from worker_svc.shapes.shape_config import KvGroup, ShapeConfig
 
 
 class Runner:
@@ -55,7 +55,7 @@ class Runner:
         model: Model,
         device: Device,
         groups: Sequence[KvGroup],
-        geometry: Geometry,
+        shapes: ShapeConfig,
         *,
         vocabulary: SamplingVocabulary,
         options: GraphOptions | None = None,
@@ -69,7 +69,7 @@ class Runner:
             model: with its weights loaded.
             device: where the model runs.
             groups: the model's KV groups.
-            geometry: with `num_blocks` set.
+            shapes: with `num_blocks` set.
             vocabulary: the model's.
             options: how steps become graphs; `None` for the device's default level.
             constraints: matches outputs with grammars; `None` if the model does not support grammars.
@@ -82,27 +82,27 @@ class Runner:
         self._model = model
         self._device = device
         self._groups = tuple(groups)
-        self._geometry = geometry
+        self._shapes = shapes
         self._constraints = constraints
-        self.cache = KvCache(device, groups, geometry.block_size, geometry.num_blocks)
-        self._batch = Batch(geometry, groups, geometry.num_blocks, device.torch_device, vocabulary)
+        self.cache = KvCache(device, groups, shapes.block_size, shapes.num_blocks)
+        self._batch = Batch(shapes, groups, shapes.num_blocks, device.torch_device, vocabulary)
         if device.captures:
             self._fix_addresses()
         self._stage = Stage(
             model, self._batch, group, device.torch_device,
-            most_tokens=max(geometry.chunk, geometry.decode_buckets[-1]),
+            most_tokens=max(shapes.chunk, shapes.decode_buckets[-1]),
         )  # fmt: skip
         self._selector = TokenSelector(self._batch, constraints)
         self._sample = make_sampler(self._batch)
         # Slots whose admission was refused, until the scheduler releases them.
         self._refused: set[int] = set()
-        self._prompt_logprobs = PromptLogprobs(self._batch, geometry, model.logits)
+        self._prompt_logprobs = PromptLogprobs(self._batch, shapes, model.logits)
         model.bind_caches(self.cache.by_layer())
         self._last_slots: list[int] = []
         self._last_rows = torch.empty(0, dtype=torch.int64)
         self._adapters = adapters
         self._steps = StepGraphs(
-            model, device, self._groups, geometry, batch=self._batch, stage=self._stage,
+            model, device, self._groups, shapes, batch=self._batch, stage=self._stage,
             options=options or GraphOptions(level=device.default_level), adapters=adapters,
         )  # fmt: skip
         self.graphs = self._steps.graphs
@@ -110,7 +110,7 @@ class Runner:
     def _fix_addresses(self) -> None:
         """Allocates what captured steps hold by its address, and what must not move afterwards."""
         self._batch.sampling.allocate()
-        self._batch.sampling.workspace(self._geometry.decode_buckets[-1])
+        self._batch.sampling.workspace(self._shapes.decode_buckets[-1])
 
     def signatures(self) -> list[GraphSignature]:
         """Returns every kind of step that plans may ask for."""
@@ -202,7 +202,7 @@ class Runner:
 
     def reset(self) -> None:
         """Frees every slot. Blocks keep their contents: the scheduler may have cached them as prefixes."""
-        for slot in range(self._geometry.max_num_seqs):
+        for slot in range(self._shapes.max_num_seqs):
             self._release(slot)
         if self._adapters is not None:
             self._adapters.forget_placements()
@@ -257,7 +257,7 @@ class Runner:
                 output = request.token_ids[request.prompt_len :]
                 self._constraints.admit(request.slot, spec_of(request.sampling.structured_output), output)
             for group_id, block_ids in request.blocks.items():
-                tokens = self._groups[group_id].tokens_per_block(self._geometry.block_size)
+                tokens = self._groups[group_id].tokens_per_block(self._shapes.block_size)
                 hit = math.ceil(request.num_computed_tokens / tokens)
                 self.cache.clear(group_id, block_ids[hit:])
         except BaseException:
@@ -266,7 +266,7 @@ class Runner:
 
     def _prefill(self, work: Prefill) -> PendingStep:
         tokens, positions, inputs = self._batch.prefill_inputs(work)
-        (first,) = self._stage.receive(self._geometry.chunk) or (tokens,)
+        (first,) = self._stage.receive(self._shapes.chunk) or (tokens,)
         hidden = self._steps.run_chunk(work, first, positions, inputs)
         if not self._stage.layout.is_last_stage:
             self._batch.advance_prefill(work, None)

@@ -16,7 +16,7 @@ from worker_svc.execution.token_selection import DecodeStep, captured_step, logi
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.lora.store import AdapterStore
 from worker_svc.phases import Progress, one_by_one
-from worker_svc.shapes.shape_config import Geometry, KvGroup
+from worker_svc.shapes.shape_config import KvGroup, ShapeConfig
 
 
 class StepGraphs:
@@ -30,7 +30,7 @@ class StepGraphs:
         model: Model,
         device: Device,
         groups: Sequence[KvGroup],
-        geometry: Geometry,
+        shapes: ShapeConfig,
         *,
         batch: Batch,
         stage: Stage,
@@ -43,7 +43,7 @@ class StepGraphs:
             model: with its weights loaded and its caches bound.
             device: where the model runs.
             groups: the model's KV groups.
-            geometry: with `num_blocks` set.
+            shapes: with `num_blocks` set.
             batch: the slots' state.
             stage: this rank's part of a pipeline.
             options: how steps become graphs.
@@ -52,7 +52,7 @@ class StepGraphs:
         self._model = model
         self._device = device
         self._groups = groups
-        self._geometry = geometry
+        self._shapes = shapes
         self._batch = batch
         self._stage = stage
         self._adapters = adapters
@@ -75,7 +75,7 @@ class StepGraphs:
             for adapters in with_and_without
             for signature in (
                 self._chunk(adapters=adapters),
-                *(_decode(bucket, adapters=adapters) for bucket in self._geometry.decode_buckets),
+                *(_decode(bucket, adapters=adapters) for bucket in self._shapes.decode_buckets),
             )
         ]
 
@@ -164,7 +164,7 @@ class StepGraphs:
         self._made.clear()
 
     def _chunk(self, *, adapters: bool) -> GraphSignature:
-        return GraphSignature("prefill", 1, self._geometry.chunk, adapters)
+        return GraphSignature("prefill", 1, self._shapes.chunk, adapters)
 
     def _ensure_made(self, signature: GraphSignature) -> None:
         """Makes a step that is missing, and counts it: once the worker serves, a request waits for it."""
@@ -206,7 +206,7 @@ class StepGraphs:
         # The number of real tokens is also on the device; the captured step must not contain the host's
         # number.
         full = [
-            replace(step, num_tokens=self._geometry.chunk) if isinstance(step, PagedInput) else step
+            replace(step, num_tokens=self._shapes.chunk) if isinstance(step, PagedInput) else step
             for step in inputs
         ]
 
@@ -277,7 +277,7 @@ class StepGraphs:
         """Returns the attention metadata of each layer."""
         return self._model.attention_plans(
             [
-                (names, self._device.plan(group, self._geometry.block_size, step))
+                (names, self._device.plan(group, self._shapes.block_size, step))
                 for names, group, step in zip(self._layer_names, self._groups, inputs, strict=True)
             ]
         )

@@ -19,7 +19,7 @@ from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, StepConstraints
 from worker_svc.sampling.sampler import argmax_rows, compute_logprobs, sample, unpack_logprobs
 from worker_svc.sampling.state import SamplingBatch, SamplingOps
-from worker_svc.shapes.shape_config import Geometry
+from worker_svc.shapes.shape_config import ShapeConfig
 
 Sample = Callable[[SamplingOps, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64
@@ -300,19 +300,19 @@ class PromptLogprobs:
     """Knows which slots asked for prompt log-probabilities and computes a chunk's."""
 
     def __init__(
-        self, batch: Batch, geometry: Geometry, logits: Callable[[torch.Tensor], torch.Tensor]
+        self, batch: Batch, shapes: ShapeConfig, logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
         """Starts without slots.
 
         Args:
             batch: has the slots' tokens.
-            geometry: the static shapes.
+            shapes: the static shapes.
             logits: computes logits from hidden states [rows, hidden], for at most as many rows as the largest
                 bucket.
         """
         self._batch = batch
-        self._chunk = geometry.chunk
-        self._rows = min(geometry.chunk, geometry.decode_buckets[-1])
+        self._chunk = shapes.chunk
+        self._rows = min(shapes.chunk, shapes.decode_buckets[-1])
         self._logits = logits
         # By slot: the number of most probable tokens to report, and the prompt's length.
         self._wanted: dict[int, tuple[int, int]] = {}

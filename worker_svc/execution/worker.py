@@ -38,7 +38,7 @@ from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
 from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry, group_layers
+from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig, group_layers
 from worker_svc.vllm_settings import default_sampling
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ _WINDOW_KINDS = {"paged": GroupKind.PAGED_WINDOW, "in-place": GroupKind.IN_PLACE
 class Ready:
     """What a configured worker runs with."""
 
-    geometry: Geometry | PoolGeometry
+    shapes: ShapeConfig | PoolShapeConfig
     """The sizes, with `num_blocks` set."""
     bytes_per_block: tuple[int, ...]
     """Bytes of one block of each KV group, over all of its layers; empty for a pooling model."""
@@ -102,7 +102,7 @@ class Worker:
         self._digest: Future[str] = Future()
         # The matchers of this rank, for their times.
         self._own_constraints: Constraints | None = None
-        self._requested: Geometry | PoolGeometry | None = None
+        self._requested: ShapeConfig | PoolShapeConfig | None = None
         self._ready: Ready | None = None
         self.default_sampling: Mapping[str, float] = {}
         """The sampling parameters of requests that omit them; set by `prepare`."""
@@ -205,31 +205,31 @@ class Worker:
         """Whether steps can run."""
         return self._ready is not None
 
-    def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
-        """Whether `configure` with this geometry would change nothing."""
-        return self._ready is not None and geometry == self._requested
+    def is_configured_as(self, shapes: ShapeConfig | PoolShapeConfig) -> bool:
+        """Whether `configure` with these shapes would change nothing."""
+        return self._ready is not None and shapes == self._requested
 
-    def check(self, geometry: Geometry | PoolGeometry) -> None:
+    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> None:
         """Refuses what `configure` would refuse before it loads the weights. Changes nothing.
 
         Raises:
-            ConfigurationRefused: if the geometry does not suit the model or the device.
+            ConfigurationRefused: if the shapes do not suit the model or the device.
         """
         assert self._engine is not None, "the worker is prepared"
-        self._engine.check_start(self._engine.check(geometry))
+        self._engine.check_start(self._engine.check(shapes))
 
     def configure(
-        self, geometry: Geometry | PoolGeometry, progress: PhaseProgress, *, epoch: str = ""
+        self, shapes: ShapeConfig | PoolShapeConfig, progress: PhaseProgress, *, epoch: str = ""
     ) -> Ready:
-        """Loads the weights, allocates memory and warms up. The same geometry again changes nothing.
+        """Loads the weights, allocates memory and warms up. The same shapes again change nothing.
 
         Args:
-            geometry: the static shapes.
+            shapes: the static shapes.
             progress: receives the progress of each phase.
             epoch: the group to join, if the replica has several ranks; all are configured at the same time.
 
         Raises:
-            ConfigurationRefused: if the geometry or the weights do not suit the device; the worker can be
+            ConfigurationRefused: if the shapes or the weights do not suit the device; the worker can be
                 configured again.
             Unavailable: if the ranks do not meet, this process belongs to another group, or rank 0 has not
                 begun this configuration yet.
@@ -239,12 +239,12 @@ class Worker:
             self.adapters.forget()  # ids are the scheduler's own, and this may be another one
         if self.follower is not None:
             self.follower.forget_unloads()
-        if self._ready is not None and self.is_configured_as(geometry):
+        if self._ready is not None and self.is_configured_as(shapes):
             return self._ready
         engine, phases = self._engine, Phases(progress)
         if engine is None:
             raise Internal("the worker is not prepared yet")
-        checked = engine.check(geometry)
+        checked = engine.check(shapes)
         if self._leader is not None:
             self._leader.begin()
         if self.follower is not None:
@@ -261,7 +261,7 @@ class Worker:
         # Most objects that exist now live as long as the process; later collections can skip them.
         gc.collect()
         gc.freeze()
-        self._requested = geometry
+        self._requested = shapes
         copies = self.device.block_copies(self.groups)
         self._ready = Ready(started, engine.bytes_per_block, phases.seconds, self._digest.result(), copies)
         return self._ready
@@ -423,7 +423,7 @@ class Worker:
         )
         return GrammarCompiler(self.folder, description.vocab_size, description.eos_token_ids, limits)
 
-    def _constraints(self, geometry: Geometry) -> StepConstraints | None:
+    def _constraints(self, shapes: ShapeConfig) -> StepConstraints | None:
         group = self._group
         if self.grammars is None:
             return None
@@ -431,8 +431,8 @@ class Worker:
             return FollowingConstraints(group.choices)
         own = Constraints(
             self.grammars,
-            num_slots=geometry.max_num_seqs,
-            max_rows=geometry.decode_buckets[-1],
+            num_slots=shapes.max_num_seqs,
+            max_rows=shapes.decode_buckets[-1],
             vocab_size=self.description.vocab_size,
             end_ids=self.description.eos_token_ids,
             device=self.device.torch_device,

@@ -15,7 +15,7 @@ from worker_svc.graphs.verification_cache import VerificationCache
 from worker_svc.phases import Phases, Progress
 from worker_svc.settings import Settings
 from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry
+from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig
 
 
 def keeps_code(level: int, device: Device) -> bool:
@@ -107,8 +107,8 @@ class Compilation:
         """
         return graphs.num_compiled if self._num_added is None else self._num_added
 
-    def find(self, geometry: Geometry | PoolGeometry) -> None:
-        """Looks up the code of a geometry, before the weights are loaded.
+    def find(self, shapes: ShapeConfig | PoolShapeConfig) -> None:
+        """Looks up the code of shapes, before the weights are loaded.
 
         Raises:
             ConfigurationRefused: if the settings require precompiled code and there is none.
@@ -120,15 +120,15 @@ class Compilation:
             return
         folder = settings.cache_folder(self._device.name)
         cache = CompileCache(folder) if folder else None
-        self._code = CompiledCode(cache, self._fields(geometry), required=settings.require_precompiled)
+        self._code = CompiledCode(cache, self._fields(shapes), required=settings.require_precompiled)
 
-    def verification_cache(self, geometry: Geometry | PoolGeometry) -> VerificationCache:
-        """Returns which graphs of a geometry were compared with the model in earlier starts."""
+    def verification_cache(self, shapes: ShapeConfig | PoolShapeConfig) -> VerificationCache:
+        """Returns which graphs were compared with the model in earlier starts."""
         if self._device.has_own_compiler or not self._options.level:
             return VerificationCache(None, {})  # nothing is replayed
-        return VerificationCache(self._settings.cache_folder(self._device.name), self._fields(geometry))
+        return VerificationCache(self._settings.cache_folder(self._device.name), self._fields(shapes))
 
-    def _fields(self, geometry: Geometry | PoolGeometry) -> dict[str, str]:
+    def _fields(self, shapes: ShapeConfig | PoolShapeConfig) -> dict[str, str]:
         options, settings = self._options, self._settings
         return code_fields(
             self._model_folder,
@@ -137,7 +137,7 @@ class Compilation:
             dtype=str(self._description.dtype).removeprefix("torch."),
             quantization=self._description.quantization,
             groups=self._groups,
-            geometry=geometry,
+            shapes=shapes,
             sizes=options.sizes,
             layout=settings.layout,
             pooling=self._description.pooling,

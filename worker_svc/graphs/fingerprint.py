@@ -11,7 +11,7 @@ from typing import Final
 from worker_svc.devices.base import Device
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.model_description import PoolingDescription
-from worker_svc.shapes.shape_config import Geometry, KvGroup, PoolGeometry
+from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig
 
 # Raise it when we build other graphs from the same model.
 GRAPH_REVISION: Final = 2
@@ -29,7 +29,7 @@ def code_fields(
     dtype: str,
     quantization: str | None,
     groups: Sequence[KvGroup],
-    geometry: Geometry | PoolGeometry,
+    shapes: ShapeConfig | PoolShapeConfig,
     sizes: Sequence[int] | None,
     layout: RankLayout,
     pooling: PoolingDescription | None = None,
@@ -45,7 +45,7 @@ def code_fields(
         dtype: of weights and activations.
         quantization: the name of the weights' quantization.
         groups: the model's KV groups.
-        geometry: static shapes. The number of blocks counts only if the device's graphs take whole caches.
+        shapes: static shapes. The number of blocks counts only if the device's graphs take whole caches.
         sizes: decode buckets to compile kernels for; `None` for all.
         layout: the rank's part of the model.
         pooling: how the model pools, if it does.
@@ -71,12 +71,12 @@ def code_fields(
     }
     if code := sorted(folder.glob("*.py")):  # the model brings its own code
         fields["model_code"] = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:16]
-    if isinstance(geometry, PoolGeometry):
-        fields |= _pooling_fields(geometry, pooling)
+    if isinstance(shapes, PoolShapeConfig):
+        fields |= _pooling_fields(shapes, pooling)
     else:
-        fields |= _generation_fields(geometry, groups, sizes)
+        fields |= _generation_fields(shapes, groups, sizes)
         if device.caches_are_inputs:
-            fields["num_blocks"] = ",".join(map(str, geometry.num_blocks))
+            fields["num_blocks"] = ",".join(map(str, shapes.num_blocks))
     for package, version in package_versions(device).items():
         fields[f"version:{package}"] = version
     return fields
@@ -92,22 +92,21 @@ def package_versions(device: Device, *more: str) -> dict[str, str]:
 
 
 def _generation_fields(
-    geometry: Geometry, groups: Sequence[KvGroup], sizes: Sequence[int] | None
+    shapes: ShapeConfig, groups: Sequence[KvGroup], sizes: Sequence[int] | None
 ) -> dict[str, str]:
     return {
         "kv_groups": "; ".join(map(_group_words, groups)),
-        "chunk": str(geometry.chunk),
-        "decode_buckets": ",".join(map(str, geometry.decode_buckets)),
+        "chunk": str(shapes.chunk),
+        "decode_buckets": ",".join(map(str, shapes.decode_buckets)),
         "generated_for": "all" if sizes is None else ",".join(map(str, sorted(sizes))),
-        "block_size": str(geometry.block_size),
-        "max_model_len": str(geometry.max_model_len),
+        "block_size": str(shapes.block_size),
+        "max_model_len": str(shapes.max_model_len),
     }
 
 
-def _pooling_fields(geometry: PoolGeometry, pooling: PoolingDescription | None) -> dict[str, str]:
-    shapes = sorted(map(str, geometry.shapes))
+def _pooling_fields(shapes: PoolShapeConfig, pooling: PoolingDescription | None) -> dict[str, str]:
     words = "" if pooling is None else f"{pooling.task} by {pooling.method} to {pooling.size}"
-    return {"pool_shapes": ",".join(shapes), "pooling": words}
+    return {"pool_shapes": ",".join(sorted(map(str, shapes.pool_shapes))), "pooling": words}
 
 
 def _group_words(group: KvGroup) -> str:

@@ -18,7 +18,7 @@ _SOURCES = Path(__file__).parents[1]
 
 
 class VerificationCache:
-    """The compared graphs of a model and a geometry."""
+    """The compared graphs of a model and shapes."""
 
     def __init__(self, cache: Path | None, fields: Mapping[str, str]) -> None:
         """Reads nothing yet.

@@ -13,7 +13,7 @@ from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.pooling.pool_runner import PoolingModel, PoolRunner
 from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
 
 class PoolingEngine:
@@ -28,7 +28,7 @@ class PoolingEngine:
         device: Device,
         description: ModelDescription,
         *,
-        check_memory: Callable[[PoolGeometry], None],
+        check_memory: Callable[[PoolShapeConfig], None],
         compilation: Compilation,
         options: GraphOptions,
     ) -> None:
@@ -67,43 +67,43 @@ class PoolingEngine:
         """The folder of the compiled code in use, if there is any."""
         return self._compilation.folder
 
-    def check(self, geometry: Geometry | PoolGeometry) -> PoolGeometry:
-        """Returns the geometry if the model can run it.
+    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> PoolShapeConfig:
+        """Returns the shapes if the model can run them.
 
         Raises:
             ConfigurationRefused: if it cannot.
         """
-        if not isinstance(geometry, PoolGeometry):
+        if not isinstance(shapes, PoolShapeConfig):
             raise ConfigurationRefused(
                 f"{self._description.architecture} is a pooling model; configure it with pool_shapes"
             )
-        geometry.check(longest_context=self._description.max_model_len)
-        return geometry
+        shapes.check(longest_context=self._description.max_model_len)
+        return shapes
 
-    def check_start(self, geometry: PoolGeometry) -> None:
-        """Refuses a geometry without enough memory or required compiled code."""
-        self._check_memory(geometry)
-        self._compilation.find(geometry)
+    def check_start(self, shapes: PoolShapeConfig) -> None:
+        """Refuses shapes without enough memory or required compiled code."""
+        self._check_memory(shapes)
+        self._compilation.find(shapes)
         self._compilation.release()
 
-    def start(self, geometry: PoolGeometry, load: Callable[[], None], phases: Phases) -> PoolGeometry:
+    def start(self, shapes: PoolShapeConfig, load: Callable[[], None], phases: Phases) -> PoolShapeConfig:
         """Finds compiled code, loads the weights, and makes and runs the graph of every shape.
 
         Raises:
             ConfigurationRefused: if the shapes do not fit into memory, or a graph cannot be made.
         """
-        self._compilation.find(geometry)
+        self._compilation.find(shapes)
         load()
         phases.finish("load")
-        self._check_memory(geometry)
-        checked = self._compilation.verification_cache(geometry)
+        self._check_memory(shapes)
+        checked = self._compilation.verification_cache(shapes)
         options = replace(self._options, checked=checked.read())
-        self._runner = PoolRunner(self._model, self._device, self._pooling, geometry, options)
+        self._runner = PoolRunner(self._model, self._device, self._pooling, shapes, options)
         phases.finish("allocate")
         self._compilation.make_graphs(self._runner, phases)
         if self._runner.graphs.checked:
             checked.write(self._runner.graphs.checked)
-        return geometry
+        return shapes
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Runs a step; see `PoolRunner.execute`. Pooling knows no leases."""

@@ -19,7 +19,7 @@ from worker_svc.graphs.graph_runner import (
 )
 from worker_svc.phases import Progress, one_by_one
 from worker_svc.shapes.model_description import Activation, PoolingDescription, PoolingMethod
-from worker_svc.shapes.shape_config import PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig
 
 
 def pool_rows(hidden: torch.Tensor, lengths: torch.Tensor, method: PoolingMethod) -> torch.Tensor:
@@ -117,7 +117,7 @@ class PoolRunner:
         model: PoolingModel,
         device: Device,
         description: PoolingDescription,
-        geometry: PoolGeometry,
+        shapes: PoolShapeConfig,
         options: GraphOptions | None = None,
     ) -> None:
         """Allocates nothing.
@@ -126,14 +126,14 @@ class PoolRunner:
             model: with its weights loaded.
             device: where the model runs.
             description: how the model pools.
-            geometry: the static shapes.
+            shapes: the static shapes.
             options: how steps become graphs; `None` for the device's default level.
         """
         self._model = model
         self._device = device
         self._description = description
-        self._shapes = geometry.shapes
-        self._longest = max(shape.prompt_len for shape in geometry.shapes)
+        self._shapes = shapes.pool_shapes
+        self._longest = max(shape.prompt_len for shape in shapes.pool_shapes)
         self._slots: dict[int, Admission] = {}
         self._steps: dict[GraphSignature, Step] = {}
         self.graphs = GraphRunner(model, device, options or GraphOptions(level=device.default_level))

@@ -81,11 +81,11 @@ class KvGroup:
         """Returns the tokens in a block of this group for paged blocks of `block_size` tokens."""
         return self.window if self.kind is GroupKind.IN_PLACE_WINDOW else block_size
 
-    def table_width(self, geometry: "Geometry") -> int:
+    def table_width(self, shapes: "ShapeConfig") -> int:
         """Returns the number of entries in a row of the group's block table."""
-        return 1 if self.kind is GroupKind.IN_PLACE_WINDOW else geometry.table_width
+        return 1 if self.kind is GroupKind.IN_PLACE_WINDOW else shapes.table_width
 
-    def blocks_in_use(self, geometry: "Geometry") -> int:
+    def blocks_in_use(self, shapes: "ShapeConfig") -> int:
         """Returns the blocks needed at a time by a sequence of the longest length.
 
         A paged window needs the blocks attended by a chunk's first query and the blocks filled by the chunk.
@@ -93,22 +93,22 @@ class KvGroup:
         """
         match self.kind:
             case GroupKind.FULL:
-                return geometry.table_width
+                return shapes.table_width
             case GroupKind.PAGED_WINDOW:
-                span = self.window - 1 + geometry.chunk
-                return min(geometry.table_width, math.ceil(span / geometry.block_size) + 1)
+                span = self.window - 1 + shapes.chunk
+                return min(shapes.table_width, math.ceil(span / shapes.block_size) + 1)
             case GroupKind.IN_PLACE_WINDOW:
                 return 1
 
-    def blocks_per_sequence(self, geometry: "Geometry") -> int:
+    def blocks_per_sequence(self, shapes: "ShapeConfig") -> int:
         """Returns the blocks per sequence of the longest length, including windows kept for prefix hits."""
-        in_use, kept = self.blocks_in_use(geometry), geometry.windows_kept_per_slot
+        in_use, kept = self.blocks_in_use(shapes), shapes.windows_kept_per_slot
         match self.kind:
             case GroupKind.FULL:
                 return in_use
             case GroupKind.PAGED_WINDOW:
-                per_window = math.ceil(self.window / geometry.block_size) + 1
-                return min(geometry.table_width, in_use + kept * per_window)
+                per_window = math.ceil(self.window / shapes.block_size) + 1
+                return min(shapes.table_width, in_use + kept * per_window)
             case GroupKind.IN_PLACE_WINDOW:
                 return in_use + kept
 
@@ -173,7 +173,7 @@ def group_layers(
 
 
 @dataclass(frozen=True)
-class Geometry:
+class ShapeConfig:
     """The static sizes of a deployment, which determine the shape of every graph."""
 
     max_model_len: int
@@ -252,10 +252,10 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class PoolGeometry:
+class PoolShapeConfig:
     """The static sizes of a deployment of a pooling model."""
 
-    shapes: tuple[PoolShape, ...]
+    pool_shapes: tuple[PoolShape, ...]
     """Non-empty."""
 
     def check(self, *, longest_context: int) -> None:
@@ -264,9 +264,9 @@ class PoolGeometry:
         Raises:
             ConfigurationRefused: naming the first unfit shape and a fitting shape.
         """
-        if not self.shapes:
+        if not self.pool_shapes:
             raise ConfigurationRefused("a pooling model needs at least one shape; set pool_shapes")
-        for shape in self.shapes:
+        for shape in self.pool_shapes:
             if shape.batch < 1 or not 1 <= shape.prompt_len <= longest_context:
                 raise ConfigurationRefused(
                     f"the worker cannot run a shape of {shape.batch} rows of {shape.prompt_len} tokens;"

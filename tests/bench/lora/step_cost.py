@@ -27,7 +27,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.lora.checkpoint import CONFIG, WEIGHTS
 from worker_svc.model_files.demo_models import fetch
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import Geometry
+from worker_svc.shapes.shape_config import ShapeConfig
 
 RANK: Final = 16
 SLOTS: Final = 4
@@ -103,7 +103,7 @@ def open_worker(model: Path, device: str, batches: Sequence[int], *, lora: bool)
         settings |= {"enable_lora": True, "max_loras": SLOTS, "max_lora_rank": RANK}
     worker = Worker(Settings(**settings))
     worker.prepare()
-    worker.configure(Geometry(1024, max(batches), 128, BLOCK, tuple(batches)), lambda *_: None)
+    worker.configure(ShapeConfig(1024, max(batches), 128, BLOCK, tuple(batches)), lambda *_: None)
     return worker
 
 

@@ -41,7 +41,7 @@ from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 from scheduler_svc.shapes.buckets import decode_buckets
-from scheduler_svc.shapes.shape_config import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.bench.support.report import report
 
 REPLICAS: Final = 64
@@ -141,14 +141,14 @@ class Fleet:
         self.engine.model = ModelLimits(
             MAX_MODEL_LEN, VOCAB_SIZE, frozenset({"temperature"}), 0, frozenset({2})
         )
-        geometry = Geometry(MAX_MODEL_LEN, SLOTS, CHUNK, BLOCK_SIZE, decode_buckets("exp", max_batch=SLOTS))
+        shapes = ShapeConfig(MAX_MODEL_LEN, SLOTS, CHUNK, BLOCK_SIZE, decode_buckets("exp", max_batch=SLOTS))
         self.schedulers: list[ReplicaScheduler] = []
         self._idle: set[int] = set()
         # A heap of the steps in flight: end, replica, plan, and CPU time so far.
         self._running: list[tuple[float, int, StepPlan, float]] = []
         for index in range(REPLICAS):
-            kv = KvCache(geometry, [KvGroup(GroupKind.FULL)], [NUM_BLOCKS], model="fleet")
-            scheduler = ReplicaScheduler(geometry, kv, self.engine, Interleave(1), clock=lambda: self.now)
+            kv = KvCache(shapes, [KvGroup(GroupKind.FULL)], [NUM_BLOCKS], model="fleet")
+            scheduler = ReplicaScheduler(shapes, kv, self.engine, Interleave(1), clock=lambda: self.now)
             self.schedulers.append(scheduler)
             self._idle.add(index)
             self.engine.attach(f"replica-{index}", AttachedReplica(scheduler, lambda: None))

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from protos.steps import GroupKind
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions, KeepPolicy, Worth
-from scheduler_svc.shapes.shape_config import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.bench.support.report import report
 from tests.support.scheduler.factories import make_sequence
 
 CHUNK, WINDOW, LIMIT = 128, 512, 8192
-GEOMETRY = Geometry(LIMIT, 8, CHUNK, WINDOW, (8,))
+SHAPES = ShapeConfig(LIMIT, 8, CHUNK, WINDOW, (8,))
 GROUPS = (KvGroup(GroupKind.FULL), KvGroup(GroupKind.IN_PLACE_WINDOW, WINDOW))
 
 Prompt = list[int]
@@ -78,7 +78,7 @@ def share_of_hits(policy: str, prompts: Sequence[Prompt], kept: int) -> tuple[fl
     The cache has room for ``kept`` windows beside those of eight running requests.
     """
     full = sum(-(-len(prompt) // WINDOW) + 1 for prompt in prompts)
-    cache = KvCache(GEOMETRY, GROUPS, (full + 100, 1 + 8 + kept), model="m", keep=POLICIES[policy]())
+    cache = KvCache(SHAPES, GROUPS, (full + 100, 1 + 8 + kept), model="m", keep=POLICIES[policy]())
     running = []
     for prompt in prompts:
         sequence = make_sequence(prompt)

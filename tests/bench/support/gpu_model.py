@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import Geometry
+from worker_svc.shapes.shape_config import ShapeConfig
 
 BLOCK: Final = 128
 CHUNK: Final = 512
@@ -62,7 +62,7 @@ def open_worker(folder: Path, batches: Sequence[int], max_model_len: int) -> Wor
     worker.prepare()
     blocks = 1 + max(batches) * (max_model_len // BLOCK)
     worker.configure(
-        Geometry(max_model_len, max(batches), CHUNK, BLOCK, tuple(batches), (blocks,)),
+        ShapeConfig(max_model_len, max(batches), CHUNK, BLOCK, tuple(batches), (blocks,)),
         lambda phase, done, total, what: print(phase, done, total, what, file=sys.stderr),
     )
     return worker

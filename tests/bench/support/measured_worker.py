@@ -32,7 +32,7 @@ from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.settings import Settings
 from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import AttentionLayer, Geometry, PoolGeometry, group_layers
+from worker_svc.shapes.shape_config import AttentionLayer, PoolShapeConfig, ShapeConfig, group_layers
 
 if TYPE_CHECKING:
     from worker_svc.vllm_adapter.model import VllmModel
@@ -120,7 +120,7 @@ class NullWorker(MeasuredWorker):
         self.device = open_device("cpu")
         self._model = cast("VllmModel", _NullModel())
         self.groups = group_layers(self.description.layers, GroupKind.PAGED_WINDOW)
-        self._engine: Engine[Geometry] = NullEngine(self._step_s)
+        self._engine: Engine[ShapeConfig] = NullEngine(self._step_s)
         self._digest.set_result("")
 
     def close(self) -> None:
@@ -139,26 +139,26 @@ class NullEngine:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
 
-    def check(self, geometry: Geometry | PoolGeometry) -> Geometry:
-        """Accepts every geometry of a generating model."""
-        assert isinstance(geometry, Geometry)
-        return geometry
+    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> ShapeConfig:
+        """Accepts all shapes of a generating model."""
+        assert isinstance(shapes, ShapeConfig)
+        return shapes
 
-    def check_start(self, geometry: Geometry) -> None:
+    def check_start(self, shapes: ShapeConfig) -> None:
         """Everything fits."""
 
-    def start(self, geometry: Geometry, load: Callable[[], None], phases: Phases) -> Geometry:
-        """Returns the geometry with blocks for all slots."""
+    def start(self, shapes: ShapeConfig, load: Callable[[], None], phases: Phases) -> ShapeConfig:
+        """Returns the shapes with blocks for all slots."""
         del load, phases
         # Linux wakes a sleeper up to 50 µs late by default, a tenth of a step.
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1)
-        blocks = 1 + geometry.max_num_seqs * geometry.table_width
-        return Geometry(
-            geometry.max_model_len,
-            geometry.max_num_seqs,
-            geometry.chunk,
-            geometry.block_size,
-            geometry.decode_buckets,
+        blocks = 1 + shapes.max_num_seqs * shapes.table_width
+        return ShapeConfig(
+            shapes.max_model_len,
+            shapes.max_num_seqs,
+            shapes.chunk,
+            shapes.block_size,
+            shapes.decode_buckets,
             (blocks,),
         )
 

@@ -20,7 +20,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.pending_step import PendingStep
 from worker_svc.ranks import operators
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import Geometry
+from worker_svc.shapes.shape_config import ShapeConfig
 
 _PARTS = 5
 
@@ -28,11 +28,11 @@ _PARTS = 5
 class Steps:
     """Plans of rank 0, without a scheduler."""
 
-    def __init__(self, worker: Worker, geometry: Geometry, context: int) -> None:
+    def __init__(self, worker: Worker, shapes: ShapeConfig, context: int) -> None:
         """Runs requests with `context` tokens, most of which are never computed."""
         self._worker = worker
         self._context = context
-        self._width = geometry.table_width
+        self._width = shapes.table_width
         self._groups = range(len(worker.groups))
         self._number = 0
 
@@ -83,9 +83,9 @@ class Steps:
         return tokens
 
 
-def measure(worker: Worker, geometry: Geometry, spec: dict[str, Any]) -> dict[str, Any]:
+def measure(worker: Worker, shapes: ShapeConfig, spec: dict[str, Any]) -> dict[str, Any]:
     """Returns tokens per second and the tokens of the first request, by batch."""
-    steps = Steps(worker, geometry, spec["context"])
+    steps = Steps(worker, shapes, spec["context"])
     stages, figures, texts = worker.layout.pipeline, {}, {}
     for batch in spec["batches"]:
         slots = list(range(batch))
@@ -141,16 +141,16 @@ def main() -> None:
     stages = worker.layout.pipeline
     buckets = tuple(sorted({max(batch // stages, 1) for batch in spec["batches"]}))
     most = max(spec["batches"])
-    geometry = Geometry(spec["max_model_len"], most, spec["chunk"], spec["block"], buckets)
-    width = geometry.table_width
-    geometry = Geometry(
+    shapes = ShapeConfig(spec["max_model_len"], most, spec["chunk"], spec["block"], buckets)
+    width = shapes.table_width
+    shapes = ShapeConfig(
         spec["max_model_len"], most, spec["chunk"], spec["block"], buckets, (1 + most * width,)
     )
     epoch = "bench" if worker.layout.world_size > 1 else ""
     worker.join(epoch)
     if (follower := worker.follower) is not None:
         follower.run(follower.wait())  # rank 0 begins
-    worker.configure(geometry, lambda *_: None, epoch=epoch)
+    worker.configure(shapes, lambda *_: None, epoch=epoch)
     all_reduce_us = time_collectives(worker, spec)
     if follower is not None:
         # Rank 0 may announce a step before it reads the result of the one before.
@@ -159,7 +159,7 @@ def main() -> None:
             report = follower.run(follower.wait())
             if report is not None:
                 reports.submit(report)
-    result = measure(worker, geometry, spec)
+    result = measure(worker, shapes, spec)
     result["all_reduce_us"] = all_reduce_us
     result["device"] = worker.device.product_name()
     assert worker._model is not None

@@ -332,7 +332,7 @@ def test_memory_is_estimated(tmp_path: Path) -> None:
     folder = tiny_models.write("llama", tmp_path / "model")
     model = load(folder, "float32", lora=LIMITS)
     harness = Harness(model, max_num_seqs=8, decode_buckets=parity_process.BUCKETS)
-    steps = (harness.geometry.chunk, *parity_process.BUCKETS)
+    steps = (harness.shapes.chunk, *parity_process.BUCKETS)
     alone = Harness(load(folder, "float32"), max_num_seqs=8, decode_buckets=parity_process.BUCKETS)
     taken = harness.runner.graphs.num_bytes - alone.runner.graphs.num_bytes
     size = model.size

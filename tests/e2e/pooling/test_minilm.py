@@ -17,7 +17,7 @@ from worker_svc.model_files.demo_models import fetch
 from worker_svc.pooling.pool_runner import PoolRunner
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.model_description import PoolingDescription
-from worker_svc.shapes.shape_config import PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 
@@ -90,7 +90,9 @@ def runner(folder: Path) -> PoolRunner:
     model = load(folder, "auto")
     assert model.description.dtype == torch.float32
     assert model.description.pooling is not None
-    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((*SHAPES, PACKED)))
+    runner = PoolRunner(
+        model, open_device("cpu"), model.description.pooling, PoolShapeConfig((*SHAPES, PACKED))
+    )
     warmed: list[str] = []
     runner.warm_up(lambda done, total, what: warmed.append(f"{done}/{total} {what}"))
     assert len(warmed) == len(SHAPES) + 2
@@ -192,7 +194,7 @@ def test_a_causal_model_pools_its_last_token(tmp_path: Path) -> None:
     assert model.description.layers == ()
     assert model.description.pooling == PoolingDescription("LAST", 64, activates=False)
     shape = PoolShape(16, 3)
-    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((shape,)))
+    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolShapeConfig((shape,)))
     prompts = [[5, 6, 7], [9] * 16]
     with torch.inference_mode():
         wanted = [llama.model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]

@@ -87,7 +87,7 @@ def test_memory_is_estimated(folders: dict[str, Path], family: str) -> None:
     model = load(folders[family], "float32")
     harness = Harness(model, max_num_seqs=8, decode_buckets=parity_process.BUCKETS)
     taken = harness.runner.graphs.num_bytes
-    estimated = working_bytes(model.size, (harness.geometry.chunk, *parity_process.BUCKETS), 0, recorded=True)
+    estimated = working_bytes(model.size, (harness.shapes.chunk, *parity_process.BUCKETS), 0, recorded=True)
     # The CPU's expert kernels use less memory: they do not store what single experts compute.
     assert taken <= estimated <= (6 if family in tiny_models.EXPERT_FAMILIES else 3) * taken
     # Beside the stored weights there is a table of rotary embeddings for each kind of layer.

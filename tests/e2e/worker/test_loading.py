@@ -19,7 +19,7 @@ from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.worker import Worker
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import LoadFormat, Settings
-from worker_svc.shapes.shape_config import Geometry
+from worker_svc.shapes.shape_config import ShapeConfig
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
 ]
 
-GEOMETRY = Geometry(256, 2, 128, 128, (1, 2))
+SHAPES = ShapeConfig(256, 2, 128, 128, (1, 2))
 PROMPT = [5, 9, 77, 130]
 
 
@@ -62,7 +62,7 @@ def configure(folder: Path, **settings: Any) -> list[tuple[str, int, int, str]]:
     events: list[tuple[str, int, int, str]] = []
     worker = Worker(Settings(model=str(folder), device="cpu", cpu_threads=1, kv_memory=0.01, **settings))
     worker.prepare()
-    worker.configure(GEOMETRY, lambda *event: events.append(event))
+    worker.configure(SHAPES, lambda *event: events.append(event))
     return events
 
 
@@ -110,13 +110,13 @@ def test_what_does_not_fit_is_refused(single: Path, monkeypatch: pytest.MonkeyPa
     worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1, kv_memory=10_000))
     worker.prepare()
     monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 8 << 20)
-    many = replace(GEOMETRY, max_num_seqs=4096, decode_buckets=(1, 4096))
+    many = replace(SHAPES, max_num_seqs=4096, decode_buckets=(1, 4096))
     with pytest.raises(ConfigurationRefused, match=r"graphs need [\d.]+ GiB; --max-num-seqs \d+ would fit"):
         worker.configure(many, lambda *_: None)
     with pytest.raises(ConfigurationRefused, match=r"do not fit; --num-blocks \d+ would"):
-        worker.configure(replace(GEOMETRY, num_blocks=(1000,)), lambda *_: None)
-    ready = worker.configure(GEOMETRY, lambda *_: None)
-    assert ready.geometry == replace(GEOMETRY, num_blocks=(5,))  # the most that two slots can use
+        worker.configure(replace(SHAPES, num_blocks=(1000,)), lambda *_: None)
+    ready = worker.configure(SHAPES, lambda *_: None)
+    assert ready.shapes == replace(SHAPES, num_blocks=(5,))  # the most that two slots can use
     monkeypatch.setattr(CpuDevice, "free_memory", lambda _: 100_000)
     with pytest.raises(
         ConfigurationRefused, match=r"the weights need .* device cpu has .* free; use a smaller"
@@ -128,7 +128,7 @@ def test_a_new_configuration_frees_the_old_cache_first(single: Path) -> None:
     """The old cache is gone when the new one is allocated, since both may not fit."""
     worker = Worker(Settings(model=str(single), device="cpu", cpu_threads=1))
     worker.prepare()
-    worker.configure(GEOMETRY, lambda *_: None)
+    worker.configure(SHAPES, lambda *_: None)
     assert isinstance(worker._engine, GenerationEngine)
     assert worker._engine._runner is not None
     old = [weakref.ref(cache) for tensors in worker._engine._runner.cache._tensors for cache in tensors]
@@ -138,7 +138,7 @@ def test_a_new_configuration_frees_the_old_cache_first(single: Path) -> None:
         if phase == "allocate":
             held.extend(reference() is not None for reference in old)
 
-    worker.configure(replace(GEOMETRY, max_model_len=128), look)
+    worker.configure(replace(SHAPES, max_model_len=128), look)
     assert held == [False]
 
 

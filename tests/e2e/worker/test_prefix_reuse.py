@@ -1,6 +1,6 @@
 """Real models reuse prefixes, whatever their attention, and the outputs stay the same bit for bit.
 
-The real scheduler and worker exchange their real messages within one process, so that many geometries run
+The real scheduler and worker exchange their real messages within one process, so that many shapes run
 quickly. The last test uses real processes.
 """
 

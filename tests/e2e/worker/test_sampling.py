@@ -46,8 +46,8 @@ def _resumed(
     first = harness.admit(slot, known, sampling)
     admit = [Admission(slot, known, 0, sampling, first.blocks, num_prompt_tokens=len(prompt))]
     outputs = []
-    for start in range(0, len(known), harness.geometry.chunk):
-        count = min(harness.geometry.chunk, len(known) - start)
+    for start in range(0, len(known), harness.shapes.chunk):
+        count = min(harness.shapes.chunk, len(known) - start)
         work = Prefill(slot, start, count, start + count == len(known))
         outputs, admit = harness.run(admit=admit, work=work), []
     harness.lengths[slot] = len(known)

@@ -13,7 +13,7 @@ from protos.errors import Overloaded
 from scheduler_svc.adapters.adapter import Adapter
 from tests.property.scheduler.test_machines import SchedulerMachine
 from tests.support.property_settings import machine, scaled
-from tests.support.scheduler.factories import make_geometry, make_rig, make_submission
+from tests.support.scheduler.factories import make_rig, make_shapes, make_submission
 
 pytestmark = pytest.mark.property
 
@@ -128,8 +128,8 @@ def test_no_request_starves(
     slots: int, extra: int, seats: int, tenants: bool, stream: list[tuple[str, int]]
 ) -> None:
     """However many requests of adapters on the device follow, one of another adapter runs and ends soon."""
-    geometry = make_geometry(max_num_seqs=seats, buckets=(1, 2, 4))
-    rig = make_rig(geometry, adapter_slots=slots, max_cpu_loras=slots + extra)
+    shapes = make_shapes(max_num_seqs=seats, buckets=(1, 2, 4))
+    rig = make_rig(shapes, adapter_slots=slots, max_cpu_loras=slots + extra)
     for name in "vab":
         rig.load_adapter(name)
     for number, (name, max_tokens) in enumerate(stream):

@@ -34,7 +34,7 @@ from hypothesis import HealthCheck, given, settings
 from protos.steps import GroupKind
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.shape_config import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.support.scheduler import vllm_peer
 from tests.support.scheduler.factories import make_sequence
 
@@ -66,14 +66,14 @@ class OurCache:
     """Our KvCache, driven as a ReplicaScheduler drives it."""
 
     def __init__(self, windows: Sequence[int | None], num_blocks: int, chunk: int) -> None:
-        geometry = Geometry(MAX_LEN, MAX_LIVE, chunk, BLOCK, (MAX_LIVE,))
+        shapes = ShapeConfig(MAX_LEN, MAX_LIVE, chunk, BLOCK, (MAX_LIVE,))
         groups = [
             KvGroup(GroupKind.FULL) if window is None else KvGroup(GroupKind.PAGED_WINDOW, window)
             for window in windows
         ]
         self._chunk = chunk
         self._sequences: dict[str, SequenceKv] = {}
-        self.kv = KvCache(geometry, groups, [num_blocks] * len(groups), model="m",
+        self.kv = KvCache(shapes, groups, [num_blocks] * len(groups), model="m",
                           options=CacheOptions(cache_generated=True))  # fmt: skip
 
     def admit(self, request_id: str, token_ids: Sequence[int], cache_salt: str) -> int | None:

@@ -19,9 +19,9 @@ from tests.support.scheduler.factories import (
     FULL,
     Rig,
     expected_tokens,
-    make_geometry,
     make_grammar,
     make_rig,
+    make_shapes,
     make_submission,
     with_grammar,
 )
@@ -50,8 +50,8 @@ class GrammarMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def start(self, slots: int, blocks: list[int], lease: int, ahead: bool) -> None:
         buckets = tuple(bucket for bucket in (1, 2, 4) if bucket <= slots)
-        self.geometry = make_geometry(max_model_len=40, max_num_seqs=slots, buckets=buckets)
-        self.rig: Rig = make_rig(self.geometry)
+        self.shapes = make_shapes(max_model_len=40, max_num_seqs=slots, buckets=buckets)
+        self.rig: Rig = make_rig(self.shapes)
         self.engine = self.rig.engine
         self.engine.detach("replica-0", Loss.DIED)
         self.blocks = dict(zip(NAMES, blocks, strict=False))
@@ -69,12 +69,12 @@ class GrammarMachine(RuleBasedStateMachine):
             self.attach(name)
 
     def attach(self, name: str) -> None:
-        kv = KvCache(self.geometry, (FULL,), [self.blocks[name]], model="m", options=CacheOptions())
+        kv = KvCache(self.shapes, (FULL,), [self.blocks[name]], model="m", options=CacheOptions())
         scheduler = ReplicaScheduler(
-            self.geometry, kv, self.engine, Interleave(1), clock=lambda: 0.0, max_lease=self.lease,
+            self.shapes, kv, self.engine, Interleave(1), clock=lambda: 0.0, max_lease=self.lease,
             plans_ahead=self.ahead,
         )  # fmt: skip
-        device = SimulatedDevice(self.geometry, (FULL,))
+        device = SimulatedDevice(self.shapes, (FULL,))
         self.replicas[name] = scheduler, device, SimulatedWorker(device.run)
 
         def ask(grammar: Grammar) -> None:

@@ -17,9 +17,9 @@ from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.shape_config import DeviceLimits, Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup, ShapeConfig
 from tests.support.property_settings import machine
-from tests.support.scheduler.factories import FULL, make_geometry, make_sequence
+from tests.support.scheduler.factories import FULL, make_sequence, make_shapes
 from tests.support.scheduler.kv_cache_model import KvModel, contexts_of
 
 pytestmark = pytest.mark.property
@@ -65,8 +65,8 @@ class KvCacheMachine(RuleBasedStateMachine):
         self, chunk: int, block: int, groups: tuple[KvGroup, ...], room: int, sub_block: bool, generated: bool, ends: bool,
         copies: bool,
     ) -> None:  # fmt: skip
-        self.geometry: Geometry = make_geometry(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
-        self.geometry.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
+        self.shapes: ShapeConfig = make_shapes(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
+        self.shapes.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
         self.groups = groups
         self.options = CacheOptions(True, sub_block, generated, copies)
         self.keep = KeepEnds if ends else KeepJunctions
@@ -78,15 +78,15 @@ class KvCacheMachine(RuleBasedStateMachine):
 
     def boot(self) -> None:
         self.kv = KvCache(
-            self.geometry, self.groups, self.num_blocks, model="m", options=self.options, keep=self.keep()
+            self.shapes, self.groups, self.num_blocks, model="m", options=self.options, keep=self.keep()
         )
-        hash_block_size = self.geometry.hash_block_size
+        hash_block_size = self.shapes.hash_block_size
         unit = (
-            self.geometry.chunk
+            self.shapes.chunk
             if self.options.sub_block and self.options.copies_blocks
-            else max(self.geometry.chunk, self.geometry.block_size)
+            else max(self.shapes.chunk, self.shapes.block_size)
         )
-        self.model = KvModel(self.geometry, self.groups, unit // hash_block_size)
+        self.model = KvModel(self.shapes, self.groups, unit // hash_block_size)
         self.running: list[SequenceKv] = []
         self.decoding: set[SequenceKv] = set()
         self.fresh: list[SequenceKv] = []
@@ -121,8 +121,8 @@ class KvCacheMachine(RuleBasedStateMachine):
     def admit(self, sequence: SequenceKv) -> None:
         hit = self.model.longest_hit(sequence)
         hash_block_size, per_block = (
-            self.geometry.hash_block_size,
-            self.geometry.block_size // self.geometry.hash_block_size,
+            self.shapes.hash_block_size,
+            self.shapes.block_size // self.shapes.hash_block_size,
         )
         assert self.kv.prefixes.peek(sequence) == hit * hash_block_size, "the longest hit of all groups"
         free = [group.pool.num_free for group in self.kv.groups]
@@ -177,7 +177,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         copied = not self.kv.copies.waits_for(sequence)
         if self.options.cache_generated and copied and self.indexes(sequence):
             self.model.publish(
-                sequence, max(0, sequence.num_computed - self.geometry.block_size), sequence.num_computed
+                sequence, max(0, sequence.num_computed - self.shapes.block_size), sequence.num_computed
             )
 
     @precondition(lambda self: self.running and len(self.running) < 6)
@@ -196,7 +196,7 @@ class KvCacheMachine(RuleBasedStateMachine):
             assert not child.tables
             return
         assert child.num_computed == parent.num_computed
-        whole = child.num_computed // self.geometry.block_size
+        whole = child.num_computed // self.shapes.block_size
         for group_id, (group, table) in enumerate(zip(self.groups, child.tables, strict=True)):
             shared = 0 if group.kind is GroupKind.IN_PLACE_WINDOW else whole
             self.model.allocated(group_id, [block.block_id for block in table.blocks[shared:]])
@@ -263,7 +263,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         if sequence is None:
             return
         start, end = flight.start, flight.end
-        whole = flight.chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
+        whole = flight.chunk and start % self.shapes.chunk == 0 and end - start == self.shapes.chunk
         if flight.chunk:
             self.kv.prefixes.index_chunk(sequence, start, end)
             if (whole or self.options.cache_generated) and self.indexes(sequence):
@@ -284,7 +284,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         for entry in self.kv.copies.entries:
             if entry.key is not None and id(entry) not in self.unsent:
                 assert entry.source is sequence.tables[entry.group_id].blocks[0]
-                assert end % (self.model.hit_stride * self.geometry.hash_block_size) == 0, (
+                assert end % (self.model.hit_stride * self.shapes.hash_block_size) == 0, (
                     "windows are kept where hits may end"
                 )
                 self.unsent[id(entry)] = context, self.resets
@@ -293,7 +293,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def plan(self, sequence: SequenceKv, *, fails: bool) -> None:
         decode = sequence in self.decoding
         start = sequence.num_computed
-        end = start + 1 if decode else min(start + self.geometry.chunk, len(sequence.token_ids))
+        end = start + 1 if decode else min(start + self.shapes.chunk, len(sequence.token_ids))
         if decode and self.kv.capacity(sequence, MAX_LEN) <= start:
             self.generated(sequence)
         while (grown := self.kv.grow(sequence, end)) is None:
@@ -328,7 +328,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def grant(self) -> None:
         """Clears the blocks granted since the last plan, as the worker does, except hits and copies."""
         for sequence in self.fresh:
-            written = -(-sequence.num_computed // self.geometry.block_size)
+            written = -(-sequence.num_computed // self.shapes.block_size)
             for group_id, table in enumerate(sequence.tables):
                 self.model.clear(group_id, [block.block_id for block in table.blocks[written:]])
         for group_id, block_ids in self.grown:
@@ -354,7 +354,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def check_alone(self, sequence: SequenceKv, start: int, end: int) -> None:
         """Checks that blocks about to be written are in one table."""
         for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
-            size = self.geometry.block_size
+            size = self.shapes.block_size
             paged = group.kind is not GroupKind.IN_PLACE_WINDOW
             written = table.blocks[start // size : (end - 1) // size + 1] if paged else table.blocks
             for block in written:

@@ -19,8 +19,8 @@ from tests.support.scheduler.factories import (
     FULL,
     Rig,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 from tests.support.scheduler.simulated_device import Kind, Moment
@@ -181,9 +181,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:  # fmt: skip
         stages = data.draw(st.sampled_from(self.stages), label="stages")
         # Few blocks hold less than the longest request: admission must refuse it, never deadlock.
-        geometry = make_geometry(max_model_len=40, chunk=chunk, block_size=block, stages=stages)
-        geometry.check(DeviceLimits(40, 1, 4, 8), groups)
-        self.rig: Rig = make_rig(geometry, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
+        shapes = make_shapes(max_model_len=40, chunk=chunk, block_size=block, stages=stages)
+        shapes.check(DeviceLimits(40, 1, 4, 8), groups)
+        self.rig: Rig = make_rig(shapes, num_blocks=num_blocks, groups=groups, prefix_caching=caching,
                                  sub_block=sub_block, cache_generated=generated, decode_steps_per_chunk=ratio, max_lease=lease,
                                  num_streams=streams, max_worker_losses=losses, plans_ahead=ahead, lag=lag,
                                  dispatches=dispatches, adapter_slots=data.draw(st.sampled_from(self.adapter_slots)))  # fmt: skip
@@ -432,7 +432,7 @@ class PipelineMachine(SchedulerMachine):
 
     def check_plans_in_flight(self) -> None:
         steps = list(self.rig.scheduler._in_flight)
-        assert len(steps) <= self.rig.geometry.stages + 1
+        assert len(steps) <= self.rig.shapes.stages + 1
         decoding = [
             slot
             for step in steps
@@ -444,7 +444,7 @@ class PipelineMachine(SchedulerMachine):
         for step in steps:
             if isinstance(step.plan.work, Decode):
                 assert (step.plan.work.lease, step.plan.continues) == (1, False)
-                assert len(step.requests) <= self.rig.geometry.stage_batch
+                assert len(step.requests) <= self.rig.shapes.stage_batch
             assert len(steps) == 1 or not step.alone, "a suspect's step is alone in flight"
 
 

@@ -21,7 +21,7 @@ from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed
 from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup
 from tests.support.property_settings import machine
-from tests.support.scheduler.factories import EOS, FULL, make_geometry, make_submission
+from tests.support.scheduler.factories import EOS, FULL, make_shapes, make_submission
 from tests.support.scheduler.protocol_model import Client, KnownPrefixes, ModelWorker, Stream
 from tests.support.scheduler.simulated_device import Moment, SimulatedDevice
 
@@ -73,14 +73,14 @@ class ProtocolMachine(RuleBasedStateMachine):
         self, chunk: int, block: int, num_blocks: int, groups: list[KvGroup], generated: bool, lease: int, jump: int,
         plans_ahead: bool, runs_ahead: bool, reporting: int,
     ) -> None:  # fmt: skip
-        self.geometry = make_geometry(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
-        self.geometry.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
+        self.shapes = make_shapes(max_model_len=MAX_LEN, chunk=chunk, block_size=block)
+        self.shapes.check(DeviceLimits(MAX_LEN, 1, 4, 8), groups)
         self.num_blocks, self.groups, self.lease, self.jump = num_blocks, groups, lease, jump
         self.plans_ahead, self.runs_ahead, self.reporting = plans_ahead, runs_ahead, reporting
         # Requests whose admission workers refuse, from how many computed tokens on.
         self.refused: dict[str, int] = {}
         self.options = CacheOptions(prefix_caching=True, sub_block=True, cache_generated=generated)
-        self.known = KnownPrefixes(self.geometry.hash_block_size)
+        self.known = KnownPrefixes(self.shapes.hash_block_size)
         self.clients: list[Client] = []
         self.workers = [self.new_worker() for _ in range(2)]
         self.replicas: dict[int, Replica] = {}
@@ -237,7 +237,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     # ---- parts ----
 
     def new_worker(self) -> ModelWorker:
-        device = SimulatedDevice(self.geometry, self.groups)
+        device = SimulatedDevice(self.shapes, self.groups)
         device.jump = self.jump
         device.refuses = self.refusal
         device.reports = lambda name: self.reporting > 0 and int(root_of(name)[1:]) % self.reporting == 0
@@ -249,7 +249,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def new_cache(self) -> KvCache:
         return KvCache(
-            self.geometry, self.groups, [self.num_blocks] * len(self.groups), model="m", options=self.options
+            self.shapes, self.groups, [self.num_blocks] * len(self.groups), model="m", options=self.options
         )
 
     def new_engine(self) -> None:
@@ -264,7 +264,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def attach(self, index: int) -> None:
         """Opens a stream to a worker; the replica behind it is a new one."""
         scheduler = ReplicaScheduler(
-            self.geometry,
+            self.shapes,
             self.new_cache(),
             self.engine,
             Interleave(1),

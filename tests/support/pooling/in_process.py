@@ -10,7 +10,7 @@ from tests.support.sampling_params import pooling_params, sampling_params
 from worker_svc.devices import open_device
 from worker_svc.pooling.pool_runner import PoolRunner
 from worker_svc.shapes.model_description import PoolingTask
-from worker_svc.shapes.shape_config import PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 
@@ -27,7 +27,7 @@ def load_model(folder: Path, task: PoolingTask | None = None) -> VllmModel:
 def make_runner(model: VllmModel, shape: PoolShape) -> PoolRunner:
     """Returns a runner with the graph of one shape."""
     assert model.description.pooling is not None
-    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolGeometry((shape,)))
+    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolShapeConfig((shape,)))
     runner.make_graphs(lambda *_: None)
     assert all(runner.graphs.has(signature) for signature in runner.signatures())
     return runner

@@ -19,7 +19,7 @@ from tests.support.sampling_params import pooling_params, sampling_params
 from worker_svc.execution.worker import Worker
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def run(job: Job) -> Result:
     worker = Worker(load(Settings, job.flags))
     worker.prepare()
     shapes = [PoolShape(*shape) for shape in job.shapes]
-    worker.configure(PoolGeometry(tuple(shapes)), lambda *_: None)
+    worker.configure(PoolShapeConfig(tuple(shapes)), lambda *_: None)
     engine = worker._engine
     assert isinstance(engine, PoolingEngine)
     assert engine._runner is not None

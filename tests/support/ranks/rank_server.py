@@ -23,7 +23,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.phases import Phases
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
 
 class FakeEngine(GenerationEngine):
@@ -42,22 +42,22 @@ class FakeEngine(GenerationEngine):
         self.layout = layout
         self.group = None
 
-    def check(self, geometry: Geometry | PoolGeometry) -> Geometry:
-        """Accepts every geometry."""
-        assert isinstance(geometry, Geometry)
-        return geometry
+    def check(self, shapes: ShapeConfig | PoolShapeConfig) -> ShapeConfig:
+        """Accepts all shapes."""
+        assert isinstance(shapes, ShapeConfig)
+        return shapes
 
-    def start(self, geometry: Geometry, load: Callable[[], None], phases: Phases) -> Geometry:
-        """Warms up: all ranks must, at the same time and with the same geometry."""
-        self._check_equal(geometry)
-        self._ranks.launch_together(self.layout.rank, f"warm up {geometry}")
+    def start(self, shapes: ShapeConfig, load: Callable[[], None], phases: Phases) -> ShapeConfig:
+        """Warms up: all ranks must, at the same time and with the same shapes."""
+        self._check_equal(shapes)
+        self._ranks.launch_together(self.layout.rank, f"warm up {shapes}")
         if (gate := self._ranks.gates.get(self.layout.rank)) is not None:
             assert gate.wait(PATIENCE_S)
         if (refusal := self._ranks.refusals.pop(self.layout.rank, None)) is not None:
             raise refusal
         self._started = True
         self.launch, self.apply, self.reset = self._steps.launch, self._steps.apply, self._steps.reset  # type: ignore[method-assign]
-        return geometry
+        return shapes
 
     def release(self) -> None:
         """Drops the configuration, if there is one."""

@@ -25,7 +25,7 @@ from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
-from scheduler_svc.shapes.shape_config import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.support.plan_order import SimulatedWorker
 from tests.support.sampling_params import sampling_params
 from tests.support.scheduler.simulated_device import (
@@ -73,11 +73,11 @@ def make_pool(num_blocks: int = 9) -> BlockPool:
     return BlockPool(num_blocks)
 
 
-def make_geometry(
+def make_shapes(
     *, max_model_len: int = 64, max_num_seqs: int = 4, chunk: int = 4, block_size: int = 4,
     buckets: tuple[int, ...] = (1, 2, 4), stages: int = 1,
-) -> Geometry:  # fmt: skip
-    return Geometry(max_model_len, max_num_seqs, chunk, block_size, buckets, stages)
+) -> ShapeConfig:  # fmt: skip
+    return ShapeConfig(max_model_len, max_num_seqs, chunk, block_size, buckets, stages)
 
 
 def make_sampling(*, max_tokens: int = 8, **fields: Any) -> Sampling:
@@ -151,7 +151,7 @@ class Rig:
     groups: Sequence[KvGroup]
     num_blocks: int | Sequence[int]
     options: CacheOptions
-    geometry: Geometry
+    shapes: ShapeConfig
     ratio: int
     engine: Engine = field(init=False)
     scheduler: ReplicaScheduler = field(init=False)
@@ -210,7 +210,7 @@ class Rig:
     def start(self) -> None:
         """Attaches an empty replica."""
         blocks = [self.num_blocks] * len(self.groups) if isinstance(self.num_blocks, int) else self.num_blocks
-        kv = KvCache(self.geometry, self.groups, blocks, model="m", options=self.options)
+        kv = KvCache(self.shapes, self.groups, blocks, model="m", options=self.options)
         self._fault_ends = 0
         # These may be set later.
         kills, fails = (lambda one: self.kills(one)), (lambda one: self.fails(one))  # noqa: PLW0108
@@ -218,12 +218,12 @@ class Rig:
         self.hosted: dict[int, str] = {}
         self.loads.clear()
         self.device = SimulatedDevice(
-            self.geometry, self.groups, kills=kills, fails=fails, refuses=refuses, reports=reports,
+            self.shapes, self.groups, kills=kills, fails=fails, refuses=refuses, reports=reports,
             num_adapter_slots=self.adapter_slots, hosted=self.hosted,
         )  # fmt: skip
-        make_scheduler = PipelineScheduler if self.geometry.stages > 1 else ReplicaScheduler
+        make_scheduler = PipelineScheduler if self.shapes.stages > 1 else ReplicaScheduler
         self.scheduler = make_scheduler(
-            self.geometry, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
+            self.shapes, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
             max_lease=self.max_lease, plans_ahead=self.plans_ahead, adapter_slots=self.adapter_slots,
         )  # fmt: skip
         host = AdapterHost(self.max_cpu_loras, self.loads.append, self.hosted.__delitem__)
@@ -339,7 +339,7 @@ class Rig:
 
 
 def make_rig(
-    geometry: Geometry | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
+    shapes: ShapeConfig | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
     max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, plans_ahead: bool = False, lag: int = 0,
@@ -347,7 +347,7 @@ def make_rig(
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated, copies_blocks)
     rig = Rig(
-        groups, num_blocks, options, geometry or make_geometry(), decode_steps_per_chunk, max_lease=max_lease,
+        groups, num_blocks, options, shapes or make_shapes(), decode_steps_per_chunk, max_lease=max_lease,
         num_streams=num_streams, plans_ahead=plans_ahead, lag=lag, dispatches=dispatches,
         adapter_slots=adapter_slots, max_cpu_loras=max_cpu_loras or adapter_slots,
     )  # fmt: skip
@@ -359,6 +359,6 @@ def make_rig(
         max_worker_losses=max_worker_losses,
         max_step_failures=max_step_failures,
     )
-    rig.engine.model = ModelLimits(rig.geometry.max_model_len, 97, frozenset(SAMPLING), 5, frozenset({EOS}))
+    rig.engine.model = ModelLimits(rig.shapes.max_model_len, 97, frozenset(SAMPLING), 5, frozenset({EOS}))
     rig.start()
     return rig

@@ -9,7 +9,7 @@ from protos.service.grpc_options import SCHEMA_REVISION
 from protos.step_messages import plan_from_proto
 from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-from scheduler_svc.shapes.shape_config import Geometry
+from scheduler_svc.shapes.shape_config import ShapeConfig
 from scheduler_svc.workers.descriptions import groups_from_proto
 from tests.support.plan_order import next_leased
 from tests.support.scheduler.factories import EOS
@@ -168,13 +168,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.refuse_execute is not None:
             await abort(context, self.refuse_execute)
         assert self.configured is not None
-        geometry = Geometry(
+        shapes = ShapeConfig(
             self.configured.max_model_len, self.configured.max_num_seqs, self.configured.chunk,
             self.configured.block_size, tuple(self.configured.decode_buckets),
         )  # fmt: skip
         groups = groups_from_proto(worker_pb2.DescribeResponse(kv_groups=[self.group]))
         self.device = SimulatedDevice(
-            geometry, groups, kills=self.kills, num_adapter_slots=self.max_loras, hosted=self.adapters
+            shapes, groups, kills=self.kills, num_adapter_slots=self.max_loras, hosted=self.adapters
         )
         plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
         reading = asyncio.ensure_future(self._read_ahead(request_iterator, plans))

@@ -12,7 +12,7 @@ from protos.steps import GroupKind
 from scheduler_svc.kv.copies import PendingCopy
 from scheduler_svc.kv.groups import Table
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.shapes.shape_config import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 
 Cell = tuple[bytes, bool]
 """KV of one position: its context (all tokens up to it), and whether a whole aligned chunk computed it."""
@@ -31,7 +31,7 @@ def contexts_of(sequence: SequenceKv) -> list[bytes]:
 class KvModel:
     """Blocks by (group id, block id)."""
 
-    geometry: Geometry
+    shapes: ShapeConfig
     groups: Sequence[KvGroup]
     hit_stride: int
     """Hash blocks between two lengths that a hit may have."""
@@ -60,7 +60,7 @@ class KvModel:
     def write(self, sequence: SequenceKv, start: int, end: int, *, chunk: bool, spoil: bool = False) -> None:
         """Computes positions ``start`` .. ``end``, or writes unknown content there (``spoil``)."""
         contexts = contexts_of(sequence)
-        exact = chunk and start % self.geometry.chunk == 0 and end - start == self.geometry.chunk
+        exact = chunk and start % self.shapes.chunk == 0 and end - start == self.shapes.chunk
         for group_id, (group, table) in enumerate(zip(self.groups, sequence.tables, strict=True)):
             if group.kind is GroupKind.IN_PLACE_WINDOW:
                 where = (group_id, table.blocks[0].block_id)
@@ -70,9 +70,9 @@ class KvModel:
                 self.memory[where] = [*old, *new][-group.window :]
                 continue
             for position in range(start, end):
-                index, offset = divmod(position, self.geometry.block_size)
+                index, offset = divmod(position, self.shapes.block_size)
                 where = (group_id, table.blocks[index].block_id)
-                fixed = len(self.findable.get(where, ())) * self.geometry.hash_block_size
+                fixed = len(self.findable.get(where, ())) * self.shapes.hash_block_size
                 assert offset >= fixed, f"position {position} of block {where} is written on and can be found"
                 cells = self.memory.setdefault(where, [])
                 cells += [None] * (offset + 1 - len(cells))
@@ -87,7 +87,7 @@ class KvModel:
 
     def publish(self, sequence: SequenceKv, start: int, end: int) -> None:
         """Makes whole hash blocks of a sequence from ``start`` to ``end`` findable."""
-        size, hash_block_size = self.geometry.block_size, self.geometry.hash_block_size
+        size, hash_block_size = self.shapes.block_size, self.shapes.hash_block_size
         if start // hash_block_size == end // hash_block_size:
             return
         contexts = contexts_of(sequence)
@@ -115,9 +115,7 @@ class KvModel:
     def limit(self, sequence: SequenceKv) -> int:
         """Returns the most hash blocks of a hit: up to the last boundary before the last token."""
         return (
-            (len(sequence.token_ids) - 1)
-            // (self.hit_stride * self.geometry.hash_block_size)
-            * self.hit_stride
+            (len(sequence.token_ids) - 1) // (self.hit_stride * self.shapes.hash_block_size) * self.hit_stride
         )
 
     def longest_hit(self, sequence: SequenceKv, limit: int | None = None) -> int:
@@ -136,8 +134,8 @@ class KvModel:
     def _serves(self, group_id: int, found: set[bytes], contexts: list[bytes], hit: int) -> bool:
         if not hit:
             return True
-        group, size = self.groups[group_id], self.geometry.block_size
-        end = hit * self.geometry.hash_block_size
+        group, size = self.groups[group_id], self.shapes.block_size
+        end = hit * self.shapes.hash_block_size
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return contexts[end - 1] in found
         if end % size and contexts[end - 1] not in found:
@@ -166,7 +164,7 @@ class KvModel:
     def _visible(
         self, group_id: int, group: KvGroup, table: Table, end: int
     ) -> Iterable[tuple[int, Cell | None]]:
-        size = self.geometry.block_size
+        size = self.shapes.block_size
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             if end:
                 cells = self.memory.get((group_id, table.blocks[0].block_id), [])
@@ -184,7 +182,7 @@ class KvModel:
 
     def check_findable(self) -> None:
         """Checks that findable content is unchanged."""
-        hash_block_size = self.geometry.hash_block_size
+        hash_block_size = self.shapes.hash_block_size
         for (group_id, block_id), contexts in self.findable.items():
             cells = self.memory.get((group_id, block_id), [])
             if self.groups[group_id].kind is GroupKind.IN_PLACE_WINDOW:

@@ -15,14 +15,14 @@ from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Sink
 from scheduler_svc.requests.sampling import Sampling
-from scheduler_svc.shapes.shape_config import Geometry as SchedulerGeometry
 from scheduler_svc.shapes.shape_config import KvGroup
+from scheduler_svc.shapes.shape_config import ShapeConfig as SchedulerShapeConfig
 from tests.support.sampling_params import sampling_params
 from worker_svc.devices import open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import Geometry, group_layers
+from worker_svc.shapes.shape_config import ShapeConfig, group_layers
 from worker_svc.vllm_adapter.model import VllmModel
 
 
@@ -37,9 +37,9 @@ class LocalReplica:
         layers = group_layers(model.description.layers, window)
         kept = 4 if caching else 0
         blocks = count_blocks(
-            layers, Geometry(max_model_len, slots, chunk, block_size, buckets, (), kept), kv_bytes
+            layers, ShapeConfig(max_model_len, slots, chunk, block_size, buckets, (), kept), kv_bytes
         )
-        sizes = Geometry(max_model_len, slots, chunk, block_size, buckets, blocks, kept)
+        sizes = ShapeConfig(max_model_len, slots, chunk, block_size, buckets, blocks, kept)
         self.runner = Runner(
             model,
             open_device("cpu"),
@@ -48,7 +48,7 @@ class LocalReplica:
             vocabulary=SamplingVocabulary(model.description.vocab_size, model.description.eos_token_ids),
         )
         groups = [KvGroup(group.kind, group.window) for group in layers]
-        geometry = SchedulerGeometry(max_model_len, slots, chunk, block_size, buckets)
+        shapes = SchedulerShapeConfig(max_model_len, slots, chunk, block_size, buckets)
         self.engine = Engine(
             max_waiting=100, max_waiting_tokens=10**6, clock=time.monotonic, order=ArrivalOrder()
         )
@@ -59,9 +59,9 @@ class LocalReplica:
             5,
             frozenset(),
         )
-        kv = KvCache(geometry, groups, blocks, model="m", options=CacheOptions(prefix_caching=caching))
+        kv = KvCache(shapes, groups, blocks, model="m", options=CacheOptions(prefix_caching=caching))
         interleave = Interleave(decode_steps_per_chunk)
-        self.scheduler = ReplicaScheduler(geometry, kv, self.engine, interleave, clock=time.monotonic)
+        self.scheduler = ReplicaScheduler(shapes, kv, self.engine, interleave, clock=time.monotonic)
         self.engine.attach("r", AttachedReplica(self.scheduler, lambda: None))
         self._count = 0
 

@@ -279,7 +279,7 @@ class KnownPrefixes:
                     if group.kind is GroupKind.IN_PLACE_WINDOW:
                         wanted, found = contexts[-group.window :], held
                     else:
-                        start = (len(contexts) - 1) // device.geometry.block_size * device.geometry.block_size
+                        start = (len(contexts) - 1) // device.shapes.block_size * device.shapes.block_size
                         wanted = contexts[start:]
                         found = held[: len(wanted)]
                     if found != wanted:

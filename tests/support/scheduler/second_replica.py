@@ -12,7 +12,7 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.shapes.shape_config import Geometry
+from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.support.scheduler.factories import FULL, Rig
 from tests.support.scheduler.simulated_device import SimulatedDevice, StepFailedError
 
@@ -57,19 +57,19 @@ class Second:
 
 
 def add_replica(
-    rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", geometry: Geometry | None = None,
+    rig: Rig, *, num_blocks: int = 65, name: str = "replica-1", shapes: ShapeConfig | None = None,
     failing: Callable[[], bool] = lambda: False, adapter_slots: int = 0, max_cpu_loras: int = 0,
 ) -> Second:  # fmt: skip
     hosted: dict[int, str] = {}
     loads: deque[Adapter] = deque()
     lora = AdapterHost(max_cpu_loras, loads.append, hosted.__delitem__) if adapter_slots else None
-    geometry = geometry or rig.geometry
-    kv = KvCache(geometry, (FULL,), [num_blocks], model="m")
+    shapes = shapes or rig.shapes
+    kv = KvCache(shapes, (FULL,), [num_blocks], model="m")
     scheduler = ReplicaScheduler(
-        geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now, adapter_slots=adapter_slots
+        shapes, kv, rig.engine, Interleave(1), clock=lambda: rig.now, adapter_slots=adapter_slots
     )
     rig.engine.attach(name, AttachedReplica(scheduler, lambda: None, failing=failing, lora=lora))
-    device = SimulatedDevice(geometry, num_adapter_slots=adapter_slots, hosted=hosted)
+    device = SimulatedDevice(shapes, num_adapter_slots=adapter_slots, hosted=hosted)
     return Second(scheduler, device, hosted=hosted, loads=loads)
 
 

@@ -22,7 +22,7 @@ from protos.steps import (
 )
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.block_pool import NULL_BLOCK_ID
-from scheduler_svc.shapes.shape_config import Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 
 Kind: TypeAlias = Literal["admit", "chunk", "decode"]
 
@@ -101,13 +101,13 @@ class SimulatedDevice:
     block table, a block that is shared while written, a missing copy and a stale prefix hit all fail at once.
     """
 
-    geometry: Geometry
+    shapes: ShapeConfig
     groups: Sequence[KvGroup] = (KvGroup(GroupKind.FULL),)
     slots: dict[int, _Slot] = field(default_factory=dict)
     memory: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     prefilled: int = 0
     copied: int = 0
-    shapes: set[tuple[str, int]] = field(default_factory=set)
+    ran: set[tuple[str, int]] = field(default_factory=set)
     jump: int = 0
     """Tokens that follow a sampled even one at once, as a grammar's forced tokens do; the same as without."""
     passes: int = 0
@@ -182,8 +182,8 @@ class SimulatedDevice:
                 return self._run_chunk(plan.step, chunk)
             case Decode(slots, positions, bucket):
                 assert len(set(slots)) == len(slots) <= bucket
-                assert bucket in self.geometry.buckets
-                self.shapes.add(("decode", bucket))
+                assert bucket in self.shapes.buckets
+                self.ran.add(("decode", bucket))
                 for slot, position in zip(slots, positions, strict=True):
                     state = self.slots[slot]
                     assert position == state.computed == len(state.tokens) - 1, (slot, position, plan)
@@ -210,9 +210,9 @@ class SimulatedDevice:
         if chunk.slot in self.behind:
             raise StepFailedError(state.admission.request_id)
         assert start == state.computed
-        assert start % self.geometry.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
-        assert 1 <= num_tokens <= self.geometry.chunk
-        self.shapes.add(("prefill", self.geometry.chunk))
+        assert start % self.shapes.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
+        assert 1 <= num_tokens <= self.shapes.chunk
+        self.ran.add(("prefill", self.shapes.chunk))
         self._survive("chunk", state.admission, start + num_tokens)
         self.prefilled += num_tokens
         self._compute(state, start + num_tokens)
@@ -242,13 +242,13 @@ class SimulatedDevice:
 
     def _admit(self, admission: Admission) -> None:
         assert admission.slot not in self.slots, f"slot {admission.slot} is taken"
-        assert 0 <= admission.slot < self.geometry.max_num_seqs
+        assert 0 <= admission.slot < self.shapes.max_num_seqs
         assert admission.num_computed_tokens < len(admission.token_ids)
         tables = [list(admission.blocks[group_id]) for group_id in sorted(admission.blocks)]
         weights = "" if admission.adapter_slot is None else self.adapters[admission.adapter_slot]
         state = _Slot(admission, list(admission.token_ids), admission.num_computed_tokens, tables, weights)
         self.slots[admission.slot] = state
-        written = -(-admission.num_computed_tokens // self.geometry.block_size)
+        written = -(-admission.num_computed_tokens // self.shapes.block_size)
         for group, table in enumerate(tables):
             for block in table[written:]:
                 self.memory.pop((group, block), None)
@@ -269,16 +269,16 @@ class SimulatedDevice:
             first = max(0, start - group.window + 1) if group.window else 0
             for position in range(first, start):
                 cells = self.memory.get(
-                    (group_id, state.tables[group_id][position // self.geometry.block_size]), []
+                    (group_id, state.tables[group_id][position // self.shapes.block_size]), []
                 )
-                offset = position % self.geometry.block_size
+                offset = position % self.shapes.block_size
                 assert offset < len(cells), f"position {position} of group {group_id} was never written"
                 assert cells[offset] == state.contexts[position], f"position {position} of group {group_id}"
             for position in range(start, end):
-                index, offset = divmod(position, self.geometry.block_size)
+                index, offset = divmod(position, self.shapes.block_size)
                 block = state.tables[group_id][index]
                 self._check_alone(group_id, block)
-                cells = self.memory.setdefault((group_id, block), [None] * self.geometry.block_size)
+                cells = self.memory.setdefault((group_id, block), [None] * self.shapes.block_size)
                 cells[offset] = state.contexts[position]
         state.computed = end
 
@@ -296,7 +296,7 @@ class SimulatedDevice:
         group, table = self.groups[group_id], state.tables[group_id]
         if group.kind is GroupKind.IN_PLACE_WINDOW:
             return table
-        return table[max(0, state.computed - group.window + 1) // self.geometry.block_size :]
+        return table[max(0, state.computed - group.window + 1) // self.shapes.block_size :]
 
     def _result(self, step: int, slots: Sequence[int]) -> StepResult:
         tokens = [self._sample(self.slots[slot]) for slot in slots]
@@ -304,7 +304,7 @@ class SimulatedDevice:
         for slot, token in zip(slots, tokens, strict=True):
             state = self.slots[slot]
             reported = self.reports(state.admission.request_id)
-            room = self.geometry.max_model_len - len(state.tokens)
+            room = self.shapes.max_model_len - len(state.tokens)
             jumps = self.jump and not reported and token % 2 == 0
             forced = [self._sample(state) for _ in range(min(self.jump, room) if jumps else 0)]
             entries = (common_pb2.TokenLogprobs(logprob=-1.0, rank=1),) if reported else ()

@@ -17,7 +17,7 @@ from worker_svc.execution.worker import Ready
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
 KIND = sys.argv.pop(1)
 NATIVE_SLEEP_S = 120
@@ -32,16 +32,16 @@ class FailingWorker(FakeWorker):
         del settings, give_up
 
     def configure(
-        self, geometry: Geometry | PoolGeometry, progress: PhaseProgress, *, epoch: str = ""
+        self, shapes: ShapeConfig | PoolShapeConfig, progress: PhaseProgress, *, epoch: str = ""
     ) -> Ready:
         for part in range(10 if KIND == "slow" else 0):
             progress("compile", part, 10, "a graph")
             time.sleep(0.15)
-        if isinstance(geometry, Geometry) and geometry.max_model_len == REFUSED_LEN:
+        if isinstance(shapes, ShapeConfig) and shapes.max_model_len == REFUSED_LEN:
             raise ConfigurationRefused(f"--max-model-len {REFUSED_LEN} is refused")
         if KIND == "configuration":
             threading.Event().wait()
-        return super().configure(geometry, progress, epoch=epoch)
+        return super().configure(shapes, progress, epoch=epoch)
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         if KIND == "hang":

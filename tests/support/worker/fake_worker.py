@@ -8,7 +8,7 @@ from worker_svc.execution.worker import Ready
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
 
 class FakeWorker:
@@ -20,7 +20,7 @@ class FakeWorker:
     epoch = ""
 
     def __init__(self) -> None:
-        self.geometry: Geometry | PoolGeometry | None = None
+        self.shapes: ShapeConfig | PoolShapeConfig | None = None
         self.error: Exception | None = None
         """Fails configurations."""
         self.step_error: Exception | None = None
@@ -35,11 +35,11 @@ class FakeWorker:
     def join(self, epoch: str) -> None:
         """Is alone."""
 
-    def is_configured_as(self, geometry: Geometry | PoolGeometry) -> bool:
-        return geometry == self.geometry
+    def is_configured_as(self, shapes: ShapeConfig | PoolShapeConfig) -> bool:
+        return shapes == self.shapes
 
     def configure(
-        self, geometry: Geometry | PoolGeometry, progress: PhaseProgress, *, epoch: str = ""
+        self, shapes: ShapeConfig | PoolShapeConfig, progress: PhaseProgress, *, epoch: str = ""
     ) -> Ready:
         del epoch
         if self.error is not None:
@@ -47,8 +47,8 @@ class FakeWorker:
         progress("load", 1, 2, "a file")
         if self.gate is not None:
             self.gate.wait()
-        self.geometry = geometry
-        return Ready(geometry, (64,), {"load": 0.5}, "ab12", "tensors")
+        self.shapes = shapes
+        return Ready(shapes, (64,), {"load": 0.5}, "ab12", "tensors")
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         del leased

@@ -73,7 +73,7 @@ class ConstrainedHarness(Harness):
     ) -> list[tuple[list[int], TriptychError | None]]:
         """Returns each request's output, up to its end token or `max_tokens`, and its error, if it failed."""
         count = len(prompts)
-        assert count <= self.geometry.max_num_seqs
+        assert count <= self.shapes.max_num_seqs
         for spec in specs:
             if spec is not None:
                 compiler().submit(spec).result()
@@ -98,7 +98,7 @@ class ConstrainedHarness(Harness):
             ids = tokenizer().encode(prompt).ids
             params = constrained(sampling[slot], spec.kind, spec.text) if spec else sampling[slot]
             admission = self.admit(slot, ids, params, num_prompt_tokens=len(ids))
-            assert len(ids) <= self.geometry.chunk
+            assert len(ids) <= self.shapes.chunk
             self.num_chunks += 1
             collect(self.run(admit=[admission], work=Prefill(slot, 0, len(ids), sample=True)))
             self.lengths[slot] = len(ids)
@@ -107,14 +107,14 @@ class ConstrainedHarness(Harness):
             if jumped:
                 slot = jumped[0]
                 start, length = self.lengths[slot], pending[slot]
-                assert length <= self.geometry.chunk
+                assert length <= self.shapes.chunk
                 self.num_chunks += 1
                 self.lengths[slot] += length
                 collect(self.run(work=Prefill(slot, start, length, sample=True)))
                 continue
             slots = sorted(pending)
             self.num_decodes += 1
-            bucket = next(size for size in self.geometry.decode_buckets if size >= len(slots))
+            bucket = next(size for size in self.shapes.decode_buckets if size >= len(slots))
             positions = [self.lengths[slot] for slot in slots]
             for slot in slots:
                 self.lengths[slot] += 1

@@ -23,7 +23,7 @@ from worker_svc.lora.store import AdapterStore
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
-from worker_svc.shapes.shape_config import Geometry, group_layers
+from worker_svc.shapes.shape_config import ShapeConfig, group_layers
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel
@@ -100,12 +100,12 @@ class Harness:
     ) -> None:
         device = device or open_device(device_name)
         self.groups = group_layers(model.description.layers, window_kind)
-        sizes = Geometry(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
+        sizes = ShapeConfig(max_model_len, max_num_seqs, chunk, block_size, decode_buckets)
         blocks = 1 + max_num_seqs * sizes.table_width
-        self.geometry = Geometry(
+        self.shapes = ShapeConfig(
             max_model_len, max_num_seqs, chunk, block_size, decode_buckets, (blocks,) * len(self.groups)
         )
-        assert count_blocks(self.groups, self.geometry, 1 << 34)
+        assert count_blocks(self.groups, self.shapes, 1 << 34)
         chosen = (device.default_level if level is None else level) if backend == "compiled" else 0
         options = GraphOptions(level=chosen, required=True, strict=warm)
         adapted = model.adapted
@@ -115,7 +115,7 @@ class Harness:
             model,
             device,
             self.groups,
-            self.geometry,
+            self.shapes,
             vocabulary=vocabulary,
             options=options,
             constraints=constraints,
@@ -143,9 +143,9 @@ class Harness:
         **fields: Any,
     ) -> Admission:
         """Returns a request with blocks for `max_model_len` tokens; its in-place block is slot + 1."""
-        width = self.geometry.table_width
+        width = self.shapes.table_width
         ids = range(self._next_block, self._next_block + width)
-        assert ids.stop <= self.geometry.num_blocks[0]
+        assert ids.stop <= self.shapes.num_blocks[0]
         self._next_block += width
         self.lengths[slot] = computed
         blocks = {
@@ -163,7 +163,7 @@ class Harness:
     ) -> SlotOutput:
         """Admits a request and runs its chunks; returns its first token with all prompt log-probabilities."""
         admission = [self.admit(slot, token_ids, sampling, **fields)]
-        chunk = self.geometry.chunk
+        chunk = self.shapes.chunk
         outputs: list[SlotOutput] = []
         prompt_logprobs: list[common_pb2.TokenLogprobs] = []
         for start in range(0, len(token_ids), chunk):
@@ -179,7 +179,7 @@ class Harness:
     def decode(self, slots: Sequence[int], bucket: int | None = None) -> list[SlotOutput]:
         """Decodes one token for each slot."""
         positions = [self.lengths[slot] for slot in slots]
-        size = bucket or next(size for size in self.geometry.decode_buckets if size >= len(slots))
+        size = bucket or next(size for size in self.shapes.decode_buckets if size >= len(slots))
         outputs = self.run(work=Decode(slots, positions, size))
         for slot in slots:
             self.lengths[slot] += 1

@@ -15,12 +15,12 @@ from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import Geometry
+from worker_svc.shapes.shape_config import ShapeConfig
 
 VOCAB = 300
 NEW = 12
 """Tokens that each request generates."""
-SIZES = Geometry(
+SIZES = ShapeConfig(
     max_model_len=32, max_num_seqs=6, chunk=8, block_size=16, decode_buckets=(1, 2, 4, 8), num_blocks=(20, 10)
 )
 

@@ -19,7 +19,7 @@ from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.descriptions import description_from_proto
 from scheduler_svc.workers.model_files import describe_served
-from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
+from tests.support.scheduler.factories import Rig, make_rig, make_shapes, make_submission
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -69,7 +69,7 @@ class MeasuredRig:
 
 def test_work_is_counted_once_under_its_replica() -> None:
     """For two requests that share two chunks, tokens, padding, hits and phases add up."""
-    rig = make_rig(make_geometry(buckets=(1, 4)))
+    rig = make_rig(make_shapes(buckets=(1, 4)))
     bench = MeasuredRig(rig)
     rig.submit(make_submission(list(range(3, 13)), request_id="a", max_tokens=4))
     rig.now = 2.0
@@ -112,7 +112,7 @@ def test_work_is_counted_once_under_its_replica() -> None:
 
 def test_load_and_memory_are_gauges() -> None:
     """Running and waiting requests and used blocks are reported for three requests on two slots."""
-    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)))
+    rig = make_rig(make_shapes(max_num_seqs=2, buckets=(1, 2)))
     bench = MeasuredRig(rig)
     for name in ("a", "b", "c"):
         first = ord(name)
@@ -169,7 +169,7 @@ def test_preemptions_have_a_reason() -> None:
 
 def test_workers_report_what_only_they_know() -> None:
     """Times of steps by kind and bucket, plans ahead, late graphs, memory and times of grammars are shown."""
-    rig = make_rig(make_geometry(buckets=(1, 4)))
+    rig = make_rig(make_shapes(buckets=(1, 4)))
     bench = MeasuredRig(rig)
     rig.submit(make_submission([3, 4, 5, 6], request_id="a", max_tokens=3))
     report = WorkerReport(late_graphs=2, grammar_us=500_000, free_memory_bytes=7, process_memory_bytes=9)
@@ -196,7 +196,7 @@ def test_workers_report_what_only_they_know() -> None:
 
 def test_requests_that_the_queue_refuses_are_counted_by_limit() -> None:
     """The counter has vLLM's names for both limits."""
-    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting=1, max_waiting_tokens=20)
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting=1, max_waiting_tokens=20)
     bench = MeasuredRig(rig)
     for name in "ab":
         rig.submit(make_submission(request_id=name))

@@ -9,7 +9,7 @@ from protos.service.settings import load
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.descriptions import description_from_proto
-from scheduler_svc.workers.generating import geometry_for
+from scheduler_svc.workers.generating import shapes_for
 
 DESCRIPTION = description_from_proto(
     worker_pb2.DescribeResponse(default_max_num_seqs=1, default_chunk=16, default_block_size=16)
@@ -76,8 +76,8 @@ def test_the_largest_manual_bucket_sets_max_num_seqs(
 ) -> None:
     """The manual list overrides the worker's default; without the manual strategy it has no effect."""
     settings = load(Settings, [*flags.split(), "--decode-bucket-min", "2", "--decode-bucket-limit", "5"])
-    geometry = geometry_for(settings, replace(DESCRIPTION, default_max_num_seqs=32))
-    assert (geometry.max_num_seqs, geometry.buckets) == (max_num_seqs, buckets)
+    shapes = shapes_for(settings, replace(DESCRIPTION, default_max_num_seqs=32))
+    assert (shapes.max_num_seqs, shapes.buckets) == (max_num_seqs, buckets)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,8 @@ def test_the_largest_bucket_is_the_decode_batch_of_a_pipeline_stage(
 ) -> None:
     """It is max_num_seqs // stages, and max_num_seqs is at least 1 for each stage where nothing sets it."""
     settings = load(Settings, ["--decode-bucket-min", "2", *flags.split()])
-    geometry = geometry_for(settings, replace(DESCRIPTION, pipeline_stages=stages))
-    assert (geometry.max_num_seqs, geometry.buckets, geometry.stages) == (max_num_seqs, buckets, stages)
+    shapes = shapes_for(settings, replace(DESCRIPTION, pipeline_stages=stages))
+    assert (shapes.max_num_seqs, shapes.buckets, shapes.stages) == (max_num_seqs, buckets, stages)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_decode_buckets_that_no_stage_can_run_are_refused(flags: str, rule: str)
     """The settings alone cannot tell: the worker says how many stages there are."""
     settings = load(Settings, flags.split())
     with pytest.raises(ConfigurationRefused, match=rule):
-        geometry_for(settings, replace(DESCRIPTION, pipeline_stages=4))
+        shapes_for(settings, replace(DESCRIPTION, pipeline_stages=4))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, 
 from protos.steps import AdapterPlacement, StepPlan
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.requests.request import RequestState
-from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
+from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
 from tests.support.scheduler.simulated_device import reaches
 
 PROMPT = (5, 6, 7, 8, 9, 10)
@@ -55,7 +55,7 @@ def test_one_batch_mixes_the_base_and_several_adapters() -> None:
     for name in ("", "a", "b", "c"):
         check(rig, f"r{name}", name)
     assert len(placements(plans)) == 3
-    assert ("decode", 4) in rig.device.shapes
+    assert ("decode", 4) in rig.device.ran
     assert not placements(rig.run())
 
 
@@ -167,7 +167,7 @@ def test_a_busy_host_makes_room_for_an_older_request() -> None:
 
 def test_adapters_survive_preemption_and_lost_workers() -> None:
     """A request keeps its adapter when blocks run out, its replica is lost, and a step fails."""
-    rig = adapter_rig("a", "b", num_blocks=14, geometry=make_geometry(max_model_len=32))
+    rig = adapter_rig("a", "b", num_blocks=14, shapes=make_shapes(max_model_len=32))
     for number, name in enumerate(["a", "b", "", "a"]):
         submit(rig, f"r{number}", name, max_tokens=16)
     step(rig, 24)

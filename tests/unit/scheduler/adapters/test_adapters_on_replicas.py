@@ -5,7 +5,7 @@ import pytest
 from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable
 from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.replica.suspects import Loss
-from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
+from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
 from tests.support.scheduler.second_replica import Second, add_replica, run
 
 PROMPT = (5, 6, 7)
@@ -13,7 +13,7 @@ PROMPT = (5, 6, 7)
 
 def two_replicas(*names: str, slots: int = 2, hosts: int = 4) -> tuple[Rig, Second]:
     """Returns two replicas with two request slots each; the first has the adapters, the second none."""
-    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)), adapter_slots=slots, max_cpu_loras=hosts)
+    rig = make_rig(make_shapes(max_num_seqs=2, buckets=(1, 2)), adapter_slots=slots, max_cpu_loras=hosts)
     for name in names:
         assert isinstance(rig.load_adapter(name), Adapter)
     second = add_replica(rig, adapter_slots=slots, max_cpu_loras=hosts)

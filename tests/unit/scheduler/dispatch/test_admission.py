@@ -24,9 +24,9 @@ from tests.support.scheduler.factories import (
     EOS,
     ListSink,
     expected_tokens,
-    make_geometry,
     make_rig,
     make_sampling,
+    make_shapes,
     make_submission,
 )
 from tests.support.scheduler.second_replica import add_replica, run
@@ -86,7 +86,7 @@ def test_ids_are_unique_among_live_requests_only() -> None:
 
 def test_the_queue_is_bounded_by_requests() -> None:
     """Running requests do not count towards the limit."""
-    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting=2)
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting=2)
     rig.submit(make_submission(request_id="running"))
     rig.step()
     for name in "ab":
@@ -98,7 +98,7 @@ def test_the_queue_is_bounded_by_requests() -> None:
 
 def test_the_queue_is_bounded_by_tokens() -> None:
     """An empty queue accepts a prompt of any length."""
-    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=10)
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=10)
     rig.submit(make_submission(request_id="running"))
     rig.submit(make_submission([5] * 20, request_id="long"))
     with pytest.raises(Overloaded):
@@ -197,9 +197,9 @@ def test_new_requests_are_measured_against_the_largest_replica() -> None:
 
 def test_a_resumed_request_is_retryable_while_no_replica_is_large_enough() -> None:
     """It gets a retryable error instead of a refusal, and other requests run."""
-    geometry = make_geometry(max_model_len=64)
+    shapes = make_shapes(max_model_len=64)
     for max_tokens, received in ((None, 30), (None, 22), (40, 3)):
-        rig = make_rig(geometry, num_blocks=9)
+        rig = make_rig(shapes, num_blocks=9)
         with pytest.raises(Unavailable, match="32 tokens that the remaining workers hold"):
             rig.submit(make_submission(range(3, 13), max_tokens=max_tokens, resumed=[5] * received))
         sampling = make_sampling(min_tokens=23)
@@ -213,7 +213,7 @@ def test_a_resumed_request_is_retryable_while_no_replica_is_large_enough() -> No
 @pytest.mark.parametrize(("max_tokens", "last"), [(None, EOS), (40, EOS), (40, 5)])
 def test_a_resumed_request_that_has_ended_needs_no_memory(max_tokens: int | None, last: int) -> None:
     """It gets its last event although no replica that is left could run it."""
-    rig = make_rig(make_geometry(max_model_len=64), num_blocks=9)
+    rig = make_rig(make_shapes(max_model_len=64), num_blocks=9)
     sink = rig.submit(make_submission(range(3, 13), max_tokens=max_tokens, resumed=[*[5] * 39, last]))
     assert [event.finish_reason for event in sink.events] == [
         FinishReason.STOP if last == EOS else FinishReason.LENGTH
@@ -222,7 +222,7 @@ def test_a_resumed_request_that_has_ended_needs_no_memory(max_tokens: int | None
 
 def test_min_tokens_beyond_the_memory_is_refused() -> None:
     """A request that cannot reach its min_tokens is refused at submission."""
-    rig = make_rig(make_geometry(max_model_len=64), num_blocks=9)
+    rig = make_rig(make_shapes(max_model_len=64), num_blocks=9)
     with pytest.raises(ContextExceeded, match="and min_tokens=23; ask for less"):
         rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=23)))
     rig.submit(make_submission(range(3, 13), max_tokens=None, sampling=make_sampling(min_tokens=22)))

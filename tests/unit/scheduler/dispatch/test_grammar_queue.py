@@ -46,8 +46,8 @@ def record_asked(rig: Rig, name: str = "replica-0") -> list[Grammar]:
 
 
 def second_replica(rig: Rig, ask: Callable[[Grammar], None], name: str = "replica-1") -> ReplicaScheduler:
-    kv = KvCache(rig.geometry, (FULL,), [65], model="m", options=CacheOptions())
-    scheduler = ReplicaScheduler(rig.geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
+    kv = KvCache(rig.shapes, (FULL,), [65], model="m", options=CacheOptions())
+    scheduler = ReplicaScheduler(rig.shapes, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
     rig.engine.attach(name, AttachedReplica(scheduler, lambda: None, ask))
     return scheduler
 

@@ -16,20 +16,20 @@ from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason, Grammar
-from scheduler_svc.shapes.shape_config import Geometry
+from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.support.scheduler.factories import (
     FULL,
     Rig,
     expected_tokens,
-    make_geometry,
     make_grammar,
     make_rig,
+    make_shapes,
     make_submission,
     with_grammar,
 )
 
 A, B = make_grammar("a"), make_grammar("b")
-ONE_SLOT = make_geometry(max_num_seqs=1, buckets=(1,))
+ONE_SLOT = make_shapes(max_num_seqs=1, buckets=(1,))
 
 
 def constrained(request_id: str, grammar: Grammar = A, **fields: Any) -> Submission:
@@ -40,11 +40,11 @@ def constrained(request_id: str, grammar: Grammar = A, **fields: Any) -> Submiss
 class Compiler:
     """A replica that records which grammars it is asked for and which are withdrawn."""
 
-    def __init__(self, rig: Rig, name: str, geometry: Geometry | None = None, num_blocks: int = 65) -> None:
+    def __init__(self, rig: Rig, name: str, shapes: ShapeConfig | None = None, num_blocks: int = 65) -> None:
         """Attaches the replica."""
-        geometry = geometry or rig.geometry
-        kv = KvCache(geometry, (FULL,), [num_blocks], model="m", options=CacheOptions())
-        self.scheduler = ReplicaScheduler(geometry, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
+        shapes = shapes or rig.shapes
+        kv = KvCache(shapes, (FULL,), [num_blocks], model="m", options=CacheOptions())
+        self.scheduler = ReplicaScheduler(shapes, kv, rig.engine, Interleave(1), clock=lambda: rig.now)
         self.asked: list[Grammar] = []
         self.withdrawn: list[Grammar] = []
         rig.engine.attach(
@@ -53,8 +53,8 @@ class Compiler:
         )
 
 
-def one_replica(geometry: Geometry = ONE_SLOT, num_blocks: int = 65) -> tuple[Rig, Compiler]:
-    rig = make_rig(geometry, num_blocks=num_blocks)
+def one_replica(shapes: ShapeConfig = ONE_SLOT, num_blocks: int = 65) -> tuple[Rig, Compiler]:
+    rig = make_rig(shapes, num_blocks=num_blocks)
     rig.engine.detach("replica-0", Loss.DIED)
     made = Compiler(rig, "a", num_blocks=num_blocks)
     rig.scheduler = made.scheduler
@@ -143,7 +143,7 @@ def test_skipped_requests_keep_the_order_between_tenants() -> None:
 def test_a_skipped_request_runs_on_the_next_replica_that_compiles() -> None:
     """It runs there before requests that arrived later."""
     rig, _ = one_replica()
-    other = Compiler(rig, "b", make_geometry(max_num_seqs=2, buckets=(1, 2)))
+    other = Compiler(rig, "b", make_shapes(max_num_seqs=2, buckets=(1, 2)))
     for name in ("first", "second"):
         rig.submit(constrained(name))
     rig.engine.grammar_compiled("a", A)
@@ -161,11 +161,11 @@ def test_a_skipped_request_runs_on_the_next_replica_that_compiles() -> None:
 
 def test_a_skipped_request_is_not_starved_of_memory() -> None:
     """Requests behind it get no blocks of the replica that it waits for."""
-    geometry = make_geometry(max_num_seqs=4)
-    rig, _ = one_replica(geometry, num_blocks=13)
+    shapes = make_shapes(max_num_seqs=4)
+    rig, _ = one_replica(shapes, num_blocks=13)
     rig.submit(constrained("running", prompt=range(50, 66)))
     rig.engine.grammar_compiled("a", A)
-    other = Compiler(rig, "b", geometry)
+    other = Compiler(rig, "b", shapes)
     rig.submit(constrained("large", prompt=range(3, 38), max_tokens=8))
     for number in range(3):
         rig.submit(make_submission(request_id=f"small{number}", max_tokens=1))
@@ -284,7 +284,7 @@ def test_the_grammar_of_a_lost_replica_is_compiled_elsewhere() -> None:
 
 def test_aborting_a_skipped_request_frees_what_it_waited_for() -> None:
     """The next request may use the replica that the aborted one had claimed."""
-    rig, _ = one_replica(make_geometry(max_num_seqs=2, buckets=(1, 2)), num_blocks=13)
+    rig, _ = one_replica(make_shapes(max_num_seqs=2, buckets=(1, 2)), num_blocks=13)
     rig.submit(constrained("running", prompt=range(50, 66)))
     rig.engine.grammar_compiled("a", A)
     other = Compiler(rig, "b", ONE_SLOT)

@@ -10,8 +10,8 @@ from scheduler_svc.replica.suspects import Loss
 from tests.support.scheduler.factories import (
     Rig,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 from tests.support.scheduler.second_replica import add_replica, run
@@ -157,8 +157,8 @@ def test_preemption_happens_on_the_replica_with_less_urgent_requests() -> None:
 
 def test_sequences_of_one_request_run_on_replicas_of_different_size() -> None:
     """The sequences of one request run on replicas with different numbers of slots."""
-    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)))
-    second = add_replica(rig, geometry=make_geometry(max_num_seqs=4))
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)))
+    second = add_replica(rig, shapes=make_shapes(max_num_seqs=4))
     rig.submit(make_submission([9], request_id="first", max_tokens=20))
     sink = rig.submit(make_submission([5, 6, 7, 8], request_id="r", n=8))
     while second.scheduler.num_running < 4:
@@ -174,8 +174,8 @@ def test_sequences_of_one_request_run_on_replicas_of_different_size() -> None:
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_a_failed_copy_does_not_restart_a_request_that_moved(num_slots: int, reached: bool) -> None:
     """The moved request and the new owner of its slot continue unchanged after the failed step."""
-    geometry = make_geometry(chunk=4, block_size=16, max_num_seqs=1, buckets=(1,))
-    rig = make_rig(geometry)
+    shapes = make_shapes(chunk=4, block_size=16, max_num_seqs=1, buckets=(1,))
+    rig = make_rig(shapes)
     rig.submit(make_submission(range(5, 14), request_id="warm", max_tokens=1))
     rig.run()
     moved = rig.submit(make_submission([*range(5, 14), 77], request_id="moved", max_tokens=8, priority=5))
@@ -183,7 +183,7 @@ def test_a_failed_copy_does_not_restart_a_request_that_moved(num_slots: int, rea
     assert plan is not None
     assert plan.copies
     second = add_replica(
-        rig, geometry=replace(geometry, max_num_seqs=num_slots, buckets=tuple(range(1, num_slots + 1)))
+        rig, shapes=replace(shapes, max_num_seqs=num_slots, buckets=tuple(range(1, num_slots + 1)))
     )
     blockers = [f"blocker{index}" for index in range(num_slots)]
     for index, name in enumerate(blockers):
@@ -210,7 +210,7 @@ def test_prefix_keys_are_recomputed_for_other_hash_blocks() -> None:
         rig.submit(make_submission(prompt, request_id=name))
     rig.step()
     rig.engine.detach("replica-0", Loss.DIED)
-    rig.geometry = make_geometry(chunk=8, block_size=8)
+    rig.shapes = make_shapes(chunk=8, block_size=8)
     rig.start()
     rig.run()
     for name, prompt in prompts.items():

@@ -11,8 +11,8 @@ from tests.support.scheduler.factories import (
     ListSink,
     Rig,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 from tests.support.scheduler.simulated_device import Kind, reaches
@@ -101,7 +101,7 @@ def losses(rig: Rig, *names: str) -> list[int]:
 
 def test_only_requests_in_an_unanswered_step_are_suspects() -> None:
     """A request that only had a slot, or waited, is none."""
-    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)), decode_steps_per_chunk=0)
+    rig = make_rig(make_shapes(max_num_seqs=2, buckets=(1, 2)), decode_steps_per_chunk=0)
     for token, name in enumerate("abc", start=60):
         rig.submit(make_submission([token] * 10, request_id=name))
     rig.step()
@@ -166,7 +166,7 @@ def test_a_worker_lost_now_and_then_fails_nothing() -> None:
 
 def test_suspects_delay_the_others_by_one_step_each() -> None:
     """Requests that are no suspects decode with every other decode step, whatever suspects there are."""
-    rig = make_rig(make_geometry(max_num_seqs=8, buckets=(1, 2, 4, 8)), decode_steps_per_chunk=1)
+    rig = make_rig(make_shapes(max_num_seqs=8, buckets=(1, 2, 4, 8)), decode_steps_per_chunk=1)
     suspects = [rig.submit(make_submission([20 + n], request_id=f"s{n}")) for n in range(6)]
     while len(rig.scheduler._decoding) < 6:
         rig.step()

@@ -13,8 +13,8 @@ from tests.support.scheduler.factories import (
     ListSink,
     Rig,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 
@@ -22,7 +22,7 @@ _PROMPT = [5, 6, 7]
 
 
 def one_slot() -> Rig:
-    return make_rig(make_geometry(max_num_seqs=1, buckets=(1,)))
+    return make_rig(make_shapes(max_num_seqs=1, buckets=(1,)))
 
 
 def timeouts(rig: Rig, *, queue_s: float = 0.0, token_s: float = 0.0) -> RequestTimeouts:

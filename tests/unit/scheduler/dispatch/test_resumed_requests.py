@@ -6,7 +6,7 @@ from protos.errors import Overloaded
 from scheduler_svc.dispatch.queueing import RESUMED_FACTOR
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.replica.suspects import Loss
-from tests.support.scheduler.factories import expected_tokens, make_geometry, make_rig, make_submission
+from tests.support.scheduler.factories import expected_tokens, make_rig, make_shapes, make_submission
 
 
 def test_a_new_scheduler_takes_all_requests_of_the_one_before() -> None:
@@ -32,7 +32,7 @@ def test_a_new_scheduler_takes_all_requests_of_the_one_before() -> None:
 @pytest.mark.parametrize("order", [ArrivalOrder(), PriorityFairOrder(), PriorityFairOrder(ageing_s=10.0)])
 def test_a_resumed_request_keeps_its_age(order: OrderPolicy) -> None:
     """It is served before requests that came after it, to whichever scheduler they came."""
-    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), order=order)
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), order=order)
     rig.now = 50.0
     rig.submit(make_submission(request_id="running"))
     for name, age_s in (("new", None), ("young", 5.0), ("old", 200.0)):
@@ -49,7 +49,7 @@ def test_a_resumed_request_keeps_its_age(order: OrderPolicy) -> None:
 
 def test_ageing_counts_the_time_under_the_scheduler_before() -> None:
     """A less urgent request that waited long enough there is served before an urgent one."""
-    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), order=PriorityFairOrder(ageing_s=10.0))
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), order=PriorityFairOrder(ageing_s=10.0))
     rig.submit(make_submission(request_id="running", priority=-1))
     rig.step()
     urgent = rig.submit(make_submission(request_id="urgent", priority=-1))
@@ -80,11 +80,11 @@ def test_the_first_event_names_the_seed() -> None:
 def test_a_claim_to_have_been_accepted_has_a_limit() -> None:
     """Nothing proves the claim, so a client that makes it falsely cannot fill the memory."""
     rig = make_rig(max_waiting=3, max_waiting_tokens=1000)
-    room = RESUMED_FACTOR * 3 + rig.geometry.max_num_seqs
+    room = RESUMED_FACTOR * 3 + rig.shapes.max_num_seqs
     for number in range(room):
         rig.submit(make_submission(request_id=f"r{number}", age_s=1.0))
     with pytest.raises(Overloaded):  # noqa: PT012 - running requests do not count, so it is one of several
-        for number in range(room, room + rig.geometry.max_num_seqs + 1):
+        for number in range(room, room + rig.shapes.max_num_seqs + 1):
             rig.submit(make_submission(request_id=f"r{number}", age_s=1.0))
     with pytest.raises(Overloaded):
         rig.submit(make_submission(request_id="new"))

@@ -14,12 +14,12 @@ from tests.support.scheduler.factories import (
     ListSink,
     Rig,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 
-ONE_SLOT = make_geometry(max_num_seqs=1, buckets=(1,))
+ONE_SLOT = make_shapes(max_num_seqs=1, buckets=(1,))
 
 
 def first_tokens(rig: Rig, names: list[str]) -> list[str]:
@@ -127,7 +127,7 @@ def test_waiting_makes_a_request_more_urgent() -> None:
 def test_an_endless_urgent_load_starves_no_request(length: int) -> None:
     """With ageing, a less urgent request runs in bounded time although urgent requests fill all slots."""
     rig = make_rig(
-        make_geometry(max_num_seqs=2, buckets=(1, 2)), order=PriorityFairOrder(1.0), prefix_caching=False
+        make_shapes(max_num_seqs=2, buckets=(1, 2)), order=PriorityFairOrder(1.0), prefix_caching=False
     )
     numbers = itertools.count()
 
@@ -152,7 +152,7 @@ def test_an_endless_urgent_load_starves_no_request(length: int) -> None:
 def test_ageing_also_orders_the_chunks_of_running_requests() -> None:
     """A running request finishes its prefill although more urgent prompts keep arriving."""
     rig = make_rig(
-        make_geometry(max_num_seqs=8, buckets=(1, 8)), num_blocks=200, order=PriorityFairOrder(1.0),
+        make_shapes(max_num_seqs=8, buckets=(1, 8)), num_blocks=200, order=PriorityFairOrder(1.0),
         prefix_caching=False,
     )  # fmt: skip
     numbers = itertools.count()
@@ -215,7 +215,7 @@ def test_a_blocked_queue_continues_after_a_release() -> None:
 
 def test_a_request_as_large_as_the_memory_runs_though_its_prefix_is_cached() -> None:
     """The request does not also reserve the cached block that it would copy from."""
-    rig = make_rig(make_geometry(chunk=2, block_size=4), num_blocks=9)
+    rig = make_rig(make_shapes(chunk=2, block_size=4), num_blocks=9)
     rig.submit(make_submission(range(20, 27), request_id="a", max_tokens=1))
     rig.run()
     prompt = [*range(20, 26), *range(50, 75)]

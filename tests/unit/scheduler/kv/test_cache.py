@@ -10,11 +10,11 @@ from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
     expected_tokens,
-    make_geometry,
     make_request,
     make_rig,
     make_sampling,
     make_sequence,
+    make_shapes,
     make_submission,
 )
 
@@ -26,9 +26,9 @@ def make_cache(
     *groups: KvGroup, chunk: int = 4, block_size: int = 4, num_blocks: int = 17, sub_block: bool = True,
     keep: KeepPolicy | None = None, copies_blocks: bool = True,
 ) -> KvCache:  # fmt: skip
-    geometry = make_geometry(chunk=chunk, block_size=block_size)
+    shapes = make_shapes(chunk=chunk, block_size=block_size)
     options = CacheOptions(sub_block=sub_block, copies_blocks=copies_blocks)
-    return KvCache(geometry, groups, [num_blocks] * len(groups), model="m", options=options, keep=keep)
+    return KvCache(shapes, groups, [num_blocks] * len(groups), model="m", options=options, keep=keep)
 
 
 def prefill(kv: KvCache, prompt: range | list[int], *, chunk: int = 4) -> SequenceKv:
@@ -234,7 +234,7 @@ def test_a_fork_outlives_its_origin_before_the_first_plan() -> None:
 @pytest.mark.parametrize("groups", [(FULL,), (PAGED,), (IN_PLACE,), (FULL, PAGED), (FULL, IN_PLACE)])
 def test_a_hit_runs_the_chunks_of_a_miss(groups: tuple[KvGroup, ...]) -> None:
     """Chunks of 4 over blocks of 8: the rest of a prompt is cut where a miss would cut it."""
-    rig = make_rig(make_geometry(chunk=4, block_size=8), groups=groups)
+    rig = make_rig(make_shapes(chunk=4, block_size=8), groups=groups)
     cuts = []
     for name in "ab":
         rig.submit(make_submission(range(20, 35), request_id=name, max_tokens=1))

@@ -13,8 +13,8 @@ from tests.support.scheduler.factories import (
     FULL,
     Rig,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 
@@ -76,15 +76,15 @@ class PipelinedWorker:
 
 
 def pipeline(stages: int, *, slots: int = 8, **fields: object) -> Rig:
-    geometry = make_geometry(
+    shapes = make_shapes(
         max_model_len=512, max_num_seqs=slots, chunk=CHUNK, block_size=8, buckets=(1, 2, 4, 8, 16, 32), stages=stages
     )  # fmt: skip
-    return make_rig(geometry, **{"num_blocks": 2000} | fields)  # type: ignore[arg-type]
+    return make_rig(shapes, **{"num_blocks": 2000} | fields)  # type: ignore[arg-type]
 
 
 def worker_of(rig: Rig) -> PipelinedWorker:
     """Returns a worker whose stages take one unit of time for any step."""
-    return PipelinedWorker(rig, lambda _: 1.0, rig.geometry.stages)
+    return PipelinedWorker(rig, lambda _: 1.0, rig.shapes.stages)
 
 
 def submit(rig: Rig, *max_tokens: int, prompt_len: int = 1) -> None:
@@ -98,7 +98,7 @@ def settle(rig: Rig, worker: PipelinedWorker, num_decoding: int) -> None:
     """Runs until that many requests decode and none prefills."""
     scheduler = rig.scheduler
     worker.run(lambda: len(scheduler._decoding) == num_decoding and not scheduler.prefill_backlog)
-    for _ in range(2 * rig.geometry.stages):
+    for _ in range(2 * rig.shapes.stages):
         worker.answer()
         worker.send()
 
@@ -131,7 +131,7 @@ def test_the_first_stage_is_busy_with_64_requests(stages: int, busy: float) -> N
     for index in range(64):
         assert rig.sinks[f"r{index}"].tokens == expected_tokens([3 + index * 7 % 90], 60)
     assert max(len(plan.work.slots) for plan in worker.plans if isinstance(plan.work, Decode)) == 64 // stages
-    alone = make_rig(make_geometry(max_model_len=512, max_num_seqs=64, buckets=(64,)), num_blocks=2000)
+    alone = make_rig(make_shapes(max_model_len=512, max_num_seqs=64, buckets=(64,)), num_blocks=2000)
     one_batch = PipelinedWorker(alone, lambda _: 1.0, stages)
     submit(alone, *[60] * 64)
     one_batch.run(lambda: alone.scheduler.idle)

@@ -17,10 +17,10 @@ from scheduler_svc.requests.sampling import Sampling
 from tests.support.scheduler.factories import (
     Rig,
     expected_tokens,
-    make_geometry,
     make_grammar,
     make_rig,
     make_sampling,
+    make_shapes,
     make_submission,
     with_grammar,
 )
@@ -32,7 +32,7 @@ HEAVY = make_grammar("x" * (MAX_ADMITTED_BYTES * 3 // 10))
 
 
 def roomy(slots: int = 32) -> Rig:
-    rig = make_rig(make_geometry(max_num_seqs=slots, buckets=(slots,)), num_blocks=600)
+    rig = make_rig(make_shapes(max_num_seqs=slots, buckets=(slots,)), num_blocks=600)
     assert rig.engine.model is not None
     rig.engine.model = replace(rig.engine.model, vocab_size=VOCABULARY)
     return rig

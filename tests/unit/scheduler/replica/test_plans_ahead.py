@@ -7,8 +7,8 @@ from tests.support.scheduler.factories import (
     EOS,
     Rig,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 
@@ -16,8 +16,8 @@ CHUNK = 4
 
 
 def ahead(**fields: object) -> Rig:
-    geometry = make_geometry(max_model_len=64, chunk=CHUNK, block_size=8, max_num_seqs=4)
-    return make_rig(geometry, max_lease=8, plans_ahead=True, **fields)  # type: ignore[arg-type]
+    shapes = make_shapes(max_model_len=64, chunk=CHUNK, block_size=8, max_num_seqs=4)
+    return make_rig(shapes, max_lease=8, plans_ahead=True, **fields)  # type: ignore[arg-type]
 
 
 def decoding(rig: Rig, *max_tokens: int) -> None:

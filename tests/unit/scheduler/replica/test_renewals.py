@@ -7,9 +7,9 @@ from protos.steps import Decode, StepPlan, StepResult
 from tests.support.scheduler.factories import (
     Rig,
     expected_tokens,
-    make_geometry,
     make_request,
     make_rig,
+    make_shapes,
     make_submission,
 )
 
@@ -18,9 +18,9 @@ BLOCK = 8
 
 def renewing(num_blocks: int = 65, *, lag: int = 0, cache_generated: bool = False) -> Rig:
     """A replica that leases 8 steps."""
-    geometry = make_geometry(max_model_len=64, block_size=BLOCK, chunk=BLOCK, max_num_seqs=4)
+    shapes = make_shapes(max_model_len=64, block_size=BLOCK, chunk=BLOCK, max_num_seqs=4)
     return make_rig(
-        geometry,
+        shapes,
         num_blocks=num_blocks,
         max_lease=8,
         plans_ahead=True,
@@ -100,7 +100,7 @@ def test_no_lease_is_renewed_while_a_prompt_waits() -> None:
 
 def test_no_lease_is_renewed_for_a_worker_that_does_not_know_how() -> None:
     """Such a worker would take the plan for the end of the lease."""
-    rig = make_rig(make_geometry(max_model_len=64, block_size=BLOCK), max_lease=8)
+    rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), max_lease=8)
     rig.submit(make_submission([5], max_tokens=40))
     rig.run()
     assert not rig.renewals

@@ -20,10 +20,10 @@ from tests.support.scheduler.factories import (
     ListSink,
     Rig,
     expected_tokens,
-    make_geometry,
     make_request,
     make_rig,
     make_sampling,
+    make_shapes,
     make_submission,
 )
 
@@ -54,7 +54,7 @@ def assert_clean(rig: Rig) -> None:
 def test_without_copies_each_sequence_prefills_alone(groups: tuple[KvGroup, ...], max_lease: int) -> None:
     """A worker that cannot copy blocks gets no plan with copies, and every sequence gets its tokens."""
     rig = make_rig(
-        make_geometry(chunk=4, block_size=8), groups=groups, copies_blocks=False, max_lease=max_lease,
+        make_shapes(chunk=4, block_size=8), groups=groups, copies_blocks=False, max_lease=max_lease,
         plans_ahead=max_lease > 1,
     )  # fmt: skip
     sinks = [rig.submit(make_submission(PROMPT, request_id=name, n=3)) for name in "ab"]
@@ -111,7 +111,7 @@ def test_prompts_of_any_length(length: int) -> None:
 
 def test_more_sequences_than_slots() -> None:
     """Waiting sequences still fork from a running one; no part of the prompt is computed again."""
-    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)), prefix_caching=False)
+    rig = make_rig(make_shapes(max_num_seqs=2, buckets=(1, 2)), prefix_caching=False)
     sink = rig.submit(make_submission(PROMPT, n=7, max_tokens=6))
     rig.run()
     assert_whole(sink, 7, 6)
@@ -186,8 +186,8 @@ def test_a_sequence_joins_while_a_lease_is_in_flight() -> None:
     """A slot is released amid leased steps; the waiting sequence forks into it and has room in time."""
     forked = 0
     for moment in range(20):
-        geometry = make_geometry(max_num_seqs=2, buckets=(1, 2))
-        rig = make_rig(geometry, prefix_caching=False, max_lease=9)
+        shapes = make_shapes(max_num_seqs=2, buckets=(1, 2))
+        rig = make_rig(shapes, prefix_caching=False, max_lease=9)
         sink = rig.submit(make_submission(PROMPT, n=3, max_tokens=24))
         steps = iter(range(1000))
 
@@ -292,7 +292,7 @@ def test_a_resumed_sequence_with_all_its_tokens_ends_at_once() -> None:
 
 def test_a_resumed_request_may_exceed_the_sequence_limit() -> None:
     """It was accepted when there were more slots, or with fewer tokens."""
-    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=20 * len(PROMPT))
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=20 * len(PROMPT))
     with pytest.raises(InvalidArgument, match="n must be at most 16"):
         rig.submit(make_submission(PROMPT, n=20))
     resumed = (Resumed(3, tuple(expected_tokens(PROMPT, 8, 3)[:2])),)
@@ -322,7 +322,7 @@ def test_sequence_ids_do_not_clash_with_client_ids() -> None:
 
 def test_n_is_bounded_by_slots_queue_and_tokens() -> None:
     """The error names the allowed number; a full queue asks to retry."""
-    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)))
+    rig = make_rig(make_shapes(max_num_seqs=2, buckets=(1, 2)))
     with pytest.raises(InvalidArgument, match="n must be at most 32 here, not 33"):
         rig.submit(make_submission(PROMPT, n=33))
     rig = make_rig(max_waiting=5)
@@ -368,7 +368,7 @@ def test_prompt_log_probabilities_are_computed_by_one_sequence() -> None:
 @pytest.mark.parametrize("preempted_at", [None, 1, 2, 3])
 def test_prompt_log_probabilities_are_sent_once(preempted_at: int | None) -> None:
     """A preempted request computes them again, but the client gets each once, before the first token."""
-    rig = make_rig(make_geometry(chunk=4, block_size=4))
+    rig = make_rig(make_shapes(chunk=4, block_size=4))
     prompt = PROMPT[:9]
     sink = rig.submit(make_submission(prompt, sampling=make_sampling(prompt_logprobs=0), max_tokens=2))
     entries = tuple(token_logprobs(-1.0, position) for position in range(1, len(prompt)))
@@ -387,7 +387,7 @@ def test_prompt_log_probabilities_are_sent_once(preempted_at: int | None) -> Non
         if chunks == preempted_at:
             preempted_at = None
             urgent = make_submission((7, 8), request_id="urgent", priority=-1, max_tokens=1)
-            for number in range(rig.scheduler.geometry.max_num_seqs):
+            for number in range(rig.scheduler.shapes.max_num_seqs):
                 rig.submit(replace(urgent, request_id=f"urgent {number}"))
     said = [event.prompt_logprobs for event in sink.events if event.prompt_logprobs]
     assert sum(rig.scheduler.stats.preemptions.values()) == preempts

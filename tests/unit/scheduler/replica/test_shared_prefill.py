@@ -14,8 +14,8 @@ from tests.support.scheduler.factories import (
     FULL,
     Rig,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 
@@ -91,7 +91,7 @@ def test_when_the_first_request_is_aborted_the_next_one_computes(groups: tuple[K
 @pytest.mark.parametrize("groups", KINDS)
 def test_when_the_first_request_leaves_the_others_go_on(groups: tuple[KvGroup, ...], why: str) -> None:
     """The worker refuses it, a step of it fails, or an urgent request takes its slot."""
-    rig = make_rig(make_geometry(max_num_seqs=2, buckets=(1, 2)), groups=groups)
+    rig = make_rig(make_shapes(max_num_seqs=2, buckets=(1, 2)), groups=groups)
     refusal = InvalidArgument("cannot be constrained")
     if why == "refused":
         rig.refuses = lambda moment: refusal if moment.request_id == "a" else None
@@ -173,7 +173,7 @@ def test_without_prefix_caching_no_request_waits() -> None:
 
 def test_a_deferred_request_waits_for_the_copy_of_an_in_place_window() -> None:
     """The copy runs a step after the chunk; before it, the second request would miss."""
-    rig = make_rig(make_geometry(chunk=8, block_size=8), groups=(KvGroup(GroupKind.IN_PLACE_WINDOW, 4),))
+    rig = make_rig(make_shapes(chunk=8, block_size=8), groups=(KvGroup(GroupKind.IN_PLACE_WINDOW, 4),))
     for name in "ab":
         rig.submit(make_submission([*SHARED[:8], ord(name) - 50, 60], request_id=name, max_tokens=2))
     rig.step()
@@ -185,7 +185,7 @@ def test_a_deferred_request_waits_for_the_copy_of_an_in_place_window() -> None:
 def test_a_request_that_waits_for_a_copy_survives_a_result_that_cannot_be_applied() -> None:
     """The worker names a slot that does not exist, and is lost; the request goes on elsewhere."""
     rig = make_rig(
-        make_geometry(chunk=8, block_size=8), groups=(KvGroup(GroupKind.IN_PLACE_WINDOW, 4),), max_worker_losses=9
+        make_shapes(chunk=8, block_size=8), groups=(KvGroup(GroupKind.IN_PLACE_WINDOW, 4),), max_worker_losses=9
     )  # fmt: skip
     for name in "ab":
         rig.submit(make_submission([*SHARED[:8], ord(name) - 50, 60], request_id=name, max_tokens=2))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from protos.steps import Decode, Prefill, StepPlan
-from tests.support.scheduler.factories import Rig, make_geometry, make_rig, make_submission
+from tests.support.scheduler.factories import Rig, make_rig, make_shapes, make_submission
 
 RUNNING, LONG = 16, 4000
 # Seconds per step on the simulated device.
@@ -13,10 +13,10 @@ CHUNK_S, DECODE_S = 0.056, 0.021
 
 
 def _rig(ratio: int) -> Rig:
-    geometry = make_geometry(
+    shapes = make_shapes(
         max_model_len=8192, max_num_seqs=RUNNING + 2, chunk=128, block_size=128, buckets=(1, 16, 18)
     )
-    rig = make_rig(geometry, num_blocks=200, decode_steps_per_chunk=ratio)
+    rig = make_rig(shapes, num_blocks=200, decode_steps_per_chunk=ratio)
     for index in range(RUNNING):
         rig.submit(make_submission([3 + index, 4, 5], request_id=f"running{index}", max_tokens=1000))
     while sum(bool(rig.sinks[f"running{index}"].tokens) for index in range(RUNNING)) < RUNNING:
@@ -66,8 +66,8 @@ def test_prefill_first_stalls_running_requests_for_the_whole_prompt() -> None:
 
 def test_leased_steps_count_between_chunks() -> None:
     """A request that arrives after twenty leased steps gets its chunk next."""
-    geometry = make_geometry(max_model_len=256, block_size=64, chunk=64)
-    rig = make_rig(geometry, max_lease=32, decode_steps_per_chunk=4)
+    shapes = make_shapes(max_model_len=256, block_size=64, chunk=64)
+    rig = make_rig(shapes, max_lease=32, decode_steps_per_chunk=4)
     rig.submit(make_submission([5], request_id="a", max_tokens=100))
     rig.step()
     steps = 0
@@ -90,6 +90,6 @@ def test_leased_steps_count_between_chunks() -> None:
 
 def test_when_nothing_decodes_chunks_follow_one_another() -> None:
     """The ratio applies only while both kinds of work exist."""
-    rig = make_rig(make_geometry(max_model_len=64, chunk=4), decode_steps_per_chunk=4)
+    rig = make_rig(make_shapes(max_model_len=64, chunk=4), decode_steps_per_chunk=4)
     rig.submit(make_submission([7] * 30, request_id="alone", max_tokens=1))
     assert [type(plan.work) for plan in rig.run() if plan.work is not None] == [Prefill] * 8

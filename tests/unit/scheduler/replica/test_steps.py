@@ -11,8 +11,8 @@ from tests.support.scheduler.factories import (
     FULL,
     ListSink,
     expected_tokens,
-    make_geometry,
     make_rig,
+    make_shapes,
     make_submission,
 )
 
@@ -58,7 +58,7 @@ def test_decode_runs_at_the_smallest_bucket_that_holds_the_batch() -> None:
     assert {
         plan.work.bucket for plan in plans if isinstance(plan.work, Decode) and len(plan.work.slots) == 3
     } == {4}
-    assert rig.device.shapes <= {("prefill", 4), ("decode", 1), ("decode", 2), ("decode", 4)}
+    assert rig.device.ran <= {("prefill", 4), ("decode", 1), ("decode", 2), ("decode", 4)}
 
 
 def test_more_requests_than_slots_wait_and_all_get_their_tokens() -> None:
@@ -87,7 +87,7 @@ def test_a_stop_token_ends_the_sequence_and_is_part_of_it() -> None:
 
 def test_the_end_of_the_context_ends_the_sequence() -> None:
     """Without max_tokens, a request runs up to max_model_len and reports length."""
-    rig = make_rig(make_geometry(max_model_len=12))
+    rig = make_rig(make_shapes(max_model_len=12))
     sink = rig.submit(make_submission([5] * 9, max_tokens=None))
     rig.run()
     assert len(sink.tokens) == 3
@@ -121,7 +121,7 @@ def test_the_last_prompt_token_is_always_recomputed() -> None:
 
 def test_hits_end_at_chunk_boundaries() -> None:
     """With chunks of 8 over blocks of 4, three cached blocks are a hit of two."""
-    rig = make_rig(make_geometry(chunk=8, block_size=4))
+    rig = make_rig(make_shapes(chunk=8, block_size=4))
     rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
     rig.run()
     sink = rig.submit(make_submission(range(20, 34), request_id="b", max_tokens=1))
@@ -263,7 +263,7 @@ def test_requests_admitted_by_a_failed_plan_restart(reached: bool) -> None:
 @pytest.mark.parametrize("reached", [True, False])
 def test_copies_of_a_failed_plan_are_not_used(reached: bool) -> None:
     """A window to keep is not found, and a request that was to resume from a copy computes its prompt."""
-    rig = make_rig(make_geometry(block_size=8), groups=(FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)))
+    rig = make_rig(make_shapes(block_size=8), groups=(FULL, KvGroup(GroupKind.IN_PLACE_WINDOW, 4)))
     rig.submit(make_submission(range(20, 33), request_id="a", max_tokens=1))
     rig.run()
     other = rig.submit(make_submission([3, 4, 5], request_id="other", max_tokens=1))
@@ -345,7 +345,7 @@ def test_two_groups_hit_only_what_both_have() -> None:
 
 def test_priority_decides_which_request_gets_the_next_slot() -> None:
     """Among waiting requests, the lowest number is next."""
-    rig = make_rig(make_geometry(max_num_seqs=1, buckets=(1,)))
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)))
     order: list[str] = []
 
     class Recorder(ListSink):

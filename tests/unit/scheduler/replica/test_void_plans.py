@@ -4,7 +4,7 @@ import pytest
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill, SlotOutput, StepPlan, StepResult, slots_of
-from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
+from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
 
 CHUNK = 4
 LEASE = 8
@@ -12,10 +12,8 @@ BROKEN = Internal("broken")
 
 
 def ahead(decode_steps_per_chunk: int = 1) -> Rig:
-    geometry = make_geometry(max_model_len=64, chunk=CHUNK, block_size=8, max_num_seqs=4)
-    return make_rig(
-        geometry, max_lease=LEASE, plans_ahead=True, decode_steps_per_chunk=decode_steps_per_chunk
-    )
+    shapes = make_shapes(max_model_len=64, chunk=CHUNK, block_size=8, max_num_seqs=4)
+    return make_rig(shapes, max_lease=LEASE, plans_ahead=True, decode_steps_per_chunk=decode_steps_per_chunk)
 
 
 def planned(plan: StepPlan | None) -> StepPlan:
@@ -116,7 +114,7 @@ def test_a_decode_step_that_failed_counts_nowhere(monkeypatch: pytest.MonkeyPatc
 
 def test_after_a_void_plan_nothing_is_planned_ahead_until_nothing_is_in_flight() -> None:
     """A plan that continues a void one is void, too, and would be followed by another one for ever."""
-    rig = make_rig(make_geometry(max_model_len=64, chunk=CHUNK, block_size=8), plans_ahead=True)
+    rig = make_rig(make_shapes(max_model_len=64, chunk=CHUNK, block_size=8), plans_ahead=True)
     scheduler = rig.scheduler
     rig.submit(make_submission([5], request_id="r", max_tokens=40))
     rig.engine.dispatch()

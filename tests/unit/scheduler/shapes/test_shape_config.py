@@ -6,11 +6,11 @@ import pytest
 
 from protos.errors import ConfigurationRefused
 from protos.steps import GroupKind
-from scheduler_svc.shapes.shape_config import DeviceLimits, Geometry, KvGroup
+from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup, ShapeConfig
 from tests.support.scheduler.factories import FULL
 
 LIMITS = DeviceLimits(max_context=2048, block_size_multiple=32, max_batch=64, max_chunk=512)
-GOOD = Geometry(max_model_len=2048, max_num_seqs=8, chunk=128, block_size=128, buckets=(1, 2, 4, 8))
+GOOD = ShapeConfig(max_model_len=2048, max_num_seqs=8, chunk=128, block_size=128, buckets=(1, 2, 4, 8))
 
 
 @pytest.mark.parametrize(("chunk", "block_size"), [(128, 128), (128, 512), (256, 64), (32, 32)])

@@ -16,7 +16,7 @@ from scheduler_svc.workers.failed_steps import FailedSteps
 from scheduler_svc.workers.progress import ProgressWatch
 from scheduler_svc.workers.step_budget import TIMES_USUAL
 from scheduler_svc.workers.step_loop import Hung, StepLoop
-from tests.support.scheduler.factories import Rig, expected_tokens, make_geometry, make_rig, make_submission
+from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
 
 LONGEST_S = 120.0
 CHUNK_S, DECODE_S = 1.0, 0.4
@@ -49,7 +49,7 @@ class PipelinedCall:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._loop = asyncio.get_running_loop()
-        self._free_at = [0.0] * rig.geometry.stages
+        self._free_at = [0.0] * rig.shapes.stages
         self._answers: deque[tuple[float, StepPlan, StepResult]] = deque()
         self._cancelled = self._loop.create_future()
         self.hangs = False
@@ -90,10 +90,10 @@ class Driven:
 
     def __init__(self, stages: int) -> None:
         """Starts the loop."""
-        geometry = make_geometry(
+        shapes = make_shapes(
             max_model_len=512, max_num_seqs=2 * stages, block_size=8, buckets=(1, 2, 4, 8, 16), stages=stages
         )
-        self.rig = make_rig(geometry, num_blocks=2000)
+        self.rig = make_rig(shapes, num_blocks=2000)
         self.call = PipelinedCall(self.rig)
         self._loop = StepLoop(
             cast("Any", None), self.rig.engine.dispatch, step_timeout_s=LONGEST_S, failed_steps=FailedSteps(3),
@@ -122,7 +122,7 @@ class Driven:
 async def learn(driven: Driven) -> None:
     """Runs full and empty pipes in turn until the usual times are known."""
     for _ in range(3):
-        driven.submit(4 * driven.rig.geometry.stages, 40)
+        driven.submit(4 * driven.rig.shapes.stages, 40)
         await driven.settle()
         driven.submit(1, 40)
         await driven.settle()

@@ -8,13 +8,13 @@ from protos.steps import Pool, PoolShape, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2, worker_pb2
 from worker_svc.api import convert
 from worker_svc.execution.worker import Ready
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
 
 def test_ready_lists_every_graph() -> None:
     """There is one prefill graph, and one decode graph per bucket."""
-    geometry = Geometry(1024, 4, 128, 128, (1, 2, 4), (33, 20))
-    ready = convert.ready_to_proto(Ready(geometry, (100, 50), {"load": 1.5}, "ab12", "runtime"), 60.0).ready
+    shapes = ShapeConfig(1024, 4, 128, 128, (1, 2, 4), (33, 20))
+    ready = convert.ready_to_proto(Ready(shapes, (100, 50), {"load": 1.5}, "ab12", "runtime"), 60.0).ready
     assert ready.block_copies == worker_pb2.BLOCK_COPIES_RUNTIME
     assert ready.weights_digest == "ab12"
     assert list(ready.num_blocks) == [33, 20]
@@ -28,7 +28,7 @@ def test_ready_lists_every_graph() -> None:
     assert dict(ready.phase_seconds) == {"load": 1.5}
 
 
-def test_a_geometry_is_converted() -> None:
+def test_shapes_are_converted() -> None:
     """Sizes are copied; no number of blocks means as many as the memory allows."""
     request = worker_pb2.ConfigureRequest(
         max_model_len=1000,
@@ -38,7 +38,7 @@ def test_a_geometry_is_converted() -> None:
         decode_buckets=[2, 4],
         windows_kept_per_slot=3,
     )
-    assert convert.geometry_from_proto(request) == Geometry(
+    assert convert.shapes_from_proto(request) == ShapeConfig(
         1000, 4, 128, 256, (2, 4), windows_kept_per_slot=3
     )
 
@@ -68,9 +68,9 @@ def test_pooling_messages_are_converted() -> None:
     """Shapes, work, normalization and results of a pooling model survive the conversion."""
     shape = common_pb2.GraphSignature(kind=common_pb2.GRAPH_KIND_POOL, batch=3, query_len=4)
     request = worker_pb2.ConfigureRequest(max_model_len=4, pool_shapes=[shape])
-    geometry = convert.geometry_from_proto(request)
-    assert geometry == PoolGeometry((PoolShape(4, 3),))
-    assert list(convert.ready_to_proto(Ready(geometry, (), {}, "", "none"), 0.0).ready.graphs) == [shape]
+    shapes = convert.shapes_from_proto(request)
+    assert shapes == PoolShapeConfig((PoolShape(4, 3),))
+    assert list(convert.ready_to_proto(Ready(shapes, (), {}, "", "none"), 0.0).ready.graphs) == [shape]
     slot = worker_pb2.SlotRequest(
         slot=1, token_ids=[5, 6], pooling=common_pb2.PoolingParams(use_activation=False)
     )

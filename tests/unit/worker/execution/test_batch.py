@@ -11,14 +11,14 @@ from tests.support.sampling_params import sampling_params
 from worker_svc.devices.attention import InPlaceInput, PagedInput
 from worker_svc.execution.batch import Batch
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import AttentionLayer, Geometry, group_layers
+from worker_svc.shapes.shape_config import AttentionLayer, ShapeConfig, group_layers
 
 LAYERS = [
     AttentionLayer("full", 2, 1, 32, 0, torch.float32),
     AttentionLayer("window", 2, 1, 32, 8, torch.float32),
 ]
 GROUPS = group_layers(LAYERS)
-SIZES = Geometry(max_model_len=32, max_num_seqs=3, chunk=8, block_size=4, decode_buckets=(1, 2, 4))
+SIZES = ShapeConfig(max_model_len=32, max_num_seqs=3, chunk=8, block_size=4, decode_buckets=(1, 2, 4))
 
 
 @pytest.fixture

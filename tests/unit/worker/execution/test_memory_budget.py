@@ -18,12 +18,12 @@ from worker_svc.execution.worker import Worker
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.settings import Settings
 from worker_svc.shapes.model_description import ModelSize
-from worker_svc.shapes.shape_config import AttentionLayer, Geometry, KvGroup, PoolGeometry, group_layers
+from worker_svc.shapes.shape_config import AttentionLayer, KvGroup, PoolShapeConfig, ShapeConfig, group_layers
 
 GIB = 2**30
 # A Llama of 1B parameters, roughly.
 SIZE = ModelSize(weight_bytes=3 * GIB, width=60_000, hidden_size=2048, vocab_size=128_000, itemsize=2)
-GEOMETRY = Geometry(4096, 8, 512, 128, (1, 2, 4, 8))
+SHAPES = ShapeConfig(4096, 8, 512, 128, (1, 2, 4, 8))
 
 
 class SmallDevice(CpuDevice):
@@ -48,19 +48,19 @@ def make_groups(windows: tuple[int, ...] = (0,)) -> tuple[KvGroup, ...]:
     return group_layers(layers, GroupKind.PAGED_WINDOW)
 
 
-def cache_bytes(geometry: Geometry, groups: tuple[KvGroup, ...]) -> int:
+def cache_bytes(shapes: ShapeConfig, groups: tuple[KvGroup, ...]) -> int:
     return sum(
-        count * group.bytes_per_token * geometry.block_size
-        for count, group in zip(geometry.num_blocks, groups, strict=True)
+        count * group.bytes_per_token * shapes.block_size
+        for count, group in zip(shapes.num_blocks, groups, strict=True)
     )
 
 
 def refusal(
-    budget: MemoryBudget, geometry: Geometry = GEOMETRY, groups: tuple[KvGroup, ...] | None = None
+    budget: MemoryBudget, shapes: ShapeConfig = SHAPES, groups: tuple[KvGroup, ...] | None = None
 ) -> str:
-    """The one line that refuses a geometry."""
+    """The one line that refuses shapes."""
     with pytest.raises(ConfigurationRefused) as caught:
-        budget.fit(geometry, groups or make_groups())
+        budget.fit(shapes, groups or make_groups())
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -83,17 +83,17 @@ def test_the_cache_takes_its_share_of_what_graphs_leave() -> None:
     """A larger --kv-share gives more blocks, up to what all slots can use."""
     groups = make_groups((0, 512))
     graphs = working_bytes(SIZE, (512, 1, 2, 4, 8), 8, recorded=True)
-    fitted = make_budget(GIB, kv_share=0.5).fit(GEOMETRY, groups)
+    fitted = make_budget(GIB, kv_share=0.5).fit(SHAPES, groups)
     taken = cache_bytes(fitted, groups)
     assert taken <= (GIB - graphs) * 0.5 < taken + GIB // 20
-    assert cache_bytes(make_budget(GIB, kv_share=0.9).fit(GEOMETRY, groups), groups) > taken
-    assert make_budget(1000 * GIB).fit(GEOMETRY, groups) == make_budget(2000 * GIB).fit(GEOMETRY, groups)
+    assert cache_bytes(make_budget(GIB, kv_share=0.9).fit(SHAPES, groups), groups) > taken
+    assert make_budget(1000 * GIB).fit(SHAPES, groups) == make_budget(2000 * GIB).fit(SHAPES, groups)
 
 
 def test_kv_memory_is_used_as_given() -> None:
     """--kv-memory sets the cache's size, whatever --kv-share says."""
     groups = make_groups()
-    fitted = make_budget(2 * GIB, kv_memory=0.75).fit(GEOMETRY, groups)
+    fitted = make_budget(2 * GIB, kv_memory=0.75).fit(SHAPES, groups)
     taken = cache_bytes(fitted, groups)
     assert 0.7 * GIB < taken <= 0.75 * GIB
 
@@ -104,18 +104,18 @@ def test_too_much_kv_memory_names_how_much_would_fit() -> None:
     assert text.startswith("device cpu has 0.5 GiB free beside 3 GiB of weights, but 1 GiB of KV cache and ")
     fits = number(r"; --kv-memory ([\d.]+) would$", text)
     assert 0.3 < fits < 0.5
-    assert make_budget(0.5 * GIB, kv_memory=fits).fit(GEOMETRY, make_groups()).num_blocks
+    assert make_budget(0.5 * GIB, kv_memory=fits).fit(SHAPES, make_groups()).num_blocks
 
 
 def test_too_many_blocks_name_how_many_would_fit() -> None:
     """The refusal names the largest number of blocks that fits in every group."""
     groups = make_groups((0, 512))
-    requested = replace(GEOMETRY, num_blocks=(500, 500))
+    requested = replace(SHAPES, num_blocks=(500, 500))
     fits = int(number(r"; --num-blocks (\d+) would$", refusal(make_budget(GIB), requested, groups)))
     budget = make_budget(GIB)
-    fitting = replace(GEOMETRY, num_blocks=(fits, fits))
+    fitting = replace(SHAPES, num_blocks=(fits, fits))
     assert budget.fit(fitting, groups) == fitting
-    refusal(budget, replace(GEOMETRY, num_blocks=(fits + 1, fits + 1)), groups)
+    refusal(budget, replace(SHAPES, num_blocks=(fits + 1, fits + 1)), groups)
 
 
 def test_a_sequence_that_is_too_long_names_the_length_that_fits() -> None:
@@ -123,33 +123,33 @@ def test_a_sequence_that_is_too_long_names_the_length_that_fits() -> None:
     text = refusal(make_budget(0.3 * GIB, kv_share=0.4))
     assert text.startswith("one sequence of 4096 tokens needs 128 MiB of KV cache")
     fits = int(number(r"lower --max-model-len to (\d+)$", text))
-    assert fits % GEOMETRY.block_size == 0
+    assert fits % SHAPES.block_size == 0
     assert (
         make_budget(0.3 * GIB, kv_share=0.4)
-        .fit(replace(GEOMETRY, max_model_len=fits), make_groups())
+        .fit(replace(SHAPES, max_model_len=fits), make_groups())
         .num_blocks
     )
-    refusal(make_budget(0.3 * GIB, kv_share=0.4), replace(GEOMETRY, max_model_len=fits + GEOMETRY.block_size))
+    refusal(make_budget(0.3 * GIB, kv_share=0.4), replace(SHAPES, max_model_len=fits + SHAPES.block_size))
 
 
 @pytest.mark.parametrize(
-    ("geometry", "flag"),
+    ("shapes", "flag"),
     [
-        (replace(GEOMETRY, chunk=8192), "--max-num-batched-tokens"),
-        (replace(GEOMETRY, max_num_seqs=2048, decode_buckets=(1024, 2048)), "--max-num-seqs"),
+        (replace(SHAPES, chunk=8192), "--max-num-batched-tokens"),
+        (replace(SHAPES, max_num_seqs=2048, decode_buckets=(1024, 2048)), "--max-num-seqs"),
     ],
 )
-def test_oversized_graphs_name_the_setting_to_lower(geometry: Geometry, flag: str) -> None:
+def test_oversized_graphs_name_the_setting_to_lower(shapes: ShapeConfig, flag: str) -> None:
     """The refusal names the chunk or the batch, and a size with which the graphs fit."""
-    text = refusal(make_budget(GIB), geometry)
+    text = refusal(make_budget(GIB), shapes)
     assert re.match(r"device cpu has 1 GiB free beside 3 GiB of weights, but graphs need [\d.]+ GiB; ", text)
     assert int(number(rf"; {flag} (\d+) would fit$", text)) >= 128
-    assert refusal(make_budget(1000), geometry).endswith("use a smaller model or a device with more memory")
+    assert refusal(make_budget(1000), shapes).endswith("use a smaller model or a device with more memory")
 
 
 def test_without_recording_only_the_largest_step_counts() -> None:
     """Steps that take turns in the same memory leave more for the cache."""
-    wide = replace(GEOMETRY, chunk=2048, decode_buckets=(8,))
+    wide = replace(SHAPES, chunk=2048, decode_buckets=(8,))
     enough = working_bytes(SIZE, (2048, 8), 8, recorded=False) + GIB // 2
     assert make_budget(enough, recorded=False).fit(wide, make_groups()).num_blocks
 
@@ -166,26 +166,26 @@ def test_unknown_free_memory_needs_a_setting() -> None:
     """A device that cannot tell its free memory needs --kv-memory or --num-blocks, and accepts any value."""
     assert free_memory(SmallDevice(None)) is None
     assert refusal(make_budget(None)) == "free memory is unknown; set --kv-memory"
-    assert make_budget(None, kv_memory=1).fit(GEOMETRY, make_groups()).num_blocks
-    requested = replace(GEOMETRY, num_blocks=(40,))
+    assert make_budget(None, kv_memory=1).fit(SHAPES, make_groups()).num_blocks
+    requested = replace(SHAPES, num_blocks=(40,))
     assert make_budget(None).fit(requested, make_groups()) == requested
 
 
 def test_pooling_needs_memory_for_its_steps() -> None:
     """A pooling model has no cache. Recorded graphs of all shapes must fit, or else the largest step."""
-    geometry = PoolGeometry((PoolShape(4096, 1), PoolShape(512, 64)))
-    make_budget(8 * GIB).check_pooling(geometry)
-    make_budget(None).check_pooling(geometry)
+    shapes = PoolShapeConfig((PoolShape(4096, 1), PoolShape(512, 64)))
+    make_budget(8 * GIB).check_pooling(shapes)
+    make_budget(None).check_pooling(shapes)
     recorded = working_bytes(SIZE, (4096, 512 * 64), 0, recorded=True)
     largest = working_bytes(SIZE, (512 * 64,), 0, recorded=True)
-    make_budget(recorded).check_pooling(geometry)
+    make_budget(recorded).check_pooling(shapes)
     with pytest.raises(ConfigurationRefused, match=r"graphs of 2 shapes need .* lower --pool-batch-sizes"):
-        make_budget(recorded - 1).check_pooling(geometry)
-    make_budget(largest, recorded=False).check_pooling(geometry)
+        make_budget(recorded - 1).check_pooling(shapes)
+    make_budget(largest, recorded=False).check_pooling(shapes)
     with pytest.raises(
         ConfigurationRefused, match=r"a step of 32768 tokens needs .* lower --pool-batch-sizes"
     ):
-        make_budget(largest - 1, recorded=False).check_pooling(geometry)
+        make_budget(largest - 1, recorded=False).check_pooling(shapes)
 
 
 def test_oversized_weights_are_refused_by_their_headers(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from worker_svc.execution.engine import PlanRefused
 from worker_svc.execution.runner import Runner
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import Geometry
+from worker_svc.shapes.shape_config import ShapeConfig
 
 GREEDY = sampling_params(temperature=0.0)
 VOCABULARY = 64
-SIZES = Geometry(
+SIZES = ShapeConfig(
     max_model_len=32, max_num_seqs=3, chunk=8, block_size=16, decode_buckets=(1, 2, 4), num_blocks=(9, 5)
 )
 

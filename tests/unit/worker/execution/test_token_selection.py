@@ -8,7 +8,7 @@ from protos.triptych.v1 import common_pb2
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.token_selection import Selection, TokenSelector, make_sampler
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import AttentionLayer, Geometry, KvGroup
+from worker_svc.shapes.shape_config import AttentionLayer, KvGroup, ShapeConfig
 
 VOCAB = 40
 GREEDY = common_pb2.SamplingParams(temperature=0.0)
@@ -20,10 +20,10 @@ BEST = torch.tensor([7, 9])
 
 def select(*sampling: common_pb2.SamplingParams) -> Selection:
     """Selects tokens for slots with these parameters."""
-    geometry = Geometry(64, 2, chunk=64, block_size=64, decode_buckets=(2,), num_blocks=(3,))
+    shapes = ShapeConfig(64, 2, chunk=64, block_size=64, decode_buckets=(2,), num_blocks=(3,))
     layer = AttentionLayer("a", 1, 1, 32, 0, torch.float32)
     groups = [KvGroup(0, (layer,), GroupKind.FULL)]
-    batch = Batch(geometry, groups, [3], torch.device("cpu"), SamplingVocabulary(VOCAB))
+    batch = Batch(shapes, groups, [3], torch.device("cpu"), SamplingVocabulary(VOCAB))
     for slot, parameters in enumerate(sampling):
         batch.admit(Admission(slot, [1, 2], 1, parameters, {0: [1 + slot]}))
     batch.copy_admitted()

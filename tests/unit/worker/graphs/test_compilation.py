@@ -15,9 +15,9 @@ from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.settings import Settings
 from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import Geometry
+from worker_svc.shapes.shape_config import ShapeConfig
 
-SIZES = Geometry(32, 2, 8, 16, (1, 2), (5, 5))
+SIZES = ShapeConfig(32, 2, 8, 16, (1, 2), (5, 5))
 DESCRIPTION = ModelDescription("Tiny", 10, 32, (), torch.float32, None, (), None, {})
 
 
@@ -75,7 +75,7 @@ def test_a_second_configuration_keeps_no_code(folder: Path, tmp_path: Path) -> N
     compilation.keep([], 1.0)
     compilation.release()
     assert compilation.folder is None
-    other = Geometry(32, 1, 8, 16, (1,), (5, 5))
+    other = ShapeConfig(32, 1, 8, 16, (1,), (5, 5))
     compilation.find(other)
     compilation.keep([], 1.0)
     required = make_compilation(folder, make_settings(tmp_path / "cache", require_precompiled=True))

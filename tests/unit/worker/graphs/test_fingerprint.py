@@ -16,9 +16,9 @@ from worker_svc.graphs.compile_cache import key_of
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.model_description import PoolingDescription
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
-SIZES = Geometry(32, 2, 8, 16, (1, 2), (5, 5))
+SIZES = ShapeConfig(32, 2, 8, 16, (1, 2), (5, 5))
 
 
 class ConstantWeights(CpuDevice):
@@ -44,7 +44,7 @@ def key(folder: Path, **changed: Any) -> str:
     """Returns the key of the code for a model."""
     arguments: dict[str, Any] = {
         "device": CpuDevice(), "level": 2, "dtype": "bfloat16", "quantization": None, "groups": GROUPS,
-        "geometry": SIZES, "sizes": None, "layout": RankLayout(), **changed,
+        "shapes": SIZES, "sizes": None, "layout": RankLayout(), **changed,
     }  # fmt: skip
     return key_of(code_fields(folder, **arguments))
 
@@ -60,10 +60,10 @@ def key(folder: Path, **changed: Any) -> str:
         {"dummy_seed": 0},
         {"layout": RankLayout(1, 2, 1)},
         {"layout": RankLayout(0, 1, 2)},
-        {"geometry": replace(SIZES, chunk=16)},
-        {"geometry": replace(SIZES, decode_buckets=(2,))},
-        {"geometry": replace(SIZES, block_size=32)},
-        {"geometry": replace(SIZES, max_model_len=16)},
+        {"shapes": replace(SIZES, chunk=16)},
+        {"shapes": replace(SIZES, decode_buckets=(2,))},
+        {"shapes": replace(SIZES, block_size=32)},
+        {"shapes": replace(SIZES, max_model_len=16)},
     ],
 )
 def test_every_part_of_a_configuration_counts(folder: Path, changed: dict[str, Any]) -> None:
@@ -88,8 +88,8 @@ def test_weights_count_by_value_only_where_code_contains_them(folder: Path) -> N
     plain, constant = CpuDevice(), ConstantWeights()
     more_blocks = replace(SIZES, num_blocks=(6, 6))
     before = {device: key(folder, device=device) for device in (plain, constant)}
-    assert key(folder, geometry=more_blocks) == before[plain]
-    assert key(folder, device=constant, geometry=more_blocks) != before[constant]
+    assert key(folder, shapes=more_blocks) == before[plain]
+    assert key(folder, device=constant, shapes=more_blocks) != before[constant]
     save_file({"a": torch.ones(2)}, folder / "model.safetensors")
     assert key(folder) == before[plain]
     assert key(folder, device=constant) != before[constant]
@@ -102,13 +102,13 @@ def test_weights_count_by_value_only_where_code_contains_them(folder: Path) -> N
 def test_what_a_pooling_model_does_after_its_layers_counts(folder: Path) -> None:
     """Shapes, the method and the layers that follow pooling tell code apart; the order of shapes does not."""
     small, large = PoolShape(16, 1), PoolShape(32, 4)
-    sizes = PoolGeometry((small, large))
+    sizes = PoolShapeConfig((small, large))
     mean = PoolingDescription("MEAN", 8)
-    given: dict[str, Any] = {"groups": (), "geometry": sizes, "pooling": mean}
+    given: dict[str, Any] = {"groups": (), "shapes": sizes, "pooling": mean}
     base = key(folder, **given)
-    assert key(folder, **given | {"geometry": PoolGeometry((large, small))}) == base
+    assert key(folder, **given | {"shapes": PoolShapeConfig((large, small))}) == base
     assert key(folder, **given | {"pooling": replace(mean, activates=False)}) == base
-    assert key(folder, **given | {"geometry": PoolGeometry((small,))}) != base
+    assert key(folder, **given | {"shapes": PoolShapeConfig((small,))}) != base
     assert key(folder, **given | {"pooling": replace(mean, method="CLS")}) != base
     dense = folder / "2_Dense" / "model.safetensors"
     dense.parent.mkdir()

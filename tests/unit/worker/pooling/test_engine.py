@@ -16,9 +16,9 @@ from worker_svc.phases import Phases
 from worker_svc.pooling.engine import PoolingEngine
 from worker_svc.settings import Settings
 from worker_svc.shapes.model_description import ModelDescription, PoolingDescription
-from worker_svc.shapes.shape_config import Geometry, PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
 
-GEOMETRY = PoolGeometry((PoolShape(prompt_len=4, batch=1), PoolShape(prompt_len=8, batch=2)))
+SHAPES = PoolShapeConfig((PoolShape(prompt_len=4, batch=1), PoolShape(prompt_len=8, batch=2)))
 DESCRIPTION = ModelDescription(
     architecture="EchoModel",
     vocab_size=100,
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 def make_engine(
     model: Echo, folder: Path, *, level: int = 1, warm_up: bool = True, refuse: bool = False
 ) -> PoolingEngine:
-    def check_memory(_: PoolGeometry) -> None:
+    def check_memory(_: PoolShapeConfig) -> None:
         if refuse:
             raise ConfigurationRefused("too large")
 
@@ -62,13 +62,13 @@ def test_sizes_of_a_generating_model_are_refused(folder: Path) -> None:
     with pytest.raises(
         ConfigurationRefused, match="EchoModel is a pooling model; configure it with pool_shapes"
     ):
-        make_engine(Echo(), folder).check(Geometry(8, 1, 8, 8, (1,)))
+        make_engine(Echo(), folder).check(ShapeConfig(8, 1, 8, 8, (1,)))
 
 
 def test_shapes_beyond_the_context_are_refused(folder: Path) -> None:
     """The engine checks shapes against the model's context."""
     with pytest.raises(ConfigurationRefused, match="1 to 8 tokens"):
-        make_engine(Echo(), folder).check(PoolGeometry((PoolShape(prompt_len=9, batch=1),)))
+        make_engine(Echo(), folder).check(PoolShapeConfig((PoolShape(prompt_len=9, batch=1),)))
 
 
 @pytest.mark.parametrize("warm_up", [True, False])
@@ -78,7 +78,7 @@ def test_starting_loads_and_makes_every_graph(warm_up: bool, folder: Path) -> No
     events: list[str] = []
     phases = Phases(lambda *event: events.append(event[0]))
     engine = make_engine(model, folder, warm_up=warm_up)
-    assert engine.start(engine.check(GEOMETRY), lambda: events.append("loaded"), phases) == GEOMETRY
+    assert engine.start(engine.check(SHAPES), lambda: events.append("loaded"), phases) == SHAPES
     assert events[0] == "loaded"
     made = ["compile", "warm_up"] if warm_up else []
     assert set(events[1:]) == set(made)
@@ -91,13 +91,13 @@ def test_starting_loads_and_makes_every_graph(warm_up: bool, folder: Path) -> No
 def test_graphs_that_an_earlier_start_compared_are_only_recorded(folder: Path) -> None:
     """The second start with the same shapes runs the model's code once for each; other shapes are new."""
 
-    def runs_at_start(geometry: PoolGeometry) -> int:
+    def runs_at_start(shapes: PoolShapeConfig) -> int:
         model = Echo()
-        make_engine(model, folder).start(geometry, lambda: None, Phases(lambda *_: None))
+        make_engine(model, folder).start(shapes, lambda: None, Phases(lambda *_: None))
         return len(model.forwards)
 
-    assert [runs_at_start(GEOMETRY), runs_at_start(GEOMETRY)] == [4, 2]
-    assert runs_at_start(PoolGeometry(GEOMETRY.shapes[:1])) == 2
+    assert [runs_at_start(SHAPES), runs_at_start(SHAPES)] == [4, 2]
+    assert runs_at_start(PoolShapeConfig(SHAPES.pool_shapes[:1])) == 2
 
 
 @pytest.mark.slow
@@ -105,8 +105,8 @@ def test_compiled_code_is_kept_and_found(folder: Path) -> None:
     """The first start compiles each shape and keeps the code; the second finds it and compiles nothing."""
     first = make_engine(Echo(), folder, level=2)
     assert (first.num_compiled, first.code_folder) == (0, None)
-    first.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
-    assert first.num_compiled == len(GEOMETRY.shapes)
+    first.start(SHAPES, lambda: None, Phases(lambda *_: None))
+    assert first.num_compiled == len(SHAPES.pool_shapes)
     kept = first.code_folder
     assert kept is not None
     manifest = json.loads((kept / MANIFEST).read_text())
@@ -114,7 +114,7 @@ def test_compiled_code_is_kept_and_found(folder: Path) -> None:
     first.release()
     assert (first.num_compiled, first.code_folder) == (0, None)
     second = make_engine(Echo(), folder, level=2)
-    second.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
+    second.start(SHAPES, lambda: None, Phases(lambda *_: None))
     assert (second.num_compiled, second.code_folder) == (0, kept)
 
 
@@ -122,11 +122,11 @@ def test_only_a_started_engine_executes(folder: Path) -> None:
     """A refused start and a release both leave the engine without a runner."""
     engine = make_engine(Echo(), folder, refuse=True)
     with pytest.raises(ConfigurationRefused, match="too large"):
-        engine.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
+        engine.start(SHAPES, lambda: None, Phases(lambda *_: None))
     with pytest.raises(Internal, match="not configured"):
         engine.launch(StepPlan(1))
     engine = make_engine(Echo(), folder, warm_up=False)
-    engine.start(GEOMETRY, lambda: None, Phases(lambda *_: None))
+    engine.start(SHAPES, lambda: None, Phases(lambda *_: None))
     engine.release()
     engine.reset()
     with pytest.raises(Internal, match="not configured"):

@@ -17,7 +17,7 @@ from worker_svc.devices.base import Device
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.pooling.pool_runner import PoolRunner, pool_rows
 from worker_svc.shapes.model_description import PoolingDescription, PoolingMethod
-from worker_svc.shapes.shape_config import PoolGeometry
+from worker_svc.shapes.shape_config import PoolShapeConfig
 
 SHAPES = (PoolShape(4, 1), PoolShape(4, 3), PoolShape(8, 2))
 
@@ -34,7 +34,7 @@ def make_runner(
     description = PoolingDescription(method, 2, activates=normalize)
     options = GraphOptions(level=level, required=True, strict=strict)
     return PoolRunner(
-        model or Echo(), device or open_device("cpu"), description, PoolGeometry(SHAPES), options
+        model or Echo(), device or open_device("cpu"), description, PoolShapeConfig(SHAPES), options
     )
 
 
@@ -183,7 +183,7 @@ def test_graphs_are_compared_on_longer_texts(shape: PoolShape, short: list[int],
     """A graph is made of texts of one token and compared on texts that fill the shape."""
     model, options = Lengthy(), GraphOptions(required=True)
     description = PoolingDescription("MEAN", 1, activates=False)
-    runner = PoolRunner(model, open_device("cpu"), description, PoolGeometry((shape,)), options)
+    runner = PoolRunner(model, open_device("cpu"), description, PoolShapeConfig((shape,)), options)
     row_len = None if shape.packed else shape.prompt_len
     if short == full:
         runner.make_graphs(lambda *_: None)
@@ -222,17 +222,17 @@ def test_steps_are_captured_where_the_device_captures() -> None:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "text"),
+    ("shapes", "text"),
     [
-        (PoolGeometry(()), "at least one shape"),
-        (PoolGeometry((PoolShape(4, 0),)), "0 rows of 4"),
-        (PoolGeometry((PoolShape(65, 1),)), "1 to 64"),
+        (PoolShapeConfig(()), "at least one shape"),
+        (PoolShapeConfig((PoolShape(4, 0),)), "0 rows of 4"),
+        (PoolShapeConfig((PoolShape(65, 1),)), "1 to 64"),
     ],
 )
-def test_shapes_that_cannot_run_are_refused(geometry: PoolGeometry, text: str) -> None:
+def test_shapes_that_cannot_run_are_refused(shapes: PoolShapeConfig, text: str) -> None:
     """The worker checks shapes itself."""
     with pytest.raises(ConfigurationRefused, match=text):
-        geometry.check(longest_context=64)
+        shapes.check(longest_context=64)
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (False, 2), (True, 0), (True, 2)])
