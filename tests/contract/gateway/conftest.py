@@ -1,9 +1,27 @@
-"""Each contract test starts from a fake scheduler without requests and faults, and reconnects quickly."""
+"""A gateway over a fake scheduler for each module; each test starts without requests and faults."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from gateway.scheduler_client import connection
-from tests.support.gateway.serving import Stack
+from tests.support.gateway.serving import TEXT, Stack, running_stack
+from tests.support.gateway.tool_templates import folder_with
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[Stack]:
+    """Runs until the module ends and parks no request. Modules that need something else override it."""
+    async with running_stack(TEXT, max_body_bytes=100_000, max_prompts=4, max_parked_requests=0) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer's files of a model that thinks and calls tools as Qwen does."""
+    return folder_with(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture

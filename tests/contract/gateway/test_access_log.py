@@ -53,10 +53,12 @@ async def test_an_answer_has_its_finish_reasons_and_its_first_token(stack: Stack
         (BODY | {"max_tokens": 100_000}, 400, "context_length_exceeded"),
         (BODY | {"model": "other"}, 404, "model_not_found"),
         (BODY | {"n": "two"}, 400, "invalid_value"),
+        (BODY, 429, "rate_limit_exceeded"),
     ],
 )
 async def test_a_refusal_has_its_code(stack: Stack, body: dict[str, object], status: int, code: str) -> None:
     """The log and a counter have the code that the client sees; no sequence counts as failed."""
+    stack.scheduler.refuse = lambda _: Overloaded("full", retry_after_ms=1000)
     start = f'triptych:gateway_errors_total{{code="{code}",handler="/v1/completions"}}'
     before = await metric(stack, start)
     failed = await metric(stack, "vllm:request_success_total")
@@ -68,7 +70,7 @@ async def test_a_refusal_has_its_code(stack: Stack, body: dict[str, object], sta
 
 
 async def test_a_failure_behind_the_first_token_has_its_code_too(stack: Stack) -> None:
-    """The status is 200 by then; the sequence counts as an error of its engine."""
+    """The status is 200 by then, the stream ends properly, and the sequence counts as its engine's error."""
     start = 'vllm:request_success_total{engine="r0",finished_reason="error"'
     before = await metric(stack, start)
     stack.scheduler.pause_after = 1
@@ -77,7 +79,9 @@ async def test_a_failure_behind_the_first_token_has_its_code_too(stack: Stack) -
             chunks = answer.aiter_lines()
             await anext(chunks)
             stack.gateway.client.fail_all(Unavailable("lost for good"))
-            assert "data: [DONE]" in [chunk async for chunk in chunks]
+            *_, error, done = [chunk async for chunk in chunks if chunk]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "service_unavailable"
+    assert done == "data: [DONE]"
     (line,) = [each for each in lines if each["event"] == "request"]
     assert (line["status"], line["error"]) == (200, "service_unavailable")
     assert await metric(stack, start) == before + 1
@@ -102,12 +106,3 @@ async def test_a_client_that_leaves_is_an_abort(stack: Stack) -> None:
     (line,) = [each for each in lines if each["event"] == "request"]
     assert line["client_gone"] is True
     assert await metric(stack, start) == before + 2
-
-
-async def test_a_full_queue_is_an_error_and_no_sequence(stack: Stack) -> None:
-    """A scheduler that refuses a request has run nothing of it."""
-    failed = await metric(stack, "vllm:request_success_total")
-    stack.scheduler.refuse = lambda _: Overloaded("full", retry_after_ms=1000)
-    line = await line_of(stack, BODY)
-    assert (line["status"], line["error"]) == (429, "rate_limit_exceeded")
-    assert await metric(stack, "vllm:request_success_total") == failed

@@ -178,17 +178,3 @@ async def test_a_stream_that_waits_for_a_model_in_vain_ends_with_an_error(
         assert response.status_code == 200
         assert error in response.text
         assert [line["error"] for line in logs if line["event"] == "request"] == ["service_unavailable"]
-
-
-async def test_a_stream_whose_client_leaves_before_there_is_a_model_frees_its_place() -> None:
-    """The client has got comments, and nothing is sent for it later."""
-    async with waiting_gateway() as (gateway, scheduler, port, http):
-        async with http.stream("POST", PROTOCOLS[0][0], json={**CHAT, "stream": True}) as response:
-            await until_alive(response.aiter_lines(), COMMENT)
-            assert len(gateway.client.startup_queue) == 1
-        async with asyncio.timeout(5):
-            while len(gateway.client.startup_queue):
-                await asyncio.sleep(0.01)
-        async with serving(scheduler, port):
-            assert (await http.post(PROTOCOLS[0][0], json=CHAT)).status_code == 200
-        assert len(scheduler.requests) == 1

@@ -65,21 +65,6 @@ async def test_a_model_without_a_usable_tokenizer(tmp_path: Any) -> None:
         assert "no tokenizer.json" in response.json()["error"]["message"]
 
 
-async def test_without_a_scheduler(scheduler: FakeScheduler) -> None:
-    """A gateway reports that its scheduler is away, and finds it when it starts."""
-    async with serving(scheduler) as server:
-        port = server.port
-    async with (
-        running_gateway(port, wait=False) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url) as http,
-    ):
-        assert (await http.get("/health")).status_code == 503
-        assert (await http.get("/version")).status_code == 200
-        async with serving(scheduler, port), asyncio.timeout(10):
-            while (await http.get("/health")).status_code != 200:
-                await asyncio.sleep(0.02)
-
-
 async def test_a_new_tokenizer_is_loaded(
     http: httpx.AsyncClient, gateway: Gateway, scheduler: FakeScheduler, tmp_path: Any
 ) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.contract
 BODIES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "x", "max_tokens": 3},
-    "/v1/embeddings": {"input": "x"},
+    "/v1/embeddings": {"input": ["x", "y"]},
 }
 
 
@@ -63,7 +63,7 @@ async def lost(gateway: Gateway) -> None:
 async def test_a_request_waits_for_the_first_scheduler(
     http: httpx.AsyncClient, gateway: Gateway, scheduler: FakeScheduler, port: int, path: str
 ) -> None:
-    """The request runs when a scheduler has a ready worker, although the gateway did not know its model."""
+    """It has one place, and runs when a scheduler has a ready worker; the gateway did not know its model."""
     scheduler.pooled_size = 4 if path == "/v1/embeddings" else 0
     scheduler.ready = False
     call = asyncio.create_task(http.post(path, json=BODIES[path]))

@@ -31,28 +31,37 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
+def _folder_of(model: str, files: Sequence[str]) -> Path:
+    """Returns a folder with copies of some files of a demo model."""
+    folder = tempfile.TemporaryDirectory(prefix="triptych-test-")
+    atexit.register(folder.cleanup)
+    for name in files:
+        shutil.copy(models.fetch(model) / name, folder.name)
+    return Path(folder.name)
+
+
 @functools.cache
 def smollm2_folder() -> Path:
     """Returns a folder with SmolLM2's tokenizer files and nothing else, as a scheduler sends them."""
-    source = models.fetch("smollm2")
-    folder = tempfile.TemporaryDirectory(prefix="triptych-test-")
-    atexit.register(folder.cleanup)
-    for name in FILES:
-        shutil.copy(source / name, folder.name)
-    return Path(folder.name)
+    return _folder_of("smollm2", FILES)
 
 
 @functools.cache
 def minilm_folder() -> Path:
     """Returns a folder with MiniLM's tokenizer, which joins pairs as BERT does, and with prompts."""
-    source = models.fetch("minilm")
-    folder = tempfile.TemporaryDirectory(prefix="triptych-test-")
-    atexit.register(folder.cleanup)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, folder.name)
+    folder = _folder_of("minilm", FILES[:2])
     prompts = {"prompts": {"query": "ask: ", "document": "tell: "}, "default_prompt_name": "document"}
-    (Path(folder.name) / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    return Path(folder.name)
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    return folder
+
+
+@functools.cache
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """Returns the tokenizer of a folder, which neither pads nor truncates."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 @dataclass
@@ -75,8 +84,25 @@ class Stack:
 
     def reply_with(self, text: str) -> None:
         """Makes ``text`` the answer to every request."""
-        tokenizer = Tokenizer.from_file(str(self.scheduler.folder / "tokenizer.json"))
+        tokenizer = tokenizer_of(self.scheduler.folder)
         self.scheduler.reply = [*tokenizer.encode(text, add_special_tokens=False).ids, 2]
+
+    @property
+    def prompt(self) -> str:
+        """The text of the last request's prompt, with special tokens."""
+        token_ids = list(self.scheduler.requests[-1].prompt_token_ids)
+        return str(tokenizer_of(self.scheduler.folder).decode(token_ids, skip_special_tokens=False))
+
+    async def post(self, path: str, **body: Any) -> Any:
+        """Posts ``body`` and returns the answer's object."""
+        response = await self.http.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def refusal(self, path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        """Posts ``body`` and returns the status and the error."""
+        response = await self.http.post(path, json=body)
+        return response.status_code, response.json()["error"]
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
         """Posts ``body`` and returns the objects of the event stream; the last one is the text "[DONE]"."""
@@ -102,9 +128,16 @@ async def running_stack(
     ``changes`` are settings of the gateway.
     """
     folder = folder or smollm2_folder()
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = tokenizer_of(folder)
     scheduler = FakeScheduler(folder, [*tokenizer.encode(text).ids, 2], aliases=aliases)
     scheduler.vocab_size = max(scheduler.vocab_size, tokenizer.get_vocab_size())
+    async with stack_over(scheduler, **changes) as stack:
+        yield stack
+
+
+@contextlib.asynccontextmanager
+async def stack_over(scheduler: FakeScheduler, **changes: Any) -> AsyncIterator[Stack]:
+    """Runs a gateway over a fake scheduler; ``changes`` are settings of the gateway."""
     async with (
         serving(scheduler) as server,
         running_gateway(server.port, **changes) as gateway,

@@ -1,6 +1,7 @@
 """Chat templates that write tool calls as well-known models do, and tokenizer folders with them."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,8 +59,10 @@ THINKING: Final = TEMPLATES["hermes"].replace(
     "<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n{% elif opened %}<think>\n{% endif %}{% endif %}",
 )
 
+MARKERS: Final = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 
-def folder_with(path: Path, template: str, special_tokens: list[str]) -> Path:
+
+def folder_with(path: Path, template: str = THINKING, special_tokens: Sequence[str] = MARKERS) -> Path:
     """Fills ``path`` with SmolLM2's tokenizer files, another template and further special tokens."""
     for name in FILES:
         shutil.copy(smollm2_folder() / name, path)

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
-from tokenizers import Tokenizer
 
-from tests.support.gateway.serving import CHAT, Stack, smollm2_folder
+from tests.support.gateway.serving import CHAT, Stack, smollm2_folder, tokenizer_of
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -29,7 +28,7 @@ async def test_several_prompts_with_all_of_the_clients_habits(
     stack: Stack, prompt: Any, streamed: bool
 ) -> None:
     """Choices are numbered prompt by prompt and begin with their own prompts, streamed or not."""
-    tokenizer = Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
+    tokenizer = tokenizer_of(smollm2_folder())
     given = [text if isinstance(text, str) else tokenizer.decode(text) for text in prompt]
     texts, logprobs = dict.fromkeys(range(4), ""), dict.fromkeys(range(4), 0)
     async with AsyncOpenAI(base_url=f"{stack.gateway.base_url}/v1", api_key="unused") as client:
@@ -68,13 +67,11 @@ async def test_what_would_change_the_answer_is_refused_by_name(
 async def test_tokens_are_counted_spelled_and_read_back(stack: Stack) -> None:
     """For texts and for conversations; ids beyond the vocabulary are refused, not dropped."""
     for body in ({"prompt": "The capital"}, CHAT, {**CHAT, "add_generation_prompt": False}):
-        answer = (await stack.http.post("/tokenize", json={**body, "return_token_strs": True})).json()
+        answer = await stack.post("/tokenize", **body, return_token_strs=True)
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
         assert answer["max_model_len"] == 512
-        text = (await stack.http.post("/detokenize", json={"tokens": answer["tokens"]})).json()["prompt"]
-        again = (
-            await stack.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})
-        ).json()
+        text = (await stack.post("/detokenize", tokens=answer["tokens"]))["prompt"]
+        again = await stack.post("/tokenize", prompt=text, add_special_tokens=False)
         assert again == {**answer, "token_strs": None}
-    refused = await stack.http.post("/detokenize", json={"tokens": [5, 10**6]})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+    status, error = await stack.refusal("/detokenize", tokens=[5, 10**6])
+    assert (status, error["param"]) == (400, "tokens")

@@ -1,6 +1,7 @@
 """Answers fit the types of OpenAI's own client strictly: no field is missing, of another type, or unknown."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 from gateway.openai.answers import ChatChunk
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import CHAT, Stack, running_stack
-from tests.support.gateway.tool_templates import THINKING, WEATHER, folder_with
+from tests.support.gateway.tool_templates import WEATHER
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -81,11 +82,10 @@ def as_declared(chunk: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def thinking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+async def thinking(qwen_folder: Path) -> AsyncIterator[Stack]:
     """A model that thinks, calls a tool twice, and says something."""
-    special = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-    folder = folder_with(tmp_path_factory.mktemp("qwen"), THINKING, special)
-    async with running_stack(f"<think>\nHm.\n</think>\n\nI look.{CALL}{CALL}", folder=folder) as stack:
+    text = f"<think>\nHm.\n</think>\n\nI look.{CALL}{CALL}"
+    async with running_stack(text, folder=qwen_folder) as stack:
         yield stack
 
 

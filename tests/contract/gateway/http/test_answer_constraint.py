@@ -30,11 +30,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    special = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-    async with running_stack(
-        CALL, folder=folder_with(tmp_path_factory.mktemp("qwen"), THINKING, special)
-    ) as stack:
+async def running(qwen_folder: Path) -> AsyncIterator[Stack]:
+    async with running_stack(CALL, folder=qwen_folder) as stack:
         yield stack
 
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.serving import CHAT, TEXT, Stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -105,13 +104,3 @@ async def test_stop_strings(
     assert choice["stop_reason"] == (stop if isinstance(stop, str) else ".")
     assert usage["completion_tokens"] <= 7
     await stack.scheduler.until(lambda: bool(stack.scheduler.aborted) or tokens_per_event == 100)
-
-
-async def test_the_models_defaults_apply(stack: Stack) -> None:
-    """Set parameters reach the scheduler; unset ones are not filled in."""
-    await stack.http.post(
-        "/v1/completions", json={"prompt": "x", "temperature": 0, "seed": 5, "top_k": 3, "max_tokens": 2}
-    )
-    assert stack.scheduler.requests[0].sampling == pb.SamplingParams(
-        temperature=0, seed=5, top_k=3, max_tokens=2
-    )

@@ -53,18 +53,6 @@ async def test_one_refused_prompt_fails_the_whole_body(stack: Stack) -> None:
     await stack.scheduler.until(lambda: [name[-2:] for name in stack.scheduler.aborted] == ["-0"])
 
 
-async def test_an_error_in_mid_stream(stack: Stack) -> None:
-    """The stream sends an error object and still ends properly."""
-    stack.scheduler.pause_after = 3
-    async with stack.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
-        lines = response.aiter_lines()
-        await anext(lines)
-        stack.gateway.client.fail_all(Unavailable("lost for good"))
-        rest = [line async for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
-
-
 async def test_a_token_that_cannot_be_written_ends_its_stream_alone(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,16 +11,6 @@ from tests.support.gateway.serving import CHAT, Stack
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 
-async def test_health_follows_the_scheduler(stack: Stack) -> None:
-    """Health is 200 only while a replica is ready; otherwise the answer has the reason."""
-    assert (await stack.http.get("/health")).status_code == 200
-    stack.scheduler.ready = False
-    response = await stack.http.get("/health")
-    assert response.status_code == 503
-    assert "compiling 3 of 7" in response.json()["error"]["message"]
-    assert "retry-after" in response.headers
-
-
 async def test_version_and_metrics(stack: Stack) -> None:
     """Counts, latencies and tokens appear under vLLM's names."""
     assert (await stack.http.get("/version")).json() == {"version": VERSION}

@@ -1,13 +1,14 @@
 """Log-probabilities of prompts: they arrive in parts, and long ones are encoded in a thread."""
 
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from gateway.generation.logprobs import Reporter, TokenReport
+from gateway.generation.logprobs import Reporter
 from gateway.generation.sequence_text import Prompt
 from tests.support.gateway.serving import Stack, running_stack
 
@@ -25,9 +26,7 @@ async def running() -> AsyncIterator[Stack]:
 
 
 async def choices(stack: Stack, body: dict[str, Any]) -> list[dict[str, Any]]:
-    response = await stack.http.post(PATH, json=body)
-    assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["choices"]
+    found: list[dict[str, Any]] = (await stack.post(PATH, **body))["choices"]
     return found
 
 
@@ -68,34 +67,24 @@ async def test_long_prompts_are_encoded_in_a_thread(stack: Stack, monkeypatch: p
 
     The reports of an echo are made once per prompt.
     """
-    threads: dict[str, list[str]] = {"report": [], "prompt": [], "completion": []}
-    report, prompt, completion = Prompt.report, Reporter.prompt, Reporter.completion
+    calls: list[tuple[str, str]] = []
 
-    def noted(name: str) -> None:
-        threads[name].append(threading.current_thread().name)
+    def note(kind: type, name: str) -> None:
+        function = getattr(kind, name)
 
-    def noted_report(self: Prompt, *args: Any) -> None:
-        noted("report")
-        report(self, *args)
+        def noted(self: Any, *args: Any) -> Any:
+            if name != "completion" or len(args[0]) > 100:
+                calls.append((name, threading.current_thread().name))
+            return function(self, *args)
 
-    def noted_prompt(self: Reporter, *args: Any) -> Any:
-        noted("prompt")
-        return prompt(self, *args)
+        monkeypatch.setattr(kind, name, noted)
 
-    def noted_completion(self: Reporter, tokens: Sequence[TokenReport]) -> Any:
-        if len(tokens) > 100:
-            noted("completion")
-        return completion(self, tokens)
-
-    monkeypatch.setattr(Prompt, "report", noted_report)
-    monkeypatch.setattr(Reporter, "prompt", noted_prompt)
-    monkeypatch.setattr(Reporter, "completion", noted_completion)
+    note(Prompt, "report")
+    note(Reporter, "prompt")
+    note(Reporter, "completion")
     long = {"prompt": list(range(100, 500)), "max_tokens": 2, "n": 2, "logprobs": 5}
     found = await choices(stack, {**long, "prompt_logprobs": 5, "echo": True})
     assert [len(choice["prompt_logprobs"]) for choice in found] == [400, 400]
     await stack.stream(PATH, {**long, "echo": True})
-    assert len(threads["report"]) == 2
-    assert len(threads["prompt"]) == 1
-    assert len(threads["completion"]) == 4
-    names = [name for noted in threads.values() for name in noted]
-    assert all(name.startswith("text") for name in names)
+    assert Counter(name for name, _ in calls) == {"report": 2, "prompt": 1, "completion": 4}
+    assert all(thread.startswith("text") for _, thread in calls)

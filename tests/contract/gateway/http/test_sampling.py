@@ -10,11 +10,11 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from protos.triptych.v1 import inference_pb2 as inference
-from tests.support.gateway.serving import CHAT, Stack, running_stack, smollm2_folder
+from tests.support.gateway.serving import CHAT, Stack, running_stack, smollm2_folder, tokenizer_of
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
+PATH = "/v1/completions"
 TEXT = "Paris is the capital of 日本 🇫🇷 too."
 
 
@@ -26,14 +26,7 @@ async def running() -> AsyncIterator[Stack]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(smollm2_folder() / "tokenizer.json"))
-
-
-async def post(stack: Stack, path: str = "/v1/completions", **body: Any) -> dict[str, Any]:
-    response = await stack.http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return tokenizer_of(smollm2_folder())
 
 
 def texts(stack: Stack, tokenizer: Tokenizer, n: int) -> list[str]:
@@ -43,7 +36,7 @@ def texts(stack: Stack, tokenizer: Tokenizer, n: int) -> list[str]:
 
 async def test_choices_are_numbered_prompt_by_prompt(stack: Stack, tokenizer: Tokenizer) -> None:
     """Two prompts with three choices each are two requests; the usage counts each prompt once."""
-    answer = await post(stack, prompt=["a b", "c"], n=3, max_tokens=99)
+    answer = await stack.post(PATH, prompt=["a b", "c"], n=3, max_tokens=99)
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     assert [choice["text"] for choice in answer["choices"]] == 2 * texts(stack, tokenizer, 3)
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
@@ -56,7 +49,7 @@ async def test_choices_are_numbered_prompt_by_prompt(stack: Stack, tokenizer: To
 
 async def test_choices_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
     """Each choice of a stream opens with its role and ends once, with the same text as a collected one."""
-    answer = await post(stack, "/v1/chat/completions", **CHAT, n=2)
+    answer = await stack.post("/v1/chat/completions", **CHAT, n=2)
     assert [one["message"]["content"] for one in answer["choices"]] == texts(stack, tokenizer, 2)
     chunks = await stack.stream("/v1/chat/completions", {**CHAT, "n": 2})
     streamed, ends = ["", ""], []
@@ -75,7 +68,7 @@ async def test_a_stop_string_ends_one_choice(stack: Stack, tokenizer: Tokenizer)
     """Only the first choice contains the stop string, so only it is aborted at the scheduler."""
     # The first choice has ended by then, and no other one.
     stack.scheduler.pause_after = 3
-    answering = asyncio.create_task(post(stack, prompt="x", n=3, max_tokens=99, stop=["Paris"]))
+    answering = asyncio.create_task(stack.post(PATH, prompt="x", n=3, max_tokens=99, stop=["Paris"]))
     await stack.scheduler.until(lambda: bool(stack.scheduler.aborted))
     await stack.scheduler.resume()
     answer = await answering
@@ -93,7 +86,7 @@ async def test_choices_survive_a_broken_stream(stack: Stack, tokenizer: Tokenize
     None is lost or doubled, and ended ones do not run again.
     """
     stack.scheduler.break_after = len(stack.scheduler.reply) - 2
-    answer = await post(stack, prompt="x", n=4, max_tokens=99, logprobs=0, stop=["Paris"])
+    answer = await stack.post(PATH, prompt="x", n=4, max_tokens=99, logprobs=0, stop=["Paris"])
     assert [one["text"] for one in answer["choices"]] == ["", *texts(stack, tokenizer, 4)[1:]]
     for sequence, choice in enumerate(answer["choices"][1:], start=1):
         assert len(choice["logprobs"]["tokens"]) == len(stack.scheduler.reply) - sequence
@@ -111,7 +104,7 @@ async def test_logprobs_of_a_completion(stack: Stack, tokenizer: Tokenizer) -> N
     The chosen token is always among the likeliest, and offsets point into the text.
     """
     reply = stack.scheduler.reply
-    answer = await post(stack, prompt="x", logprobs=1, max_tokens=99)
+    answer = await stack.post(PATH, prompt="x", logprobs=1, max_tokens=99)
     (choice,) = answer["choices"]
     found = choice["logprobs"]
     assert set(found) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
@@ -134,7 +127,7 @@ async def test_logprobs_are_streamed_as_they_are_collected(stack: Stack) -> None
     """Streamed columns equal the collected ones, even if text is held back for a stop string."""
     for stop in ([], ["capital of nothing"]):
         body: dict[str, Any] = {"prompt": "x", "logprobs": 2, "max_tokens": 99, "stop": stop}
-        whole = (await post(stack, **body))["choices"][0]
+        whole = (await stack.post(PATH, **body))["choices"][0]
         chunks = [chunk["choices"][0] for chunk in (await stack.stream("/v1/completions", body))[:-1]]
         assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
         for column in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
@@ -148,7 +141,7 @@ async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
     All bytes make the text, even if a token is a part of a character.
     """
     body = {**CHAT, "logprobs": True, "top_logprobs": 2}
-    answer = await post(stack, "/v1/chat/completions", **body)
+    answer = await stack.post("/v1/chat/completions", **body)
     content = answer["choices"][0]["logprobs"]["content"]
     assert len(content) == len(stack.scheduler.reply)
     assert set(content[0]) == {"token", "logprob", "bytes", "top_logprobs"}
@@ -164,7 +157,7 @@ async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
         for entry in chunk["choices"][0]["logprobs"]["content"]
     ]
     assert streamed == content
-    bare = await post(stack, "/v1/chat/completions", **CHAT, logprobs=True)
+    bare = await stack.post("/v1/chat/completions", **CHAT, logprobs=True)
     assert {len(entry["top_logprobs"]) for entry in bare["choices"][0]["logprobs"]["content"]} == {0}
     assert stack.scheduler.requests[-1].sampling.HasField("logprobs")
     assert stack.scheduler.requests[-1].sampling.logprobs == 0
@@ -172,7 +165,7 @@ async def test_logprobs_of_a_chat(stack: Stack, tokenizer: Tokenizer) -> None:
 
 async def test_tokens_may_be_written_as_ids(stack: Stack) -> None:
     """return_tokens_as_token_ids writes ids, which are unambiguous."""
-    answer = await post(stack, prompt="x", logprobs=1, max_tokens=2, return_tokens_as_token_ids=True)
+    answer = await stack.post(PATH, prompt="x", logprobs=1, max_tokens=2, return_tokens_as_token_ids=True)
     found = answer["choices"][0]["logprobs"]
     assert found["tokens"] == [f"token_id:{token}" for token in stack.scheduler.reply[:2]]
     assert found["top_logprobs"][0] == {found["tokens"][0]: -1.0, "token_id:7": -0.25}
@@ -184,7 +177,7 @@ async def test_prompt_logprobs(stack: Stack, tokenizer: Tokenizer) -> None:
     Chats have them beside their choices.
     """
     prompt = tokenizer.encode("The capital of France").ids
-    answer = await post(stack, prompt=[prompt, [5]], n=2, max_tokens=1, prompt_logprobs=1)
+    answer = await stack.post(PATH, prompt=[prompt, [5]], n=2, max_tokens=1, prompt_logprobs=1)
     found = [choice["prompt_logprobs"] for choice in answer["choices"]]
     assert found[0] == found[1]
     assert found[2] == found[3] == [None]
@@ -197,13 +190,11 @@ async def test_prompt_logprobs(stack: Stack, tokenizer: Tokenizer) -> None:
         }  # fmt: skip
         assert entry[top]["rank"] == 1
         assert set(entry) == {own, top}
-    chat = await post(stack, "/v1/chat/completions", **CHAT, max_tokens=1, prompt_logprobs=0)
+    chat = await stack.post("/v1/chat/completions", **CHAT, max_tokens=1, prompt_logprobs=0)
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
     assert {len(entry) for entry in chat["prompt_logprobs"][1:]} == {1}
-    refused = await stack.http.post(
-        "/v1/completions", json={"prompt": "x", "prompt_logprobs": 1, "stream": True}
-    )
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+    status, error = await stack.refusal(PATH, prompt="x", prompt_logprobs=1, stream=True)
+    assert (status, error["param"]) == (400, "prompt_logprobs")
 
 
 async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
@@ -213,13 +204,13 @@ async def test_echo(stack: Stack, tokenizer: Tokenizer) -> None:
     """
     prompt = "The capital of France"
     ids = tokenizer.encode(prompt).ids
-    plain = await post(stack, prompt=[prompt, "hm"], max_tokens=2)
-    answer = await post(stack, prompt=[prompt, "hm"], max_tokens=2, echo=True)
+    plain = await stack.post(PATH, prompt=[prompt, "hm"], max_tokens=2)
+    answer = await stack.post(PATH, prompt=[prompt, "hm"], max_tokens=2, echo=True)
     for given, one, echoed in zip([prompt, "hm"], plain["choices"], answer["choices"], strict=True):
         assert echoed["text"] == given + one["text"]
     assert answer["usage"] == plain["usage"]
     body: dict[str, Any] = {"prompt": ids, "max_tokens": 2, "echo": True, "logprobs": 1}
-    whole = (await post(stack, **body))["choices"][0]
+    whole = (await stack.post(PATH, **body))["choices"][0]
     assert whole["text"] == prompt + plain["choices"][0]["text"]
     found = whole["logprobs"]
     assert found["tokens"] == [tokenizer.decode([token]) for token in [*ids, *stack.scheduler.reply[:2]]]
@@ -240,39 +231,24 @@ async def test_a_prompt_alone_is_scored(stack: Stack, tokenizer: Tokenizer) -> N
     Evaluation harnesses score prompts this way.
     """
     prompt = "The capital of France"
-    answer = await post(stack, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+    answer = await stack.post(PATH, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
     (choice,) = answer["choices"]
     assert choice["text"] == prompt
     assert choice["finish_reason"] == "length"
     assert len(choice["logprobs"]["tokens"]) == len(tokenizer.encode(prompt).ids)
     assert answer["usage"]["completion_tokens"] == 0
-    refused = await stack.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 0})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+    status, error = await stack.refusal(PATH, prompt="x", max_tokens=0)
+    assert (status, error["param"]) == (400, "max_tokens")
 
 
-async def test_every_parameter_reaches_the_scheduler(stack: Stack, tokenizer: Tokenizer) -> None:
-    """Parameters arrive under the wire's names.
-
-    Bad words become token sequences, with and without a leading space.
-    """
-    await post(
-        stack, prompt="x", max_tokens=9, min_tokens=2, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.5,
-        logit_bias={"5": -100, "6": 1.5}, allowed_token_ids=[5, 6], bad_words=["Paris", " of France"], top_k=-1,
-    )  # fmt: skip
-    sampling = stack.scheduler.requests[-1].sampling
-    assert (sampling.min_tokens, sampling.max_tokens) == (2, 9)
-    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
-        0.5,
-        -0.5,
-        1.5,
-    )
-    assert dict(sampling.logit_bias) == {5: -100.0, 6: 1.5}
-    assert list(sampling.allowed_token_ids) == [5, 6]
-    assert [list(word.token_ids) for word in sampling.bad_words] == [
+async def test_bad_words_become_sequences_of_tokens(stack: Stack, tokenizer: Tokenizer) -> None:
+    """With and without a leading space; a single choice needs no number."""
+    await stack.post(PATH, prompt="x", max_tokens=2, bad_words=["Paris", " of France"])
+    request = stack.scheduler.requests[-1]
+    assert [list(word.token_ids) for word in request.sampling.bad_words] == [
         tokenizer.encode(text).ids for text in ("Paris", " Paris", "of France", " of France")
     ]
-    assert not sampling.HasField("top_k")
-    assert not stack.scheduler.requests[-1].HasField("n")
+    assert not request.HasField("n")
 
 
 @pytest.mark.parametrize(
@@ -283,51 +259,35 @@ async def test_every_parameter_reaches_the_scheduler(stack: Stack, tokenizer: To
 async def test_truncation(stack: Stack, keep: int, side: str | None, kept: slice) -> None:
     """The last tokens stay, or the first; -1 leaves room for the answer in a context of 512."""
     prompt = list(range(10, 610)) if keep == -1 else list(range(10, 60))
-    await post(stack, prompt=prompt, max_tokens=2, truncate_prompt_tokens=keep, truncation_side=side)
+    await stack.post(PATH, prompt=prompt, max_tokens=2, truncate_prompt_tokens=keep, truncation_side=side)
     assert list(stack.scheduler.requests[-1].prompt_token_ids) == prompt[kept]
 
 
 async def test_truncation_of_a_chat_and_of_an_echo(stack: Stack, tokenizer: Tokenizer) -> None:
     """A template's tokens are cut like any others, and the echo omits the removed ones."""
-    await post(stack, "/v1/chat/completions", **CHAT, max_tokens=1, truncate_prompt_tokens=2)
+    await stack.post("/v1/chat/completions", **CHAT, max_tokens=1, truncate_prompt_tokens=2)
     assert len(stack.scheduler.requests[-1].prompt_token_ids) == 2
-    answer = await post(
-        stack, prompt="The capital of France", max_tokens=0, echo=True, truncate_prompt_tokens=2
+    answer = await stack.post(
+        PATH, prompt="The capital of France", max_tokens=0, echo=True, truncate_prompt_tokens=2
     )
     assert answer["choices"][0]["text"] == " of France"
 
 
 HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"n": 10**9}, "n"),
-    ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
     ({"prompt": ["a"] * 100, "n": 2}, "n"),
-    ({"best_of": 2}, "best_of"),
     ({"n": 3, "best_of": 2}, "best_of"),
     ({"stop": ["x"] * 100_000}, "stop"),
     ({"stop": ["x" * 1_000_000]}, "stop"),
     ({"bad_words": ["x"] * 100_000}, "bad_words"),
     ({"bad_words": ["x" * 1_000_000]}, "bad_words"),
     ({"bad_words": [" "]}, "bad_words"),
-    ({"bad_words": "x"}, "bad_words"),
     ({"logit_bias": {str(n): 1 for n in range(100_000)}}, "logit_bias"),
-    ({"logit_bias": {"49152": 1}}, "logit_bias"),
-    ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"9" * 5_000: 1}}, "logit_bias"),
     ({"allowed_token_ids": [1] * 2_000_000}, "allowed_token_ids"),
-    ({"allowed_token_ids": [49152]}, "allowed_token_ids"),
-    ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"stop_token_ids": [1] * 2_000_000}, "stop_token_ids"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"logprobs": -1}, "logprobs"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs"),
-    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 10**9}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 512}, "truncate_prompt_tokens"),
-    ({"truncation_side": "middle"}, "truncation_side"),
-    ({"min_tokens": 17}, "min_tokens"),
 ]
 
 
@@ -343,11 +303,11 @@ async def test_hostile_parameters_are_refused_fast_and_by_name(stack: Stack) -> 
         "logit_bias": {str(n): 1 for n in range(1000)},
     }
     began = time.process_time()
-    await post(stack, **large)
+    await stack.post(PATH, **large)
     honest = time.process_time() - began
     for changes, param in HOSTILE:
         body = json.dumps({"prompt": "x", **changes})
-        beside = asyncio.create_task(post(stack, prompt="x"))
+        beside = asyncio.create_task(stack.post(PATH, prompt="x"))
         began = time.process_time()
         response = await stack.http.post("/v1/completions", content=body)
         took = time.process_time() - began
@@ -362,11 +322,5 @@ async def test_hostile_parameters_are_refused_fast_and_by_name(stack: Stack) -> 
 async def test_top_logprobs_need_logprobs(stack: Stack) -> None:
     """top_logprobs needs logprobs, and has OpenAI's limit."""
     for body in ({"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}):
-        response = await stack.http.post("/v1/chat/completions", json={**CHAT, **body})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "top_logprobs")
-
-
-async def test_best_of_n_is_n(stack: Stack) -> None:
-    """Clients that send both, with the same value, are served."""
-    assert len((await post(stack, prompt="x", n=2, best_of=2))["choices"]) == 2
-    assert inference.GenerateRequest.FromString(stack.scheduler.requests[-1].SerializeToString()).n == 2
+        status, error = await stack.refusal("/v1/chat/completions", **CHAT, **body)
+        assert (status, error["param"]) == (400, "top_logprobs")

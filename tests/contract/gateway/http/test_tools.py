@@ -9,13 +9,12 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer
 
 from gateway.openai.answers import ChatCompletion
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack, running_stack
 from tests.support.gateway.tool_requests import accepts
-from tests.support.gateway.tool_templates import THINKING, TIME, WEATHER, folder_with
+from tests.support.gateway.tool_templates import TIME, WEATHER
 
 # The grammar of the tool's arguments: listed properties only.
 CLOSED = {**WEATHER["function"]["parameters"], "additionalProperties": False}
@@ -23,7 +22,6 @@ CLOSED = {**WEATHER["function"]["parameters"], "additionalProperties": False}
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 PATH = "/v1/chat/completions"
-SPECIAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 ASK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Weather in Paris?"}],
     "tools": [WEATHER, TIME],
@@ -32,9 +30,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    folder = folder_with(tmp_path_factory.mktemp("qwen"), THINKING, SPECIAL)
-    async with running_stack(CALL, folder=folder) as stack:
+async def running(qwen_folder: Path) -> AsyncIterator[Stack]:
+    async with running_stack(CALL, folder=qwen_folder) as stack:
         yield stack
 
 
@@ -53,10 +50,9 @@ async def plain() -> AsyncIterator[Stack]:
 
 
 async def collected(stack: Stack, **body: Any) -> dict[str, Any]:
-    response = await stack.http.post(PATH, json={**ASK, **body})
-    assert response.status_code == 200, response.text
-    check_answer(ChatCompletion, response.json())
-    choice: dict[str, Any] = response.json()["choices"][0]
+    answer = await stack.post(PATH, **{**ASK, **body})
+    check_answer(ChatCompletion, answer)
+    choice: dict[str, Any] = answer["choices"][0]
     return choice
 
 
@@ -148,18 +144,6 @@ async def test_choice_none_parses_no_calls(stack: Stack) -> None:
     assert answer["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_cut_off_arguments(stack: Stack, stream: bool) -> None:
-    """max_tokens inside the arguments leaves them cut, with the reason "length"."""
-    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
-    cut = len(tokenizer.encode(CALL.partition("Par")[0], add_special_tokens=False).ids)
-    answer = (await streamed(stack, max_tokens=cut))[0] if stream else await collected(stack, max_tokens=cut)
-    ((name, arguments),) = functions(answer)
-    assert name == "get_weather"
-    assert '{"city": "Paris"}'.startswith(arguments)
-    assert answer["finish_reason"] == "length"
-
-
 async def test_a_stop_string_within_a_call(stack: Stack) -> None:
     """A stop string ends the text even inside a call, as in vLLM."""
     answer = await collected(stack, stop=["Paris"])
@@ -216,9 +200,7 @@ async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) 
     assert answer["finish_reason"] == "tool_calls"
     elements = structural_tag(plain)["format"]["elements"]
     assert (elements[0]["value"], elements[-1]["value"]) == ("[", "]")
-    tokenizer = Tokenizer.from_file(str(plain.scheduler.folder / "tokenizer.json"))
-    prompt = tokenizer.decode(list(plain.scheduler.requests[-1].prompt_token_ids), skip_special_tokens=False)
-    assert '"description": "The weather of a city."' in prompt
+    assert '"description": "The weather of a city."' in plain.prompt
     plain.reply_with('{"city": "Paris"}')
     answer = await ask(tool_choice={"type": "function", "function": {"name": "get_weather"}})
     assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
@@ -229,14 +211,11 @@ async def test_models_without_a_format_of_their_own(plain: Stack, stream: bool) 
 
 async def test_optional_calls_need_a_parser(plain: Stack) -> None:
     """A model whose calls could not be found is not asked for any: the request is refused."""
-    response = await plain.http.post(PATH, json=ASK)
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert (error["param"], error["code"]) == ("tool_choice", "unsupported_parameter")
+    status, error = await plain.refusal(PATH, **ASK)
+    assert (status, error["param"], error["code"]) == (400, "tool_choice", "unsupported_parameter")
     assert "--tool-call-parser" in error["message"]
-    without = await plain.http.post(PATH, json={"messages": ASK["messages"]})
-    none = await plain.http.post(PATH, json={**ASK, "tool_choice": "none"})
-    assert (without.status_code, none.status_code) == (200, 200)
+    await plain.post(PATH, messages=ASK["messages"])
+    await plain.post(PATH, **ASK, tool_choice="none")
     # Nor does the prompt describe tools that may not be called.
     assert len({tuple(request.prompt_token_ids) for request in plain.scheduler.requests[-2:]}) == 1
 
@@ -253,16 +232,12 @@ async def test_a_conversation_with_calls(stack: Stack) -> None:
     ]  # fmt: skip
     body = {**ASK, "messages": messages}
     await collected(stack, **body)
-    prompt = (
-        await stack.http.post(
-            "/detokenize", json={"tokens": list(stack.scheduler.requests[-1].prompt_token_ids)}
-        )
-    ).json()["prompt"]
+    prompt = stack.prompt
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>' in prompt
     assert "<think>\nLook it up.\n</think>" in prompt
     assert "<|im_start|>tool\n12 degrees<|im_end|>" in prompt
     assert '"description": "The weather of a city."' in prompt
-    counted = (await stack.http.post("/tokenize", json=body)).json()
+    counted = await stack.post("/tokenize", **body)
     assert counted["tokens"] == list(stack.scheduler.requests[-1].prompt_token_ids)
 
 
@@ -363,21 +338,13 @@ async def test_hostile_requests_are_refused_fast(stack: Stack, body: dict[str, A
     assert not stack.scheduler.requests
 
 
-async def test_arguments_longer_than_a_body(stack: Stack) -> None:
-    """A body beyond the limit is not even read."""
-    call = {"id": "a", "function": {"name": "f", "arguments": "x" * 10_000_000}}
-    response = await stack.http.post(PATH, json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
-    assert response.status_code == 413
-
-
 async def test_arguments_deeper_than_a_template_can_write(stack: Stack, plain: Stack) -> None:
     """A failing template is the client's error, whatever it does with the arguments."""
     call = {"id": "a", "function": {"name": "f", "arguments": '{"a":' * 1000 + "1" + "}" * 1000}}
     turns = [*ASK["messages"], {"role": "assistant", "tool_calls": [call]}, *ASK["messages"]]
     for one in (stack, plain):
-        response = await one.http.post(PATH, json={"messages": turns})
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "messages"
+        status, error = await one.refusal(PATH, messages=turns)
+        assert (status, error["param"]) == (400, "messages")
 
 
 async def test_a_parser_by_name(tmp_path: Path) -> None:
@@ -434,30 +401,14 @@ async def test_a_function_without_parameters_gets_an_empty_object(
     """The grammar leaves the model nothing else to write, in the model's own format and in the list."""
     function = {"name": "now", **({} if parameters is ... else {"parameters": parameters})}
     body = {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
-    stack.reply_with('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>')
-    plain.reply_with("{}" if isinstance(choice, dict) else '[{"name": "now", "parameters": {}}]')
-    for one in (stack, plain):
+    own = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    general = "{}" if isinstance(choice, dict) else '[{"name": "now", "parameters": {}}]'
+    for one, text in ((stack, own), (plain, general)):
+        one.reply_with(text)
         assert functions(await collected(one, **body)) == [("now", "{}")]
         constraint = one.scheduler.requests[-1].sampling.structured_output
-        text = Tokenizer.from_file(str(one.scheduler.folder / "tokenizer.json")).decode(
-            one.scheduler.reply[:-1], skip_special_tokens=False
-        )
         assert accepts(constraint, text)
         assert not accepts(constraint, text.replace("{}", '{"a": 1}'))
-
-
-@pytest.mark.parametrize(
-    "parameters", [{**EMPTY, "additionalProperties": True}, {**EMPTY, "additionalProperties": {}}]
-)
-async def test_an_open_function_may_get_properties(plain: Stack, parameters: Any) -> None:
-    """A schema that allows further properties by name is kept."""
-    plain.reply_with('[{"name": "now", "parameters": {"a": 1}}]')
-    tools = [{"type": "function", "function": {"name": "now", "parameters": parameters}}]
-    assert functions(await collected(plain, tools=tools, tool_choice="required")) == [("now", '{"a": 1}')]
-    assert accepts(
-        plain.scheduler.requests[-1].sampling.structured_output,
-        '[{"name": "now", "parameters": {"a": 1}}]',
-    )
 
 
 NULLS: Any = {
@@ -511,6 +462,4 @@ async def test_a_custom_tool_is_a_function_with_one_text(stack: Stack, choice: A
     stack.reply_with(CALL.replace("get_weather", "run_sql").replace('{"city": "Paris"}', arguments))
     answer = await collected(stack, messages=messages, tools=[tool], tool_choice=choice)
     assert functions(answer) == [("run_sql", arguments)]
-    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
-    prompt = tokenizer.decode(list(stack.scheduler.requests[-1].prompt_token_ids))
-    assert all(words in prompt for words in ("start: /SELECT .+/", "SELECT 'é'", "Runs SQL."))
+    assert all(words in stack.prompt for words in ("start: /SELECT .+/", "SELECT 'é'", "Runs SQL."))

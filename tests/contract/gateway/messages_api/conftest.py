@@ -1,22 +1,18 @@
 """A gateway over a fake scheduler whose model thinks and calls tools, and Anthropic's client of it."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import anthropic
-import pytest
 import pytest_asyncio
 
 from tests.support.gateway.serving import Stack, running_stack
-from tests.support.gateway.tool_templates import THINKING, folder_with
-
-SPECIAL = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+async def running(qwen_folder: Path) -> AsyncIterator[Stack]:
     """Runs until the module ends and parks no request."""
-    folder = folder_with(tmp_path_factory.mktemp("qwen"), THINKING, SPECIAL)
-    async with running_stack("x", folder=folder, max_body_bytes=100_000, max_parked_requests=0) as stack:
+    async with running_stack("x", folder=qwen_folder, max_body_bytes=100_000, max_parked_requests=0) as stack:
         yield stack
 
 

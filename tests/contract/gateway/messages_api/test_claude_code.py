@@ -76,8 +76,7 @@ async def test_a_turn_with_a_call(stack: Stack, client: anthropic.AsyncAnthropic
     stack.reply_with("One file.")
     async with client.beta.messages.stream(**ASK, messages=turns) as stream:
         assert await stream.get_final_text() == "One file."
-    text = stack.gateway.app.state.context.watcher.served().text
-    prompt = text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    prompt = stack.prompt
     assert f"<think>\nLet me see.\n</think>\n\nI look.{CALL}<|im_end|>" in prompt
     assert "<|im_start|>tool\na.txt<|im_end|>\n<|im_start|>user\n<system-reminder>" in prompt
     assert "billing" not in prompt
@@ -129,8 +128,7 @@ async def test_histories_that_began_elsewhere(
     turns = [*before, turn, *([] if role == "user" else [said("Go on.")])]
     stack.reply_with("Fine.")
     await client.messages.create(model="smollm2", max_tokens=50, messages=turns)
-    text = stack.gateway.app.state.context.watcher.served().text
-    prompt = text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    prompt = stack.prompt
     assert expected in prompt
     assert "And then?" in prompt
     assert "JVBERi0" not in prompt

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-import httpx
 import orjson
 import pytest
 import pytest_asyncio
@@ -17,47 +16,43 @@ from gateway.pooling.schemas import ClassificationList, PoolingList, PoolingRequ
 from gateway.text.tokenization import TextWorker
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.documented import check_answer
-from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from tests.support.gateway.serving import Stack, minilm_folder, running_gateway
+from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.serving import Stack, minilm_folder, stack_over
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 LABELS = ["sad", "calm", "glad"]
 
 
-async def stack_of(**fields: Any) -> AsyncIterator[Stack]:
-    scheduler = FakeScheduler(minilm_folder(), model="feelings", max_model_len=16, **fields)
-    async with (
-        serving(scheduler) as server,
-        running_gateway(server.port) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
-    ):
-        yield Stack(scheduler, gateway, http)
+def scheduler_of(**fields: Any) -> FakeScheduler:
+    return FakeScheduler(minilm_folder(), model="feelings", max_model_len=16, **fields)
+
+
+OF_TOKENS = scheduler_of(
+    pooled_size=2,
+    pool_tasks=(pb.POOL_TASK_TOKEN_EMBED,),
+    pool_values=lambda request: [value for token in request.prompt_token_ids for value in (token, 0.5)],
+)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
     """A classifier with three classes."""
-    async for stack in stack_of(
+    scheduler = scheduler_of(
         pooled_size=3,
         pool_tasks=(pb.POOL_TASK_CLASSIFY,),
         pooling_info=pb.PoolingInfo(labels=LABELS),
         pool_values=lambda request: (
             [0.25, 0.5, 0.25] if 7 in request.prompt_token_ids else [0.125, 0.25, 0.625]
         ),
-    ):
+    )
+    async with stack_over(scheduler) as stack:
         yield stack
-
-
-async def post(stack: Stack, path: str, **body: Any) -> Any:
-    response = await stack.http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 async def test_each_input_has_its_likeliest_class(stack: Stack) -> None:
     """With all probabilities, in the order of the labels."""
-    body = await post(stack, "/classify", input=[[5], [7]], use_activation=False)
+    body = await stack.post("/classify", input=[[5], [7]], use_activation=False)
     check_answer(ClassificationList, body)
     assert body["data"] == [
         {"index": 0, "label": "glad", "probs": [0.125, 0.25, 0.625], "num_classes": 3},
@@ -70,8 +65,8 @@ async def test_each_input_has_its_likeliest_class(stack: Stack) -> None:
 
 async def test_a_classifier_of_several_classes_does_not_score(stack: Stack) -> None:
     """The refusal names what it serves and the route for it."""
-    response = await stack.http.post("/score", json={"text_1": "a", "text_2": "b"})
-    assert response.json()["error"]["message"] == (
+    _, error = await stack.refusal("/score", text_1="a", text_2="b")
+    assert error["message"] == (
         "'feelings' serves classify, not score or embed or token_embed; use /classify"
     )
 
@@ -79,25 +74,21 @@ async def test_a_classifier_of_several_classes_does_not_score(stack: Stack) -> N
 @pytest.mark.parametrize("task", [None, "classify"])
 async def test_results_as_they_are(stack: Stack, task: str | None) -> None:
     """The model's own task is the default."""
-    body = await post(stack, "/pooling", input=[5], task=task)
+    body = await stack.post("/pooling", input=[5], task=task)
     check_answer(PoolingList, body)
     assert body["data"] == [{"index": 0, "object": "pooling", "data": [0.125, 0.25, 0.625]}]
-    encoded = await post(stack, "/pooling", input=[5], task=task, encoding_format="base64")
+    encoded = await stack.post("/pooling", input=[5], task=task, encoding_format="base64")
     assert struct.unpack("<3f", base64.b64decode(encoded["data"][0]["data"])) == (0.125, 0.25, 0.625)
 
 
 async def test_tokens_have_a_row_each() -> None:
     """A model of tokens answers with a matrix for each text; base64 has its rows one after the other."""
-    async for stack in stack_of(
-        pooled_size=2,
-        pool_tasks=(pb.POOL_TASK_TOKEN_EMBED,),
-        pool_values=lambda request: [value for token in request.prompt_token_ids for value in (token, 0.5)],
-    ):
-        body = await post(stack, "/pooling", input=[[5, 6, 7], [8]], dimensions=2)
+    async with stack_over(OF_TOKENS) as stack:
+        body = await stack.post("/pooling", input=[[5, 6, 7], [8]], dimensions=2)
         check_answer(PoolingList, body)
         assert [entry["data"] for entry in body["data"]] == [[[5, 0.5], [6, 0.5], [7, 0.5]], [[8, 0.5]]]
         assert [each.dimensions for each in stack.scheduler.pooled] == [2, 2]
-        encoded = await post(stack, "/pooling", input=[5, 6], encoding_format="base64")
+        encoded = await stack.post("/pooling", input=[5, 6], encoding_format="base64")
         assert struct.unpack("<4f", base64.b64decode(encoded["data"][0]["data"])) == (5, 0.5, 6, 0.5)
 
 
@@ -131,31 +122,18 @@ async def test_a_long_answer_is_encoded_beside_the_event_loop(encoding_format: s
 
 async def test_the_values_of_an_answer_are_bounded() -> None:
     """A task of tokens has a vector for each: the refusal counts them before anything is computed."""
-    scheduler = FakeScheduler(
-        minilm_folder(), model="feelings", max_model_len=16, pooled_size=2, pool_tasks=(pb.POOL_TASK_TOKEN_EMBED,),
-        pool_values=lambda request: [0.5] * 2 * len(request.prompt_token_ids),
-    )  # fmt: skip
-    async with (
-        serving(scheduler) as server,
-        running_gateway(server.port, max_pooled_values=20) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
-    ):
-        stack = Stack(scheduler, gateway, http)
-        await post(stack, "/pooling", input=[[5] * 6, [6] * 4])
-        scheduler.pooled.clear()
-        refused = await http.post("/pooling", json={"input": [[5] * 6, [6] * 5]})
-        assert (refused.status_code, scheduler.pooled) == (400, [])
-        assert refused.json()["error"]["message"] == (
-            "the results of 'input' would have 22 values; send fewer or shorter texts at once, 20 values at most"
-            " (--max-pooled-values)"
+    async with stack_over(OF_TOKENS, max_pooled_values=20) as stack:
+        await stack.post("/pooling", input=[[5] * 6, [6] * 4])
+        stack.scheduler.reset()
+        status, error = await stack.refusal("/pooling", input=[[5] * 6, [6] * 5])
+        assert (status, stack.scheduler.pooled) == (400, [])
+        assert (
+            "would have 22 values; send fewer or shorter texts at once, 20 values at most" in error["message"]
         )
 
 
-async def test_fields_that_would_change_the_values_are_refused_by_name(running: Stack) -> None:
+async def test_fields_that_would_change_the_values_are_refused_by_name(stack: Stack) -> None:
     """The older names of use_activation are not ignored."""
     for path, field in (("/pooling", "activation"), ("/classify", "normalize"), ("/pooling", "softmax")):
-        refused = await running.http.post(path, json={"input": "a", field: False})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"] == (
-            f"{field}=false is not supported: send 'use_activation'"
-        )
+        status, error = await stack.refusal(path, **{"input": "a", field: False})
+        assert (status, error["message"]) == (400, f"{field}=false is not supported: send 'use_activation'")

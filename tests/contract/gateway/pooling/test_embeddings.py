@@ -6,7 +6,6 @@ import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
@@ -17,8 +16,8 @@ from gateway.pooling.schemas import EmbeddingList
 from protos.errors import Internal, Overloaded, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.documented import check_answer
-from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from tests.support.gateway.serving import Stack, running_gateway, running_stack, smollm2_folder
+from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.serving import Stack, running_stack, smollm2_folder, stack_over
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -28,28 +27,13 @@ URL = "/v1/embeddings"
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
     scheduler = FakeScheduler(smollm2_folder(), model="minilm", max_model_len=64, pooled_size=4)
-    async with (
-        serving(scheduler) as server,
-        running_gateway(server.port, max_inputs=100) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
-    ):
-        yield Stack(scheduler, gateway, http)
-
-
-async def post(stack: Stack, **body: Any) -> Any:
-    response = await stack.http.post(URL, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-async def refusal(stack: Stack, **body: Any) -> tuple[int, Any]:
-    response = await stack.http.post(URL, json=body)
-    return response.status_code, response.json()["error"]
+    async with stack_over(scheduler, max_inputs=100) as stack:
+        yield stack
 
 
 async def test_one_text(stack: Stack) -> None:
     """The answer has OpenAI's shape, and the input has the model's own tokens."""
-    body = await post(stack, input="Hello there", model="minilm")
+    body = await stack.post(URL, input="Hello there", model="minilm")
     (request,) = stack.scheduler.pooled
     count = len(request.prompt_token_ids)
     assert body == {
@@ -69,9 +53,9 @@ async def test_one_text(stack: Stack) -> None:
 async def test_the_answer_fits_the_clients_type_and_habits_are_tolerated(stack: Stack) -> None:
     """No field is missing or unknown; fields that cannot change the embeddings are accepted."""
     habits = {"cache_salt": "x", "padding": "longest", "request_id": "x", "metadata": {}, "user": "me"}
-    plain = await post(stack, input="a")
+    plain = await stack.post(URL, input="a")
     CreateEmbeddingResponse.model_validate(plain, strict=True, extra="forbid")
-    assert (await post(stack, input="a", **habits))["data"] == plain["data"]
+    assert (await stack.post(URL, input="a", **habits))["data"] == plain["data"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +68,7 @@ async def test_the_answer_fits_the_clients_type_and_habits_are_tolerated(stack: 
 )
 async def test_every_kind_of_input(stack: Stack, sent: Any, prompts: list[list[int]] | None) -> None:
     """Results come in the order of the inputs."""
-    body = await post(stack, input=sent)
+    body = await stack.post(URL, input=sent)
     if prompts is not None:
         assert sorted(list(request.prompt_token_ids) for request in stack.scheduler.pooled) == sorted(prompts)
         assert [entry["embedding"][:2] for entry in body["data"]] == [[len(p), p[0]] for p in prompts]
@@ -94,14 +78,14 @@ async def test_every_kind_of_input(stack: Stack, sent: Any, prompts: list[list[i
 
 async def test_more_inputs_than_run_at_once(stack: Stack) -> None:
     """All inputs are answered, each under its own id."""
-    body = await post(stack, input=[[n + 1] * (n % 7 + 1) for n in range(100)])
+    body = await stack.post(URL, input=[[n + 1] * (n % 7 + 1) for n in range(100)])
     assert [entry["embedding"][1] for entry in body["data"]] == list(range(1, 101))
     assert len({request.request_id for request in stack.scheduler.pooled}) == 100
 
 
 async def test_base64(stack: Stack) -> None:
     """base64 is float32 in little-endian order, as OpenAI's own client asks for."""
-    body = await post(stack, input=[5, 6, 7], encoding_format="base64")
+    body = await stack.post(URL, input=[5, 6, 7], encoding_format="base64")
     values = struct.unpack("<4f", base64.b64decode(body["data"][0]["embedding"]))
     assert values == pytest.approx((3, 5, 0.1, 0.1))
     async with AsyncOpenAI(base_url=f"{stack.gateway.base_url}/v1", api_key="unused") as client:
@@ -109,10 +93,11 @@ async def test_base64(stack: Stack) -> None:
     assert len(answer.data[0].embedding) == 4
 
 
-async def test_parameters_reach_the_scheduler(stack: Stack) -> None:
-    """Normalization, priority and the header's tenant are passed on."""
+@pytest.mark.parametrize("name", ["use_activation", "normalize"])
+async def test_parameters_reach_the_scheduler(stack: Stack, name: str) -> None:
+    """Normalization under either name, priority and the header's tenant are passed on."""
     response = await stack.http.post(
-        URL, json={"input": "x", "normalize": False, "priority": 3}, headers={"X-Tenant": "acme"}
+        URL, json={"input": "x", name: False, "priority": 3}, headers={"X-Tenant": "acme"}
     )
     assert response.status_code == 200
     (request,) = stack.scheduler.pooled
@@ -156,7 +141,7 @@ async def test_an_invalid_request_is_refused(
     stack: Stack, body: dict[str, Any], param: str, text: str
 ) -> None:
     """The error names the parameter and what to change; nothing reaches the scheduler."""
-    status, error = await refusal(stack, **body)
+    status, error = await stack.refusal(URL, **body)
     assert (status, error["param"]) == (400, param)
     assert text in error["message"]
     assert stack.scheduler.pooled == []
@@ -170,26 +155,20 @@ async def test_inputs_can_be_truncated(stack: Stack) -> None:
         ({"truncate_prompt_tokens": -1}, list(range(1, 65))),
     ):
         stack.scheduler.reset()
-        await post(stack, input=list(range(1, 71)), **sent)
+        await stack.post(URL, input=list(range(1, 71)), **sent)
         assert list(stack.scheduler.pooled[0].prompt_token_ids) == kept
     stack.scheduler.reset()
-    await post(stack, input="Hello there my friend", truncate_prompt_tokens=2)
+    await stack.post(URL, input="Hello there my friend", truncate_prompt_tokens=2)
     assert len(stack.scheduler.pooled[0].prompt_token_ids) == 2
 
 
 async def test_dimensions_are_the_schedulers_to_check(stack: Stack) -> None:
     """They reach the scheduler, whose refusal names the parameter."""
-    await post(stack, input="x", dimensions=2)
+    await stack.post(URL, input="x", dimensions=2)
     assert stack.scheduler.pooled[0].dimensions == 2
     stack.scheduler.refuse_pool = lambda _: Unsupported("dimensions=3: cannot be cut", param="dimensions")
-    status, error = await refusal(stack, input="x", dimensions=3)
+    status, error = await stack.refusal(URL, input="x", dimensions=3)
     assert (status, error["param"], error["message"]) == (400, "dimensions", "dimensions=3: cannot be cut")
-
-
-async def test_another_model_is_not_found(stack: Stack) -> None:
-    """An unknown model is a 404, as on the other endpoints."""
-    status, error = await refusal(stack, input="x", model="other")
-    assert (status, error["code"]) == (404, "model_not_found")
 
 
 async def test_one_failure_fails_the_request(stack: Stack) -> None:
@@ -197,7 +176,7 @@ async def test_one_failure_fails_the_request(stack: Stack) -> None:
     stack.scheduler.refuse_pool = lambda request: (
         Internal("not finite") if 66 in request.prompt_token_ids else None
     )
-    status, error = await refusal(stack, input=[[1], [66], [2]])
+    status, error = await stack.refusal(URL, input=[[1], [66], [2]])
     assert (status, error["message"]) == (500, "not finite")
     stack.scheduler.refuse_pool = lambda _: Overloaded("full", retry_after_ms=3000)
     response = await stack.http.post(URL, json={"input": "x"})
@@ -233,30 +212,8 @@ async def test_the_wrong_kind_of_model_names_the_right_endpoint(stack: Stack) ->
     check_answer(ModelCard, card)
     assert (card["embedding_size"], card["pool_tasks"]) == (4, ["embed"])
     async with running_stack("Paris") as generating:
-        status, error = await refusal(generating, input="x")
+        status, error = await generating.refusal(URL, input="x")
         (card,) = (await generating.http.get("/v1/models")).json()["data"]
         assert "embedding_size" not in card
     assert (status, error["code"]) == (400, "unsupported_parameter")
     assert "use /v1/chat/completions" in error["message"]
-
-
-async def test_a_lost_scheduler_costs_a_pause() -> None:
-    """The request is sent again, under another id, when a scheduler answers at the same address."""
-    scheduler = FakeScheduler(smollm2_folder(), model="minilm", pooled_size=4)
-    scheduler.pool_gate.clear()
-    async with serving(scheduler) as server:
-        port = server.port
-        gateway = running_gateway(port)
-        stack = await gateway.__aenter__()
-        http = httpx.AsyncClient(base_url=stack.base_url, timeout=20)
-        call = asyncio.create_task(http.post(URL, json={"input": [5, 6]}))
-        await scheduler.until(lambda: len(scheduler.pooled) == 1)
-    try:
-        scheduler.pool_gate.set()
-        async with serving(scheduler, port):
-            response = await call
-    finally:
-        await http.aclose()
-        await gateway.__aexit__(None, None, None)
-    assert response.json()["data"][0]["embedding"][:2] == [2, 5]
-    assert len({request.request_id for request in scheduler.pooled}) == 2

@@ -16,8 +16,8 @@ import torch
 from gateway.pooling.encoding import as_bytes
 from gateway.pooling.schemas import PoolingRequest
 from protos.triptych.v1 import common_pb2 as pb
-from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from tests.support.gateway.serving import Stack, minilm_folder, running_gateway
+from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.serving import Stack, minilm_folder, stack_over
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -43,12 +43,8 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sta
         pool_tasks=(pb.POOL_TASK_EMBED,),
         pool_values=lambda request: [value * request.prompt_token_ids[0] for value in VALUES],
     )
-    async with (
-        serving(scheduler) as server,
-        running_gateway(server.port, max_inputs=1000) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
-    ):
-        yield Stack(scheduler, gateway, http)
+    async with stack_over(scheduler, max_inputs=1000) as stack:
+        yield stack
 
 
 async def post(stack: Stack, path: str = "/v1/embeddings", /, **body: Any) -> httpx.Response:
@@ -113,21 +109,12 @@ async def test_numbers_of_8_bits_are_torchs(dtype: str) -> None:
 async def test_a_description_must_fit_into_a_header(stack: Stack) -> None:
     """More results than clients can read the header of are refused, and have bytes_only."""
     many = [[1]] * 401
-    response = await stack.http.post("/v1/embeddings", json={"input": many, "encoding_format": "bytes"})
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, "encoding_format")
+    status, error = await stack.refusal("/v1/embeddings", input=many, encoding_format="bytes")
+    assert (status, error["param"]) == (400, "encoding_format")
     assert "at most 400 results" in error["message"]
     alone = await post(stack, input=many, encoding_format="bytes_only")
     assert len(alone.content) == 401 * 4 * len(VALUES)
     assert len((await post(stack, input=many[1:], encoding_format="bytes")).headers["metadata"]) < 60_000
-
-
-@pytest.mark.parametrize("name", ["use_activation", "normalize"])
-async def test_both_names_of_scaling_reach_the_scheduler(stack: Stack, name: str) -> None:
-    """`use_activation` is vLLM's name."""
-    await post(stack, **{"input": "a", name: False})
-    (request,) = stack.scheduler.pooled
-    assert (request.HasField("use_activation"), request.use_activation) == (True, False)
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
@@ -160,7 +147,6 @@ async def test_a_conversation_is_one_input(stack: Stack, path: str) -> None:
 )  # fmt: skip
 async def test_an_invalid_form_is_refused(stack: Stack, body: dict[str, Any], param: str, text: str) -> None:
     """The error names the parameter and what to change."""
-    response = await stack.http.post("/v1/embeddings", json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param)
+    status, error = await stack.refusal("/v1/embeddings", **body)
+    assert (status, error["param"]) == (400, param)
     assert text in error["message"]

@@ -3,16 +3,14 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer
 
 from gateway.pooling.schemas import CohereRerankAnswer, RerankAnswer, ScoreList
 from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.documented import check_answer
-from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from tests.support.gateway.serving import Stack, minilm_folder, running_gateway
+from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.serving import Stack, minilm_folder, stack_over, tokenizer_of
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -37,19 +35,12 @@ async def running() -> AsyncIterator[Stack]:
             value for vector in vectors(list(request.prompt_token_ids)) for value in vector
         ],
     )
-    async with (
-        serving(scheduler) as server,
-        running_gateway(server.port, max_inputs=250) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
-    ):
-        yield Stack(scheduler, gateway, http)
+    async with stack_over(scheduler, max_inputs=250) as stack:
+        yield stack
 
 
 def tokens(text: str) -> list[int]:
-    found = Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
-    found.no_padding()
-    found.no_truncation()
-    return list(found.encode(text).ids)
+    return list(tokenizer_of(minilm_folder()).encode(text).ids)
 
 
 def max_sim(query: str, document: str) -> float:
@@ -61,16 +52,10 @@ def max_sim(query: str, document: str) -> float:
     )
 
 
-async def post(stack: Stack, path: str, **body: Any) -> Any:
-    response = await stack.http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 async def test_late_interaction_scores_by_max_sim(stack: Stack, path: str) -> None:
     """One query has its vectors compared with those of each document; several, with one each."""
-    body = await post(stack, path, queries="people", items=DOCUMENTS)
+    body = await stack.post(path, queries="people", items=DOCUMENTS)
     check_answer(ScoreList, body)
     expected = [max_sim("ask: people", f"tell: {each}") for each in DOCUMENTS]
     assert [entry["score"] for entry in body["data"]] == pytest.approx(expected, abs=1e-5)
@@ -78,7 +63,7 @@ async def test_late_interaction_scores_by_max_sim(stack: Stack, path: str) -> No
     assert [each.use_activation for each in sent] == [True] * 4
     assert {each.task for each in sent} == {pb.POOL_TASK_TOKEN_EMBED}
     stack.scheduler.reset()
-    both = await post(stack, path, data_1=["cat", "two"], data_2=DOCUMENTS[:2], use_activation=False)
+    both = await stack.post(path, data_1=["cat", "two"], data_2=DOCUMENTS[:2], use_activation=False)
     pairs = zip(["cat", "two"], DOCUMENTS[:2], strict=True)
     expected = [max_sim(f"ask: {one}", f"tell: {two}") for one, two in pairs]
     assert [entry["score"] for entry in both["data"]] == pytest.approx(expected, abs=1e-5)
@@ -89,7 +74,7 @@ async def test_all_paths_rank_alike(stack: Stack) -> None:
     """Jina's path and vLLM's give one answer; Cohere's adds what its clients read."""
     asked = {"query": "people", "documents": DOCUMENTS, "top_n": 2}
     plain, jina, cohere = [
-        await post(stack, path, **asked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+        await stack.post(path, **asked) for path in ("/rerank", "/v1/rerank", "/v2/rerank")
     ]
     check_answer(RerankAnswer, jina)
     check_answer(CohereRerankAnswer, cohere)
@@ -105,7 +90,7 @@ async def test_all_paths_rank_alike(stack: Stack) -> None:
         "billed_units": {"search_units": 1},
         "tokens": {"input_tokens": plain["usage"]["prompt_tokens"]},
     }
-    many = await post(stack, "/v2/rerank", query="a", documents=["b"] * 201, return_documents=False)
+    many = await stack.post("/v2/rerank", query="a", documents=["b"] * 201, return_documents=False)
     assert many["meta"]["billed_units"] == {"search_units": 3}
     assert many["results"][0].keys() == {"index", "relevance_score"}
 
@@ -114,8 +99,8 @@ async def test_documents_may_be_objects_as_in_coheres_client(stack: Stack) -> No
     """Their texts count; other fields, and options without effect, are tolerated."""
     objects = [{"text": each, "id": str(index)} for index, each in enumerate(DOCUMENTS)]
     habits = {"rank_fields": ["text"], "max_chunks_per_doc": 10, "model": "colbert"}
-    asked = await post(stack, "/v2/rerank", query="people", documents=objects, **habits)
-    assert asked["results"] == (await post(stack, "/rerank", query="people", documents=DOCUMENTS))["results"]
+    asked = await stack.post("/v2/rerank", query="people", documents=objects, **habits)
+    assert asked["results"] == (await stack.post("/rerank", query="people", documents=DOCUMENTS))["results"]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +116,6 @@ async def test_options_that_would_change_scores_are_refused(
 ) -> None:
     """By name, on every path."""
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        response = await stack.http.post(path, json={"query": "q", **body})
-        error = response.json()["error"]
-        assert (response.status_code, error["param"]) == (400, param)
+        status, error = await stack.refusal(path, query="q", **body)
+        assert (status, error["param"]) == (400, param)
         assert text in error["message"]

@@ -1,23 +1,20 @@
 """``/score`` and ``/rerank`` over real HTTP and real gRPC, against a fake scheduler."""
 
-import json
 import math
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
-from tokenizers import Tokenizer
 
 from gateway.pooling.schemas import RerankAnswer, ScoreList
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2
 from tests.support.gateway.documented import check_answer
-from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from tests.support.gateway.serving import Stack, minilm_folder, running_gateway, running_stack
+from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.serving import Stack, minilm_folder, running_stack, stack_over, tokenizer_of
 from worker_svc.model_files.demo_models import fetch
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -44,47 +41,29 @@ EMBEDDER: dict[str, Any] = {
 }  # fmt: skip
 
 
-async def stack_of(scheduler: FakeScheduler) -> AsyncIterator[Stack]:
-    async with (
-        serving(scheduler) as server,
-        running_gateway(server.port, max_inputs=10) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
-    ):
-        yield Stack(scheduler, gateway, http)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
     """A cross-encoder with BERT's tokenizer."""
-    async for stack in stack_of(scheduler_of(minilm_folder(), **SCORER)):
+    async with stack_over(scheduler_of(minilm_folder(), **SCORER), max_inputs=10) as stack:
         yield stack
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def embedder() -> AsyncIterator[Stack]:
-    async for stack in stack_of(scheduler_of(minilm_folder(), **EMBEDDER)):
+    async with stack_over(scheduler_of(minilm_folder(), **EMBEDDER)) as stack:
         yield stack
 
 
 def pair(first: str, second: str) -> tuple[list[int], int]:
     """Returns what the tokenizer itself makes of a pair."""
-    found = Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
-    found.no_padding()
-    found.no_truncation()
-    encoding = found.encode(first, second)
+    encoding = tokenizer_of(minilm_folder()).encode(first, second)
     return encoding.ids, encoding.type_ids.index(1)
-
-
-async def post(stack: Stack, path: str, **body: Any) -> Any:
-    response = await stack.http.post(path, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()
 
 
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
 async def test_one_text_is_scored_with_many(stack: Stack, names: tuple[str, str]) -> None:
     """Each pair is what the tokenizer makes of it, with the place of the second text."""
-    body = await post(stack, "/score", **{names[0]: QUERY, names[1]: DOCUMENTS})
+    body = await stack.post("/score", **{names[0]: QUERY, names[1]: DOCUMENTS})
     check_answer(ScoreList, body)
     pairs = [pair(QUERY, document) for document in DOCUMENTS]
     sent = [(list(each.prompt_token_ids), each.second_text_at) for each in stack.scheduler.pooled]
@@ -96,7 +75,7 @@ async def test_one_text_is_scored_with_many(stack: Stack, names: tuple[str, str]
 
 async def test_texts_are_scored_one_by_one(stack: Stack) -> None:
     """As many texts on both sides make as many pairs."""
-    await post(stack, "/score", text_1=["a", "b c"], text_2=["d", "e"], use_activation=False)
+    await stack.post("/score", text_1=["a", "b c"], text_2=["d", "e"], use_activation=False)
     sent = [list(each.prompt_token_ids) for each in stack.scheduler.pooled]
     assert sorted(sent) == sorted([pair("a", "d")[0], pair("b c", "e")[0]])
     assert [each.use_activation for each in stack.scheduler.pooled] == [False, False]
@@ -104,15 +83,15 @@ async def test_texts_are_scored_one_by_one(stack: Stack) -> None:
 
 async def test_the_best_documents_come_first(stack: Stack) -> None:
     """With their places in the request and, unless unwanted, their texts."""
-    body = await post(
-        stack, "/rerank", query=QUERY, documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
+    body = await stack.post(
+        "/rerank", query=QUERY, documents=[DOCUMENTS[0], {"text": DOCUMENTS[1]}, DOCUMENTS[2]]
     )
     check_answer(RerankAnswer, body)
     lengths = [len(pair(QUERY, each)[0]) - pair(QUERY, each)[1] for each in DOCUMENTS]
     expected = [(1, DOCUMENTS[1], lengths[1]), (0, DOCUMENTS[0], lengths[0]), (2, DOCUMENTS[2], lengths[2])]
     found = [(one["index"], one["document"]["text"], one["relevance_score"]) for one in body["results"]]
     assert found == sorted(expected, key=lambda one: -one[2])
-    few = await post(stack, "/rerank", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False)
+    few = await stack.post("/rerank", query=QUERY, documents=DOCUMENTS, top_n=1, return_documents=False)
     assert few["results"] == [{"index": 1, "relevance_score": lengths[1]}]
     check_answer(RerankAnswer, few)
 
@@ -125,13 +104,13 @@ async def test_long_pairs_are_truncated_as_transformers_does(stack: Stack) -> No
     long = "one two three four five six seven eight nine ten " * 3
     for first, second in ((long, "a b c d"), ("a b c", long), (long, long)):
         stack.scheduler.reset()
-        await post(stack, "/score", text_1=first, text_2=second, truncate_prompt_tokens=-1)
+        await stack.post("/score", text_1=first, text_2=second, truncate_prompt_tokens=-1)
         expected = tokenizer(first, second, truncation=True, max_length=24)
         (request,) = stack.scheduler.pooled
         assert list(request.prompt_token_ids) == expected["input_ids"]
         assert request.second_text_at == expected["token_type_ids"].index(1)
     stack.scheduler.reset()
-    await post(stack, "/rerank", query=long, documents=[long], max_tokens_per_query=3, max_tokens_per_doc=5)
+    await stack.post("/rerank", query=long, documents=[long], max_tokens_per_query=3, max_tokens_per_doc=5)
     (request,) = stack.scheduler.pooled
     assert list(request.prompt_token_ids) == pair("one two three", "one two three four five")[0]
 
@@ -139,7 +118,7 @@ async def test_long_pairs_are_truncated_as_transformers_does(stack: Stack) -> No
 async def test_an_embedding_model_gives_cosines(embedder: Stack) -> None:
     """Each text is embedded once, with the prompt for queries or for documents in front, at length 1."""
     embedder.scheduler.reset()
-    body = await post(embedder, "/score", text_1="a", text_2=["b", "c d e"])
+    body = await embedder.post("/score", text_1="a", text_2=["b", "c d e"])
     sent = embedder.scheduler.pooled
     assert len(sent) == 3
     assert {each.task for each in sent} == {pb.POOL_TASK_EMBED}
@@ -147,7 +126,7 @@ async def test_an_embedding_model_gives_cosines(embedder: Stack) -> None:
     counts = [len(found.ids) for found in _encoded("ask: a", "tell: b", "tell: c d e")]
     expected = [math.cos(counts[0] - counts[1]), math.cos(counts[0] - counts[2])]
     assert [entry["score"] for entry in body["data"]] == pytest.approx(expected, abs=1e-6)
-    ranked = await post(embedder, "/rerank", query="a", documents=["b", "c d e"])
+    ranked = await embedder.post("/rerank", query="a", documents=["b", "c d e"])
     assert [one["relevance_score"] for one in ranked["results"]] == pytest.approx(
         sorted(expected, reverse=True)
     )
@@ -162,19 +141,14 @@ async def test_prompts_go_in_front_of_texts(embedder: Stack) -> None:
         ({}, "tell: hi"),
     ):
         embedder.scheduler.reset()
-        await post(embedder, "/v1/embeddings", input="hi", **fields)
+        await embedder.post("/v1/embeddings", input="hi", **fields)
         assert list(embedder.scheduler.pooled[0].prompt_token_ids) == _encoded(text)[0].ids
-    response = await embedder.http.post("/v1/embeddings", json={"input": "hi", "prompt_name": "answer"})
-    assert response.json()["error"]["message"] == (
-        "the model has no prompt called 'answer': it has 'query', 'document'"
-    )
+    _, error = await embedder.refusal("/v1/embeddings", input="hi", prompt_name="answer")
+    assert error["message"] == ("the model has no prompt called 'answer': it has 'query', 'document'")
 
 
 def _encoded(*texts: str) -> list[Any]:
-    tokenizer = Tokenizer.from_file(str(minilm_folder() / "tokenizer.json"))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return [tokenizer.encode(text) for text in texts]
+    return [tokenizer_of(minilm_folder()).encode(text) for text in texts]
 
 
 LOOPING = (
@@ -197,11 +171,11 @@ async def test_a_template_writes_pairs_with_an_instruction(template: str, tmp_pa
         shutil.copy(path, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     scheduler = scheduler_of(tmp_path, **SCORER | {"pooling_info": pb.PoolingInfo()})
-    async for stack in stack_of(scheduler):
-        await post(stack, "/score", text_1="one", text_2="two")
-        await post(stack, "/score", text_1="one", text_2="two", instruction="compare")
+    async with stack_over(scheduler) as stack:
+        await stack.post("/score", text_1="one", text_2="two")
+        await stack.post("/score", text_1="one", text_2="two", instruction="compare")
         own = {"chat_template_kwargs": {"instruction": "weigh", "mood": "glad"}}
-        await post(stack, "/v1/rerank", query="one", documents="two", instruction="compare", **own)
+        await stack.post("/v1/rerank", query="one", documents="two", instruction="compare", **own)
         sent = [list(each.prompt_token_ids) for each in scheduler.pooled]
         assert sent == [
             found.ids
@@ -234,9 +208,8 @@ async def test_an_invalid_request_is_refused(
     stack: Stack, path: str, body: dict[str, Any], param: str, text: str
 ) -> None:
     """The error names the parameter and what to change; nothing reaches the scheduler."""
-    response = await stack.http.post(path, json=body)
-    error = response.json()["error"]
-    assert (response.status_code, error["param"]) == (400, param), error
+    status, error = await stack.refusal(path, **body)
+    assert (status, error["param"]) == (400, param), error
     assert text in error["message"]
     assert stack.scheduler.pooled == []
 
@@ -249,9 +222,9 @@ async def test_cosines_take_no_options_of_cross_encoders(
     embedder: Stack, field: str, value: Any, text: str
 ) -> None:
     """An embedding model refuses them by name."""
-    response = await embedder.http.post("/score", json={"text_1": "a", "text_2": "b", field: value})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
-    assert text in response.json()["error"]["message"]
+    status, error = await embedder.refusal("/score", **{"text_1": "a", "text_2": "b", field: value})
+    assert (status, error["param"]) == (400, field)
+    assert text in error["message"]
 
 
 async def test_a_generating_model_scores_nothing() -> None:
@@ -261,6 +234,6 @@ async def test_a_generating_model_scores_nothing() -> None:
             ("/score", {"text_1": "a", "text_2": "b"}), ("/rerank", {"query": "a", "documents": ["b"]}),
             ("/classify", {"input": "a"}), ("/pooling", {"input": "a"}),
         ):  # fmt: skip
-            response = await generating.http.post(path, content=json.dumps(body))
-            assert response.status_code == 400, path
-            assert "use /v1/chat/completions" in response.json()["error"]["message"]
+            status, error = await generating.refusal(path, **body)
+            assert status == 400, path
+            assert "use /v1/chat/completions" in error["message"]

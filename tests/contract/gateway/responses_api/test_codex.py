@@ -89,8 +89,7 @@ async def test_a_turn_with_a_call(
     history: Any = [*items, *map(kept, final.output), result]
     async with client.responses.stream(**CODEX, input=history) as events:
         assert (await events.get_final_response()).output_text == "One file."
-    text = stack.gateway.app.state.context.watcher.served().text
-    prompt = text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False)
+    prompt = stack.prompt
     assert f"<|im_start|>assistant\nI look.{call}<|im_end|>\n<|im_start|>tool\na.txt<|im_end|>" in prompt
     assert "start: /.+/" in prompt, "the model sees the grammar of a custom tool"
 
@@ -135,7 +134,7 @@ async def test_a_custom_tool(
     ]
     stack.reply_with("Good.")
     await client.responses.create(**CODEX, input=history)
-    prompt = prompt_of(stack)
+    prompt = stack.prompt
     assert PATCH_CALL.replace("\\u00e9", "é").replace("\\ud83d\\ude00", "\U0001f600") in prompt
     assert "<|im_start|>tool\nDone!<|im_end|>" in prompt
 
@@ -218,11 +217,6 @@ FOREIGN: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def prompt_of(stack: Stack) -> str:
-    text = stack.gateway.app.state.context.watcher.served().text
-    return str(text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False))
-
-
 @pytest.mark.parametrize("kind", FOREIGN)
 async def test_histories_that_began_elsewhere(stack: Stack, client: openai.AsyncOpenAI, kind: str) -> None:
     """Text is taken; a line stands for the rest. A model of today can go on with the conversation."""
@@ -236,7 +230,7 @@ async def test_histories_that_began_elsewhere(stack: Stack, client: openai.Async
     ]
     assert (await client.responses.create(**CODEX, input=history)).output_text == "Go on."
     for text in texts:
-        assert text in prompt_of(stack)
+        assert text in stack.prompt
 
 
 @pytest.mark.parametrize("kind", FOREIGN)

@@ -8,12 +8,11 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.input_token_count_response import InputTokenCountResponse
 from pydantic import BaseModel, TypeAdapter
-from tokenizers import Tokenizer
 
 from gateway.responses_api.schemas import InputTokens, ResponseAnswer
 from protos.errors import Unavailable
 from tests.support.gateway.documented import check_answer
-from tests.support.gateway.serving import Stack
+from tests.support.gateway.serving import Stack, tokenizer_of
 from tests.support.gateway.tool_templates import TIME, WEATHER
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -22,7 +21,6 @@ PATH = "/v1/responses"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOLS: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
 NAMESPACE: Any = {"type": "namespace", "name": "mcp", "description": "Weather.", "tools": TOOLS}
-SCOPED_CALL = CALL.replace("get_weather", "mcp__get_weather")
 FULL = f"<think>\nLet me see.\n</think>\n\nI ask.\n{CALL}\n{CALL}"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 MESSAGE = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done"]
@@ -46,10 +44,9 @@ def check_extras(value: Any) -> None:
 
 async def create(stack: Stack, **body: Any) -> Any:
     """Returns a collected response, checked against the client's types and our own document."""
-    answer = await stack.http.post(PATH, json={"input": "hi", **body})
-    assert answer.status_code == 200, answer.text
-    check_answer(ResponseAnswer, answer.json())
-    response = Response.model_validate(answer.json(), strict=True)
+    answer = await stack.post(PATH, **{"input": "hi", **body})
+    check_answer(ResponseAnswer, answer)
+    response = Response.model_validate(answer, strict=True)
     check_extras(response)
     return response
 
@@ -87,12 +84,6 @@ def essence(items: list[Any]) -> list[tuple[str, str, str]]:
         text = item.arguments if item.type == "function_call" else item.content[0].text
         found.append((item.type, item.status, text))
     return found
-
-
-async def refusal(stack: Stack, **body: Any) -> tuple[int, dict[str, Any]]:
-    """Returns the status and the error of a refused request."""
-    answer = await stack.http.post(PATH, json={"input": "hi", **body})
-    return answer.status_code, answer.json()["error"]
 
 
 async def test_a_text_is_answered(stack: Stack, client: openai.AsyncOpenAI) -> None:
@@ -151,8 +142,9 @@ async def test_a_collected_response_has_the_same_items(stack: Stack) -> None:
     streamed = (await stream(stack, tools=TOOLS))[-1].response
     assert essence(whole.output) == essence(streamed.output)
     assert whole.usage == streamed.usage
-    tokenizer = Tokenizer.from_file(str(stack.scheduler.folder / "tokenizer.json"))
-    thinking = tokenizer.encode(FULL.partition("\n\n")[0], add_special_tokens=False).ids
+    thinking = (
+        tokenizer_of(stack.scheduler.folder).encode(FULL.partition("\n\n")[0], add_special_tokens=False).ids
+    )
     assert whole.usage.output_tokens_details.reasoning_tokens == len(thinking)
     assert [tool.name for tool in whole.tools] == ["get_weather", "get_time"]
 
@@ -208,14 +200,12 @@ async def test_a_conversation_goes_on_with_the_items_of_the_answer(
         for item in first.output
         if item.type == "function_call"
     ]
-    text = stack.gateway.app.state.context.watcher.served().text
     for output in (first.output, [item.model_dump() for item in first.output]):
         items: Any = [{"role": "user", "content": "Weather?"}, *output, *results]
         second = await client.responses.create(model="smollm2", input=items, tools=TOOLS)
         assert second.output_text == "Sunny."
-        prompt = text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False)
-        assert f"assistant\n<think>\nLet me see.\n</think>\n\nI ask.{CALL}{CALL}<|im_end|>" in prompt
-        assert prompt.count("<|im_start|>tool\nsunny<|im_end|>") == 2
+        assert f"assistant\n<think>\nLet me see.\n</think>\n\nI ask.{CALL}{CALL}<|im_end|>" in stack.prompt
+        assert stack.prompt.count("<|im_start|>tool\nsunny<|im_end|>") == 2
 
 
 @pytest.mark.parametrize(
@@ -230,8 +220,7 @@ async def test_the_prompt_ends_as_the_request_says(stack: Stack, body: dict[str,
     """With thinking switched on or off, or within a message that was cut."""
     stack.reply_with("ok")
     await create(stack, **body)
-    text = stack.gateway.app.state.context.watcher.served().text
-    assert text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False).endswith(end)
+    assert stack.prompt.endswith(end)
 
 
 async def test_a_structured_answer(stack: Stack, client: openai.AsyncOpenAI) -> None:
@@ -261,34 +250,6 @@ async def test_tools_that_are_no_functions_are_skipped(stack: Stack) -> None:
     bounded = (await stack.http.post(PATH, json={"input": "hi", "tools": many})).headers["x-skipped-tools"]
     assert (len(bounded) < 1000, bounded.rpartition(", ")[2]) == (True, "and 112 more")
     assert "x-skipped-tools" not in (await stack.http.post(PATH, json={"input": "hi"})).headers
-
-
-async def test_functions_of_a_namespace_are_called_by_both_names(
-    stack: Stack, client: openai.AsyncOpenAI
-) -> None:
-    """The model knows one joined name; the client gets both, and sends them back with the result."""
-    stack.reply_with(SCOPED_CALL)
-    tools: Any = [{"type": "web_search"}, {**NAMESPACE, "tools": [*TOOLS, {"type": "custom", "name": "x"}]}]
-    answer = await stack.http.post(PATH, json={"input": "hi", "tools": tools})
-    assert answer.headers["x-skipped-tools"] == "web_search"
-    whole, events = await create(stack, tools=tools), await stream(stack, tools=tools)
-    (added,) = [event.item for event in events if event.type == "response.output_item.added"]
-    for call in (whole.output[0], added, events[-1].response.output[0]):
-        assert (call.type, call.namespace, call.name) == ("function_call", "mcp", "get_weather")
-    (shown,) = whole.tools
-    assert (shown.type, shown.name, [tool.name for tool in shown.tools]) == (
-        "namespace", "mcp", ["get_weather", "get_time", "x"],
-    )  # fmt: skip
-    result = {"type": "function_call_output", "call_id": whole.output[0].call_id, "output": "sunny"}
-    items: Any = [
-        {"role": "user", "content": "Weather?"},
-        whole.output[0].model_dump(exclude_none=True),
-        result,
-    ]
-    await client.responses.create(model="smollm2", input=items, tools=tools)
-    text = stack.gateway.app.state.context.watcher.served().text
-    prompt = text.decode(stack.scheduler.requests[-1].prompt_token_ids, skip_special_tokens=False)
-    assert SCOPED_CALL in prompt
 
 
 @pytest.mark.parametrize(
@@ -381,7 +342,7 @@ async def test_refusals_name_the_parameter(
     stack: Stack, body: dict[str, Any], param: str, words: str
 ) -> None:
     """In OpenAI's form, with the client's own names."""
-    status, error = await refusal(stack, **body)
+    status, error = await stack.refusal(PATH, **{"input": "hi", **body})
     assert (status, error["param"]) == (400, param), error
     assert words in error["message"]
 
@@ -409,14 +370,3 @@ async def test_input_tokens_are_counted(stack: Stack, client: openai.AsyncOpenAI
     counted = InputTokenCountResponse.model_validate(answer.json(), strict=True)
     assert counted.input_tokens == len(stack.scheduler.requests[-1].prompt_token_ids)
     assert (await client.responses.input_tokens.count(**body)).input_tokens == counted.input_tokens
-
-
-async def test_the_client_streams(stack: Stack, client: openai.AsyncOpenAI) -> None:
-    """Its stream helper puts the events together to the final response."""
-    stack.reply_with(FULL)
-    async with client.responses.stream(model="smollm2", input="hi", tools=TOOLS) as events:
-        seen = [event.type async for event in events]
-        final = await events.get_final_response()
-    assert (seen[0], seen[-1]) == ("response.created", "response.completed")
-    assert final.output_text == "I ask."
-    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]

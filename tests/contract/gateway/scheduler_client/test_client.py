@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from gateway.scheduler_client import client as client_module
 from gateway.scheduler_client.client import InferenceClient
@@ -72,39 +73,6 @@ async def tokens_of(group: EventReader) -> list[list[int]]:
         for index, event in events:
             found[index].extend(event.token_ids)
     return found
-
-
-async def test_a_request_runs(scheduler: FakeScheduler) -> None:
-    """Tokens arrive in order; the first event describes the prompt."""
-    async with serving(scheduler) as server, connected(server.port) as client:
-        group = EventReader(client.submit([request()]))
-        events = []
-        while batch := await group.take():
-            events += batch
-        assert [token for _, event in events for token in event.token_ids] == REPLY
-        assert events[0][1].num_cached_tokens == 3
-        assert events[-1][1].finish_reason == pb.FINISH_REASON_LENGTH
-        assert client.num_pending == 0
-
-
-async def test_requests_of_one_group_are_told_apart(scheduler: FakeScheduler) -> None:
-    """Each event carries its request's index."""
-    async with serving(scheduler) as server, connected(server.port) as client:
-        found = await tokens_of(
-            EventReader(client.submit([request("a", max_tokens=2), request("b", max_tokens=5)]))
-        )
-        assert found == [REPLY[:2], REPLY[:5]]
-
-
-async def test_an_aborted_group_aborts_its_requests(scheduler: FakeScheduler) -> None:
-    """The aborts reach the scheduler."""
-    scheduler.pause_after = 3
-    async with serving(scheduler) as server, connected(server.port) as client:
-        group = EventReader(client.submit([request("a"), request("b")]))
-        await group.take()
-        group.abort()
-        await scheduler.until(lambda: sorted(scheduler.aborted) == ["a", "b"])
-        assert client.num_pending == 0
 
 
 @pytest.mark.parametrize(
@@ -227,7 +195,7 @@ async def test_an_unexpected_exception_is_a_pause(
 
 
 async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeScheduler) -> None:
-    """During an upgrade, running and new requests wait until a scheduler of this release answers again."""
+    """During an upgrade, running and new requests wait for one of this release; the log says so once."""
     scheduler.break_after = 3
     async with serving(scheduler) as server, connected(server.port) as client:
         attempts: asyncio.Queue[None] = asyncio.Queue()
@@ -235,8 +203,10 @@ async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeSch
         running = asyncio.create_task(tokens_of(EventReader(client.submit([request("a")]))))
         await scheduler.until(lambda: scheduler.break_after is None)
         scheduler.schema_revision += 1
-        for _ in range(3):
-            await attempts.get()
+        with capture_logs() as logs:
+            for _ in range(3):
+                await attempts.get()
+        assert [line["event"] for line in logs].count("refused") == 1
         new = asyncio.create_task(tokens_of(EventReader(client.submit([request("b")]))))
         await attempts.get()
         scheduler.schema_revision -= 1

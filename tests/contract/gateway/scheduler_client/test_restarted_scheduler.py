@@ -3,16 +3,13 @@
 import asyncio
 
 import pytest
-from structlog.testing import capture_logs
 
 from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import NotFound
-from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from scheduler_svc.api import inference as scheduler_inference
 from scheduler_svc.settings import Settings
 from tests.support.gateway.event_reader import EventReader
 from tests.support.scheduler.factories import expected_tokens
@@ -145,19 +142,3 @@ async def test_losses_are_for_the_next_scheduler_and_not_for_the_reader() -> Non
     assert list(again.resumed) == [inference.ResumedSequence(token_ids=[9], worker_losses=1)]
     assert again.HasField("age_ms")
     group.abort()
-
-
-async def test_a_scheduler_of_another_release_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log says why a client is refused, and does not repeat it at every attempt."""
-    monkeypatch.setattr(scheduler_inference, "SCHEMA_REVISION", SCHEMA_REVISION + 1)
-    with capture_logs() as lines:
-        async with asyncio.timeout(20), run_scheduler() as scheduler:
-            client = InferenceClient(f"127.0.0.1:{scheduler.server.port}")
-            attempts: asyncio.Queue[None] = asyncio.Queue()
-            client.on_connect(lambda: attempts.put_nowait(None))
-            await client.start()
-            for _ in range(3):
-                await attempts.get()
-            await client.close()
-    (refused,) = [line for line in lines if line["event"] == "refused"]
-    assert "schema revision" in refused["reason"]

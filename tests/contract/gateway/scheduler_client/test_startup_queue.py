@@ -125,49 +125,6 @@ async def test_a_scheduler_that_dies_again_at_once_is_a_pause(scheduler: FakeSch
         assert len(client.startup_queue) == 0
 
 
-@pytest.mark.parametrize("taken", [True, False])
-async def test_only_requests_that_were_taken_claim_an_age(
-    scheduler: FakeScheduler, port: int, taken: bool
-) -> None:
-    """A scheduler may die before it has read a request, which then has no claim beyond the queue's bounds."""
-    scheduler.pause_after, scheduler.acknowledge = 0, taken
-    async with started(port) as client:
-        connected = asyncio.Event()
-        client.on_connect(connected.set)
-        async with serving(scheduler, port):
-            await connected.wait()
-            group = EventReader(client.submit([request()]))
-            assert len(client.startup_queue) == 0
-            await scheduler.until(lambda: len(scheduler.requests) == 1)
-            (pending,) = group.requests
-            while pending.accepted is not taken:
-                await asyncio.sleep(0.01)
-        scheduler.refuse = lambda one: None if one.HasField("age_ms") else Overloaded("the queue is full")
-        scheduler.pause_after = None
-        async with serving(scheduler, port):
-            if taken:
-                assert await tokens_of(group) == [REPLY]
-            else:
-                with pytest.raises(Overloaded):
-                    await tokens_of(group)
-
-
-async def test_pooling_requests_wait_for_a_scheduler_that_is_away(
-    scheduler: FakeScheduler, port: int
-) -> None:
-    """All inputs of a request have one place."""
-    async with started(port) as client:
-        pooling = asyncio.create_task(client.pool([pool_request("a"), pool_request("b")], vector_size=4))
-        await asyncio.sleep(0)
-        async with asyncio.timeout(10):
-            while not len(client.startup_queue):
-                await asyncio.sleep(0.01)
-        assert len(client.startup_queue) == 1
-        async with serving(scheduler, port):
-            assert [len(one.values) for one in await asyncio.wait_for(pooling, 20)] == [4, 4]
-        assert len(client.startup_queue) == 0
-
-
 async def test_pooling_requests_wait_for_a_worker(scheduler: FakeScheduler, port: int) -> None:
     """Refusals are repeated as for generating requests, and bounded in number and time."""
     refusals = iter([Unavailable("no worker is ready yet", retry_after_ms=20)])
