@@ -21,11 +21,7 @@ _MODULE_REFERENCE = re.compile(r"(?<![\w.\"'/])triptych\.v1\.(\w+_pb2)")
 
 
 def generate(target: Path) -> None:
-    """Writes all stubs below ``target``, in the layout of ``protos/``.
-
-    Raises:
-        RuntimeError: the compiler refused a file and printed the reason.
-    """
+    """Writes all stubs below ``target``, in the layout of ``protos/``."""
     from grpc_tools import protoc  # a development dependency: the services never import it
 
     files = [str(path.relative_to(ROOT)) for path in sorted((ROOT / PACKAGE).glob("*.proto"))]
@@ -46,6 +42,10 @@ def generate(target: Path) -> None:
     ]
     if protoc.main(arguments) != 0:
         raise RuntimeError("protoc failed")
+    # A file of messages alone has no calls to make stubs for.
+    for stub in (target / PACKAGE).glob("*_pb2_grpc.py*"):
+        if "def add_" not in stub.read_text():
+            stub.unlink()
     for stub in [*(target / PACKAGE).glob("*.py"), *(target / PACKAGE).glob("*.pyi")]:
         text = _IMPORT.sub(r"\1 protos.triptych", stub.read_text())
         stub.write_text(_MODULE_REFERENCE.sub(r"protos.triptych.v1.\1", text))
