@@ -83,9 +83,6 @@ _EPILOG = """\
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
-    Args:
-        argv: arguments without the program's name; `sys.argv` if None.
-
     Returns:
         The exit code: 0 for success, 1 for a failure, 2 for a bad flag or setting, 130 after Ctrl-C.
     """

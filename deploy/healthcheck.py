@@ -14,11 +14,7 @@ _TIMEOUT_S = 3.0
 
 
 def main(argv: list[str]) -> int:
-    """Checks once.
-
-    Returns:
-        0 if healthy, 1 if not, 2 for wrong arguments.
-    """
+    """Checks once; returns 0 if healthy, 1 if not, 2 for wrong arguments."""
     match argv:
         case [str(url)] if url.startswith(("http://", "https://")):
             problem = check_http(url)

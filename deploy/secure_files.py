@@ -4,7 +4,6 @@ The key of the CA is never written: it signs two certificates and is forgotten. 
 CA.
 """
 
-import contextlib
 import datetime as dt
 import hashlib
 import ipaddress
@@ -15,14 +14,15 @@ import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from protos.errors import ConfigurationRefused
-
-if TYPE_CHECKING:
-    # Imported late: most commands need no cryptography.
-    from cryptography import x509
-    from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 
 SERVICE_NAME: Final = "triptych.internal"
 """The name in the certificate of all services: ``--grpc-tls-name``."""
@@ -63,14 +63,10 @@ class SecureFiles:
 def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
     """Makes the files that a folder lacks, and new certificates if they expire within 30 days.
 
-    Args:
-        folder: the folder; it is created for its owner alone.
-        hosts: names and addresses of the HTTP API, beside those of the loopback.
+    `hosts` are names and addresses of the HTTP API in addition to those of the loopback.
 
     Raises:
-        OSError: the folder cannot be written.
         ConfigurationRefused: a host has letters that certificates do not allow.
-        ModuleNotFoundError: cryptography is not installed.
     """
     files = SecureFiles.in_folder(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,8 +85,6 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
 
 
 def _make_certificates(files: SecureFiles, names: Sequence[str]) -> None:
-    from cryptography.x509.oid import ExtendedKeyUsageOID
-
     ca = issue(f"Triptych CA {secrets.token_hex(4)}")
     both = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
     service = issue(SERVICE_NAME, (SERVICE_NAME, "localhost", "127.0.0.1", "::1"), both, ca)
@@ -106,46 +100,31 @@ def _make_certificates(files: SecureFiles, names: Sequence[str]) -> None:
 class Issued:
     """A certificate and its key."""
 
-    certificate: "x509.Certificate"
-    key: "EllipticCurvePrivateKey"
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
 
     @property
     def pem(self) -> bytes:
         """The certificate's file."""
-        from cryptography.hazmat.primitives.serialization import Encoding
-
-        return self.certificate.public_bytes(Encoding.PEM)
+        return self.certificate.public_bytes(serialization.Encoding.PEM)
 
     @property
     def key_pem(self) -> bytes:
         """The key's file, unencrypted."""
-        from cryptography.hazmat.primitives import serialization as form
-
-        return self.key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+        return self.key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
 
 
 def issue(
     subject: str,
     names: Sequence[str] = (),
-    usages: Sequence["x509.ObjectIdentifier"] = (),
+    usages: Sequence[x509.ObjectIdentifier] = (),
     issuer: Issued | None = None,
     *,
     lasts: dt.timedelta = _VALID,
 ) -> Issued:
-    """Returns a new certificate; a CA's if it has no issuer.
-
-    Args:
-        subject: its common name.
-        names: host names and addresses that it is for.
-        usages: its purposes.
-        issuer: the CA that signs it.
-        lasts: how long from now on.
-    """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
+    """Returns a new certificate for host names and addresses; a CA's if it has no issuer."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)])
     signer, issuer_name = (key, name) if issuer is None else (issuer.key, issuer.certificate.subject)
@@ -179,9 +158,7 @@ def issue(
     return Issued(builder.sign(signer, hashes.SHA256()), key)
 
 
-def _general_name(text: str) -> "x509.GeneralName":
-    from cryptography import x509
-
+def _general_name(text: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
@@ -196,8 +173,6 @@ def _general_name(text: str) -> "x509.GeneralName":
 
 def _names_of(certificate: Path) -> list[str]:
     """Returns the names and addresses that a certificate is for; none if it is not there, or damaged."""
-    from cryptography import x509
-
     try:
         extensions = x509.load_pem_x509_certificate(certificate.read_bytes()).extensions
         names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -208,9 +183,6 @@ def _names_of(certificate: Path) -> list[str]:
 
 def _are_valid(files: SecureFiles, names: Iterable[str]) -> bool:
     """Whether all certificates are there, belong together, last for a while, and have the names."""
-    from cryptography import x509
-    from cryptography.exceptions import InvalidSignature
-
     try:
         ca, *signed = (
             x509.load_pem_x509_certificate(path.read_bytes())
@@ -232,8 +204,7 @@ def _are_valid(files: SecureFiles, names: Iterable[str]) -> bool:
 def _write(path: Path, content: bytes) -> None:
     """Replaces a file atomically; only its owner can read it."""
     new = path.with_name(f".{path.name}.new")
-    with contextlib.suppress(FileNotFoundError):
-        new.unlink()
+    new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
     new.replace(path)

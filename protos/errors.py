@@ -253,13 +253,7 @@ def _typed_detail(error: grpc.aio.AioRpcError) -> pb.Error | None:
 
 
 async def abort(context: Context, error: TriptychError, *, to_service: bool = False) -> NoReturn:
-    """Ends a call with the error's status, message and typed detail. Shortens long messages.
-
-    Args:
-        context: the call's.
-        error: its reason.
-        to_service: whether the client is a service, which accepts longer messages than others.
-    """
+    """Ends a call with the error's status, message and typed detail; `to_service` allows longer messages."""
     typed = error.to_proto()
     typed.message = _shortened(typed.message, _MAX_SERVICE_STATUS_TEXT if to_service else _MAX_STATUS_TEXT)
     typed.param = typed.param.encode()[:_MAX_PARAM].decode(errors="ignore")

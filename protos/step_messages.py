@@ -26,8 +26,19 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
     message = worker_pb2.StepPlan(
         step=plan.step,
         release=plan.release,
-        copies=[_copy_to_proto(copy) for copy in plan.copies],
-        place=[_placement_to_proto(placement) for placement in plan.place],
+        copies=[
+            worker_pb2.BlockCopy(
+                group_id=copy.group_id,
+                source_block=copy.source_block,
+                target_block=copy.target_block,
+                num_tokens=copy.num_tokens,
+            )
+            for copy in plan.copies
+        ],
+        place=[
+            worker_pb2.AdapterPlacement(adapter_slot=each.adapter_slot, adapter_id=each.adapter_id)
+            for each in plan.place
+        ],
         admit=[_admission_to_proto(admission) for admission in plan.admit],
         grow=[_blocks_to_proto(grown.slot, grown.group_id, grown.block_ids) for grown in plan.grow],
         continues=plan.continues,
@@ -147,21 +158,8 @@ def _work_from_proto(message: worker_pb2.StepPlan) -> Work | None:
             return None
 
 
-def _copy_to_proto(copy: BlockCopy) -> worker_pb2.BlockCopy:
-    return worker_pb2.BlockCopy(
-        group_id=copy.group_id,
-        source_block=copy.source_block,
-        target_block=copy.target_block,
-        num_tokens=copy.num_tokens,
-    )
-
-
 def _blocks_to_proto(slot: int, group_id: int, block_ids: Sequence[int]) -> worker_pb2.SlotBlocks:
     return worker_pb2.SlotBlocks(slot=slot, group_id=group_id, block_ids=block_ids)
-
-
-def _placement_to_proto(placement: AdapterPlacement) -> worker_pb2.AdapterPlacement:
-    return worker_pb2.AdapterPlacement(adapter_slot=placement.adapter_slot, adapter_id=placement.adapter_id)
 
 
 def _admission_to_proto(admission: Admission) -> worker_pb2.SlotRequest:

@@ -56,9 +56,7 @@ def check_pool(request: inference_pb2.PoolRequest) -> None:
 def check_fields(message: Message, *, entries: bool = True) -> None:
     """Checks a message of ``triptych.v1`` and its submessages against the bounds in the schema.
 
-    Args:
-        message: the message.
-        entries: whether to check the messages in repeated fields, too; their number is always checked.
+    Without `entries`, only the number of messages in repeated fields is checked.
 
     Raises:
         InvalidArgument: naming the field, its bounds and the sent value.
@@ -68,22 +66,14 @@ def check_fields(message: Message, *, entries: bool = True) -> None:
 
 
 def check_token_ids(message: Message, vocab_size: int) -> None:
-    """Checks that every token id in a message and its submessages is below the size of the vocabulary.
-
-    Raises:
-        InvalidArgument: naming the field and the id.
-    """
+    """Checks that every token id in a message and its submessages is below the size of the vocabulary."""
     for found in _walk(message):
         if found.bounds.token_ids:
             check_ids(found.name, found.value, vocab_size)
 
 
 def check_ids(param: str, token_ids: Collection[int], vocab_size: int) -> None:
-    """Checks that token ids are in the model's vocabulary.
-
-    Raises:
-        InvalidArgument: naming the parameter and the largest id.
-    """
+    """Checks that token ids are in the model's vocabulary; the refusal names the largest."""
     largest = max(token_ids, default=0)
     if largest >= vocab_size:
         raise InvalidArgument(

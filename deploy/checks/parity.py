@@ -30,8 +30,8 @@ from scheduler_svc.settings import Settings as SchedulerSettings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.workers.descriptions import copies_blocks_from_proto, description_from_proto
 from scheduler_svc.workers.engine_protocol import WorkerLink
-from scheduler_svc.workers.generating import GeneratingReplicas, make_engine
-from worker_svc.api.convert import description_to_proto, ready_to_proto, shapes_from_proto
+from scheduler_svc.workers.replicas import GeneratingReplicas, make_engine
+from worker_svc.api.convert import description_to_proto, geometry_from_proto, ready_to_proto
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
 
@@ -111,11 +111,7 @@ class Reference:
         self._rounded = 0.0
 
     def compare(self, answers: Sequence[Answer]) -> str:
-        """Returns the largest difference of greedy answers from the reference.
-
-        Raises:
-            CheckFailed: if it is too large.
-        """
+        """Returns the difference of greedy answers from the reference; `CheckFailed` if it is too large."""
         worst = 0.0
         expected = [self._expected(answer) for answer in answers]
         tolerance = _NATS + _TIMES_ROUNDING * self._rounded

@@ -266,11 +266,7 @@ if TYPE_CHECKING:
 
 
 def configuration(settings: SchedulerSettings, worker: "Worker") -> worker_pb2.ConfigureRequest:
-    """Returns the configuration of a prepared worker.
-
-    Raises:
-        ConfigurationRefused: the settings contradict the model or the device.
-    """
+    """Returns the configuration of a prepared worker; refuses settings unfit for the model or the device."""
     # The worker's room imports torch.
     from scheduler_svc.workers.deployment import Deployment
     from scheduler_svc.workers.descriptions import description_from_proto

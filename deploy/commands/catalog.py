@@ -13,13 +13,11 @@ from worker_svc.devices.registry import DEVICES
 from worker_svc.graphs.compile_cache import CompileCache, DamagedEntry, Manifest
 from worker_svc.settings import Settings
 
+_NO_ENTRIES = "no entries; run `triptych compile` to create them"
+
 
 def main(argv: list[str]) -> int:
-    """Runs the command.
-
-    Returns:
-        The exit code: 0; 1 if entries are damaged; 2 for a bad flag or an unusable folder.
-    """
+    """Returns the exit code: 0; 1 if entries are damaged; 2 for a bad flag or an unusable folder."""
     arguments = _parser().parse_args(argv)
     try:
         caches = _caches(arguments.compile_cache_dir)
@@ -91,16 +89,12 @@ def _list(caches: list[CompileCache], *, as_json: bool) -> int:
         print(json.dumps([_described(folder, manifest) for folder, manifest in entries], indent=2))
         return 1 if damaged else 0
     if not entries and not damaged:
-        print("no entries; run `triptych compile` to create them")
+        print(_NO_ENTRIES)
     for folder, manifest in entries:
-        fields = manifest.fields
+        get, mib = manifest.fields.get, _mib(folder, manifest)
         age = (time.time() - manifest.created) / 86400
-        print(
-            f"{folder.name}  {_mib(folder, manifest):.1f} MiB, {age:.1f} days old, compiled in {manifest.seconds:.0f} s"
-        )
-        print(
-            f"  {fields.get('model')} {fields.get('dtype')} -O {fields.get('level')} on {fields.get('device')}"
-        )
+        print(f"{folder.name}  {mib:.1f} MiB, {age:.1f} days old, compiled in {manifest.seconds:.0f} s")
+        print(f"  {get('model')} {get('dtype')} -O {get('level')} on {get('device')}")
         print(f"  {', '.join(manifest.graphs)}")
     return 1 if damaged else 0
 
@@ -142,11 +136,14 @@ def _prune(caches: list[CompileCache], *, days: float | None, keys: list[str]) -
                 print(f"{key} removed: {reason}")
         if count := cache.remove_abandoned():
             print(f"{count} unfinished folders removed from {cache.root}")
-    if unknown:
-        raise ConfigurationRefused(
-            f"no such entry: {', '.join(sorted(unknown))}; `triptych catalog list` prints all"
-        )
+    _refuse_unknown(unknown)
     return 0
+
+
+def _refuse_unknown(keys: set[str]) -> None:
+    if keys:
+        listed = ", ".join(sorted(keys))
+        raise ConfigurationRefused(f"no such entry: {listed}; `triptych catalog list` prints all")
 
 
 def _reason(cache: CompileCache, key: str, days: float | None, keys: list[str]) -> str | None:
@@ -163,13 +160,10 @@ def _reason(cache: CompileCache, key: str, days: float | None, keys: list[str]) 
 
 def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int:
     found = [(cache, key) for cache in caches for key in cache.entries() if not keys or key in keys]
-    if missing := set(keys) - {key for _, key in found}:
-        raise ConfigurationRefused(
-            f"no such entry: {', '.join(sorted(missing))}; `triptych catalog list` prints all"
-        )
+    _refuse_unknown(set(keys) - {key for _, key in found})
     if not found:
-        print("no entries; run `triptych compile` to create them")
-    damaged = 0
+        print(_NO_ENTRIES)
+    damaged, copies = 0, CompileCache(target)
     for cache, key in found:
         try:
             manifest = cache.verify(key)
@@ -177,13 +171,13 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
             damaged += 1
             print(f"{key} left out: {error}", file=sys.stderr)
             continue
-        if manifest is None or _is_intact(CompileCache(target), key):
+        if manifest is None or _is_intact(copies, key):
             continue
-        folder = CompileCache(target).begin(manifest.fields)
+        folder = copies.begin(manifest.fields)
         for name in manifest.files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(cache.root / key / name, folder / name)
-        CompileCache(target).commit(folder, manifest.fields, manifest.graphs, manifest.seconds)
+        copies.commit(folder, manifest.fields, manifest.graphs, manifest.seconds)
         print(f"{key} exported to {target}")
     return 1 if damaged else 0
 

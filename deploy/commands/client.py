@@ -44,11 +44,7 @@ class Server:
     """The server's Unix socket, if it listens on no port."""
 
     def client(self) -> openai.OpenAI:
-        """Returns a client without retries and without a limit on the time of answers.
-
-        Raises:
-            CommandError: A variable names an unusable proxy.
-        """
+        """Returns a client without retries and without a limit on the time of answers."""
         try:
             transport = httpx2.HTTPTransport(uds=self.uds) if self.uds else None
             http = httpx2.Client(transport=transport, verify=self.verify)
@@ -91,11 +87,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def server_of(arguments: argparse.Namespace) -> Server:
-    """Returns the server of the flags.
-
-    Raises:
-        CommandError: The address is not a URL, the key is not ASCII, or the certificates cannot be read.
-    """
+    """Returns the server of the flags; `CommandError` if one of them cannot be used."""
     text = arguments.url or _URL
     if not text.startswith(("http://", "https://")):
         raise CommandError(f"--url {text} is not an address; write it like {_URL}", 2)
@@ -116,11 +108,7 @@ def server_of(arguments: argparse.Namespace) -> Server:
 
 
 def first_model(client: openai.OpenAI, server: Server) -> str:
-    """Returns the name of the server's first model.
-
-    Raises:
-        CommandError: The server is not reached, refuses, or lists none.
-    """
+    """Returns the name of the server's first model; `CommandError` without an answer or a model."""
     try:
         models = client.models.list().data
     except ERRORS as error:
@@ -159,7 +147,7 @@ def chat(argv: list[str]) -> int:
     """Answers a message, or each line of standard input.
 
     Returns:
-        The exit code: 0, 1 if the server cannot be reached or refuses, 2 for a bad flag, 130 after Ctrl-C.
+        0, 1 if the server cannot be reached or refuses, 2 for a bad flag, 130 after Ctrl-C.
     """
     parser = ArgumentParser(
         prog="triptych chat",
@@ -198,14 +186,7 @@ def complete(argv: list[str]) -> int:
 
 
 def _run(parser: ArgumentParser, argv: list[str], start: Start, keep: Callable[[str, str], None]) -> int:
-    """Answers the text of --quick, or each line of standard input; returns the exit code.
-
-    Args:
-        parser: with the command's own flags.
-        argv: the command line.
-        start: sends a request for a text, and returns the stream of its answer.
-        keep: gets each text with its answer.
-    """
+    """Answers the text of --quick, or each line of standard input; returns the exit code."""
     add = parser.add_argument
     add("-q", "--quick", metavar="TEXT", help="answer this text and exit")
     add("--max-tokens", type=int, metavar="N", help="the longest answer (the server's default)")
@@ -280,11 +261,7 @@ def _print_chunks(chunks: Iterable[Any], answer: Answer) -> None:
 
 
 def bench(argv: list[str]) -> int:
-    """Hands its arguments to `vllm bench serve`.
-
-    Returns:
-        The exit code: 0, 1 if the server cannot be reached or no request succeeded, 2 for a bad flag.
-    """
+    """Hands its arguments to `vllm bench serve`; returns 1 if no request succeeded, 2 for a bad flag."""
     # By name: only the worker imports vLLM otherwise. The command `vllm` needs more than the worker's lock.
     serve: Any = import_module("vllm.benchmarks.serve")
     parser = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="triptych bench")

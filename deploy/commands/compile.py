@@ -52,11 +52,7 @@ class _RankSettings(WorkerSettings):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns:
-        The exit code: 0; 2 for a bad setting or a graph that does not compile.
-    """
+    """Returns the exit code: 0; 2 for a bad setting or a graph that does not compile."""
     try:
         settings = load(CompileSettings, argv, VllmFlags())
         if settings.layout.world_size > 1 and "rank" not in settings.model_fields_set:
@@ -87,7 +83,7 @@ def _compile(settings: CompileSettings) -> str:
     """Compiles, and returns the result for people."""
     # After the settings are read: importing torch takes seconds.
     from worker_svc.execution.worker import Worker
-    from worker_svc.graphs.compile_cache import MANIFEST
+    from worker_svc.graphs.compile_cache import MANIFEST, CompileCache
 
     worker_settings = load(_RankSettings, worker_flags(settings, 0, index=settings.rank))
     if not worker_settings.enable_warm_up:
@@ -96,7 +92,9 @@ def _compile(settings: CompileSettings) -> str:
         raise ConfigurationRefused("the compile cache is off, so no code would be kept; set --compile-cache")
     worker = Worker(worker_settings)
     worker.prepare()
-    _check_writable(worker_settings, worker.device.name)
+    folder = worker_settings.cache_folder(worker.device.name)
+    assert folder is not None
+    CompileCache(folder).begin({}).rmdir()  # refuses a folder that cannot be written, as a worker does not
     request = _configuration(settings, worker)
     seconds = _run(worker, request)
     if worker.code_folder is None:
@@ -104,15 +102,6 @@ def _compile(settings: CompileSettings) -> str:
     if not (worker.code_folder / MANIFEST).is_file():
         raise ConfigurationRefused("the code could not be kept (see above); change --compile-cache-dir")
     return f"{worker.num_compiled} pieces compiled in {seconds:.1f} s; kept in {worker.code_folder}"
-
-
-def _check_writable(settings: WorkerSettings, device: str) -> None:
-    """Refuses a compile cache that cannot be written: a worker could do without, this command cannot."""
-    from worker_svc.graphs.compile_cache import CompileCache
-
-    folder = settings.cache_folder(device)
-    assert folder is not None
-    CompileCache(folder).begin({}).rmdir()
 
 
 def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.ConfigureRequest":

@@ -29,11 +29,7 @@ HTTP clients:
 
 
 def compose(argv: list[str]) -> int:
-    """Writes compose files, Dockerfiles, locks and the installed package as a wheel.
-
-    Returns:
-        The exit code: 0; 1 if the folder cannot be written or a checkout is installed.
-    """
+    """Writes compose files, Dockerfiles, locks and the installed package as a wheel."""
     parser = ArgumentParser(
         prog="triptych compose-files",
         description="Writes the compose files, and all that building their images needs, to a folder.",
@@ -64,7 +60,7 @@ def secure(argv: list[str]) -> int:
     """Makes certificates, a token and a key where they are missing, and prints their settings.
 
     Returns:
-        The exit code: 0; 1 if the folder cannot be written, 2 for a bad host.
+        0; 1 if the folder cannot be written, 2 for a bad host.
     """
     # Imported here: compose files are written before any service's packages are installed.
     from deploy import secure_files

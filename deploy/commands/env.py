@@ -17,7 +17,6 @@ from protos.service.help import ArgumentParser
 from protos.service.redaction import HIDDEN, shown, without_users
 
 _SECTIONS: Final = {"versions": "Versions", "cpu": "CPU", "memory": "Memory", "devices": "Devices"}
-_GIB: Final = 2**30
 _TOOL_TIMEOUT_S: Final = 10.0
 # The CPU flags that kernels use; all flags are more than a hundred.
 _CPU_FLAGS: Final = re.compile(r"avx|amx|f16c|fma|sse4|asimd|bf16|i8mm|sve|neon")
@@ -37,11 +36,7 @@ _TOOLS: Final = {
 
 
 def main(argv: list[str]) -> int:
-    """Prints the report.
-
-    Returns:
-        The exit code: 0.
-    """
+    """Prints the report; returns the exit code 0."""
     parser = ArgumentParser(
         prog="triptych env",
         description="Prints the facts of this machine for a bug report: versions, hardware, packages of the"
@@ -58,11 +53,8 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     for section, title in _SECTIONS.items():
         yield f"{title}:"
         for name, value in found[section].items():
-            if isinstance(value, list) and section == "devices":
-                yield from (f"  {name}: {line}" for line in value or ["none"])
-            else:
-                text = " ".join(value) if isinstance(value, list) else value
-                yield f"  {name}: {'unknown' if text is None else text}"
+            text = "; ".join(value) or "none" if isinstance(value, list) else value
+            yield f"  {name}: {'unknown' if text is None else text}"
     yield "Packages (tested version where it differs):"
     for name, entry in found["packages"].items():
         installed, tested = entry["installed"], entry["tested"]
@@ -128,17 +120,13 @@ def _os_name() -> str:
 
 
 def _cpu() -> dict[str, Any]:
-    fields: dict[str, str] = {}
-    for line in _read("/proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        fields.setdefault(name.strip(), value.strip())
+    fields = dict(re.findall(r"^([^:\t]+)\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE))
     flags = (fields.get("flags") or fields.get("Features") or "").split()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": usable,
+        "usable_cores": len(os.sched_getaffinity(0)),
         "flags": sorted(flag for flag in flags if _CPU_FLAGS.match(flag)),
     }
 
@@ -147,14 +135,10 @@ def _memory() -> dict[str, float | None]:
     """Returns the machine's memory, its free memory and this process' limit, in GiB."""
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE))
     limit = _read("/sys/fs/cgroup/memory.max").strip()
-
-    def gib(text: str | None, unit: int) -> float | None:
-        return round(int(text) * unit / _GIB, 2) if text and text.isdecimal() else None
-
     return {
-        "total_gib": gib(sizes.get("MemTotal"), 1024),
-        "available_gib": gib(sizes.get("MemAvailable"), 1024),
-        "limit_gib": gib(limit, 1),
+        "total_gib": round(int(sizes.get("MemTotal", 0)) / 2**20, 2),
+        "available_gib": round(int(sizes.get("MemAvailable", 0)) / 2**20, 2),
+        "limit_gib": round(int(limit) / 2**30, 2) if limit.isdecimal() else None,
     }
 
 

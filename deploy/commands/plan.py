@@ -19,24 +19,17 @@ class _NoPlanError(Exception):
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command.
-
-    Returns:
-        The exit code: 0; 1 without a usable histogram; 2 for a bad setting in the environment.
-    """
+    """Returns the exit code: 0; 1 without a usable histogram; 2 for a bad setting in the environment."""
     arguments = _parser().parse_args(argv)
     try:
         path = arguments.histogram or histogram_path(arguments.state_dir or _state_dir())
         recorded = _read(path)
         plan = _plan(recorded, arguments.graphs, arguments.max_batch)
-    except _NoPlanError as error:
+    except (_NoPlanError, ConfigurationRefused) as error:
         print(f"triptych plan: {error}", file=sys.stderr)
-        return 1
-    except ConfigurationRefused as error:
-        print(f"triptych plan: {error}", file=sys.stderr)
-        return 2
-    described = _describe(path, recorded, plan)
-    print(json.dumps(described, indent=2) if arguments.json else _table(described))
+        return 1 if isinstance(error, _NoPlanError) else 2
+    proposal = _proposal(path, recorded, plan)
+    print(json.dumps(proposal, indent=2) if arguments.json else _table(proposal))
     return 0
 
 
@@ -105,7 +98,7 @@ def _plan(recorded: RecordedBatches, graphs: int | None, max_batch: int | None) 
     return plan_buckets(counts, current, max_batch=most, graphs=graphs or len(current))
 
 
-def _describe(path: Path, recorded: RecordedBatches, plan: BucketPlan) -> dict[str, Any]:
+def _proposal(path: Path, recorded: RecordedBatches, plan: BucketPlan) -> dict[str, Any]:
     buckets = ",".join(map(str, plan.best.buckets))
     flags = ["--decode-bucket-strategy", "manual", "--decode-buckets", buckets]
     environment = {
@@ -138,37 +131,20 @@ def _usage(usage: BucketUsage) -> dict[str, Any]:
     }
 
 
-def _table(described: dict[str, Any]) -> str:
-    rows = [("", "graphs", "rows run", "padded rows", "share", "buckets")]
+def _table(proposal: dict[str, Any]) -> str:
+    title = f"{proposal['histogram']}: {proposal['model']}, {proposal['steps']:,} decode steps"
+    lines = [f"{title}, {proposal['mean_rows']:.1f} rows each", ""]
+    lines.append(f"{'':<8}  {'graphs':>6}  {'rows run':>16}  {'padded rows':>16}  {'share':>6}  buckets")
     for name in ("now", "proposed"):
-        usage = described[name]
-        rows.append(
-            (
-                name, str(len(usage["buckets"])), f"{usage['rows']:,}", f"{usage['padded_rows']:,}",
-                f"{usage['padding_share']:.1%}", ",".join(map(str, usage["buckets"])),
-            )
-        )  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    title = f"{described['histogram']}: {described['model']}, {described['steps']:,} decode steps"
-    lines = [f"{title}, {described['mean_rows']:.1f} rows each", ""]
-    for name, *numbers, buckets in rows:
-        cells = [name.ljust(widths[0]), *map(str.rjust, numbers, widths[1:-1]), buckets]
-        lines.append("  ".join(cells).rstrip())
-    gain = described["gain"]
-    if described["now"]["buckets"] == described["proposed"]["buckets"]:
-        return "\n".join(
-            [*lines, "", "The current buckets are already the best; more --graphs may pad less."]
-        )
+        usage, buckets = proposal[name], ",".join(map(str, proposal[name]["buckets"]))
+        counts = f"{len(usage['buckets']):>6}  {usage['rows']:>16,}  {usage['padded_rows']:>16,}"
+        lines.append(f"{name:<8}  {counts}  {usage['padding_share']:>6.1%}  {buckets}")
+    if proposal["now"]["buckets"] == proposal["proposed"]["buckets"]:
+        lines += ["", "The current buckets are already the best; more --graphs may pad less."]
+        return "\n".join(lines)
+    gain = proposal["gain"]
     change = f"{abs(gain):.1%} {'fewer' if gain >= 0 else 'more'} rows to run"
-    flags = " ".join(described["flags"])
-    variables = [f"  {name}={value}" for name, value in described["environment"].items()]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"Expected: {change}. To use them, also with `triptych up`:",
-            f"  triptych scheduler {flags}",
-            "or",
-            *variables,
-        ]
-    )
+    lines += ["", f"Expected: {change}. To use them, also with `triptych up`:"]
+    lines += [f"  triptych scheduler {' '.join(proposal['flags'])}", "or"]
+    lines += [f"  {name}={value}" for name, value in proposal["environment"].items()]
+    return "\n".join(lines)

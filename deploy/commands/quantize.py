@@ -19,11 +19,7 @@ _SHOWN = 3
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command.
-
-    Returns:
-        The exit code: 0, or 2 with the reason in one line if the model cannot be quantized so.
-    """
+    """Returns the exit code: 0, or 2 with the reason in one line if the model cannot be quantized so."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if arguments.calibrate_tokens and arguments.calibrate is None:
@@ -58,9 +54,9 @@ def main(argv: list[str]) -> int:
         )
     if made.rounded:
         more = len(made.rounded) - _SHOWN
+        names = ", ".join(made.rounded[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
         print(
-            f"triptych quantize: calibration did not reach {len(made.rounded)} matrices, which were rounded:"
-            f" {', '.join(made.rounded[:_SHOWN])}{f' and {more} more' if more > 0 else ''}",
+            f"triptych quantize: calibration did not reach {len(made.rounded)} matrices, which were rounded: {names}",
             file=sys.stderr,
         )
     print(
@@ -71,11 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_served(source: Path) -> None:
-    """Refuses models whose architecture workers do not serve.
-
-    Raises:
-        ConfigurationRefused: in the worker's own line.
-    """
+    """Refuses models whose architecture workers do not serve, in the worker's own line."""
     from worker_svc.model_files.quantize import read_config
 
     if not read_config(source).get("architectures"):

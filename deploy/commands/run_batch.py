@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     """Runs the requests without an answer in the output file.
 
     Returns:
-        The exit code: 0 if the output has all lines, 1 if the batch stopped before, 2 for a bad flag.
+        0 if the output has all lines, 1 if the batch stopped before, 2 for a bad flag.
     """
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
@@ -125,11 +125,7 @@ class Output:
     """The output file. Lines are added as requests end, and the lines of an earlier run stay."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        """Reads the earlier lines, and removes an incomplete last line.
-
-        Raises:
-            CommandError: The file is not the output of a batch.
-        """
+        """Reads the earlier lines, and removes an incomplete last line."""
         self.counts: Counter[str] = Counter()
         self.done: set[str | int] = set()
         """Ids with an answer, and numbers of bad lines."""

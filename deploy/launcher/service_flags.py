@@ -5,9 +5,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
-from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
+from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import unix_address
@@ -27,7 +27,7 @@ def gateway_flags(
     settings: LaunchSettings, port: int, metrics_port: int | None, scheduler: Path
 ) -> list[str]:
     """Returns the flags of a gateway. Only gateways listen where HTTP clients connect."""
-    return _flags(
+    return flags_of(
         GatewaySettings,
         settings,
         host=settings.http_host,
@@ -37,13 +37,20 @@ def gateway_flags(
         metrics_folder=scheduler.with_name("metrics") if settings.gateways > 1 else None,
         scheduler_address=unix_address(scheduler),
         drain_timeout_s=_GATEWAY_DRAIN_S,
+        log_format="json",
     )
 
 
 def scheduler_flags(settings: LaunchSettings, port: int, socket: Path | None = None) -> list[str]:
     """Returns the scheduler's flags. Direct gRPC clients use the port, gateways and workers the socket."""
-    return _flags(
-        SchedulerSettings, settings, host=LOOPBACK, port=port, socket=socket, drain_s=_SCHEDULER_DRAIN_S
+    return flags_of(
+        SchedulerSettings,
+        settings,
+        host=LOOPBACK,
+        port=port,
+        socket=socket,
+        drain_s=_SCHEDULER_DRAIN_S,
+        log_format="json",
     )
 
 
@@ -63,7 +70,7 @@ def worker_flags(
         port: the worker's.
         socket: the worker's.
         scheduler: the scheduler's socket.
-        index: the worker's number, replica by replica and rank by rank.
+        index: place of the worker in `StackPlan.workers`.
         master: the port where the ranks of its replica meet; `None` for a rank that compiles alone.
     """
     shared: dict[str, object] = {}
@@ -74,7 +81,7 @@ def worker_flags(
         replica, rank = divmod(index, ranks)
         shared |= {"rank": rank, "replica_id": f"replica-{replica}", "local_rank": index}
         shared["master"] = None if master is None else f"{LOOPBACK}:{master}"
-    return _flags(
+    return flags_of(
         WorkerSettings,
         settings,
         model=settings.model,
@@ -82,6 +89,7 @@ def worker_flags(
         port=port,
         socket=socket,
         scheduler_address=unix_address(scheduler) if scheduler else None,
+        log_format="json",
         **shared,
     )
 
@@ -90,8 +98,7 @@ def worker_environment(settings: LaunchSettings, index: int) -> dict[str, str]:
     """Returns the variables with the devices of the `index`-th worker.
 
     GPUs of a replica must see one another, so their ranks choose by `--local-rank` instead. Workers use the
-    devices in the launcher's own environment. They share GPUs if there are too few.  Raises:
-    ConfigurationRefused: if too few NPUs are visible.
+    devices in the launcher's own environment. They share GPUs if there are too few; too few NPUs are refused.
     """
     spec = DEVICES.get(settings.device)
     if spec is None or not spec.visible_by or settings.device_options.is_simulated:
@@ -126,16 +133,7 @@ def _names(variable: str) -> list[str]:
     return [name.strip() for name in os.environ.get(variable, "").split(",") if name.strip()]
 
 
-def kept_worker_flags(settings: KeepWorkerSettings, socket: Path | None = None) -> list[str]:
-    """Returns the flags of the worker of `triptych keep-worker`, which listens on ``socket``, too."""
-    return _given_flags(WorkerSettings, settings, socket=socket)
-
-
-def _flags(service: type[ServiceSettings], settings: LaunchSettings, **launcher_values: object) -> list[str]:
-    return _given_flags(service, settings, **launcher_values, log_format="json")
-
-
-def _given_flags(
+def flags_of(
     service: type[ServiceSettings], settings: ServiceSettings, **launcher_values: object
 ) -> list[str]:
     """Returns the user's settings of a service, overridden by the launcher's values.
@@ -159,15 +157,12 @@ def secrets_of(settings: ServiceSettings, service: type[ServiceSettings]) -> dic
         if is_secret(cls, name):
             value = getattr(settings, name) if is_secret(service, name) else None
             variables |= dict.fromkeys(reference_variables(cls, name), "")
-            variables[f"TRIPTYCH_{name.upper()}"] = _secret(value) if value else ""
+            if isinstance(value, tuple):
+                text = json.dumps([each.get_secret_value() for each in value]) if value else ""
+            else:
+                text = value.get_secret_value() if value else ""
+            variables[f"TRIPTYCH_{name.upper()}"] = text
     return variables
-
-
-def _secret(value: SecretStr | tuple[SecretStr, ...]) -> str:
-    """Returns the text of a variable: a secret, or a JSON list of several."""
-    if isinstance(value, SecretStr):
-        return value.get_secret_value()
-    return json.dumps([each.get_secret_value() for each in value])
 
 
 def written(name: str, value: object) -> str:

@@ -3,13 +3,12 @@
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from deploy.launcher.process import PARENT_VARIABLE
-from deploy.secure_files import SERVICE_NAME, SecureFiles, make
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.service import environment
@@ -18,6 +17,9 @@ from protos.service.settings import CONFIG_VARIABLE, Group, ServiceSettings
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
+
+if TYPE_CHECKING:
+    from deploy.secure_files import SecureFiles
 
 _WILDCARDS: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
 
@@ -120,11 +122,13 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
         return self
 
 
-def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:
+def secured(settings: LaunchSettings) -> "tuple[LaunchSettings, SecureFiles]":
     """Makes the files of `--secure` in the run dir and returns settings with them.
 
-    The user's own settings stay.  Raises: ConfigurationRefused: the files cannot be made.
+    The user's own settings stay.
     """
+    from deploy.secure_files import SERVICE_NAME, make  # needs cryptography
+
     folder = settings.run_dir.absolute() / "secure"
     # A machine's name may have letters that certificates cannot have; the user has not chosen it here.
     names = [name for name in (socket.gethostname(),) if name.isascii()]
@@ -152,40 +156,26 @@ def secured(settings: LaunchSettings) -> tuple[LaunchSettings, SecureFiles]:
 
 
 def check_variables(variables: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Reports variables without effect: of other stacks, and unknown names of ours.
-
-    Raises:
-        ConfigurationRefused: a variable is refused.
-    """
+    """Reports variables without effect, of other stacks and unknown names of ours; refuses some."""
     environment.check(variables, lambda reading: report(str(reading)))
-    for unknown in unknown_variables(variables):
-        report(unknown)
-
-
-def unknown_variables(variables: Mapping[str, str]) -> list[str]:
-    """Returns a line for each variable of ours that is set and does not exist."""
     known = own_variables()
-    lines = []
-    for name in sorted(variables):
-        if (
-            variables[name]
-            and name.startswith("TRIPTYCH_")
-            and name not in known
-            and not environment.is_service_link(name)
-        ):
+    ours = (name for name in sorted(variables) if variables[name] and name.startswith("TRIPTYCH_"))
+    for name in ours:
+        if name not in known and not environment.is_service_link(name):
             meant = similar(name, known)
             hint = f"; did you mean {meant}?" if meant else ""
-            lines.append(f"{name} is not a setting and has no effect{hint}")
-    return lines
+            report(f"{name} is not a setting and has no effect{hint}")
 
 
 def own_variables() -> set[str]:
     """Returns our own variables: those of all settings, and a few more."""
-    return {f"TRIPTYCH_{name.upper()}" for cls in _SETTINGS for name in cls.model_fields} | _OTHER_VARIABLES
-
-
-_SETTINGS: Final = (LaunchSettings, KeepWorkerSettings)
-# The models' cache, messages to child processes, and the scale of tests.
-_OTHER_VARIABLES: Final = frozenset(
-    {CONFIG_VARIABLE, PLATFORM_VARIABLE, PARENT_VARIABLE, "TRIPTYCH_CACHE", "TRIPTYCH_PROPERTY_SCALE"}
-)
+    names = {*LaunchSettings.model_fields, *KeepWorkerSettings.model_fields}
+    # The models' cache, messages to child processes, and the scale of tests.
+    others = {
+        CONFIG_VARIABLE,
+        PLATFORM_VARIABLE,
+        PARENT_VARIABLE,
+        "TRIPTYCH_CACHE",
+        "TRIPTYCH_PROPERTY_SCALE",
+    }
+    return {f"TRIPTYCH_{name.upper()}" for name in names} | others

@@ -29,11 +29,7 @@ _LOCK = "launcher.pid"
 
 @contextmanager
 def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
-    """Creates and locks the run dir.
-
-    Args:
-        run_dir: the folder.
-        clean: whether to remove the files that an earlier launcher left.
+    """Creates and locks the run dir; `clean` removes the files that an earlier launcher left.
 
     Raises:
         LaunchError: Another launcher uses the folder, or it cannot be written.

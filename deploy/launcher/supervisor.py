@@ -97,14 +97,7 @@ class Standbys:
         *,
         policy: RestartPolicy | None = None,
     ) -> None:
-        """Starts nothing.
-
-        Args:
-            spec: from `standby_spec`; may be `None` if there are no standbys.
-            count: number of standbys.
-            report: receives messages for the user.
-            policy: how long the replacement of a dead standby waits.
-        """
+        """Prepares `count` standbys, none without a spec; `report` receives messages for the user."""
         self._specs = (
             [] if spec is None else [replace(spec, name=f"{spec.name}-{index}") for index in range(count)]
         )
@@ -117,11 +110,7 @@ class Standbys:
         return spec.worker_flags is not None and bool(self._waiting)
 
     def take(self, spec: ChildSpec) -> asyncio.subprocess.Process | None:
-        """Turns a standby into a worker. The caller owns the process from now on.
-
-        Returns:
-            The process, or `None` if no standby runs or the child is not a worker.
-        """
+        """Turns a standby into a worker, whose process the caller owns; `None` without a standby for it."""
         if spec.worker_flags is None:
             return None
         log = str(spec.log.absolute()) if spec.has_log else None
@@ -228,8 +217,7 @@ class Supervisor:
         """Starts the children and keeps them running until cancelled; `stop` stops them.
 
         Raises:
-            ExceptionGroup: With a `LaunchError`: during the start of the stack, a child refuses to start or
-                keeps dying.
+            ExceptionGroup: With a `LaunchError`: during the start a child refuses to start or keeps dying.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._rotate_logs())

@@ -47,8 +47,7 @@ class UnreadLimits:
     def reader(self, on_end: Callable[[TriptychError], None]) -> "UnreadTokens":
         """Returns the count of a new reader.
 
-        Args:
-            on_end: called from the event loop when the reader is ended. It must drop all unread output.
+        `on_end` is called from the event loop when the reader is ended. It must drop all unread output.
         """
         return UnreadTokens(self, on_end)
 

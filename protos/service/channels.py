@@ -152,11 +152,7 @@ class LinkSecurity:
     """Expected name in the servers' certificates; `None` for the called host."""
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """Opens a channel to another service.
-
-        Args:
-            address: ``host:port`` or ``unix:path``.
-        """
+        """Opens a channel to another service, at ``host:port`` or ``unix:path``."""
         certificates = None if is_unix(address) else self.certificates
         if certificates is None:
             if self.tokens is None:
@@ -238,10 +234,6 @@ async def wait_until_ready(channel: grpc.aio.Channel, address: str) -> None:
     """Waits until a channel is connected; logs each refusal by either end once.
 
     A peer that is not up yet is no refusal.
-
-    Args:
-        channel: the channel.
-        address: where it leads, for the log.
     """
     log, logged, watch = get_logger(address=address), set(), None
     try:

@@ -24,11 +24,7 @@ class ConfigFile:
 
     @classmethod
     def read(cls, path: Path) -> "ConfigFile":
-        """Reads a file.
-
-        Raises:
-            ConfigurationRefused: It cannot be read, or is not such a file.
-        """
+        """Reads a file; refuses one that cannot be read or is not such a file."""
         try:
             content = parse_yaml(path.read_bytes())
         except OSError as error:
@@ -42,14 +38,11 @@ class ConfigFile:
         return cls(path, top, sections)
 
     def values(self, fields: Mapping[str, Mapping[str, str]], own: Collection[str]) -> dict[str, Any]:
-        """Returns the values for a command, by field.
+        """Returns the values for a command, by field; refuses unknown names and contradictions.
 
         Args:
             fields: the command's sections, and for each name in them its field.
             own: names allowed at the top level.
-
-        Raises:
-            ConfigurationRefused: A name is unknown, or two sections differ about one field.
         """
         values = _without_no(self.shared, own)
         self._check(values, own, "")

@@ -120,11 +120,7 @@ def read(environment: Mapping[str, str]) -> list[Reading]:
 
 
 def check(environment: Mapping[str, str], report: Callable[[Reading], None]) -> None:
-    """Reports each ignored or unknown variable.
-
-    Raises:
-        ConfigurationRefused: A variable is rejected; nothing is reported then.
-    """
+    """Reports each ignored or unknown variable; a rejected one is refused, and nothing is reported then."""
     readings = read(environment)
     for reading in readings:
         if reading.kind is Kind.REJECTED:
@@ -138,11 +134,7 @@ def check(environment: Mapping[str, str], report: Callable[[Reading], None]) -> 
 
 
 def check_for_service(environment: Mapping[str, str]) -> None:
-    """Logs a warning for each ignored or unknown variable.
-
-    Raises:
-        ConfigurationRefused: A variable is rejected.
-    """
+    """Logs a warning for each ignored or unknown variable; refuses a rejected one."""
     # Imported here, as above.
     from protos.service.logs import get_logger
 

@@ -81,11 +81,7 @@ def is_unix(address: str) -> bool:
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """Opens a channel with the options that every Triptych client uses.
-
-    Args:
-        address: ``host:port`` or ``unix:path``.
-    """
+    """Opens a channel to ``host:port`` or ``unix:path`` with the options of every Triptych client."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 

@@ -47,12 +47,7 @@ class _UnfailingStream:
 def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat = "json") -> None:
     """Sends the logs of this process to standard error, and warnings of libraries that use ``logging``.
 
-    Unwritable lines, such as to a full disk, are dropped.
-
-    Args:
-        service: "gateway", "scheduler" or "worker"; every line has it.
-        level: least severe level to write.
-        log_format: "json" for machines, "console" for people.
+    Every line has the name of the service. Unwritable lines, such as to a full disk, are dropped.
     """
     stream = _UnfailingStream(sys.stderr)
     shared: list[structlog.types.Processor] = [

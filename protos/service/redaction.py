@@ -28,10 +28,7 @@ def without_users(text: str) -> str:
 def words_shown(words: Iterable[str], given: Sequence[str]) -> str:
     """Returns words of a command line as text, without possible values of a secret.
 
-    Args:
-        words: the words, none of them a flag.
-        given: the command line. All words between a flag whose name sounds like a secret and the next flag
-            are hidden.
+    These are all words of the line `given` between a flag whose name sounds like a secret and the next flag.
     """
     secrets, is_secret = set(), False
     for argument in given:

@@ -57,11 +57,7 @@ class CallSecuritySettings(ServiceSettings):
         return self
 
     def link_security(self) -> LinkSecurity:
-        """Reads the files.
-
-        Raises:
-            ConfigurationRefused: a file is missing or bad.
-        """
+        """Reads the files; refuses missing and bad ones."""
         certificates = tokens = None
         if self.grpc_tls_ca is not None:
             paths = CertificatePaths(self.grpc_tls_ca, self.grpc_tls_cert, self.grpc_tls_key)
@@ -92,11 +88,7 @@ class LinkSecuritySettings(CallSecuritySettings):
         return self
 
     def link_security(self) -> LinkSecurity:
-        """Reads the files.
-
-        Raises:
-            ConfigurationRefused: a file is missing or bad.
-        """
+        """Reads the files; refuses missing and bad ones."""
         calls = super().link_security()
         return LinkSecurity(
             calls.certificates, calls.tokens, self.grpc_tls_require_client_cert, calls.peer_name

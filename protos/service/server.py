@@ -68,15 +68,7 @@ class Server:
         """The bound port; set by :meth:`start`."""
 
     async def start(self, host: str, port: int, path: Path | None = None) -> int:
-        """Binds and starts.
-
-        Args:
-            host: the address to listen on.
-            port: the port to listen on; 0 for any free port.
-            path: the Unix socket to listen on, too.
-
-        Returns:
-            The bound port.
+        """Binds ``host:port`` (0: any free port) and the Unix socket at `path`, starts, and returns the port.
 
         Raises:
             ConfigurationRefused: an address cannot be bound.
@@ -131,11 +123,7 @@ class Server:
 
 
 def check_addresses(host: str, port: int, path: Path | None = None, security: LinkSecurity = PLAIN) -> None:
-    """Binds a server's addresses for a moment.
-
-    Raises:
-        ConfigurationRefused: an address cannot be bound.
-    """
+    """Binds a server's addresses for a moment; refuses those that cannot be bound."""
 
     async def bind() -> None:
         server = Server((), lambda _: None, security=security)
@@ -160,11 +148,6 @@ class CallLimit(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, max_calls: int) -> None:
-        """Counts from 0.
-
-        Args:
-            max_calls: calls that may run at once; ``--max-concurrent-rpcs`` of the services.
-        """
         self._max_calls = max_calls
         self._running = 0
 

@@ -322,11 +322,7 @@ class _Parser(SearchableHelp):
         return super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        """Refuses a flag.
-
-        Raises:
-            ConfigurationRefused: Always.
-        """
+        """Refuses a flag."""
         raise ConfigurationRefused(message)
 
 

@@ -25,24 +25,11 @@ class CertificatePaths:
     """The key of `cert`."""
 
 
-@dataclass(frozen=True)
-class Pems:
-    """The content of the files."""
-
-    ca: bytes
-    cert: bytes | None
-    key: bytes | None
-
-
 class Certificates:
     """The certificates of a service, as gRPC takes them."""
 
     def __init__(self, paths: CertificatePaths) -> None:
-        """Reads the files.
-
-        Raises:
-            ConfigurationRefused: a file is missing or bad, or the key is not the certificate's.
-        """
+        """Reads the files; refuses missing and bad ones, and a key of another certificate."""
         files = tuple(path for path in (paths.ca, paths.cert, paths.key) if path is not None)
         self._files = WatchedFiles(files, lambda: _read(paths))
 
@@ -53,8 +40,8 @@ class Certificates:
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Returns the credentials of a new channel."""
-        pems = self._files.get()
-        return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+        ca, cert, key = self._files.get()
+        return grpc.ssl_channel_credentials(ca, key, cert)
 
     def server_credentials(self, *, require_client_cert: bool) -> grpc.ServerCredentials:
         """Returns the credentials of a server's port. Each new connection uses the current files."""
@@ -74,13 +61,14 @@ class Certificates:
         )
 
     def _server_configuration(self) -> grpc.ServerCertificateConfiguration:
-        pems = self._files.get()
-        assert pems.key is not None
-        assert pems.cert is not None
-        return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
+        ca, cert, key = self._files.get()
+        assert key is not None
+        assert cert is not None
+        return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
 
-def _read(paths: CertificatePaths) -> Pems:
+def _read(paths: CertificatePaths) -> tuple[bytes, bytes | None, bytes | None]:
+    """Returns the contents of the three files."""
     ca = read_bytes(paths.ca, "--grpc-tls-ca")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -89,7 +77,7 @@ def _read(paths: CertificatePaths) -> Pems:
     except (ssl.SSLError, ValueError) as error:
         raise ConfigurationRefused(f"--grpc-tls-ca: {paths.ca} has no PEM certificates") from error
     if paths.cert is None or paths.key is None:
-        return Pems(ca, None, None)
+        return ca, None, None
     cert = read_bytes(paths.cert, "--grpc-tls-cert")
     key = read_bytes(paths.key, "--grpc-tls-key")
     try:
@@ -100,7 +88,7 @@ def _read(paths: CertificatePaths) -> Pems:
             f"--grpc-tls-cert and --grpc-tls-key: {paths.cert} and {paths.key} are not a PEM certificate and its"
             " unencrypted key"
         ) from error
-    return Pems(ca, cert, key)
+    return ca, cert, key
 
 
 T = TypeVar("T")
@@ -113,15 +101,7 @@ class WatchedFiles(Generic[T]):
     """Grows whenever the content has changed."""
 
     def __init__(self, paths: tuple[Path, ...], read: Callable[[], T]) -> None:
-        """Reads the files.
-
-        Args:
-            paths: the files that may change.
-            read: reads them.
-
-        Raises:
-            ConfigurationRefused: as `read` does.
-        """
+        """Reads the files with `read`, and again when they change."""
         self.version = 0
         self._paths = paths
         self._read = read
@@ -160,11 +140,7 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_bytes(path: Path, flag: str) -> bytes:
-    """Returns a file's content.
-
-    Raises:
-        ConfigurationRefused: it cannot be read; names the flag.
-    """
+    """Returns a file's content; the refusal names the flag."""
     try:
         return path.read_bytes()
     except OSError as error:

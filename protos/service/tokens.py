@@ -24,16 +24,7 @@ class ServiceTokens:
     """A service's accepted tokens; it sends the first."""
 
     def __init__(self, *, token: str | None = None, file: Path | None = None) -> None:
-        """Reads the tokens.
-
-        Args:
-            token: the only token.
-            file: holds a token per line, and may change. Empty lines and lines with `#` are skipped.
-
-        Raises:
-            ConfigurationRefused: the file cannot be read, or a token is malformed. The message names no
-                token.
-        """
+        """Takes one token, or reads a file with one per line, which may change. No refusal shows a token."""
         self._fixed = (_checked(token.encode(), "--service-token"),) if token is not None else ()
         self._file = WatchedFiles((file,), lambda: _read(file)) if file is not None else None
 
@@ -81,12 +72,6 @@ class TokenCheck(grpc.aio.ServerInterceptor):
     """Admits calls with a token of the service, and health checks."""
 
     def __init__(self, tokens: ServiceTokens, clock: Callable[[], float] = time.monotonic) -> None:
-        """Checks for these tokens.
-
-        Args:
-            tokens: the accepted tokens.
-            clock: monotonic seconds.
-        """
         self._tokens = tokens
         self._clock = clock
         self._log_next_s = -_LOG_EVERY_S

@@ -55,18 +55,7 @@ class Tracer(Protocol):
     def begin(
         self, name: str, traceparent: str, tracestate: str = "", *, start_ns: int, serves_http: bool = False
     ) -> Span | None:
-        """Begins a span.
-
-        Args:
-            name: the span's name.
-            traceparent: its parent; empty: it begins a trace.
-            tracestate: the vendors' part of that context.
-            start_ns: its beginning.
-            serves_http: whether it is an HTTP server's.
-
-        Returns:
-            None if the trace is not sampled.
-        """
+        """Begins a span, or a trace without a parent; None if the trace is not sampled."""
 
     def close(self) -> None:
         """Exports the rest, for a moment at most."""

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from deploy.commands import keep_worker
-from deploy.launcher.service_flags import kept_worker_flags
+from deploy.launcher.service_flags import flags_of
 from deploy.launcher.settings import KeepWorkerSettings
 from protos.service.server import Server
 from protos.service.settings import load
 from tests.support.security.certificates import service_files
+from worker_svc.settings import Settings as WorkerSettings
 
 pytestmark = pytest.mark.contract
 
@@ -44,7 +45,7 @@ async def test_a_certificate_need_not_be_for_the_loopback(tmp_path: Path) -> Non
     settings = settings_of(tmp_path)
     path = keep_worker._socket(settings, tmp_path)
     assert path is not None
-    assert f"--socket={path}" in kept_worker_flags(settings, path)
+    assert f"--socket={path}" in flags_of(WorkerSettings, settings, socket=path)
     server = Server((), lambda _: None, security=settings.link_security())
     await server.start("127.0.0.1", 0, path)
     await server.set_serving(True)

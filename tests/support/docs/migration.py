@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from deploy.vllm_flags.table import FLAGS, Flag
+from deploy.vllm_flags.translate import FLAGS, Flag
 from gateway.operations.routes import UNSERVED
 from protos.service.environment import VARIABLES, Kind, Variable
 from tests.support.docs.pages import table, with_region

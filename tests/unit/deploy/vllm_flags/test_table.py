@@ -5,7 +5,7 @@ import re
 import pytest
 
 from deploy.launcher.settings import LaunchSettings
-from deploy.vllm_flags.table import BY_NAME, FLAGS
+from deploy.vllm_flags.translate import BY_NAME, FLAGS
 from protos.service.environment import VARIABLES
 from protos.service.settings import fixed_fields
 from tests.support import peer_names

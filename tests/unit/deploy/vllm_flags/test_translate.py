@@ -2,8 +2,7 @@
 
 import pytest
 
-from deploy.vllm_flags.table import FLAGS, Flag
-from deploy.vllm_flags.translate import VllmFlags
+from deploy.vllm_flags.translate import FLAGS, Flag, VllmFlags
 from protos.errors import ConfigurationRefused
 
 
