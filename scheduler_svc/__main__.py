@@ -28,11 +28,7 @@ REGISTRY = "triptych.v1.WorkerRegistry"
 
 
 async def serve(settings: Settings) -> None:
-    """Runs the service until SIGTERM or SIGINT.
-
-    Raises:
-        ConfigurationRefused: the address cannot be bound.
-    """
+    """Runs the service until SIGTERM or SIGINT."""
     log = get_logger()
     security = settings.link_security()
     deployment = Deployment(settings)
@@ -86,11 +82,7 @@ async def serve(settings: Settings) -> None:
 
 
 def check(settings: Settings) -> None:
-    """Refuses what a start would refuse, and serves nothing.
-
-    Raises:
-        ConfigurationRefused: a setting cannot be used, or an address is not available.
-    """
+    """Refuses settings and addresses that a start would refuse, and serves nothing."""
     if tracer := open_tracer(settings.otlp_traces_endpoint, "scheduler"):
         tracer.close()
     Deployment(settings)

@@ -18,10 +18,9 @@ from prometheus_client.registry import Collector
 from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.dispatch.load import Load, ReplicaMemory
+from scheduler_svc.dispatch.load import Load, ReplicaMemory, Totals
 from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
-from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.replica.stats import REQUEST_TOKENS, Distribution
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.deployment import Deployment

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from protos.errors import Internal
 from protos.steps import AdapterPlacement, StepPlan
-from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.registry import Adapter
 
 Rank: TypeAlias = tuple[float, int]
 """Place of a request among others; the smallest is first."""

@@ -20,8 +20,7 @@ from protos.service.logs import bind_request, get_logger
 from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.validation import check_fields
-from scheduler_svc.api.event_buffer import EventBuffer
-from scheduler_svc.api.event_columns import ConnectEncoder
+from scheduler_svc.api.events import ConnectEncoder, EventBuffer
 from scheduler_svc.api.kv_watch import kv_batch_to_proto, watch_kv_events
 from scheduler_svc.api.lora_service import LoraService
 from scheduler_svc.api.messages import (

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from protos.errors import InvalidArgument, TriptychError, Unsupported
 from protos.service.logs import get_logger
-from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.adapters.modules import check_name, name_and_path
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.workers.deployment import Deployment
 
 # How long after a failure that may pass an adapter of the settings is tried again.
@@ -17,12 +17,7 @@ class LoraService:
     """Loads adapters; those of the settings when the first replica is ready."""
 
     def __init__(self, deployment: Deployment, modules: Sequence[str]) -> None:
-        """Prepares to load.
-
-        Args:
-            deployment: has the replicas.
-            modules: the adapters of the settings, each as ``name=path``.
-        """
+        """Prepares to load; `modules` are the adapters of the settings, each as ``name=path``."""
         self._deployment = deployment
         self._modules = dict(name_and_path(module) for module in modules)
         self._task: asyncio.Task[None] | None = None
@@ -39,11 +34,8 @@ class LoraService:
     async def load(self, name: str, source: str, *, in_place: bool, expected: bool = False) -> Adapter:
         """Loads an adapter and returns it once requests can name it.
 
-        Args:
-            name: the name that requests will use.
-            source: a folder or hub id that the workers can read.
-            in_place: whether it may take the name of another adapter.
-            expected: whether it is an adapter of the settings.
+        `source` is a folder or hub id that the workers can read; `in_place` allows the name of another
+        adapter, and `expected` tells an adapter of the settings.
 
         Raises:
             InvalidArgument: the name or the adapter is bad, or the name is taken.

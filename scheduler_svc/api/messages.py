@@ -9,7 +9,7 @@ from protos.service.grpc_options import FULL_MESSAGE_BYTES, file_chunks
 from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import TOKEN_TASKS, check_generate, check_pool, count_values
-from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.load import Load, ReplicaLoad
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.pooling.tasks import MOST_VALUES
@@ -21,11 +21,7 @@ from scheduler_svc.workers.descriptions import ModelDescription
 
 
 def submission_from_proto(request: inference_pb2.GenerateRequest, tracer: Tracer | None = None) -> Submission:
-    """Validates a request without knowing the model; `tracer` writes its spans.
-
-    Raises:
-        InvalidArgument: naming the field, its bounds and the sent value.
-    """
+    """Validates a request without knowing the model; `tracer` writes its spans."""
     check_generate(request)
     params = common_pb2.SamplingParams()
     params.CopyFrom(request.sampling)
@@ -64,11 +60,7 @@ def _trace_context(
 def pool_submission_from_proto(
     request: inference_pb2.PoolRequest, tracer: Tracer | None = None
 ) -> PoolSubmission:
-    """Validates a pooling request without knowing the model.
-
-    Raises:
-        InvalidArgument: naming the field, its bounds and the sent value.
-    """
+    """Validates a pooling request without knowing the model."""
     check_pool(request)
     pooling = common_pb2.PoolingParams(
         task=request.task or common_pb2.POOL_TASK_EMBED,
@@ -160,15 +152,7 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
 
 
 def check_results_fit(submissions: Sequence[PoolSubmission], pooled_size: int) -> None:
-    """Refuses requests whose results do not fit into a message.
-
-    Args:
-        submissions: of one call.
-        pooled_size: values of a vector of the model.
-
-    Raises:
-        InvalidArgument: with the numbers of values.
-    """
+    """Refuses the requests of a call if their results, vectors of `pooled_size` values, exceed a message."""
     values = sum(count_values(each.pooling, len(each.prompt_token_ids), pooled_size) for each in submissions)
     if values > MOST_VALUES:
         raise InvalidArgument(
@@ -179,11 +163,7 @@ def check_results_fit(submissions: Sequence[PoolSubmission], pooled_size: int) -
 
 
 def pooled_to_proto(event: Event, submission: PoolSubmission) -> inference_pb2.PoolResponse:
-    """Returns the answer to a pooling request, given its last event.
-
-    Raises:
-        TriptychError: if the request has failed or was aborted.
-    """
+    """Returns the answer to a pooling request, given its last event; raises the error of a failed one."""
     if event.error is not None:
         raise event.error
     if event.finish_reason is FinishReason.ABORT:

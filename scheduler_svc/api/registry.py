@@ -23,7 +23,7 @@ from scheduler_svc.ranks.driver import ReplicaDriver
 from scheduler_svc.ranks.group import RankGroup, Seat
 from scheduler_svc.ranks.rank import ParallelSizes, RankAddress, ReplicaLost
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.losses import FailedSteps
 from scheduler_svc.workers.step_loop import Hung, Left
 
 # Workers with failed steps that are remembered; a restarted process is another worker.
@@ -107,11 +107,8 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     ) -> None:
         """Adds replicas to `deployment`.
 
-        Args:
-            deployment: the deployment.
-            step_timeout_s: time limit of a step, after which its replica counts as lost.
-            detach_after_failed_steps: consecutive failed steps that cost a replica its registration.
-            security: how the connections to workers are protected.
+        After `detach_after_failed_steps` failed steps in a row, or a step longer than `step_timeout_s`, a
+        replica counts as lost.
         """
         self._deployment = deployment
         self._security = security
@@ -162,13 +159,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         return True
 
     async def _admit(self, address: RankAddress) -> Seat:
-        """Adds a rank to its group.
-
-        Raises:
-            ConfigurationRefused: it contradicts the other ranks.
-            Unavailable: an earlier registration of the rank is still open, or the rank failed too many
-                steps.
-        """
+        """Adds a rank to its group."""
         group = self._groups.get(address.replica_id)
         if group is not None and (earlier := group.seat_of(address.worker_id)) is not None:
             await group.make_way(earlier)

@@ -12,8 +12,7 @@ from protos.errors import (
     Unsupported,
 )
 from protos.service.logs import get_logger
-from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
-from scheduler_svc.adapters.registry import AdapterRegistry
+from scheduler_svc.adapters.registry import Adapter, AdapterRegistry, LoadedAdapter
 from scheduler_svc.dispatch.queueing import Queues
 from scheduler_svc.requests.request import Request
 

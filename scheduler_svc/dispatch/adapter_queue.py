@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from protos.errors import TriptychError
-from scheduler_svc.adapters.adapter import Adapter
-from scheduler_svc.adapters.host_memory import HostMemory
-from scheduler_svc.adapters.load_failures import LoadFailures
+from scheduler_svc.adapters.host_memory import HostMemory, LoadFailures
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.request import Request, RequestState
 
@@ -216,12 +215,7 @@ class AdapterQueue:
                 return
 
     def _hosts_for(self, request: Request, *, even_paused: bool = False) -> list[_Host]:
-        """Returns the hosts that may load a request's adapter, the best first.
-
-        Args:
-            request: has an adapter.
-            even_paused: take those that failed to load it a short while ago, too.
-        """
+        """Returns the hosts that may load a request's adapter, the best first."""
         assert request.adapter is not None
         adapter_id, now_s = request.adapter.adapter_id, self._clock()
 
@@ -241,12 +235,7 @@ class AdapterQueue:
         )
 
     def _make_room(self, host: _Host, *, only_unwanted: bool = False) -> bool:
-        """Frees an adapter of a full host; returns whether there is room.
-
-        Args:
-            host: the host.
-            only_unwanted: free no adapter that live requests have.
-        """
+        """Frees an adapter of a full host; returns whether there is room."""
         if host.memory.has_room:
             return True
         free = [one for one in host.memory.evictable() if host.scheduler.adapters.may_leave_host(one)]

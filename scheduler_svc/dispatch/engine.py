@@ -12,13 +12,12 @@ from typing import Final
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.service.logs import get_logger
 from scheduler_svc.dispatch.adapter_control import AdapterControl
-from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, memory_of
+from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, Totals, memory_of, totals_of
 from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
 from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, Queues
-from scheduler_svc.dispatch.totals import Totals, totals_of
 from scheduler_svc.policy.order import OrderPolicy
-from scheduler_svc.policy.placement import PlacementPolicy, PrefixAndLoad
+from scheduler_svc.policy.rules import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.dispatch.adapter_queue import AdapterHost, AdapterQueue
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
-from scheduler_svc.policy.placement import PlacementPolicy
+from scheduler_svc.policy.rules import PlacementPolicy
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request

@@ -129,14 +129,9 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, *, on_evict: Callable[[BlockKey], None] | None = None) -> None:
-        """Makes ``num_blocks`` blocks, all free except the null block.
+        """Makes ``num_blocks`` blocks, at least 2, all free except the null block.
 
-        Args:
-            num_blocks: including the null block; at least 2.
-            on_evict: called with every key that is no longer findable.
-
-        Raises:
-            ValueError: if no block could be allocated.
+        `on_evict` is called with every key that is no longer findable.
         """
         if num_blocks < 2:
             raise ValueError(
@@ -268,11 +263,7 @@ class BlockPool:
                 self._free.add(block)
 
     def check_integrity(self) -> None:
-        """Verifies the invariants of the class.
-
-        Raises:
-            RuntimeError: naming the first violated invariant.
-        """
+        """Verifies the invariants of the class; `RuntimeError` names the first violated one."""
         free = {block.block_id for block in self._free}
         if len(free) != len(self._free):
             raise RuntimeError("the free list's length does not match its members")

@@ -287,11 +287,7 @@ class KvCache:
         self.on_release()
 
     def check_integrity(self) -> None:
-        """Verifies every pool.
-
-        Raises:
-            RuntimeError: naming the violated invariant.
-        """
+        """Verifies every pool; `RuntimeError` names the violated invariant."""
         for pool in self._pools:
             pool.check_integrity()
 

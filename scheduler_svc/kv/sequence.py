@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.kv.block_pool import BlockKey
 from scheduler_svc.kv.groups import Table
 

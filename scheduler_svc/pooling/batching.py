@@ -1,7 +1,7 @@
 """Batches of a pooling deployment: the queue and the choice of the next batch.
 
 A request uses the shapes of the smallest prompt length that it fits into
-(:mod:`scheduler_svc.shapes.pool_shapes`). Whenever a device is free, it runs the next request together with
+(:mod:`scheduler_svc.shapes.shape_config`). Whenever a device is free, it runs the next request together with
 as many others of the same prompt length as the chosen shape has rows for. A packed shape takes requests of
 any length as long as their tokens fit. No request waits for a batch to fill.
 """
@@ -12,7 +12,7 @@ from protos.steps import PoolShape
 from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.requests.request import Request
-from scheduler_svc.shapes.pool_shapes import PACKED_TOKENS
+from scheduler_svc.shapes.shape_config import PACKED_TOKENS
 
 # The largest share of a batch's rows that may be padding: where a step takes about as long with few rows as
 # with many, and where each row has its price.

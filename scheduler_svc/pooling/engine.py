@@ -20,14 +20,12 @@ from protos.errors import (
 from protos.steps import PoolShape, format_shapes
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_ids
-from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory
+from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, Totals
 from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS, LiveRequests
-from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
-from scheduler_svc.pooling.no_adapters import NoAdapters
-from scheduler_svc.pooling.no_prefixes import NoPrefixes, generates_nothing
 from scheduler_svc.pooling.scheduler import PoolScheduler
+from scheduler_svc.pooling.stand_ins import NoAdapters, NoPrefixes, generates_nothing
 from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.stats import Distribution
 from scheduler_svc.replica.suspects import Detached, Loss, killed_too_many

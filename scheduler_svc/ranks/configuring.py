@@ -151,11 +151,7 @@ class Configuring:
         return message
 
     def _common_description(self, descriptions: list[WorkerDescription]) -> WorkerDescription:
-        """Returns what all ranks describe alike.
-
-        Raises:
-            ReplicaLost: a rank differs; it alone is refused for good.
-        """
+        """Returns what all ranks describe alike."""
         if (differing := differing_rank(descriptions)) is not None:
             rank, difference = differing
             raise self._refused(
@@ -166,12 +162,7 @@ class Configuring:
         )
 
     def _group_epoch(self, epochs: list[str]) -> str:
-        """Returns the name of the group that the ranks form, or have formed already.
-
-        Raises:
-            ReplicaLost: some ranks have joined a group without the others. A process joins one group in its
-                life, so these ranks must start again.
-        """
+        """Returns the name of the group that the ranks form, or have formed already."""
         if self._sizes.world_size == 1:
             return ""
         if len(set(epochs)) == 1:
@@ -185,11 +176,7 @@ class Configuring:
     async def _configure(
         self, rank: ConnectedRank, request: worker_pb2.ConfigureRequest
     ) -> worker_pb2.ConfigureReady:
-        """Configures one rank; asks again while the rank says that it is not free yet.
-
-        Raises:
-            ReplicaLost: the rank refuses, is not free for too long, or its call ended.
-        """
+        """Configures one rank; asks again while the rank says that it is not free yet."""
         now = asyncio.get_running_loop().time
         deadline = now() + CONFIGURE_RETRY_S + self._step_timeout_s
         while True:
@@ -217,11 +204,7 @@ class Configuring:
         raise lost(rank.address, Internal("the worker ended Configure before it was ready"))
 
     def _check_equal(self, answers: list[worker_pb2.ConfigureReady], source: str) -> None:
-        """Checks that all ranks are configured alike.
-
-        Raises:
-            ReplicaLost: a rank has other weights or another number of blocks than rank 0.
-        """
+        """Checks that all ranks are configured alike."""
         first = answers[0]
         for rank, answer in enumerate(answers):
             if answer.weights_digest != first.weights_digest:

@@ -18,8 +18,8 @@ from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.adapter_loader import AdapterLoader
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import StepScheduler, WorkerLink
-from scheduler_svc.workers.failed_steps import FailedSteps, FailedTooOften
 from scheduler_svc.workers.grammar_compiler import GrammarCompiler
+from scheduler_svc.workers.losses import FailedSteps, FailedTooOften
 from scheduler_svc.workers.progress import ProgressWatch, Stalled
 from scheduler_svc.workers.step_loop import Hung, Left, StepLoop, StreamLost
 

@@ -12,8 +12,7 @@ from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.adapters.device_slots import AdapterSlots
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.interleave import Interleave
-from scheduler_svc.policy.preemption import LatestOfLeastUrgent, PreemptionPolicy
+from scheduler_svc.policy.rules import Interleave, LatestOfLeastUrgent, PreemptionPolicy
 from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
 from scheduler_svc.replica.outputs import Outputs
 from scheduler_svc.replica.plans import BatchRows, InFlight, PlanBuilder, StepsInFlight
@@ -171,12 +170,7 @@ class ReplicaScheduler:
         return AdmitResult.ADMITTED
 
     def _admit_sibling(self, request: Request) -> AdmitResult | None:
-        """Forks a sequence from a sibling, or defers it until the sibling has computed their prompt.
-
-        Returns:
-            None if no sibling is here, or none can be forked: the request is then admitted like any
-            other.
-        """
+        """Forks a sequence from a sibling, or defers it until the sibling has computed their prompt."""
         for origin in self._slots.siblings_with_prompt(request):
             if origin.state is RequestState.PREFILLING:
                 self._shared.defer_for_prompt(request, origin)
@@ -301,16 +295,7 @@ class ReplicaScheduler:
         return self._send(chunk, requests)
 
     def _decode_behind(self, step: InFlight, num_steps: int) -> StepPlan | None:
-        """Returns a plan with the next decode steps of the batch.
-
-        Args:
-            step: the plan in flight: a chunk of another request, or steps of the batch.
-            num_steps: steps of the batch that are in flight.
-
-        Returns:
-            A plan whose work, behind steps of the batch, runs only if these run to their end. Its blocks
-            belong to their requests either way.
-        """
+        """Returns a plan with the next decode steps of the batch."""
         (decoding,), slots = self._decoding.batches, self._slots
         # A row that has left may end a lease; a chunk is of another request.
         if (num_steps and step.left) or (slots.prefilling and self._interleave.prefill_due):
@@ -400,11 +385,7 @@ class ReplicaScheduler:
         return decoding.reserve(self._max_lease, self._grow, behind=behind)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Grows a running request's tables, preempting others if needed.
-
-        Returns:
-            False if the request was preempted itself, or runs alone and copies in flight hold its blocks.
-        """
+        """Grows a running request's tables, preempting others if needed."""
         while not self._grow(request, num_tokens):
             running = self._slots.requests
             if len(running) == 1:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
 from protos.validation import check_ids, check_token_ids, requested_features
-from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.requests.request import (
     DECODING_CLEARS,
     Delivery,
@@ -210,16 +210,7 @@ def make_requests(
     submission: Submission, stop: StopRule, sink: Sink, arrivals: Iterator[int], now_s: float,
     adapter: Adapter | None = None,
 ) -> list[Request]:  # fmt: skip
-    """Makes a request of each sequence to run; they form a group if the client asked for several.
-
-    Args:
-        submission: the client's request, checked.
-        stop: when the sequences end.
-        sink: receives the events.
-        arrivals: numbers the requests.
-        now_s: clock reading, seconds.
-        adapter: the submission's LoRA adapter.
-    """
+    """Makes a request of each sequence to run; they form a group if the client asked for several."""
     prompt = submission.prompt_token_ids
     group = SequenceGroup(submission.request_id, sink) if submission.n > 1 else None
     ended = {event.sequence for event in submission.ended(stop)}

@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
 from scheduler_svc.requests.trace import RequestTrace

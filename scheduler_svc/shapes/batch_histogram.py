@@ -47,13 +47,7 @@ class RecordedBatches:
 
     @classmethod
     def read(cls, path: Path) -> "RecordedBatches":
-        """Reads a file.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            OSError: it cannot be read.
-            DamagedHistogram: it is not a histogram.
-        """
+        """Reads a file; `DamagedHistogram` if it is none, or `OSError`."""
         try:
             data = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
@@ -71,11 +65,7 @@ class RecordedBatches:
         return cls(model, tuple(buckets), sizes)
 
     def write(self, path: Path) -> None:
-        """Replaces the file atomically: a reader sees the old or the new file.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replaces the file atomically: a reader sees the old or the new file."""
         counts = {str(rows): steps for rows, steps in sorted(self.counts.items())}
         data = {"version": _VERSION, "model": self.model, "buckets": list(self.buckets), "counts": counts}
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -99,14 +89,10 @@ class BatchHistogram:
     def __init__(
         self, path: Path | None, interval_s: float | None, clock: Callable[[], float], log: FilteringBoundLogger
     ) -> None:  # fmt: skip
-        """Reads the counts of earlier runs.
+        """Reads the counts of earlier runs from `path`; None keeps nothing.
 
-        Args:
-            path: the file; None keeps nothing.
-            interval_s: seconds between two log lines. None or a value that is not positive disables them; the
-                file is then written once a minute.
-            clock: monotonic seconds.
-            log: receives lines and warnings.
+        `interval_s` is the time between two log lines. None or a value that is not positive disables them;
+        the file is then written once a minute.
         """
         self._path = path
         self._interval_s = interval_s if interval_s is not None and interval_s > 0 else None

@@ -70,15 +70,7 @@ def _manual(buckets: Sequence[int], max_batch: int) -> tuple[int, ...]:
 
 
 def stage_batch(max_num_seqs: int, stages: int) -> int:
-    """Returns the most rows of a decode step: the requests of a replica are divided among its stages.
-
-    Args:
-        max_num_seqs: slots of the replica.
-        stages: pipeline stages, at least 1.
-
-    Raises:
-        ValueError: if a stage would have no row.
-    """
+    """Returns the most rows of a decode step: the slots of a replica divided among its pipeline stages."""
     if max_num_seqs < stages:
         raise ValueError(
             f"max_num_seqs {max_num_seqs} is smaller than the {stages} pipeline stages; each runs a decode batch "
@@ -88,11 +80,7 @@ def stage_batch(max_num_seqs: int, stages: int) -> int:
 
 
 def bucket_for(batch: int, buckets: Sequence[int]) -> int:
-    """Returns the smallest bucket that holds ``batch`` rows.
-
-    Raises:
-        ValueError: if none does.
-    """
+    """Returns the smallest bucket that holds ``batch`` rows; `ValueError` if none does."""
     index = bisect_left(buckets, batch)
     if index == len(buckets):
         raise ValueError(f"no bucket holds {batch} rows; the largest is {buckets[-1]}")
@@ -228,11 +216,7 @@ def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> t
 def _one_more(
     costs: list[int], sizes: list[int], upto: list[int], buckets: int
 ) -> tuple[list[int], list[int]]:
-    """Extends the cheapest choices of ``buckets - 1`` buckets by another, by index of the last bucket.
-
-    Returns:
-        Costs, and the index of the second to last bucket; meaningful from index ``buckets`` (at least 2) on.
-    """
+    """Extends the cheapest choices of ``buckets - 1`` buckets by another, by index of the last bucket."""
     new, chosen = list(costs), [0] * len(costs)
     # Indices i of lines y(x) = costs[i] - upto[i] * x that are lowest somewhere at or after the current x.
     hull: list[int] = []

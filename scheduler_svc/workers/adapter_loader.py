@@ -10,7 +10,7 @@ from structlog.typing import FilteringBoundLogger
 
 from protos.errors import Internal, TriptychError, Unavailable, from_rpc_error
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 
 # A large adapter from a slow disk or a hub; a rank that is lost ends the calls at once.
 LOAD_TIMEOUT_S = 300.0

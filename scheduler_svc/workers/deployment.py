@@ -9,9 +9,8 @@ from dataclasses import replace
 from protos.errors import ConfigurationRefused, Unavailable
 from protos.service.logs import get_logger
 from scheduler_svc.dispatch.engine import Engine
-from scheduler_svc.dispatch.load import Load, ReplicaLoad
+from scheduler_svc.dispatch.load import Load, ReplicaLoad, Totals
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts
-from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram, histogram_path
@@ -23,11 +22,10 @@ from scheduler_svc.workers.engine_protocol import (
     StepScheduler,
     WorkerLink,
 )
-from scheduler_svc.workers.generating import GeneratingReplicas, make_engine
 from scheduler_svc.workers.losses import Losses
 from scheduler_svc.workers.model_files import ServedFiles, describe_served
-from scheduler_svc.workers.pooling import PoolingReplicas
 from scheduler_svc.workers.progress import Stall
+from scheduler_svc.workers.replicas import GeneratingReplicas, PoolingReplicas, make_engine
 
 # Delay after a replica is lost: by then its driver has dropped the last references to its block pools.
 _COLLECT_DELAY_S = 5.0

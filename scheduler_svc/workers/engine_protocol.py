@@ -11,11 +11,10 @@ from typing import Protocol
 from protos.errors import TriptychError
 from protos.steps import StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_control import Outcome
-from scheduler_svc.dispatch.load import Load, ReplicaMemory
+from scheduler_svc.dispatch.load import Load, ReplicaMemory, Totals
 from scheduler_svc.dispatch.prefix_control import KvChange
-from scheduler_svc.dispatch.totals import Totals
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.replica.suspects import Detached, Loss
 from scheduler_svc.requests.admission import Submission

@@ -14,7 +14,7 @@ from protos.step_messages import plan_to_proto, result_from_proto
 from protos.steps import Prefill, StepPlan
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.workers.engine_protocol import StepScheduler
-from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.losses import FailedSteps
 from scheduler_svc.workers.progress import LONGEST_S, ProgressWatch, Stall
 from scheduler_svc.workers.step_budget import Deadline, StepBudgets, UsualTime
 

@@ -35,13 +35,12 @@ from protos.errors import Unavailable
 from protos.service.backpressure import UnreadLimits
 from protos.steps import Decode, GroupKind, Prefill, StepResult
 from protos.triptych.v1 import common_pb2, inference_pb2
-from scheduler_svc.api.event_buffer import EventBuffer
-from scheduler_svc.api.event_columns import ConnectEncoder
+from scheduler_svc.api.events import ConnectEncoder, EventBuffer
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import PriorityFairOrder
+from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Event

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis.stateful import invariant, precondition, rule
 
 from protos.errors import Overloaded
-from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.registry import Adapter
 from tests.property.scheduler.test_machines import SchedulerMachine
 from tests.support.property_settings import machine, scaled
 from tests.support.scheduler.factories import make_rig, make_shapes, make_submission

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from protos.errors import ContextExceeded, InvalidArgument, Overloaded, Unavailable
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason, Grammar

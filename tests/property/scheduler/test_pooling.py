@@ -14,7 +14,7 @@ from scheduler_svc.pooling.engine import PoolEngine, PoolReplica, PoolSubmission
 from scheduler_svc.pooling.tasks import PooledModel
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.sampling import FinishReason
-from scheduler_svc.shapes.pool_shapes import PACKED_TOKENS
+from scheduler_svc.shapes.shape_config import PACKED_TOKENS
 from tests.support.property_settings import machine
 from tests.support.scheduler.factories import ListSink
 

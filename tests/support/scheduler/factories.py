@@ -10,15 +10,15 @@ from protos.errors import Internal, TriptychError
 from protos.limits import SAMPLING
 from protos.steps import GroupKind, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss

@@ -9,8 +9,8 @@ from protos.triptych.v1 import worker_pb2
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder
+from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Sink

@@ -26,7 +26,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers import deployment as deployments
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.generating import make_engine
+from scheduler_svc.workers.replicas import make_engine
 from tests.support.scheduler.fake_worker import FakeWorker
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from protos.errors import Internal, TriptychError
 from protos.steps import StepResult
-from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.shapes.shape_config import ShapeConfig
 from tests.support.scheduler.factories import FULL, Rig

@@ -4,7 +4,7 @@ import pytest
 
 from protos.errors import InvalidArgument, NotFound, Overloaded, TriptychError, Unavailable, Unsupported
 from protos.steps import AdapterPlacement, StepPlan
-from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.requests.request import RequestState
 from tests.support.scheduler.factories import Rig, expected_tokens, make_rig, make_shapes, make_submission
 from tests.support.scheduler.simulated_device import reaches

@@ -4,8 +4,8 @@ import pytest
 
 from protos.errors import Internal
 from protos.steps import AdapterPlacement, StepPlan
-from scheduler_svc.adapters.adapter import Adapter
 from scheduler_svc.adapters.device_slots import AdapterSlots
+from scheduler_svc.adapters.registry import Adapter
 
 
 def adapter(adapter_id: int) -> Adapter:

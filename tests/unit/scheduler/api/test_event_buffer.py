@@ -8,7 +8,7 @@ import pytest
 from protos.errors import Overloaded
 from protos.service.backpressure import UnreadLimits
 from protos.triptych.v1 import common_pb2
-from scheduler_svc.api.event_buffer import EventBuffer
+from scheduler_svc.api.events import EventBuffer
 from scheduler_svc.requests.request import Event
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from protos.errors import Internal
 from protos.service.grpc_options import FULL_MESSAGE_BYTES
 from protos.triptych.v1 import common_pb2, inference_pb2
-from scheduler_svc.api.event_columns import ConnectEncoder
+from scheduler_svc.api.events import ConnectEncoder
 from scheduler_svc.api.messages import event_to_protos
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason

@@ -10,7 +10,7 @@ from protos.steps import SlotOutput, StepResult
 from scheduler_svc.dispatch.engine import MOST_GRAMMAR_LOSSES
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
-from scheduler_svc.policy.interleave import Interleave
+from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Submission
@@ -157,18 +157,6 @@ def test_a_request_runs_only_where_its_grammar_is() -> None:
     assert (rig.scheduler.num_running, other.num_running) == (1, 0)
 
 
-def test_a_local_error_of_one_replica_fails_no_request() -> None:
-    """The request waits as long as another replica may still compile its grammar."""
-    rig = make_rig()
-    record_asked(rig)
-    second_replica(rig, lambda _: None)
-    sink = rig.submit(constrained("a"))
-    rig.engine.grammar_refused("replica-0", A, Overloaded("busy"))
-    assert not sink.events
-    rig.engine.grammar_refused("replica-1", A, Overloaded("busy"))
-    assert isinstance(sink.events[-1].error, Overloaded)
-
-
 def test_an_evicted_grammar_is_compiled_again() -> None:
     """The admission fails with a retryable error, and the request waits for its grammar again."""
     rig = make_rig()
@@ -226,15 +214,6 @@ def test_a_token_forgives_lost_grammars() -> None:
         rig.scheduler._slots.preempt(request, "memory")
     assert len(sink.tokens) == 2
     assert sink.events[-1].error is None
-
-
-def test_suspending_the_engine_fails_requests_that_wait_for_grammars() -> None:
-    """They fail like all waiting requests."""
-    rig = make_rig()
-    record_asked(rig)
-    sink = rig.submit(constrained("a"))
-    assert rig.engine.suspend(Unavailable("no worker")) == 1
-    assert isinstance(sink.events[-1].error, Unavailable)
 
 
 @pytest.mark.parametrize("models_own", [False, True])

@@ -5,7 +5,7 @@ import pytest
 from protos.steps import PoolShape
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.pooling.batching import PoolQueue, choose_batch
-from scheduler_svc.shapes.pool_shapes import default_shapes
+from scheduler_svc.shapes.shape_config import default_shapes
 from tests.support.scheduler.factories import make_request
 
 

@@ -113,22 +113,6 @@ def test_nothing_is_leased_while_a_prompt_waits_for_its_turn() -> None:
     assert leases([plan for plan in plans if plan is not None])[:3] == [1, 1, 1]
 
 
-def test_a_new_request_ends_a_lease() -> None:
-    """The running step is the last; the plan that ends the lease admits the request, and no token is lost."""
-    rig = leasing()
-    first = rig.submit(make_submission([5], request_id="a", max_tokens=20))
-    rig.step()
-    rig.submit_meanwhile(3, make_submission([6, 7], request_id="b", max_tokens=4))
-    plan = rig.scheduler.step()
-    assert plan is not None
-    assert rig.answer(plan) == 3
-    assert rig.scheduler.num_running == 2
-    assert len(rig.device.slots) == 2
-    rig.run()
-    assert first.tokens == expected_tokens([5], 20)
-    assert rig.sinks["b"].tokens == expected_tokens([6, 7], 4)
-
-
 def test_the_plan_that_ends_a_lease_carries_the_chunk() -> None:
     """A new request's first chunk follows the running step at once, and a decode step follows the chunk."""
     rig = leasing()
@@ -165,28 +149,6 @@ def test_decode_steps_between_chunks_are_counted_across_a_lease() -> None:
     rig.scheduler.update(rig.device.run(ended_by))
     plans = [rig.step() for _ in range(2)]
     assert [type(plan.work) for plan in plans if plan is not None] == [Decode, Prefill]
-
-
-def test_a_stop_token_ends_a_lease_and_frees_the_slot() -> None:
-    """The sequence ends with the stop token."""
-    tokens = expected_tokens([5], 20)
-    stop = next(token for index, token in enumerate(tokens) if index >= 2 and token not in tokens[:index])
-    rig = leasing()
-    other = rig.submit(make_submission([6], request_id="other", max_tokens=20))
-    sink = rig.submit(make_submission([5], request_id="stops", max_tokens=20, stop_token_ids=[stop]))
-    rig.run()
-    assert sink.tokens == tokens[: tokens.index(stop) + 1]
-    assert other.tokens == expected_tokens([6], 20)
-    assert rig.scheduler.num_running == 0
-
-
-def test_each_leased_step_counts() -> None:
-    """Statistics count each step of a lease."""
-    rig = leasing()
-    rig.submit(make_submission([5], max_tokens=20))
-    rig.run()
-    assert sum(bucket.steps for bucket in rig.scheduler.stats.buckets.values()) == 19
-    assert rig.scheduler.stats.generated_tokens >= 19
 
 
 def test_a_lease_is_not_interrupted_without_a_reason() -> None:

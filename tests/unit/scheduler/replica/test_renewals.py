@@ -1,8 +1,5 @@
 """Plans that continue a lease before it ends, and what makes them void."""
 
-import pytest
-
-from protos.errors import Internal
 from protos.steps import Decode, StepPlan, StepResult
 from tests.support.scheduler.factories import (
     Rig,
@@ -98,31 +95,6 @@ def test_no_lease_is_renewed_while_a_prompt_waits() -> None:
     assert rig.scheduler.interrupt() is not None
 
 
-def test_no_lease_is_renewed_for_a_worker_that_does_not_know_how() -> None:
-    """Such a worker would take the plan for the end of the lease."""
-    rig = make_rig(make_shapes(max_model_len=64, block_size=BLOCK), max_lease=8)
-    rig.submit(make_submission([5], max_tokens=40))
-    rig.run()
-    assert not rig.renewals
-
-
-def test_a_renewal_preempts_nothing() -> None:
-    """Without a free block, the lease ends, and its end makes room."""
-    rig = renewing()
-    lease = lease_in_flight(rig)
-    pool = rig.scheduler.kv.groups[0].pool
-    pool.allocate(pool.num_free)
-    answer(rig, lease, 4)
-    renewal = rig.scheduler.plan_ahead()
-    assert renewal is not None
-    assert isinstance(renewal.work, Decode)
-    assert renewal.work.lease == 2 * BLOCK - 9
-    answer(rig, lease, 4, last=True)
-    answer(rig, renewal, 4)
-    assert rig.scheduler.plan_ahead() is None
-    assert not rig.scheduler.stats.preemptions
-
-
 def test_a_new_request_ends_lease_and_renewal() -> None:
     """The interrupt is behind the renewal, which is void; no token is lost, and the blocks are used later."""
     rig = renewing()
@@ -136,34 +108,6 @@ def test_a_new_request_ends_lease_and_renewal() -> None:
     rig.run()
     assert first.tokens == expected_tokens([5], 40)
     assert rig.sinks["b"].tokens == expected_tokens([6, 7], 4)
-    assert rig.scheduler.kv.groups[0].pool.num_free == rig.scheduler.kv.groups[0].pool.num_blocks
-
-
-@pytest.mark.parametrize("lag", [0, 3])
-def test_an_interrupt_may_arrive_when_the_renewal_runs(lag: int) -> None:
-    """The worker has gone on meanwhile, and the interrupt ends the renewal."""
-    rig = renewing(lag=lag)
-    tokens = expected_tokens([5], 40)
-    stop = next(token for index, token in enumerate(tokens) if index >= 7 and token not in tokens[:index])
-    other = rig.submit(make_submission([6], request_id="other", max_tokens=40))
-    sink = rig.submit(make_submission([5], request_id="stops", max_tokens=40, stop_token_ids=[stop]))
-    rig.run()
-    assert sink.tokens == tokens[: tokens.index(stop) + 1]
-    assert other.tokens == expected_tokens([6], 40)
-
-
-def test_a_renewal_of_a_failed_lease_is_void() -> None:
-    """Its requests run again from the tokens that they have; its void result changes nothing."""
-    rig = renewing()
-    lease = lease_in_flight(rig)
-    answer(rig, lease, 4)
-    renewal = rig.scheduler.plan_ahead()
-    assert renewal is not None
-    rig.scheduler.update(StepResult(lease.step, error=Internal("broken")))
-    rig.scheduler.update(StepResult(renewal.step, void=True))
-    assert not rig.scheduler.has_pending
-    rig.run()
-    assert len(rig.sinks["r"].tokens) == 40
     assert rig.scheduler.kv.groups[0].pool.num_free == rig.scheduler.kv.groups[0].pool.num_blocks
 
 

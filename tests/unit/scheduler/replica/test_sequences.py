@@ -272,24 +272,6 @@ def test_a_resumed_request_continues_each_sequence() -> None:
     assert_clean(rig)
 
 
-def test_a_resumed_sequence_with_all_its_tokens_ends_at_once() -> None:
-    """The others continue, and one of them reports the prompt."""
-    rig = make_rig()
-    resumed = (
-        Resumed(0, tuple(expected_tokens(PROMPT, 8, 0))),
-        Resumed(1, (expected_tokens(PROMPT, 8, 1)[0],)),
-    )
-    sink = rig.submit(make_submission(PROMPT, n=3, resumed_sequences=resumed))
-    (event,) = sink.events
-    assert (event.request_id, event.sequence, event.finish_reason) == ("r", 0, FinishReason.LENGTH)
-    rig.run()
-    assert sink.tokens_of(1) == expected_tokens(PROMPT, 8, 1)[1:]
-    assert sink.tokens_of(2) == expected_tokens(PROMPT, 8, 2)
-    assert sorted(event.sequence for event in sink.events if event.finish_reason) == [0, 1, 2]
-    assert sum(event.first for event in sink.events) == 1
-    assert_clean(rig)
-
-
 def test_a_resumed_request_may_exceed_the_sequence_limit() -> None:
     """It was accepted when there were more slots, or with fewer tokens."""
     rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=20 * len(PROMPT))

@@ -4,12 +4,10 @@ import pytest
 
 from protos.errors import Internal
 from protos.steps import Decode, GroupKind, Prefill, SlotOutput, StepPlan, StepResult
-from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.shapes.shape_config import KvGroup
 from tests.support.scheduler.factories import (
     FULL,
-    ListSink,
     expected_tokens,
     make_rig,
     make_shapes,
@@ -129,26 +127,6 @@ def test_hits_end_at_chunk_boundaries() -> None:
     assert sink.events[0].num_cached_tokens == 8
 
 
-def test_another_salt_shares_nothing() -> None:
-    """Tenants with different salts never share prefixes."""
-    rig = make_rig()
-    prompt = list(range(20, 34))
-    rig.submit(make_submission(prompt, request_id="a", cache_salt="one"))
-    rig.run()
-    sink = rig.submit(make_submission(prompt, request_id="b", cache_salt="two"))
-    rig.run()
-    assert sink.events[0].num_cached_tokens == 0
-
-
-def test_prefix_caching_can_be_switched_off() -> None:
-    """Every prompt is then prefilled in full."""
-    rig = make_rig(prefix_caching=False)
-    for name in "ab":
-        rig.submit(make_submission(range(20, 34), request_id=name))
-        rig.run()
-    assert rig.device.prefilled == 28
-
-
 def test_generated_tokens_are_not_indexed() -> None:
     """Decode graphs computed their KV, so a hit on them would not be bit-exact with a miss."""
     rig = make_rig()
@@ -197,15 +175,6 @@ def test_an_abort_of_a_waiting_request_never_reaches_the_device() -> None:
     assert rig.engine.abort("r")
     assert rig.step() is None
     assert [event.finish_reason for event in sink.events] == [FinishReason.ABORT]
-
-
-def test_abort_is_idempotent() -> None:
-    """Unknown and finished ids are no error."""
-    rig = make_rig()
-    rig.submit(make_submission())
-    rig.run()
-    assert not rig.engine.abort("r")
-    assert not rig.engine.abort("never seen")
 
 
 def test_a_fault_in_a_slot_fails_only_its_request() -> None:
@@ -314,15 +283,6 @@ def test_requests_of_a_lost_replica_continue_on_another() -> None:
         assert rig.sinks[name].tokens == expected_tokens(prompt, 9)
 
 
-def test_a_resumed_request_continues_behind_its_tokens() -> None:
-    """The tokens that the client has received count and are not sent again."""
-    rig = make_rig()
-    whole = expected_tokens([5, 6, 7], 8)
-    sink = rig.submit(make_submission(resumed=whole[:5]))
-    rig.run()
-    assert sink.tokens == whole[5:]
-
-
 def test_two_groups_hit_only_what_both_have() -> None:
     """One pool evicted a block that the other still has, so the hit shrinks."""
     rig = make_rig(groups=(FULL, FULL))
@@ -341,21 +301,6 @@ def test_two_groups_hit_only_what_both_have() -> None:
     rig.run()
     assert sink.events[0].num_cached_tokens == 4
     assert sink.tokens == expected_tokens(prompt, 8)
-
-
-def test_priority_decides_which_request_gets_the_next_slot() -> None:
-    """Among waiting requests, the lowest number is next."""
-    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)))
-    order: list[str] = []
-
-    class Recorder(ListSink):
-        def push(self, event: Event) -> None:
-            order.append(event.request_id)
-
-    for name, priority in (("first", 0), ("later", 5), ("urgent", -1)):
-        rig.engine.submit(make_submission(request_id=name, priority=priority, max_tokens=1), Recorder())
-    rig.run()
-    assert order == ["urgent", "first", "later"]
 
 
 def test_streams_get_the_tokens_of_their_own_requests() -> None:

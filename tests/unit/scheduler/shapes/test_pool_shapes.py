@@ -4,7 +4,7 @@ import pytest
 
 from protos.errors import ConfigurationRefused
 from protos.steps import PoolShape, format_shapes
-from scheduler_svc.shapes.pool_shapes import default_shapes, shapes_of
+from scheduler_svc.shapes.shape_config import default_shapes, shapes_of
 
 
 def shape(batch: int, prompt_len: int) -> PoolShape:

@@ -9,7 +9,7 @@ import pytest
 from protos.errors import TriptychError, Unavailable
 from protos.service.logs import get_logger
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.adapters.adapter import Adapter, LoadedAdapter
+from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 from scheduler_svc.workers import adapter_loader
 from scheduler_svc.workers.adapter_loader import AdapterLoader
 

@@ -3,7 +3,7 @@
 import pytest
 
 from protos.errors import Unavailable
-from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.losses import FailedSteps
 
 
 def test_only_steps_in_a_row_count() -> None:

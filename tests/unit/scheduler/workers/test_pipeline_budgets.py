@@ -12,7 +12,7 @@ from protos.service.logs import get_logger
 from protos.step_messages import plan_from_proto, result_to_proto
 from protos.steps import Prefill, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.workers.failed_steps import FailedSteps
+from scheduler_svc.workers.losses import FailedSteps
 from scheduler_svc.workers.progress import ProgressWatch
 from scheduler_svc.workers.step_budget import TIMES_USUAL
 from scheduler_svc.workers.step_loop import Hung, StepLoop

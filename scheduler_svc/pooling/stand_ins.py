@@ -1,8 +1,11 @@
-"""LoRA operations of a pooling deployment, which runs no adapters."""
+"""LoRA and prefix operations of a pooling deployment, which has neither."""
+
+from collections.abc import Callable
 
 from protos.errors import NotFound, TriptychError, Unsupported
-from scheduler_svc.adapters.adapter import Adapter
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.adapter_control import Outcome
+from scheduler_svc.dispatch.prefix_control import KvChange
 
 
 class NoAdapters:
@@ -46,3 +49,23 @@ class NoAdapters:
     def listed(self) -> list[tuple[Adapter, list[str]]]:
         """Returns no adapters."""
         return []
+
+
+class NoPrefixes:
+    """Counterpart of :class:`scheduler_svc.dispatch.prefix_control.PrefixControl` with nothing to find."""
+
+    def reset(self) -> int:
+        """Returns 0: no replica has a cache to reset."""
+        return 0
+
+    def follow(
+        self, listener: Callable[[KvChange], None], *, replica_id: str = "", after: int = 0
+    ) -> Callable[[], None]:
+        """Never calls `listener`; returns a function that does nothing."""
+        del listener, replica_id, after
+        return lambda: None
+
+
+def generates_nothing() -> TriptychError:
+    """Returns the error for everything that only a generating model can do."""
+    return Unsupported("this is a pooling model and generates no text; call Pool", param="model")

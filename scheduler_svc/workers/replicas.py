@@ -1,4 +1,4 @@
-"""Replicas of a generating model: their shapes, KV cache and scheduler."""
+"""Replicas of generating and of pooling models: their static shapes, schedulers and engines."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -7,16 +7,22 @@ from functools import partial
 from protos.errors import ConfigurationRefused, TriptychError
 from protos.service.logs import get_logger
 from protos.service.settings import Group
+from protos.step_messages import shape_to_proto
+from protos.steps import PoolShape
 from protos.triptych.v1 import worker_pb2
-from scheduler_svc.adapters.adapter import Adapter
+from protos.validation import TOKEN_TASKS
 from scheduler_svc.adapters.modules import name_and_path
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
-from scheduler_svc.policy.interleave import Interleave
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.pooling.engine import PoolEngine, PoolReplica
+from scheduler_svc.pooling.scheduler import PoolScheduler
+from scheduler_svc.pooling.tasks import MOST_VALUES, PooledModel
 from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits
@@ -24,8 +30,8 @@ from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import stage_batch
-from scheduler_svc.shapes.shape_config import ShapeConfig
-from scheduler_svc.workers.descriptions import WorkerDescription, configure_to_proto
+from scheduler_svc.shapes.shape_config import Geometry, shapes_of
+from scheduler_svc.workers.descriptions import WorkerDescription, configure_pool_to_proto, configure_to_proto
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 from scheduler_svc.workers.grammar_compiler import CompiledGrammar
 
@@ -239,3 +245,65 @@ class GeneratingReplicas:
                     f"replica {replica_id} would run chunks of {shapes.chunk} and blocks of {shapes.block_size} tokens beside "
                     f"replicas with {ours.chunk} and {ours.block_size}; set --max-num-batched-tokens and --block-size"
                 )
+
+
+_IGNORED_SETTINGS = ("max_model_len", *Settings.groups[Group.BATCHING], *Settings.groups[Group.KV_MEMORY])
+
+
+class PoolingReplicas:
+    """The :class:`ReplicaFactory` of pooling models."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        """Starts with an empty engine; `clock` gives monotonic seconds."""
+        self._settings = settings
+        self.engine = PoolEngine(
+            max_waiting=settings.max_waiting_requests,
+            max_waiting_tokens=settings.max_waiting_tokens,
+            clock=clock,
+            make_order=lambda: make_order(settings),
+            max_worker_losses=settings.max_worker_losses,
+            max_step_failures=settings.max_step_failures,
+        )
+
+    def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
+        """Chooses the static shapes of a worker.
+
+        Raises:
+            ConfigurationRefused: the model or the device cannot run the shapes of the settings or of the
+                other replicas.
+        """
+        settings = self._settings
+        warn_of_ignored(settings, _IGNORED_SETTINGS, "pooling models run in pool shapes")
+        shapes = self.engine.shapes
+        limits, model = description.limits, description.model
+        room = MOST_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
+        chosen = shapes_of(
+            settings.pool_batch_sizes, settings.pool_prompt_lens, fixed=shapes, max_context=limits.max_context, max_batch=limits.max_batch, max_tokens=room,
+            packs_texts=description.packs_texts,
+        )  # fmt: skip
+        del model.message.pooling.shapes[:]
+        model.message.pooling.shapes.extend(map(shape_to_proto, chosen))
+        return ReplicaSetup(
+            request=configure_pool_to_proto(chosen),
+            max_model_len=chosen[-1].prompt_len,
+            facts={"shapes": [str(shape) for shape in chosen]},
+            attach=partial(self._attach, replica_id, chosen),
+        )
+
+    def _attach(
+        self,
+        replica_id: str,
+        shapes: tuple[PoolShape, ...],
+        description: WorkerDescription,
+        num_blocks: tuple[int, ...],
+        served_name: str,
+        link: WorkerLink,
+    ) -> PoolScheduler:
+        del num_blocks, served_name  # no KV memory, no histogram
+        model = description.model
+        pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size, model.message.pooling)
+        # Texts are packed where a step's time grows with its tokens, on CPUs.
+        self.engine.serve(pooled, shapes, padding_costs=description.packs_texts)
+        scheduler = self.engine.make_scheduler(replica_id, pooled)
+        self.engine.attach(replica_id, PoolReplica(scheduler, link.wake, link.failing))
+        return scheduler
