@@ -92,7 +92,7 @@ def http_config(settings: Settings, app: Any) -> uvicorn.Config:
     Raises:
         ConfigurationRefused: if the files of TLS cannot be used.
     """
-    tls = ServerTls.of(settings)
+    tls = ServerTls.from_settings(settings)
     protocol = functools.partial(
         BoundedProtocol, read_timeout_s=settings.read_timeout_s, write_timeout_s=settings.write_timeout_s
     )

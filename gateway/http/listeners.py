@@ -97,7 +97,7 @@ class ServerTls:
         self.context.sni_callback = self._choose
 
     @classmethod
-    def of(cls, settings: SecuritySettings) -> Self | None:
+    def from_settings(cls, settings: SecuritySettings) -> Self | None:
         """Returns the TLS of a gateway; ``None`` if it speaks plain HTTP.
 
         Raises:

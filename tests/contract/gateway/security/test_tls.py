@@ -94,6 +94,6 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     ):
         settings = Settings(**flags_of(ours, **changes))
         with pytest.raises(ConfigurationRefused, match=reason) as refused:
-            ServerTls.of(settings)
+            ServerTls.from_settings(settings)
         assert "\n" not in str(refused.value)
-    assert ServerTls.of(Settings()) is None
+    assert ServerTls.from_settings(Settings()) is None
