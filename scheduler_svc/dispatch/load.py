@@ -111,7 +111,7 @@ class Totals:
 
 def totals_of(scheduler: ReplicaScheduler) -> Totals:
     """Returns the current counters of a generating replica."""
-    stats, kv, geometry = scheduler.stats, scheduler.kv, scheduler.geometry
+    stats, kv, shapes = scheduler.stats, scheduler.kv, scheduler.shapes
     counts: dict[tuple[str, ...], float] = {
         ("vllm:prefix_cache_queries",): kv.stats.queried_tokens,
         ("vllm:prefix_cache_hits",): kv.stats.hit_tokens,
@@ -126,7 +126,7 @@ def totals_of(scheduler: ReplicaScheduler) -> Totals:
         ("triptych:forked_sequences",): stats.forks,
         ("triptych:prefill_chunks",): stats.chunks,
         ("triptych:prefill_tokens",): stats.prefill_tokens,
-        ("triptych:prefill_padding_tokens",): stats.chunks * geometry.chunk - stats.prefill_tokens,
+        ("triptych:prefill_padding_tokens",): stats.chunks * shapes.chunk - stats.prefill_tokens,
         ("triptych:forced_tokens",): stats.forced_tokens,
         ("triptych:plans",): stats.plans,
         ("triptych:plans_ahead",): stats.plans_ahead,
@@ -142,13 +142,13 @@ def totals_of(scheduler: ReplicaScheduler) -> Totals:
     }
     for reason in PREEMPTION_REASONS:
         counts["triptych:preemptions", reason] = stats.preemptions[reason]
-    for bucket in geometry.buckets:
+    for bucket in shapes.buckets:
         run = stats.buckets.get(bucket)
         steps, rows = (run.steps, run.rows) if run else (0, 0)
         counts["triptych:decode_steps", str(bucket)] = steps
         counts["triptych:decode_rows", str(bucket)] = rows
         counts["triptych:decode_padding_rows", str(bucket)] = steps * bucket - rows
-    return Totals(counts, _distributions(stats, geometry.chunk), stats.longest_stall_s, stats.report)
+    return Totals(counts, _distributions(stats, shapes.chunk), stats.longest_stall_s, stats.report)
 
 
 def _distributions(stats: SchedulerStats, chunk: int) -> dict[tuple[str, ...], Distribution]:

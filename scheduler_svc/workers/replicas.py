@@ -30,7 +30,7 @@ from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import stage_batch
-from scheduler_svc.shapes.shape_config import Geometry, shapes_of
+from scheduler_svc.shapes.shape_config import ShapeConfig, shapes_of
 from scheduler_svc.workers.descriptions import WorkerDescription, configure_pool_to_proto, configure_to_proto
 from scheduler_svc.workers.engine_protocol import ReplicaSetup, WorkerLink
 from scheduler_svc.workers.grammar_compiler import CompiledGrammar

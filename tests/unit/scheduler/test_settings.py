@@ -9,7 +9,7 @@ from protos.service.settings import load
 from protos.triptych.v1 import worker_pb2
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.descriptions import description_from_proto
-from scheduler_svc.workers.replicas import geometry_for
+from scheduler_svc.workers.replicas import shapes_for
 
 DESCRIPTION = description_from_proto(
     worker_pb2.DescribeResponse(default_max_num_seqs=1, default_chunk=16, default_block_size=16)
