@@ -65,16 +65,8 @@ async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
         if error.exit_code != BAD_SETTING:  # otherwise the worker has said why
             _say(f"triptych keep-worker: {error}")
 
-    address = f"{_ANY.get(settings.host, settings.host)}:{settings.port}"
-    if own_socket is not None:
-        address = unix_address(own_socket)
-
-    async def serve() -> None:
-        async with asyncio.TaskGroup() as group:
-            group.create_task(supervisor.run())
-            group.create_task(_mark_served(supervisor, address, settings.link_security()))
-
-    return await run_until_signal(supervisor, serve(), complain=complain)
+    serving = _keep(supervisor, settings, own_socket)
+    return await run_until_signal(supervisor, serving, complain=complain)
 
 
 def _socket(settings: KeepWorkerSettings, folder: Path) -> Path | None:
@@ -87,6 +79,15 @@ def _socket(settings: KeepWorkerSettings, folder: Path) -> Path | None:
     if settings.socket is not None or settings.grpc_tls_ca is None or is_unix(settings.scheduler_address):
         return settings.socket
     return added if len(os.fsencode(added)) <= MAX_SOCKET_PATH_BYTES else None
+
+
+async def _keep(supervisor: Supervisor, settings: KeepWorkerSettings, own_socket: Path | None) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(supervisor.run())
+        address = f"{_ANY.get(settings.host, settings.host)}:{settings.port}"
+        if own_socket is not None:
+            address = unix_address(own_socket)
+        group.create_task(_mark_served(supervisor, address, settings.link_security()))
 
 
 async def _mark_served(supervisor: Supervisor, address: str, security: LinkSecurity) -> None:

@@ -9,7 +9,7 @@ from protos.steps import Decode, StepPlan
 from protos.triptych.v1 import registry_pb2
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.shape_config import ShapeConfig
-from scheduler_svc.workers import generating
+from scheduler_svc.workers import replicas
 from scheduler_svc.workers.descriptions import WorkerDescription
 from scheduler_svc.workers.step_loop import StepLoop
 from tests.support.scheduler.factories import expected_tokens
@@ -33,12 +33,12 @@ PROMPTS = [[5, 6, 7], [8, 9], [10], [11, 12, 13]]
 @pytest.fixture(autouse=True)
 def _two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets every worker count as two stages."""
-    shapes_for = generating.shapes_for
+    shapes_for = replicas.shapes_for
 
     def of_two_stages(settings: Settings, description: WorkerDescription) -> ShapeConfig:
         return shapes_for(settings, replace(description, pipeline_stages=2))
 
-    monkeypatch.setattr(generating, "shapes_for", of_two_stages)
+    monkeypatch.setattr(replicas, "shapes_for", of_two_stages)
 
 
 async def answers(scheduler: RunningScheduler) -> list[list[int]]:

@@ -55,7 +55,7 @@ def resident_mib(pid: int) -> float:
 def _watch_scheduler() -> Callable[[], dict[str, Any]]:
     """Finds the engine when it is made; returns what reads it."""
     from scheduler_svc.dispatch.engine import Engine
-    from scheduler_svc.workers import generating
+    from scheduler_svc.workers import replicas
 
     engines: list[Engine] = []
 
@@ -64,7 +64,7 @@ def _watch_scheduler() -> Callable[[], dict[str, Any]]:
             super().__init__(**fields)
             engines.append(self)
 
-    vars(generating)["Engine"] = WatchedEngine
+    vars(replicas)["Engine"] = WatchedEngine
 
     def collect() -> dict[str, Any]:
         (engine,) = engines
