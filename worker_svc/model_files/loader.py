@@ -60,7 +60,7 @@ def resolve(
         raise ConfigurationRefused(f"there is no {what} {model}; check --model")
     if model in demo_models.NAMES:
         try:
-            return demo_models.fetch(model)
+            return _resolve_folder(demo_models.fetch(model), load_format)
         except demo_models.FetchError as error:
             raise ConfigurationRefused(str(error)) from error
     if load_format == "gguf":

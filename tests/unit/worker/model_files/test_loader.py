@@ -228,6 +228,9 @@ def test_only_needed_files_are_fetched_from_a_hub(
 
 
 def test_demo_models_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A demo model's name resolves to that model."""
+    """A demo model's name resolves to that model, whose files count like a folder's."""
     monkeypatch.setattr(demo_models, "fetch", lambda name: tmp_path / name)
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / "config.json").touch()
     assert loader.resolve("smollm2") == tmp_path / "smollm2"
+    assert "no GGUF file" in refusal("smollm2", load_format="gguf")
