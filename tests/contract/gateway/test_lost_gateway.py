@@ -1,12 +1,9 @@
 """A gateway that dies or freezes leaves nothing behind at its scheduler."""
 
 import asyncio
-import contextlib
-import json
 import signal
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import httpx
@@ -16,6 +13,7 @@ from scheduler_svc.settings import Settings
 from tests.support.gateway.serving import smollm2_folder
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import RunningScheduler, joined, run_scheduler
+from tests.support.service import running_service
 
 pytestmark = pytest.mark.contract
 
@@ -38,25 +36,14 @@ class Stack(NamedTuple):
         return [group.num_free for one in self.scheduler.engine.memory().values() for group in one.groups]
 
 
-@contextlib.contextmanager
-def gateway_process(scheduler_port: int) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    address = f"127.0.0.1:{scheduler_port}"
-    command = [sys.executable, "-m", "gateway", "--port", "0", "--scheduler-address", address]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stderr is not None
-            yield process, f"http://127.0.0.1:{json.loads(process.stderr.readline())['port']}"
-        finally:
-            process.kill()
-
-
 @pytest.fixture
 async def stack() -> AsyncIterator[Stack]:
     files = {path.name: path.read_bytes() for path in smollm2_folder().iterdir()}
     worker = FakeWorker(files=files, vocab_size=49152, max_model_len=128)
     async with run_scheduler(Settings()) as scheduler, joined(scheduler, worker):
-        with gateway_process(scheduler.server.port) as (gateway, url):
-            yield Stack(worker, scheduler, gateway, url)
+        address = f"127.0.0.1:{scheduler.server.port}"
+        with running_service("-m", "gateway", "--port", "0", "--scheduler-address", address) as gateway:
+            yield Stack(worker, scheduler, gateway.process, f"http://127.0.0.1:{gateway.line['port']}")
 
 
 async def read(stack: Stack, lines: list[str]) -> None:

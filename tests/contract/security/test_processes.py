@@ -1,11 +1,7 @@
 """Real services with TLS, client certificates and a token serve together, and log no secret."""
 
 import asyncio
-import contextlib
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +16,7 @@ from protos.service.tokens import ServiceTokens
 from protos.triptych.v1 import worker_pb2_grpc
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.security.certificates import OTHER_TOKEN, TOKEN, service_files
+from tests.support.service import Service, running_service
 from worker_svc.api.registration import leave, stay_registered
 
 pytestmark = pytest.mark.contract
@@ -27,28 +24,9 @@ pytestmark = pytest.mark.contract
 NAME = "triptych.internal"
 
 
-@contextlib.contextmanager
-def process(
-    module: str, event: str, flags: Sequence[str]
-) -> Iterator[tuple[dict[str, Any], Callable[[], str]]]:
-    """Runs a service; yields a line of its log, and a function that ends it and returns the whole log."""
-    command = [sys.executable, "-m", module, "--port", "0", "--log-level", "debug", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as service:
-        assert service.stderr is not None
-        lines: list[str] = []
-
-        def end() -> str:
-            service.terminate()
-            return "".join([*lines, service.communicate(timeout=20)[1]])
-
-        try:
-            for line in service.stderr:
-                lines.append(line)
-                if line.startswith("{") and json.loads(line)["event"] == event:
-                    break
-            yield json.loads(lines[-1]), end
-        finally:
-            service.kill()
+def process(module: str, event: str, *flags: str) -> AbstractContextManager[Service]:
+    """Runs a service and waits for an event in its log."""
+    return running_service("-m", module, "--port", "0", "--log-level", "debug", *flags, event=event)
 
 
 def security(folder: Path, token: str) -> LinkSecurity:
@@ -96,9 +74,9 @@ async def test_services_with_the_same_secrets_serve_and_others_are_refused(tmp_p
         security=ours,
     )
     worker_port = await worker.start("127.0.0.1", 0)
-    with process("scheduler_svc", "listening", [*flags, "--grpc-tls-require-client-cert"]) as (line, end):
-        address = f"127.0.0.1:{line['port']}"
-        with process("gateway", "connected", [*flags, f"--scheduler-address={address}"]) as (_, end_gateway):
+    with process("scheduler_svc", "listening", *flags, "--grpc-tls-require-client-cert") as scheduler:
+        address = f"127.0.0.1:{scheduler.line['port']}"
+        with process("gateway", "connected", *flags, f"--scheduler-address={address}") as gateway:
             await register_for_a_moment(address, worker_port, ours, "registered", state="serving")
             await leave(address, worker_id="w", security=ours)
             refused = await register_for_a_moment(address, worker_port, theirs, "not_registered")
@@ -109,7 +87,7 @@ async def test_services_with_the_same_secrets_serve_and_others_are_refused(tmp_p
                 refusal = await line_with(logs, "refused")
                 await client.close()
             assert "another service token" in refusal["reason"]
-            written = end_gateway() + end()
+            written = gateway.end() + scheduler.end()
     fake.gate.set()
     await worker.stop(0)
     assert "call_refused" in written

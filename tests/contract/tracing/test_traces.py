@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-import json
-import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,17 +19,12 @@ from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import SCHEMA_REVISION, open_channel
 from protos.service.server import Server
 from protos.service.tracing import open_tracer
-from protos.step_messages import plan_to_proto
-from protos.steps import Admission, Decode, Prefill, StepPlan
-from protos.triptych.v1 import common_pb2, registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
-from protos.triptych.v1.worker_pb2 import WorkerReport
+from protos.steps import StepPlan
+from protos.triptych.v1 import registry_pb2, registry_pb2_grpc, worker_pb2_grpc
 from tests.support.gateway.serving import smollm2_folder
 from tests.support.scheduler.fake_worker import FakeWorker
+from tests.support.service import Service, running_service
 from tests.support.tracing.collector import Collector, ReceivedSpan, running_collector, running_http_collector
-from worker_svc.api.model_thread import ModelThread
-from worker_svc.api.plan_stream import PlanStream
-from worker_svc.api.watchdog import FailedSteps
-from worker_svc.pending_step import PendingStep
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -39,19 +32,11 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 BODY = {"prompt": "x", "max_tokens": 6, "ignore_eos": True}
 
 
-@contextlib.contextmanager
-def process(service: str, *flags: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def process(service: str, *flags: str) -> AbstractContextManager[Service]:
     """Starts a service on a free port, which exports spans without delay."""
-    command = [sys.executable, "-m", f"{service}.__main__", "--port", "0", *flags]
-    environment = os.environ | {"OTEL_BSP_SCHEDULE_DELAY": "20"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as started:
-        try:
-            assert started.stderr is not None
-            line = json.loads(started.stderr.readline())
-            assert line["event"] == "listening", line
-            yield started, line["port"]
-        finally:
-            started.kill()
+    return running_service(
+        "-m", f"{service}.__main__", "--port", "0", *flags, environment={"OTEL_BSP_SCHEDULE_DELAY": "20"}
+    )
 
 
 @dataclass
@@ -95,29 +80,21 @@ async def registered(worker: FakeWorker, scheduler: str) -> AsyncIterator[None]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def traced() -> AsyncIterator[Traced]:
-    with (
-        running_collector() as collector,
-        process("scheduler_svc", "--otlp-traces-endpoint", collector.endpoint, "--drain-s", "0") as (
-            one,
-            port,
-        ),
-        process(
-            "gateway",
-            "--otlp-traces-endpoint",
-            collector.endpoint,
-            "--scheduler-address",
-            f"127.0.0.1:{port}",
-        ) as (two, http_port),
-    ):
+    with contextlib.ExitStack() as running:
+        collector = running.enter_context(running_collector())
+        traces = ("--otlp-traces-endpoint", collector.endpoint)
+        scheduler = running.enter_context(process("scheduler_svc", *traces, "--drain-s", "0"))
+        address = f"127.0.0.1:{scheduler.line['port']}"
+        gateway = running.enter_context(process("gateway", *traces, "--scheduler-address", address))
         worker = smollm2_worker()
         async with (
-            registered(worker, f"127.0.0.1:{port}"),
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=20) as http,
+            registered(worker, address),
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{gateway.line['port']}", timeout=20) as http,
         ):
             async with asyncio.timeout(20):
                 while (await http.get("/health")).status_code != 200:
                     await asyncio.sleep(0.02)
-            yield Traced(collector, worker, http, [one, two])
+            yield Traced(collector, worker, http, [scheduler.process, gateway.process])
 
 
 async def complete(traced: Traced, flags: str = "01", **fields: object) -> httpx.Response:
@@ -185,51 +162,6 @@ async def test_requests_that_are_not_sampled_have_no_spans(traced: Traced) -> No
     assert (await complete(traced, max_tokens=20_000)).status_code == 400
     spans = await asyncio.to_thread(traced.collector.wait_for, lambda spans: len(spans) > before)
     assert [each.attributes.get("http.response.status_code") for each in spans[before:]] == [400]
-
-
-async def test_a_worker_writes_the_steps_of_a_request() -> None:
-    """A span for each chunk and one for all decode steps, below the span that the plan names."""
-
-    class Steps:
-        """Samples one token for each slot."""
-
-        def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
-            return PendingStep(read_tokens=lambda: [7] if isinstance(plan.work, Decode) else [])
-
-        def report(self) -> WorkerReport:
-            raise OSError("no memory to count")
-
-    admission = Admission(
-        1, (3, 4, 5), 0, common_pb2.SamplingParams(), {}, traceparent=f"00-{TRACE}-{PARENT}-01"
-    )
-    plans = [
-        StepPlan(1, Prefill(1, 0, 3, sample=False), admit=(admission,)),
-        StepPlan(2, Decode((0, 1), (2, 2), 2, 3)),
-        StepPlan(3, release=(1,)),
-    ]
-
-    async def incoming() -> AsyncIterator[worker_pb2.StepPlan]:
-        for plan in plans:
-            yield plan_to_proto(plan)
-        await asyncio.Event().wait()
-
-    with running_collector() as collector:
-        tracer, thread = open_tracer(collector.endpoint, "worker"), ModelThread()
-        stream = PlanStream(
-            incoming(), Steps(), thread, failed_steps=FailedSteps(0, lambda _: None), step_limit_s=0.0, tracer=tracer,
-        )  # fmt: skip
-        results = stream.results()
-        while (await anext(results)).step < 3:
-            pass
-        stream.close()
-        assert tracer is not None
-        tracer.close()
-        await thread.close(wait_s=5.0)
-        spans = {span.name: span for span in collector.spans}
-    assert {(span.trace_id, span.parent_id) for span in spans.values()} == {(TRACE, PARENT)}
-    assert spans.keys() == {"prefill_step", "decode_steps"}
-    assert spans["prefill_step"].attributes["triptych.tokens"] == 3
-    assert spans["decode_steps"].attributes["triptych.steps"] >= 1
 
 
 async def test_a_lost_collector_costs_nothing(traced: Traced) -> None:
