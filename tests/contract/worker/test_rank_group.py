@@ -38,6 +38,7 @@ def test_a_rank_that_waits_alone_gives_up() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_logged_once() -> None:
     """Rank 0 tries on, because a predecessor may have the port for a moment."""
     with socket.socket() as taken:
@@ -62,6 +63,7 @@ def test_ranks_with_other_facts_are_all_refused() -> None:
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
+@pytest.mark.slow
 def test_ranks_with_equal_facts_join() -> None:
     """The order of facts does not matter."""
     (port,) = free_ports(1)

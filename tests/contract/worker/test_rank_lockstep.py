@@ -5,6 +5,7 @@ import contextlib
 import random
 import threading
 from collections import Counter
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any, cast
 
@@ -233,16 +234,27 @@ class Hosted:
         """Keeps all: the test loads nothing."""
 
 
+@contextlib.asynccontextmanager
+async def hosting(
+    monkeypatch: pytest.MonkeyPatch, tensor: int = 2, pipeline: int = 1
+) -> AsyncIterator[tuple[RankServers, list[Hosted]]]:
+    """Runs two configured ranks with two adapters each."""
+    async with rank_servers(tensor, pipeline, monkeypatch) as servers:
+        hosts = [Hosted(), Hosted()]
+        for worker, host in zip(servers.workers, hosts, strict=True):
+            worker.adapters = cast("Any", host)
+        await servers.configure(sizes())
+        yield servers, hosts
+        assert servers.reasons == []
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 async def test_an_adapter_leaves_behind_the_plan_that_places_it(
     tensor: int, pipeline: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 answers a plan without work at once, when another rank has not run it yet."""
-    async with rank_servers(tensor, pipeline, monkeypatch) as servers:
-        hosts, gate = [Hosted(), Hosted()], threading.Event()
-        for worker, host in zip(servers.workers, hosts, strict=True):
-            worker.adapters = cast("Any", host)
-        await servers.configure(sizes())
+    gate = threading.Event()
+    async with hosting(monkeypatch, tensor, pipeline) as (servers, hosts):
         engine: Any = servers.workers[1]._engine
         launch = engine.launch
 
@@ -265,17 +277,12 @@ async def test_an_adapter_leaves_behind_the_plan_that_places_it(
             await other
         assert (hosts[1].placed, hosts[1].ids) == ([1], {2})
         await asyncio.gather(*(stub.UnloadAdapter(request) for stub in servers.stubs))
-        assert servers.reasons == []
 
 
 async def test_an_unload_waits_for_rank_0_also_without_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call takes one announcement, so none is left to drop a copy that is loaded later."""
-    async with rank_servers(2, 1, monkeypatch) as servers:
-        hosts = [Hosted(), Hosted()]
+    async with hosting(monkeypatch) as (servers, hosts):
         hosts[1].ids = {2}  # this rank could not load the other one
-        for worker, host in zip(servers.workers, hosts, strict=True):
-            worker.adapters = cast("Any", host)
-        await servers.configure(sizes())
         first, other = unloads(servers)
         for _ in range(2):
             early = asyncio.ensure_future(other())
@@ -287,7 +294,6 @@ async def test_an_unload_waits_for_rank_0_also_without_the_adapter(monkeypatch: 
                 await asyncio.gather(first(), early)
             assert hosts[1].ids == set()
             hosts[1].ids = {1}
-        assert servers.reasons == []
 
 
 def unloads(servers: RankServers) -> list[Any]:
@@ -307,10 +313,7 @@ async def test_an_announcement_without_its_call_ends_no_later_call(
     ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call was cancelled before rank 0 announced the unload, or its scheduler is gone."""
-    async with rank_servers(2, 1, monkeypatch) as servers:
-        for worker in servers.workers:
-            worker.adapters = cast("Any", Hosted())
-        await servers.configure(sizes())
+    async with hosting(monkeypatch) as (servers, _):
         first, other = unloads(servers)
         if ends == "cancelled":
             call = other()
@@ -326,7 +329,6 @@ async def test_an_announcement_without_its_call_ends_no_later_call(
             assert not later.done()
             async with asyncio.timeout(20):
                 await asyncio.gather(first(), later)
-        assert servers.reasons == []
 
 
 @pytest.mark.parametrize("ends", ["refused", "cancelled"])
@@ -335,10 +337,7 @@ async def test_a_call_of_an_earlier_scheduler_holds_no_unload_up(
     number: int, ends: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new configuration ends the call, which takes no announcement of the new scheduler."""
-    async with rank_servers(2, 1, monkeypatch) as servers:
-        for worker in servers.workers:
-            worker.adapters = cast("Any", Hosted())
-        await servers.configure(sizes())
+    async with hosting(monkeypatch) as (servers, _):
         first, other = unloads(servers)
         early = other()
         await announced(servers)
@@ -352,7 +351,6 @@ async def test_a_call_of_an_earlier_scheduler_holds_no_unload_up(
                 assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
             for _ in range(2):
                 await asyncio.gather(other(), first())
-        assert servers.reasons == []
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), LAYOUTS)

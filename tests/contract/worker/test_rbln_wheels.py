@@ -37,7 +37,7 @@ def wheel(request: pytest.FixtureRequest) -> Wheel:
 
 
 def is_newest(wheel: Wheel) -> bool:
-    return "vllm_rbln/v1/attention/ops/sliding_window_attention.py" in wheel.modules
+    return "vllm_rbln/v1/attention/ops/sliding_window_attention.py" in wheel.sources
 
 
 def attention_calls(wheel: Wheel, namespace: Namespace) -> dict[str, Call]:
@@ -128,12 +128,12 @@ def test_the_variable_that_chooses_kernels_is_the_plugin_s(wheel: Wheel) -> None
     from worker_svc.settings import Settings
 
     name, _ = reference_variables(Settings, "rbln_use_custom_kernel")
-    assert f"os.environ.get('{name}', 'False')" in ast.unparse(wheel.modules["vllm_rbln/envs.py"])
+    assert f"os.environ.get('{name}', 'False')" in ast.unparse(wheel.module("vllm_rbln/envs.py"))
 
 
 def test_collectives_are_set_up_as_the_plugin_sets_them_up(wheel: Wheel) -> None:
     """The backend of process groups, the variables that it reads, and the compiler's option."""
-    source = "\n".join(ast.unparse(module) for module in wheel.modules.values())
+    source = "\n".join(ast.unparse(module) for module in wheel.modules_with("LOCAL_RANK", "process_group"))
     assert "os.environ['LOCAL_RANK'] = str(rank)" in source
     assert "os.environ['WORLD_SIZE'] = str(world_size)" in source
     assert "os.environ['RCCL_PORT_GEN'] = '1'" in source
@@ -248,7 +248,7 @@ def test_the_triton_operators_are_declared_by_the_modules_that_a_worker_imports(
     declared = {
         node.value.partition("::")[2]
         for name in TRITON_MODULES
-        for node in ast.walk(wheel.modules[f"{name.replace('.', '/')}.py"])
+        for node in ast.walk(wheel.module(f"{name.replace('.', '/')}.py"))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and node.value.startswith(f"{TRITON}::")
@@ -261,7 +261,7 @@ def test_the_compiler_gets_options_that_the_plugin_passes(wheel: Wheel) -> None:
     """So do the fakes of the vendor's packages: they take the newest plugin's options and no others."""
     passed = {
         str(node.args[0].value)
-        for node in ast.walk(wheel.modules["vllm_rbln/compilation/compiler.py"])
+        for node in ast.walk(wheel.module("vllm_rbln/compilation/compiler.py"))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
         and node.func.id == "set_option"

@@ -1,12 +1,16 @@
-"""Workers that end themselves: the real command in a real process, with a fake device that fails."""
+"""Workers that end themselves: the real command in a real process, most with a fake device that fails."""
 
 import asyncio
 import contextlib
 import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -16,8 +20,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.errors import Context
 from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import registry_pb2, registry_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.support import tiny_models
+from tests.support.paths import ROOT
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 
 SIZES = worker_pb2.ConfigureRequest(
     max_model_len=32, max_num_seqs=1, chunk=8, block_size=8, decode_buckets=[1], num_blocks=[5]
@@ -41,6 +47,13 @@ class Process:
 
     async def configure(self) -> None:
         assert [event async for event in self.stub.Configure(SIZES)][-1].HasField("ready")
+
+    async def step(self) -> Any:
+        """Configures the worker and sends it a step; returns the stream."""
+        await self.configure()
+        steps = self.stub.Execute()
+        await steps.write(DECODE)
+        return steps
 
 
 class HungRegistry(registry_pb2_grpc.WorkerRegistryServicer):
@@ -81,16 +94,14 @@ async def started(kind: str, *flags: str) -> AsyncIterator[Process]:
         await running.process.wait()
 
 
-@pytest.mark.parametrize("kind", ["hang", "hang-reading"])
+@pytest.mark.parametrize("kind", ["hang", pytest.param("hang-reading", marks=pytest.mark.slow)])
 async def test_a_hung_step_ends_the_process(kind: str) -> None:
     """The exit code is 1, the last line says why, and the log says where the thread was.
 
     The device may also hang after the launch, when only the thread that waits for it is busy.
     """
     async with started(kind, "--hang-timeout-s", "0.5") as worker:
-        await worker.configure()
-        steps = worker.stub.Execute()
-        await steps.write(DECODE)
+        _ = await worker.step()
         code, log = await worker.end()
         assert code == 1
         assert log[-1].startswith("triptych worker: there was no progress for 0.")
@@ -101,6 +112,7 @@ async def test_a_hung_step_ends_the_process(kind: str) -> None:
         assert "failing_process.py" in hung["stack"]
 
 
+@pytest.mark.slow
 async def test_a_step_that_the_scheduler_has_given_up_ends_the_process_soon() -> None:
     """The worker learns from its registration that its step is hung, long before its own limit."""
     registry = HungRegistry()
@@ -110,9 +122,7 @@ async def test_a_step_that_the_scheduler_has_given_up_ends_the_process_soon() ->
     await server.start()
     try:
         async with started("hang", "--scheduler-address", address) as worker:
-            await worker.configure()
-            steps = worker.stub.Execute()
-            await steps.write(DECODE)
+            _ = await worker.step()
             registry.hung.set()
             code, log = await worker.end()
     finally:
@@ -121,17 +131,17 @@ async def test_a_step_that_the_scheduler_has_given_up_ends_the_process_soon() ->
     assert log[-1].startswith("triptych worker: there was no progress for ")
 
 
+@pytest.mark.slow
 async def test_native_code_that_keeps_the_lock_ends_the_process() -> None:
     """No Python code can run, and the process ends nevertheless."""
     async with started("native", "--hang-timeout-s", "0.5", "--configure-hang-timeout-s", "0.5") as worker:
-        await worker.configure()
-        steps = worker.stub.Execute()
-        await steps.write(DECODE)
+        _ = await worker.step()
         code, log = await worker.end()
         assert code == 1
         assert any("failing_process.py" in line for line in log)
 
 
+@pytest.mark.slow
 async def test_a_hung_configuration_ends_the_process() -> None:
     """A configuration has a limit of its own."""
     async with started("configuration", "--configure-hang-timeout-s", "0.5") as worker:
@@ -142,15 +152,15 @@ async def test_a_hung_configuration_ends_the_process() -> None:
         call.cancel()
 
 
+@pytest.mark.slow
 async def test_a_long_configuration_with_progress_is_no_hang() -> None:
     """Only the time since the last progress counts: 1.5 s of work pass a limit of 1 s."""
     async with started("slow", "--configure-hang-timeout-s", "1", "--hang-timeout-s", "1") as worker:
-        await worker.configure()
-        steps = worker.stub.Execute()
-        await steps.write(DECODE)
+        steps = await worker.step()
         assert list((await steps.read()).token_ids) == [3]
 
 
+@pytest.mark.slow
 async def test_a_frozen_process_goes_on() -> None:
     """The time of a freeze does not count: 1.5 s of it pass a limit of 1 s."""
     async with started("slow", "--configure-hang-timeout-s", "1") as worker:
@@ -198,3 +208,40 @@ async def test_health_follows_the_configuration() -> None:
         assert await status() == states.NOT_SERVING
         await worker.configure()
         assert await status() == states.SERVING
+
+
+def end_of(*flags: str, **variables: str) -> tuple[str, float]:
+    """Runs a worker to its end; returns its line about that, and the seconds from the line to the end."""
+    command = [sys.executable, "-m", "deploy.cli", "worker", "--device=cpu", "--port=0", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | variables) as process:
+        assert process.stderr is not None
+        lines = []
+        said_at = 0.0
+        for line in process.stderr:
+            if line.startswith("triptych worker: "):
+                lines.append(line)
+                said_at = time.monotonic()
+    assert process.returncode == 2
+    (line,) = lines
+    return line, time.monotonic() - said_at
+
+
+def test_the_reason_waits_for_no_scheduler(tmp_path: Path) -> None:
+    """The scheduler accepts connections, and is silent otherwise."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        line, took_s = end_of(f"--model={tmp_path}/missing", f"--scheduler-address={address}")
+    assert "there is no folder" in line
+    assert took_s < 1
+
+
+def test_a_broken_package_is_one_line(tmp_path: Path) -> None:
+    """Here vLLM, whose library is missing."""
+    model = tiny_models.write("llama", tmp_path / "model")
+    package = tmp_path / "packages" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open')")
+    path = os.pathsep.join([str(package.parent), str(ROOT)])
+    line, _ = end_of(f"--model={model}", "--scheduler-address=", PYTHONPATH=path)
+    assert "libcudart.so.12" in line
+    assert "triptych install worker" in line

@@ -19,13 +19,9 @@ WHEELS = {
 }
 """By version, the SHA-256 of the wheel on PyPI."""
 _UNREACHABLE = (
-    "NewConnectionError",
-    "ConnectTimeout",
-    "ReadTimeout",
-    "ProxyError",
-    "NameResolutionError",
-    "SSLError",
-)
+    "NewConnectionError", "ConnectTimeout", "ReadTimeout", "ProxyError", "NameResolutionError", "SSLError",
+)  # fmt: skip
+_DECORATORS = ("triton_op", "custom_op", "register_fake")
 
 
 class IndexUnreachable(Exception):  # noqa: N818 - a state, not an error
@@ -98,24 +94,39 @@ class Declaration:
 
 
 class Wheel:
-    """The parsed modules of a wheel, by path."""
+    """The modules of a wheel, by path; those that a test reads are parsed."""
 
     def __init__(self, version: str) -> None:
         with zipfile.ZipFile(fetch(version)) as archive:
-            self.modules = {
-                name: ast.parse(archive.read(name)) for name in archive.namelist() if name.endswith(".py")
+            self.sources = {
+                name: archive.read(name).decode() for name in archive.namelist() if name.endswith(".py")
             }
-        self._calls = [call for tree in self.modules.values() for call in _calls(tree)]
+        self._parsed: dict[str, ast.Module] = {}
+
+    def module(self, path: str) -> ast.Module:
+        """Returns a module."""
+        if path not in self._parsed:
+            self._parsed[path] = ast.parse(self.sources[path])
+        return self._parsed[path]
+
+    def modules_with(self, *words: str) -> list[ast.Module]:
+        """Returns the modules whose source has one of the words."""
+        return [
+            self.module(path)
+            for path, source in self.sources.items()
+            if any(word in source for word in words)
+        ]
 
     def calls(self, namespace: str) -> list[Call]:
         """Every call of an operator of the namespace, in any module."""
-        return [call for call in self._calls if call.namespace == namespace]
+        trees = self.modules_with("torch.ops.")
+        return [call for tree in trees for call in _calls(tree) if call.namespace == namespace]
 
     def declarations(self, namespace: str) -> list[Declaration]:
         """Every function that a decorator registers as an operator of the namespace, or as its fake."""
         return [
             found
-            for tree in self.modules.values()
+            for tree in self.modules_with(*_DECORATORS)
             for found in _declarations(tree)
             if found.namespace == namespace
         ]
@@ -124,7 +135,7 @@ class Wheel:
         """A function or method of a module, by name."""
         (found,) = (
             node
-            for node in ast.walk(self.modules[path])
+            for node in ast.walk(self.module(path))
             if isinstance(node, ast.FunctionDef) and node.name == name
         )
         return found
@@ -155,7 +166,7 @@ def _declarations(tree: ast.AST) -> Iterator[Declaration]:
                 continue
             kind = ast.unparse(decorator.func).rpartition(".")[2]
             name = decorator.args[0]
-            if kind not in ("triton_op", "custom_op", "register_fake") or not isinstance(name, ast.Constant):
+            if kind not in _DECORATORS or not isinstance(name, ast.Constant):
                 continue
             namespace, _, operator = str(name.value).partition("::")
             arguments = node.args.args
