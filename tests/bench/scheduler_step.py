@@ -49,7 +49,7 @@ from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import decode_buckets
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.bench.support.report import report
-from tests.support.gateway.event_reader import EventReader
+from tests.support.gateway.clients import EventReader
 from tests.support.scheduler import vllm_peer
 
 SIZES: Final = (1, 32, 128, 512, 1024)

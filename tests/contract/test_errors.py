@@ -1,13 +1,17 @@
-"""The errors of calls, from a real server."""
+"""The errors of calls, and the bound on calls at once, from a real server."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 from urllib.parse import quote
 
 import grpc.aio
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.errors import (
     ConfigurationRefused,
@@ -52,14 +56,15 @@ async def _calling(fail: Callable[[Context], Awaitable[None]]) -> AsyncIterator[
     await server.stop(0)
 
 
+def aborting(error: TriptychError, **options: bool) -> AbstractAsyncContextManager[grpc.aio.AioRpcError]:
+    """Calls a server that aborts the call with an error."""
+    return _calling(lambda context: abort(context, error, **options))
+
+
 @pytest.mark.parametrize("text", ["name, " * 2000, "é" * 9000, "重み" * 9000, "%" * 9000, "\n" * 9000])
 async def test_long_reasons_keep_their_type(text: str) -> None:
     """A reason above 8 KiB arrives shortened, in a status of at most 2 KiB."""
-
-    async def fail(context: Context) -> None:
-        await abort(context, ConfigurationRefused(text, param="p" * 9000))
-
-    async with _calling(fail) as error:
+    async with aborting(ConfigurationRefused(text, param="p" * 9000)) as error:
         typed = from_rpc_error(error)
         assert isinstance(typed, ConfigurationRefused)
         assert len(typed.message) > 80
@@ -72,11 +77,7 @@ async def test_long_reasons_keep_their_type(text: str) -> None:
 @pytest.mark.parametrize("text", ["model.layers.29.self_attn.q_proj.weight, " * 250, "重み" * 1500])
 async def test_services_tell_one_another_long_reasons(text: str) -> None:
     """A list of a model's tensors arrives whole."""
-
-    async def fail(context: Context) -> None:
-        await abort(context, ConfigurationRefused(text), to_service=True)
-
-    async with _calling(fail) as error:
+    async with aborting(ConfigurationRefused(text), to_service=True) as error:
         typed = from_rpc_error(error)
         assert isinstance(typed, ConfigurationRefused)
         assert typed.message == text
@@ -84,11 +85,7 @@ async def test_services_tell_one_another_long_reasons(text: str) -> None:
 
 async def test_short_reasons_arrive_whole() -> None:
     """Texts of usual length are not shortened."""
-
-    async def fail(context: Context) -> None:
-        await abort(context, Overloaded("full; " * 70, param="n", retry_after_ms=3))
-
-    async with _calling(fail) as error:
+    async with aborting(Overloaded("full; " * 70, param="n", retry_after_ms=3)) as error:
         typed = from_rpc_error(error)
         assert (typed.message, typed.param, typed.retry_after_ms) == ("full; " * 70, "n", 3)
 
@@ -136,3 +133,34 @@ async def test_plain_codes(code: grpc.StatusCode, expected: type[TriptychError])
 
     async with _calling(fail) as error:
         assert type(from_rpc_error(error)) is expected
+
+
+async def test_calls_above_the_limit_are_refused_until_one_ends() -> None:
+    """The error names the setting; a health check is answered all the same."""
+    server = Server(("s",), lambda _: None, max_concurrent_rpcs=2)
+    port = await server.start("127.0.0.1", 0)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest()
+        watches = [health.Watch(request) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Watch(request).read()
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, Overloaded)
+        assert "raise --max-concurrent-rpcs" in error.message
+        await health.Check(request)
+        watches[0].cancel()
+        async with asyncio.timeout(10):
+            while not await _answers(health.Watch(request)):
+                pass
+    await server.stop(0)
+
+
+async def _answers(watch: "grpc.aio.UnaryStreamCall[object, object]") -> bool:
+    try:
+        await watch.read()
+    except grpc.aio.AioRpcError:
+        return False
+    return True

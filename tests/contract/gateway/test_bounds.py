@@ -32,21 +32,27 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
-    def send(self, head: str, body: str = "", length: int | None = None) -> None:
+    def send(self, head: str, body: str = "", headers: str = "", length: int | None = None) -> None:
         """Sends a request, or as much as ``body`` has of it."""
         length = len(body) if length is None else length
-        self.writer.write(f"{head} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n{body}".encode())
+        lines = f"{head} HTTP/1.1\r\nhost: x\r\n{headers}content-length: {length}\r\n\r\n"
+        self.writer.write((lines + body).encode())
 
     async def rest(self) -> bytes:
         """Returns all that the gateway sends until it closes the connection."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             return await self.reader.read()
 
 
 @contextlib.asynccontextmanager
-async def connected(gateway: Gateway) -> AsyncIterator[Client]:
-    """Opens a connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+async def connected(gateway: Gateway, *, reads: bool = True) -> AsyncIterator[Client]:
+    """Opens a connection of a client that reads nothing by itself unless it ``reads``."""
+    connection = socket.socket()
+    if not reads:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", gateway.port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 30 if reads else 1)
     try:
         yield Client(reader, writer)
     finally:
@@ -63,25 +69,36 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
     """Its request is aborted, so that neither unsent bytes nor unread events pile up."""
     async with stack(write_timeout_s=0.3) as (scheduler, gateway):
         scheduler.tokens_per_event = 1000
-        with socket.socket() as silent:
-            silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            silent.setblocking(False)
-            await asyncio.get_running_loop().sock_connect(silent, ("127.0.0.1", gateway.port))
-            reader, writer = await asyncio.open_connection(sock=silent, limit=1)
-            Client(reader, writer).send("POST /v1/completions", completion(9_000_000))
+        async with connected(gateway, reads=False) as client:
+            client.send("POST /v1/completions", completion(9_000_000))
             await scheduler.until(lambda: len(scheduler.aborted) == 1)
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
         assert gateway.client.num_pending == 0
 
 
+async def test_an_answer_that_is_not_read_ends() -> None:
+    """Its request is aborted, long before --write-timeout-s; the client finds the error when it reads on."""
+    async with stack(max_unread_answer_bytes=500_000) as (scheduler, gateway):
+        scheduler.tokens_per_event, scheduler.step_s = 200, 0.001
+        async with connected(gateway, reads=False) as client:
+            client.send("POST /v1/completions", completion(9_000_000), "connection: close\r\n")
+            await scheduler.until(lambda: len(scheduler.aborted) == 1)
+            assert b"--max-unread-answer-bytes" in await client.rest()
+        assert gateway.client.num_pending == 0
+        metrics = gateway.app.state.context.metrics.text()
+        assert b"triptych:gateway_slow_readers_total 1.0" in metrics
+        assert b"triptych:gateway_unread_bytes 0.0" in metrics
+
+
 async def test_a_client_that_reads_is_not_cut_off() -> None:
-    """A stream may take much longer than the time for a client that does not read."""
-    async with stack(write_timeout_s=0.05) as (scheduler, gateway), connected(gateway) as client:
-        scheduler.step_s = 0.02
-        client.send("POST /v1/completions", completion(20))
-        assert b"[DONE]" in await asyncio.wait_for(client.reader.readuntil(b"[DONE]"), 10)
+    """A stream may take longer and be larger than what is allowed to a client that does not read."""
+    async with (
+        stack(write_timeout_s=0.05, max_unread_answer_bytes=500_000) as (scheduler, gateway),
+        connected(gateway) as client,
+    ):
+        scheduler.tokens_per_event, scheduler.step_s = 200, 0.02
+        client.send("POST /v1/completions", completion(20_000), "connection: close\r\n")
+        assert b"[DONE]" in await client.rest()
+        assert scheduler.aborted == []
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"])

@@ -10,7 +10,7 @@ from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.requests.request import Request
 from tests.support.property_settings import machine
-from tests.support.scheduler.waiting_requests import waiting_request
+from tests.support.scheduler.factories import make_request
 
 pytestmark = pytest.mark.property
 
@@ -79,7 +79,7 @@ class WaitingMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(sorted(TENANTS)), priority=st.integers(-2, 3), tokens=st.integers(1, 9))
     def arrive(self, tenant: str, priority: int, tokens: int) -> None:
-        request = waiting_request(tenant=tenant, priority=priority, arrival_s=self.now, num_tokens=tokens)
+        request = make_request([5] * tokens, tenant=tenant, priority=priority, arrival_s=self.now)
         request.rank = self.queue.rank(request)
         self.put((tenant, request))
 

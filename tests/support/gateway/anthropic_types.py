@@ -8,7 +8,7 @@ from anthropic.types.shared import ErrorResponse
 from pydantic import BaseModel, TypeAdapter
 
 from gateway.messages_api.schemas import MessageAnswer
-from tests.support.gateway.documented import check_answer
+from tests.support.gateway.documented import check_answer, check_extras
 from tests.support.gateway.serving import Stack
 
 M = TypeVar("M", bound=BaseModel)
@@ -17,28 +17,17 @@ PATH = "/v1/messages"
 _EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def _check_extra(value: Any) -> None:
-    """Fails if an object has a field that its type does not know."""
-    if isinstance(value, list):
-        for item in value:
-            _check_extra(item)
-    if isinstance(value, BaseModel):
-        assert not value.model_extra, (type(value), value.model_extra)
-        for name in type(value).model_fields:
-            _check_extra(getattr(value, name))
-
-
 def strict(kind: type[M], data: Any) -> M:
     """Returns ``data`` as the client's type; fails if a field is missing, unknown or of another type."""
     found = kind.model_validate_json(json.dumps(data), strict=True)
-    _check_extra(found)
+    check_extras(found)
     return found
 
 
 def strict_event(data: dict[str, Any]) -> Any:
     """Returns an event of a stream as the client's type."""
     found = _EVENTS.validate_json(json.dumps(data), strict=True)
-    _check_extra(found)
+    check_extras(found)
     return found
 
 

@@ -32,7 +32,6 @@ from protos.service.server import Server
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
-from tests.support.gateway.pool_responses import pool_response, pooling_info
 
 # The base class answers UNIMPLEMENTED for methods that are missing; its type insists on every method.
 if TYPE_CHECKING:
@@ -46,6 +45,22 @@ SCHEDULER_METRICS = (
     b'vllm:num_requests_running{model_name="smollm2",engine="r0"} 3.0\n'
 )
 GENERATE = inference.GenerateRequest
+_OF_TOKENS = (pb.POOL_TASK_TOKEN_EMBED, pb.POOL_TASK_TOKEN_CLASSIFY)
+
+
+def pool_response(
+    request: inference.PoolRequest,
+    size: int,
+    values_of: Callable[[inference.PoolRequest], list[float]] | None,
+) -> inference.PoolResponse:
+    """Returns the answer to a request: by default the number of tokens, the first token, then tenths."""
+    prompt = request.prompt_token_ids
+    values = values_of(request) if values_of else [len(prompt), prompt[0], *[0.1] * (size - 2)]
+    of_tokens = request.task in _OF_TOKENS
+    return inference.PoolResponse(
+        request_id=request.request_id, values=values, num_prompt_tokens=len(prompt),
+        shape=[len(prompt), len(values) // len(prompt)] if of_tokens else [len(values)],
+    )  # fmt: skip
 
 
 @dataclass
@@ -125,6 +140,14 @@ def in_columns(
                 event.handle = handles[key] = len(handles) + 1
             response.events.append(event)
     return response
+
+
+def pooling_info(info: pb.PoolingInfo, longest: int) -> pb.PoolingInfo:
+    """Returns a copy with one shape for prompts of at most `longest` tokens."""
+    described = pb.PoolingInfo()
+    described.CopyFrom(info)
+    described.shapes.add(kind=pb.GRAPH_KIND_POOL, batch=4, query_len=longest)
+    return described
 
 
 @dataclass

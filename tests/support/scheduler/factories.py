@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
 from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
+from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
@@ -23,7 +24,7 @@ from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
-from scheduler_svc.requests.request import Event, Request
+from scheduler_svc.requests.request import Event, Request, Sink
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
 from tests.support.plan_order import SimulatedWorker
@@ -39,7 +40,6 @@ from tests.support.scheduler.simulated_device import (
     nothing_kills,
     nothing_reports,
 )
-from tests.support.scheduler.stream_sink import StreamSink
 
 EOS = 2
 FULL = KvGroup(GroupKind.FULL)
@@ -67,6 +67,21 @@ class ListSink:
     def tokens_of(self, sequence: int) -> list[int]:
         """Returns the tokens of one of a request's sequences."""
         return [token for event in self.events if event.sequence == sequence for token in event.token_ids]
+
+
+class StreamSink:
+    """One client stream: passes its requests' events on to a list for each request."""
+
+    def __init__(self, sinks: Mapping[str, Sink]) -> None:
+        self._sinks = sinks
+
+    def push(self, event: Event) -> None:
+        self._sinks[event.request_id].push(event)
+
+    def push_tokens(self, request_ids: Sequence[str], token_ids: Sequence[int]) -> None:
+        assert request_ids
+        for request_id, token_id in zip(request_ids, token_ids, strict=True):
+            self._sinks[request_id].push(Event(request_id, (token_id,)))
 
 
 def make_pool(num_blocks: int = 9) -> BlockPool:
@@ -110,6 +125,23 @@ def make_request(
         sampling=sampling, arrival=arrival, arrival_s=arrival_s, sink=ListSink(), stop=StopRule.from_sampling(sampling, frozenset({EOS}), sampling.max_tokens),
         priority=priority, tenant=tenant, cache_salt=cache_salt, adapter=adapter,
     )  # fmt: skip
+
+
+def queue_of(*requests: Request, order: OrderPolicy | None = None) -> WaitingQueue:
+    """Returns a queue to which the requests were added in this order."""
+    queue = WaitingQueue(order or PriorityFairOrder())
+    for request in requests:
+        queue.add(request)
+    return queue
+
+
+def take_all(queue: WaitingQueue, now: float = 0.0) -> list[Request]:
+    """Removes the head until the queue is empty; returns the requests in order."""
+    order = []
+    while (head := queue.peek(now)) is not None:
+        assert queue.remove(head)
+        order.append(head)
+    return order
 
 
 def make_sequence(prompt: Sequence[int], *, cache_salt: str = "") -> SequenceKv:

@@ -1,11 +1,12 @@
-"""Plain completions and tokens as clients of vLLM ask for them, with OpenAI's own client where it can."""
+"""Habits of vLLM's clients: plain completions, tokens and their ids, and fields without effect."""
 
 from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError
+from structlog.testing import capture_logs
 
-from tests.support.gateway.serving import CHAT, Stack, smollm2_folder, tokenizer_of
+from tests.support.gateway.serving import CHAT, TEXT, Stack, smollm2_folder, tokenizer_of
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -20,6 +21,10 @@ VLLM_HABITS = {
     "thinking_token_budget": -1,
     "return_token_offsets": True,
 }
+
+PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": {"prompt": ["The capital", "A"], "max_tokens": 5}}
+# Parsed for thinking, so that text and tokens come apart.
+THINKING = {**CHAT, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}
 
 
 @pytest.mark.parametrize("prompt", [["The capital", "A cat"], [[5, 6], [7, 8]]])
@@ -47,13 +52,8 @@ async def test_several_prompts_with_all_of_the_clients_habits(
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"suffix": "x"}, "suffix"), ({"best_of": 3}, "best_of"), ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"prompt_embeds": "AAAA"}, "prompt_embeds"), ({"max_completion_tokens": 5}, "max_completion_tokens"),
-        ({"use_beam_search": True}, "use_beam_search"), ({"prompt": ["a", [1]]}, "prompt"),
-    ],
-)  # fmt: skip
+    ("fields", "param"), [({"best_of": 3}, "best_of"), ({"use_beam_search": True}, "use_beam_search")]
+)
 async def test_what_would_change_the_answer_is_refused_by_name(
     stack: Stack, fields: dict[str, Any], param: str
 ) -> None:
@@ -75,3 +75,115 @@ async def test_tokens_are_counted_spelled_and_read_back(stack: Stack) -> None:
         assert again == {**answer, "token_strs": None}
     status, error = await stack.refusal("/detokenize", tokens=[5, 10**6])
     assert (status, error["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_collected_answers_have_token_ids(stack: Stack, path: str) -> None:
+    """Each choice has its own; a chat has its prompt's once, a completion in each choice."""
+    body = {**PATHS[path], "n": 2, "return_token_ids": True}
+    answer = (await stack.http.post(path, json=body)).json()
+    prompts = [list(request.prompt_token_ids) for request in stack.scheduler.requests]
+    for choice in answer["choices"]:
+        prompt, sequence = prompts[choice["index"] // 2], choice["index"] % 2
+        assert (choice if path == "/v1/completions" else answer)["prompt_token_ids"] == prompt
+        expected = stack.scheduler.reply[sequence:]
+        assert choice["token_ids"] == expected[: len(choice["token_ids"])]
+    assert (
+        sum(len(choice["token_ids"]) for choice in answer["choices"]) == answer["usage"]["completion_tokens"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [*PATHS.items(), ("/v1/chat/completions", THINKING)], ids=["chat", "text", "parsed"]
+)
+@pytest.mark.parametrize("more", [{}, {"stop": ["zzz"]}, {"logprobs": 1}])
+async def test_streams_have_token_ids(
+    stack: Stack, path: str, body: dict[str, Any], more: dict[str, Any]
+) -> None:
+    """The first chunk has the prompt's, and the chunks together those of the answer."""
+    if "chat" in path and "logprobs" in more:
+        more = {"logprobs": True}
+    *chunks, _ = await stack.stream(path, {**body, **more, "return_token_ids": True})
+    found: dict[int, list[int]] = {}
+    first: dict[int, list[int]] = {}
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        found.setdefault(choice["index"], []).extend(choice.get("token_ids", []))
+        if ids := {**chunk, **choice}.get("prompt_token_ids"):
+            first[choice["index"]] = ids
+    requests = stack.scheduler.requests
+    assert first == {index: list(request.prompt_token_ids) for index, request in enumerate(requests)}
+    assert all(ids == stack.scheduler.reply[: len(ids)] and ids for ids in found.values())
+
+
+async def test_answers_have_no_ids_unless_they_are_asked_for(stack: Stack) -> None:
+    """The fields are absent, as before."""
+    text = (await stack.http.post("/v1/chat/completions", json=CHAT)).text
+    assert "token_ids" not in text
+
+
+CHATS = "/v1/chat/completions"
+NO_EFFECT = {"metadata": {"a": "b"}, "store": True, "service_tier": "flex", "unheard_of": [1]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHATS, CHAT), ("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", CHAT), ("/detokenize", {"tokens": [5]}),
+    ],
+)  # fmt: skip
+async def test_one_debug_line_names_the_fields_without_effect(
+    stack: Stack, path: str, body: dict[str, Any]
+) -> None:
+    """The answer is the same as without them."""
+    plain = (await stack.http.post(path, json=body)).json()
+    with capture_logs() as logs:
+        answer = await stack.http.post(path, json={**body, **NO_EFFECT})
+    lines = [line["fields"] for line in logs if line["event"] == "the request has fields without effect"]
+    assert (answer.status_code, lines) == (200, [list(NO_EFFECT)])
+    assert answer.json().get("choices") == plain.get("choices")
+
+
+async def test_the_example_of_structured_output_is_accepted(stack: Stack) -> None:
+    """vLLM-RBLN's example has a schema of unknown keywords alone, which says nothing."""
+    schema = {"sentiment": "str", "score": "float"}
+    answer = await stack.http.post(CHATS, json={**CHAT, "structured_outputs": {"json": schema}})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "ipython", "content": "hi"}],
+        [{"role": "user", "content": ["hi", {"type": "text", "text": "there", "lang": "en"}]}],
+        [*CHAT["messages"], {"role": "tool", "tool_call_id": "a", "content": None}],
+        [{"role": "user", "content": "hi", "extra_field": "0"}],
+    ],
+)
+async def test_odd_messages_are_served(stack: Stack, messages: Any) -> None:
+    """SmolLM2's template shows any role."""
+    answer = await stack.http.post(CHATS, json={"messages": messages, "max_tokens": 20.0})
+    assert answer.json()["choices"][0]["message"]["content"] == TEXT
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHATS, CHAT),
+        ("/tokenize", CHAT),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 5}),
+        ("/v1/embeddings", CHAT),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+async def test_a_template_of_the_client_is_refused_by_name(
+    stack: Stack, path: str, body: dict[str, Any]
+) -> None:
+    """The error says where a template belongs."""
+    answer = await stack.http.post(path, json={**body, "chat_template": "{{ messages }}"})
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "chat_template" in message
+    assert "--chat-template" in message

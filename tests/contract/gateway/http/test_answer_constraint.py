@@ -89,6 +89,7 @@ async def test_completions_are_constrained_too(stack: Stack) -> None:
     assert refused["param"] == "structured_outputs"
 
 
+@pytest.mark.slow
 async def test_parsers_of_vllm_are_ready_before_the_first_request(tmp_path: Path) -> None:
     """Importing them and wrapping the tokenizer takes seconds, in which no stream may stall."""
     folder = folder_with(tmp_path, THINKING, ["<tool_call>", "</tool_call>"])

@@ -1,10 +1,26 @@
-"""Answers over real HTTP and real gRPC, against a fake scheduler."""
+"""Answers as OpenAI's types and the OpenAPI document describe them, no field more or less."""
 
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.completion import Completion
+from openai.types.create_embedding_response import CreateEmbeddingResponse
+from openai.types.model import Model
+from pydantic import BaseModel
 
-from tests.support.gateway.serving import CHAT, TEXT, Stack
+from gateway.http.errors import ErrorAnswer
+from gateway.openai import answers
+from gateway.openai.answers import ChatChunk
+from gateway.openai.models import ModelCard, ModelList
+from gateway.operations.routes import Version
+from gateway.operations.tokenize import Detokenized, Tokenized
+from tests.support.gateway.documented import check_answer, resolved
+from tests.support.gateway.serving import CHAT, TEXT, Stack, running_stack
+from tests.support.gateway.tool_templates import WEATHER
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -104,3 +120,214 @@ async def test_stop_strings(
     assert choice["stop_reason"] == (stop if isinstance(stop, str) else ".")
     assert usage["completion_tokens"] <= 7
     await stack.scheduler.until(lambda: bool(stack.scheduler.aborted) or tokens_per_event == 100)
+
+
+CHATS = "/v1/chat/completions"
+CALL = '\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+PROMPT = {"prompt": "The capital", "max_tokens": 3}
+LOGPROBS = {"logprobs": True, "top_logprobs": 2}
+
+# What vLLM adds, too.
+VLLM = {"stop_reason", "prompt_logprobs", "reasoning", "reasoning_content", "root", "parent", "max_model_len"}
+
+
+def checked(model: type[BaseModel], answer: Any) -> None:
+    """Checks an answer."""
+    model.model_validate(without(answer, VLLM), strict=True, extra="forbid")
+
+
+def without(value: Any, names: set[str]) -> Any:
+    """Returns a JSON value without some fields."""
+    if isinstance(value, list):
+        return [without(item, names) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: without(item, names) for name, item in value.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model", "chunk"),
+    [
+        ("/v1/chat/completions", CHAT, ChatCompletion, ChatCompletionChunk),
+        ("/v1/chat/completions", {**CHAT, **LOGPROBS, "n": 2}, ChatCompletion, ChatCompletionChunk),
+        ("/v1/completions", PROMPT, Completion, Completion),
+        ("/v1/completions", {**PROMPT, "logprobs": 2}, Completion, Completion),
+        ("/v1/completions", {**PROMPT, "prompt": ["a", "b c"], "n": 2}, Completion, Completion),
+        ("/v1/completions", {**PROMPT, "prompt": [[5, 6], [7]], "logprobs": 1}, Completion, Completion),
+    ],
+)
+async def test_answers_and_chunks_fit_the_clients_types(
+    stack: Stack, path: str, body: dict[str, Any], model: type[BaseModel], chunk: type[BaseModel]
+) -> None:
+    """The last chunks and the collected answer name the same fingerprint and tier."""
+    answer = (await stack.http.post(path, json=body)).json()
+    checked(model, answer)
+    assert answer["system_fingerprint"].startswith("fp_")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    options = {"include_usage": True, "include_obfuscation": True}
+    *chunks, done = await stack.stream(path, {**body, "stream_options": options})
+    assert done == "[DONE]"
+    for each in chunks:
+        checked(chunk, as_declared(each) if chunk is Completion else each)
+    ends = [each for each in chunks if any(one["finish_reason"] for one in each["choices"])] + chunks[-1:]
+    assert {each["system_fingerprint"] for each in ends} == {answer["system_fingerprint"]}
+    assert {each.get("service_tier") for each in ends} == {answer.get("service_tier")}
+    assert chunks[-1]["usage"] == answer["usage"]
+
+
+def as_declared(chunk: dict[str, Any]) -> dict[str, Any]:
+    """Returns a completion's chunk as the client's type has it.
+
+    OpenAI streams null before the reason is known, too, which its own type does not say.
+    """
+    choices = [{**one, "finish_reason": one["finish_reason"] or "stop"} for one in chunk["choices"]]
+    return {**chunk, "choices": choices}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def thinking(qwen_folder: Path) -> AsyncIterator[Stack]:
+    """A model that thinks, calls a tool twice, and says something."""
+    text = f"<think>\nHm.\n</think>\n\nI look.{CALL}{CALL}"
+    async with running_stack(text, folder=qwen_folder) as stack:
+        yield stack
+
+
+async def test_thinking_and_calls_fit_the_clients_types(thinking: Stack) -> None:
+    """The tokens of thinking are counted in both forms."""
+    body = {**CHAT, "tools": [WEATHER], **LOGPROBS}
+    answer = (await thinking.http.post(CHATS, json=body)).json()
+    checked(ChatCompletion, answer)
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("tool_calls", 2)
+    assert choice["message"]["reasoning"].strip() == "Hm."
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    *chunks, _ = await thinking.stream(CHATS, {**body, "stream_options": {"include_usage": True}})
+    for each in chunks:
+        checked(ChatCompletionChunk, each)
+        check_answer(ChatChunk, each)
+    assert chunks[-1]["usage"] == answer["usage"]
+
+
+async def test_models_fit_the_clients_type(stack: Stack) -> None:
+    """A model's card has what OpenAI's has, and what vLLM adds."""
+    for card in (await stack.http.get("/v1/models")).json()["data"]:
+        checked(Model, card)
+
+
+async def test_unknown_fields_are_found() -> None:
+    """The check itself finds what does not belong, also within objects."""
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+    embedding = {"object": "embedding", "index": 0, "embedding": [0.5]}
+    good = {"object": "list", "data": [embedding], "model": "m", "usage": usage}
+    checked(CreateEmbeddingResponse, good)
+    for bad in ({**good, "id": "x"}, {**good, "data": [{**embedding, "mood": 1}]}):
+        with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+            checked(CreateEmbeddingResponse, bad)
+
+
+BODILESS = {"/ping", "/reset_prefix_cache", "/reset_mm_cache", "/reset_encoder_cache"}
+
+
+def described(document: dict[str, Any], answer: dict[str, Any]) -> bool:
+    """Returns whether the answer has a schema with fields, or is a text."""
+    content = answer.get("content", {})
+    for schema in (one.get("schema", {}) for one in content.values()):
+        found = schema
+        if "$ref" in found:
+            found = document["components"]["schemas"][found["$ref"].rpartition("/")[2]]
+        if not ({"properties", "anyOf", "oneOf"} & found.keys() or found.get("type") == "string"):
+            return False
+    return bool(content)
+
+
+async def test_every_route_is_described(stack: Stack) -> None:
+    """Each route has a summary, a description, its answer, and the shape of errors.
+
+    Each POST has its body. Pages and unknown ids are not part of the API.
+    """
+    listed = {
+        route.path.replace(":path}", "}")
+        for route in stack.gateway.app.routes
+        if getattr(route, "include_in_schema", False)
+    }
+    assert listed == stack.gateway.app.openapi()["paths"].keys()
+    document = (await stack.http.get("/openapi.json")).json()
+    assert document == stack.gateway.app.openapi()
+    assert {
+        "/v1/chat/completions",
+        "/v1/embeddings",
+        "/score",
+        "/rerank",
+        "/classify",
+        "/pooling",
+    } <= document["paths"].keys()
+    for path, methods in document["paths"].items():
+        for method, route in methods.items():
+            assert route["summary"], path
+            assert route["description"], path
+            assert {"200", "default"} == route["responses"].keys(), path
+            answer = route["responses"]["200"]
+            assert described(document, answer) or "The body is empty." in answer["description"], path
+            if method == "post" and path not in BODILESS:
+                schema = resolved(route["requestBody"]["content"]["application/json"]["schema"], document)
+                assert schema["properties"], path
+
+
+async def test_the_document_names_the_parameters(stack: Stack) -> None:
+    """The bodies list what is served."""
+    document = (await stack.http.get("/openapi.json")).json()
+
+    def properties(path: str) -> dict[str, Any]:
+        schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        return dict(resolved(schema, document)["properties"])
+
+    assert {"messages", "temperature", "stream"} <= properties("/v1/chat/completions").keys()
+    responses = properties("/v1/responses")
+    assert {"input", "temperature", "stream"} <= responses.keys()
+    assert not {"n", "max_tokens"} & responses.keys(), "inherited parameters that are refused"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}, answers.ChatChunk),
+        ("/v1/completions", {**PROMPT, "logprobs": 2}, answers.CompletionChunk),
+    ],
+)
+async def test_events_match_the_document(stack: Stack, path: str, body: dict[str, Any], model: Any) -> None:
+    """The events of a stream have the documented fields and no others."""
+    options = {"return_token_ids": True, "stream_options": {"include_usage": True}}
+    *chunks, _ = await stack.stream(path, {**body, **options})
+    for chunk in chunks:
+        check_answer(model, chunk)
+    document = (await stack.http.get("/openapi.json")).json()
+    schema = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    assert schema["contentSchema"]["properties"].keys() == model.__annotations__.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        ("/v1/chat/completions", CHAT, answers.ChatCompletion),
+        ("/v1/chat/completions", {**CHAT, **LOGPROBS, "prompt_logprobs": 1}, answers.ChatCompletion),
+        ("/v1/completions", PROMPT, answers.Completion),
+        (
+            "/v1/completions",
+            {**PROMPT, "logprobs": 2, "prompt_logprobs": 1, "echo": True},
+            answers.Completion,
+        ),
+        ("/tokenize", {"prompt": "hello"}, Tokenized),
+        ("/tokenize", {**CHAT, "return_token_strs": True}, Tokenized),
+        ("/detokenize", {"tokens": [5, 6]}, Detokenized),
+        ("/v1/completions", {"prompt": 5}, ErrorAnswer),
+        ("/v1/models", None, ModelList),
+        ("/v1/models/smollm2", None, ModelCard),
+        ("/version", None, Version),
+    ],
+)
+async def test_answers_match_the_document(
+    stack: Stack, path: str, body: dict[str, Any] | None, model: Any
+) -> None:
+    """Real answers have the documented fields and no others."""
+    response = await (stack.http.get(path) if body is None else stack.http.post(path, json=body))
+    check_answer(model, response.json())

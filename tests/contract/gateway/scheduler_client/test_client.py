@@ -4,9 +4,10 @@ Many requests on one stream, aborts, typed errors, and lost schedulers.
 """
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -26,7 +27,7 @@ from protos.errors import (
 )
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from tests.support.gateway.event_reader import EventReader
+from tests.support.gateway.clients import EventReader, request, started, tokens_of
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import smollm2_folder
 
@@ -35,44 +36,9 @@ pytestmark = pytest.mark.contract
 REPLY = list(range(100, 120))
 
 
-def request(
-    name: str = "r", *, max_tokens: int = 20, prompt: tuple[int, ...] = (7, 8)
-) -> inference.GenerateRequest:
-    return inference.GenerateRequest(
-        request_id=name,
-        prompt_token_ids=prompt,
-        sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-    )
-
-
-@pytest.fixture
-def scheduler() -> FakeScheduler:
-    return FakeScheduler(smollm2_folder(), REPLY)
-
-
-@contextlib.asynccontextmanager
-async def connected(port: int, *, resume_timeout_s: float = 10.0) -> AsyncIterator[InferenceClient]:
-    """Yields a client that is connected and parks no request."""
-    client = InferenceClient(
-        f"127.0.0.1:{port}", resume_timeout_s=resume_timeout_s, startup_queue=StartupQueue(max_requests=0)
-    )
-    up = asyncio.Event()
-    client.on_connect(up.set)
-    await client.start()
-    try:
-        await asyncio.wait_for(up.wait(), 10)
-        yield client
-    finally:
-        await client.close()
-
-
-async def tokens_of(group: EventReader) -> list[list[int]]:
-    """Returns all tokens of each request, in order."""
-    found: list[list[int]] = [[] for _ in group.requests]
-    while events := await group.take():
-        for index, event in events:
-            found[index].extend(event.token_ids)
-    return found
+def connected(port: int, **options: Any) -> AbstractAsyncContextManager[InferenceClient]:
+    """Runs a client that is connected and parks no request."""
+    return started(port, connected=True, startup_queue=StartupQueue(max_requests=0), **options)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +90,9 @@ async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> Non
             refusals = iter([Unavailable("no replica yet", retry_after_ms=50)] * 2)
             successor.refuse = lambda _: next(refusals, None)
             async with serving(successor, port):
-                assert await asyncio.wait_for(reader, 20) == [REPLY]
+                assert await reader == [REPLY]
             assert [r.request_id for r in successor.requests] == ["a.r1", "a.r2", "a.r3"]
             assert all(list(r.resumed[0].token_ids) == REPLY[:4] for r in successor.requests)
-
-
-async def _drained(group: EventReader) -> None:
-    while await group.take():
-        pass
 
 
 async def test_a_lost_scheduler_is_given_up_in_the_end(scheduler: FakeScheduler) -> None:
@@ -143,7 +104,7 @@ async def test_a_lost_scheduler_is_given_up_in_the_end(scheduler: FakeScheduler)
         await group.take()
         await server.stop(0)
         with pytest.raises(Unavailable, match="could not be resumed within"):
-            await asyncio.wait_for(_drained(group), 10)
+            await tokens_of(group)
         assert client.num_pending == 0
 
 
@@ -161,7 +122,7 @@ async def test_a_resumed_request_may_wait_its_turn(scheduler: FakeScheduler) -> 
         done, _ = await asyncio.wait([reader], timeout=1.5)
         assert not done
         await scheduler.resume()
-        assert await asyncio.wait_for(reader, 10) == [REPLY]
+        assert await reader == [REPLY]
 
 
 async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeScheduler) -> None:
@@ -170,7 +131,7 @@ async def test_a_scheduler_that_only_refuses_is_given_up(scheduler: FakeSchedule
     scheduler.refuse = lambda r: Unavailable("no replica", retry_after_ms=20) if r.resumed else None
     async with serving(scheduler) as server, connected(server.port, resume_timeout_s=0.3) as client:
         with pytest.raises(Unavailable, match="could not be resumed within"):
-            await asyncio.wait_for(tokens_of(EventReader(client.submit([request("a")]))), 10)
+            await tokens_of(EventReader(client.submit([request("a")])))
         assert len(scheduler.requests) > 2
         assert client.num_pending == 0
 
@@ -189,8 +150,7 @@ async def test_an_unexpected_exception_is_a_pause(
     monkeypatch.setattr(InFlightRequests, "deliver", fails_once)
     async with serving(scheduler) as server, connected(server.port) as client:
         for name in ("a", "b"):
-            reading = tokens_of(EventReader(client.submit([request(name)])))
-            assert await asyncio.wait_for(reading, 20) == [REPLY]
+            assert await tokens_of(EventReader(client.submit([request(name)]))) == [REPLY]
         assert not faults
 
 
@@ -210,8 +170,8 @@ async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeSch
         new = asyncio.create_task(tokens_of(EventReader(client.submit([request("b")]))))
         await attempts.get()
         scheduler.schema_revision -= 1
-        assert await asyncio.wait_for(running, 20) == [REPLY]
-        assert await asyncio.wait_for(new, 20) == [REPLY]
+        assert await running == [REPLY]
+        assert await new == [REPLY]
 
 
 async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:

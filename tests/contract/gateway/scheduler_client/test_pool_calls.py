@@ -2,46 +2,16 @@
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from gateway.scheduler_client.client import InferenceClient
 from protos.errors import Overloaded, Unavailable
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
+from tests.support.gateway.clients import pool_request, started
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from tests.support.gateway.serving import smollm2_folder
 
 pytestmark = pytest.mark.contract
-
-
-def pool_request(name: str = "p", num_tokens: int = 2) -> inference.PoolRequest:
-    return inference.PoolRequest(request_id=name, prompt_token_ids=[5] * num_tokens)
-
-
-@pytest.fixture
-def scheduler() -> FakeScheduler:
-    return FakeScheduler(smollm2_folder(), pooled_size=4)
-
-
-@pytest.fixture
-async def port(scheduler: FakeScheduler) -> int:
-    """A port at which no scheduler listens yet."""
-    async with serving(scheduler) as server:
-        return server.port
-
-
-@contextlib.asynccontextmanager
-async def started(port: int, clock: Callable[[], float] = time.monotonic) -> AsyncIterator[InferenceClient]:
-    """Yields a client that need not be connected."""
-    client = InferenceClient(f"127.0.0.1:{port}", resume_timeout_s=0.5, clock=clock)
-    await client.start()
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 async def test_inputs_share_calls(scheduler: FakeScheduler, port: int) -> None:
@@ -121,7 +91,7 @@ async def test_each_loss_of_the_scheduler_counts_by_itself(scheduler: FakeSchedu
     """Time in which a scheduler was there does not count against --resume-timeout-s."""
     now_s = 0.0
     scheduler.pool_gate.clear()
-    async with started(port, lambda: now_s) as client:
+    async with started(port, resume_timeout_s=0.5, clock=lambda: now_s) as client:
         connected = asyncio.Event()
         client.on_connect(connected.set)
         async with contextlib.AsyncExitStack() as stack:
@@ -144,7 +114,7 @@ async def test_each_loss_of_the_scheduler_counts_by_itself(scheduler: FakeSchedu
 async def test_a_scheduler_that_stays_away_fails_the_request(scheduler: FakeScheduler, port: int) -> None:
     """After --resume-timeout-s, although attempts go on until then."""
     scheduler.pool_gate.clear()
-    async with started(port) as client:
+    async with started(port, resume_timeout_s=0.5) as client:
         connected = asyncio.Event()
         client.on_connect(connected.set)
         async with serving(scheduler, port):

@@ -1,4 +1,4 @@
-"""The client's requests on a real scheduler that is restarted."""
+"""The client's requests on a real scheduler that is restarted, or that drops what waits for the client."""
 
 import asyncio
 
@@ -8,31 +8,34 @@ from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import NotFound
+from protos.service.grpc_options import CHANNEL_OPTIONS
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from scheduler_svc.settings import Settings
-from tests.support.gateway.event_reader import EventReader
+from tests.support.campaign.processes.link import Link
+from tests.support.gateway.clients import EventReader, started
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
-from tests.support.scheduler.running_scheduler import joined, run_scheduler
+from tests.support.scheduler.running_scheduler import RunningScheduler, joined, run_scheduler
 
 pytestmark = pytest.mark.contract
 
 
-def request(name: str, token: int) -> inference.GenerateRequest:
+def request(name: str, token: int, max_tokens: int = 40) -> inference.GenerateRequest:
     return inference.GenerateRequest(
         request_id=name,
         prompt_token_ids=[token] * 4,
-        sampling=pb.SamplingParams(max_tokens=40, temperature=0.9),
+        sampling=pb.SamplingParams(max_tokens=max_tokens, temperature=0.9),
     )
 
 
-async def tokens_of(group: EventReader, begun: asyncio.Event) -> list[int]:
+async def tokens_of(group: EventReader, begun: asyncio.Event | None = None) -> list[int]:
     """Returns all tokens of a group of one request; tells when the first has arrived."""
     found: list[int] = []
     while events := await group.take():
         found += [token for _, event in events for token in event.token_ids]
-        begun.set()
+        if begun is not None:
+            begun.set()
     return found
 
 
@@ -72,7 +75,6 @@ async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_hol
                 first.servicer.drain()
                 assert await first.engine.drained(5), "its gateways have taken everything back"
             await first.server.stop(0)
-    connected.clear()
     try:
         fewer = Settings(max_waiting_requests=2, max_num_seqs=4)
         async with run_scheduler(fewer, port=port) as second:
@@ -142,3 +144,46 @@ async def test_losses_are_for_the_next_scheduler_and_not_for_the_reader() -> Non
     assert list(again.resumed) == [inference.ResumedSequence(token_ids=[9], worker_losses=1)]
     assert again.HasField("age_ms")
     group.abort()
+
+
+async def until_dropped(scheduler: RunningScheduler) -> None:
+    """Waits until the scheduler has ended a stream that was not read, and has aborted its requests."""
+    while True:
+        answer = await scheduler.inference.GetMetrics(inference.GetMetricsRequest())
+        if b"triptych:slow_readers_total 1.0" in answer.text:
+            break
+        await asyncio.sleep(0.02)
+    assert not scheduler.engine.live()
+
+
+async def test_a_gateway_that_could_not_read_sends_its_requests_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When a stalled link delivers again, every answer continues without a lost or doubled token."""
+    count, length = 8, 800
+    worker = FakeWorker(max_model_len=4096, num_blocks=count * 300, default_chunk=16, default_block_size=16)
+    settings = Settings(max_num_seqs=count, max_unread_tokens_per_stream=1024)
+    async with run_scheduler(settings) as scheduler, joined(scheduler, worker), asyncio.timeout(60):
+        # The client's library takes little without being read, so that a short stall is enough.
+        little = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024))
+        monkeypatch.setattr("protos.service.grpc_options.CHANNEL_OPTIONS", (*CHANNEL_OPTIONS, *little))
+        link = Link(("127.0.0.1", scheduler.server.port))
+        await link.open()
+        async with started(link.port, connected=True) as client:
+            worker.gate.clear()
+            answers = [
+                asyncio.create_task(
+                    tokens_of(EventReader(client.submit([request(f"r{number}", number, length)])))
+                )
+                for number in range(5, 5 + count)
+            ]
+            while len(scheduler.engine.live()) < count:
+                await asyncio.sleep(0.01)
+            link.silence()
+            worker.gate.set()
+            await until_dropped(scheduler)
+            link.restore()
+            assert await asyncio.gather(*answers) == [
+                expected_tokens([number] * 4, length) for number in range(5, 5 + count)
+            ]
+        await link.close()

@@ -1,78 +1,23 @@
 """New requests that wait in the client while no scheduler with a ready worker is there, over real gRPC."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import Overloaded, Unavailable
-from protos.triptych.v1 import common_pb2 as pb
-from protos.triptych.v1 import inference_pb2 as inference
-from tests.support.gateway.event_reader import EventReader
+from tests.support.gateway.clients import EventReader, pool_request, request, started, tokens_of
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from tests.support.gateway.serving import smollm2_folder
 
 pytestmark = pytest.mark.contract
 
 REPLY = list(range(100, 120))
 
 
-def request(name: str = "r") -> inference.GenerateRequest:
-    return inference.GenerateRequest(
-        request_id=name,
-        prompt_token_ids=[7, 8],
-        sampling=pb.SamplingParams(max_tokens=20, ignore_eos=True),
-    )
-
-
-def pool_request(name: str = "p") -> inference.PoolRequest:
-    return inference.PoolRequest(request_id=name, prompt_token_ids=[5, 6])
-
-
-@pytest.fixture
-def scheduler() -> FakeScheduler:
-    return FakeScheduler(smollm2_folder(), REPLY, pooled_size=4)
-
-
-@pytest.fixture
-async def port(scheduler: FakeScheduler) -> int:
-    """A port at which no scheduler listens yet."""
-    async with serving(scheduler) as server:
-        return server.port
-
-
-@contextlib.asynccontextmanager
-async def started(
-    port: int, startup_queue: StartupQueue | None = None, *, resume_timeout_s: float = 10.0
-) -> AsyncIterator[InferenceClient]:
-    """Yields a client that need not be connected."""
-    client = InferenceClient(
-        f"127.0.0.1:{port}", startup_queue=startup_queue, resume_timeout_s=resume_timeout_s
-    )
-    await client.start()
-    try:
-        yield client
-    finally:
-        await client.close()
-
-
-async def tokens_of(group: EventReader) -> list[list[int]]:
-    """Returns all tokens of each request, in order."""
-    found: list[list[int]] = [[] for _ in group.requests]
-    async with asyncio.timeout(20):
-        while events := await group.take():
-            for index, event in events:
-                found[index].extend(event.token_ids)
-    return found
-
-
 async def test_a_refused_request_without_a_place_fails(scheduler: FakeScheduler, port: int) -> None:
     """It fails with the scheduler's own error."""
     scheduler.refuse = lambda _: Unavailable("no worker is ready yet", retry_after_ms=2000)
-    async with serving(scheduler, port), started(port, StartupQueue(max_requests=1)) as client:
+    async with serving(scheduler, port), started(port, startup_queue=StartupQueue(max_requests=1)) as client:
         EventReader(client.submit([request("a")]))
         await scheduler.until(lambda: len(scheduler.requests) == 1)
         with pytest.raises(Unavailable, match="no worker is ready yet") as caught:
@@ -96,7 +41,7 @@ async def test_a_request_that_the_scheduler_has_taken_frees_its_place(
 ) -> None:
     """A long queue at the scheduler costs no places, and its loss is a pause as for running requests."""
     scheduler.pause_after = 0
-    async with started(port, StartupQueue(timeout_s=1.0)) as client:
+    async with started(port) as client:
         group = EventReader(client.submit([request()]))
         async with serving(scheduler, port):
             await scheduler.until(lambda: len(scheduler.requests) == 1)
@@ -104,7 +49,6 @@ async def test_a_request_that_the_scheduler_has_taken_frees_its_place(
                 while len(client.startup_queue):
                     await asyncio.sleep(0.01)
             assert client.num_pending == 1
-        await asyncio.sleep(1.0)  # the time for parked requests is up
         scheduler.pause_after = None
         async with serving(scheduler, port):
             assert await tokens_of(group) == [REPLY]
@@ -129,12 +73,12 @@ async def test_pooling_requests_wait_for_a_worker(scheduler: FakeScheduler, port
     """Refusals are repeated as for generating requests, and bounded in number and time."""
     refusals = iter([Unavailable("no worker is ready yet", retry_after_ms=20)])
     scheduler.refuse_pool = lambda _: next(refusals, None)
-    async with serving(scheduler, port), started(port, StartupQueue(timeout_s=5.0)) as client:
+    async with serving(scheduler, port), started(port, startup_queue=StartupQueue(timeout_s=5.0)) as client:
         (result,) = await client.pool([pool_request()], vector_size=4)
         assert len(result.values) == 4
         assert len(client.startup_queue) == 0
     scheduler.refuse_pool = lambda _: Unavailable("no worker is ready yet", retry_after_ms=20)
-    async with serving(scheduler, port), started(port, StartupQueue(timeout_s=0.2)) as client:
+    async with serving(scheduler, port), started(port, startup_queue=StartupQueue(timeout_s=0.2)) as client:
         with pytest.raises(Unavailable, match="no worker is ready yet"):
             await client.pool([pool_request()], vector_size=4)
         assert len(client.startup_queue) == 0

@@ -1,6 +1,7 @@
-"""What browsers are told: pages of other origins, pages of this gateway, and proxies with a prefix."""
+"""What browsers get: the pages of the documentation, and answers to pages of other origins and of proxies."""
 
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -79,3 +80,39 @@ def test_pages_have_a_policy_and_may_bring_their_own() -> None:
     assert dict(security_headers([(b"content-type", b"application/json")])) == {
         b"x-content-type-options": b"nosniff"
     }
+
+
+@pytest.mark.parametrize("settings", [{}, {"root_path": "/llm"}])
+async def test_pages_load_nothing_from_elsewhere(settings: dict[str, Any]) -> None:
+    """Scripts, styles, images and the document come from this gateway; a policy holds browsers to that."""
+    async with serving(**settings) as http:
+        for path in ("/docs", "/redoc"):
+            shown = await http.get(path)
+            assert shown.status_code == 200
+            assert "default-src 'self'" in shown.headers["content-security-policy"]
+            assert "http" not in shown.headers["content-security-policy"]
+            assert shown.headers["x-frame-options"] == "DENY"
+            loaded = re.findall(r"""(?:src|href|spec-url)="([^"]*)"|url: '([^']*)'""", shown.text)
+            places = {one or other for one, other in loaded}
+            assert len(places) >= 3, shown.text
+            for place in places:
+                root = settings.get("root_path", "")
+                assert place.startswith(f"{root}/"), place
+                found = await http.get(place)
+                assert found.status_code == 200, place
+                assert len(found.content) > 1000
+
+
+async def test_the_folder_of_the_pages_has_nothing_else() -> None:
+    """Other names are unknown, whatever they are."""
+    async with serving() as http:
+        for name in ("other.js", "..%2f__init__.py", "__init__.py"):
+            assert (await http.get(f"/docs/{name}")).status_code == 404
+
+
+async def test_the_pages_can_be_left_out() -> None:
+    """As in vLLM, the document goes with them."""
+    async with serving(disable_fastapi_docs=True) as http:
+        for path in ("/docs", "/redoc", "/openapi.json", "/docs/swagger-ui.css"):
+            assert (await http.get(path)).status_code == 404
+        assert (await http.get("/live")).status_code == 200

@@ -31,20 +31,6 @@ from tests.support.scheduler.running_scheduler import (
 
 pytestmark = pytest.mark.contract
 
-SHAPES = Settings(pool_batch_sizes=(1, 4, 2), pool_prompt_lens=(4, 4, 16))
-
-
-@pytest.fixture
-def settings() -> Settings:
-    """Settings with three shapes."""
-    return SHAPES
-
-
-@pytest.fixture
-def worker() -> FakePoolWorker:
-    """A worker with a pooling model."""
-    return FakePoolWorker()
-
 
 async def values_of(scheduler: RunningScheduler, prompt: list[int]) -> list[float]:
     return list((await scheduler.inference.Pool(pool_request(prompt))).values)
@@ -88,9 +74,9 @@ async def test_one_bad_row_fails_alone(scheduler: RunningScheduler, worker: Fake
     assert worker.batches[1] == (3, 4, 4)
 
 
-async def test_a_failed_batch_is_tried_again() -> None:
+async def test_a_failed_batch_is_tried_again(settings: Settings) -> None:
     """A step that failed once is tried again; a request fails alone after max_step_failures of its own."""
-    settings = SHAPES.model_copy(update={"max_step_failures": 2})
+    settings = settings.model_copy(update={"max_step_failures": 2})
     async with run_scheduler(settings) as scheduler, joined(scheduler, FakePoolWorker(fail_step=1)):
         assert await values_of(scheduler, [5, 6]) == embedding_of([5, 6])
     worker = FakePoolWorker(fails_with=7)
@@ -106,9 +92,9 @@ async def test_a_failed_batch_is_tried_again() -> None:
         assert await asyncio.gather(first, *others) == [embedding_of([n]) for n in (5, 1, 3)]
 
 
-async def test_a_request_that_kills_workers_fails_alone() -> None:
+async def test_a_request_that_kills_workers_fails_alone(settings: Settings) -> None:
     """Requests of a lost batch run alone, so that only the one that killed two workers fails."""
-    async with run_scheduler(SHAPES) as scheduler:
+    async with run_scheduler(settings) as scheduler:
         worker = FakePoolWorker(dies_with=7)
         worker.gate.clear()
         async with run_worker(worker) as port:
@@ -128,9 +114,9 @@ async def test_a_request_that_kills_workers_fails_alone() -> None:
             call.cancel()
 
 
-async def test_a_lost_workers_requests_run_elsewhere() -> None:
+async def test_a_lost_workers_requests_run_elsewhere(settings: Settings) -> None:
     """Running and waiting requests of a lost worker run on the next one."""
-    async with run_scheduler(SHAPES) as scheduler:
+    async with run_scheduler(settings) as scheduler:
         dying = FakePoolWorker(die_at_step=1)
         dying.gate.clear()
         async with run_worker(dying) as port:

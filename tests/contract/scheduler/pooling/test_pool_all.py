@@ -15,20 +15,6 @@ from tests.support.scheduler.running_scheduler import RunningScheduler, joined, 
 
 pytestmark = pytest.mark.contract
 
-SHAPES = Settings(pool_batch_sizes=(1, 4, 2), pool_prompt_lens=(4, 4, 16))
-
-
-@pytest.fixture
-def settings() -> Settings:
-    """Settings with three shapes."""
-    return SHAPES
-
-
-@pytest.fixture
-def worker() -> FakePoolWorker:
-    """A worker with a pooling model."""
-    return FakePoolWorker()
-
 
 def request_for(*prompts: list[int]) -> inference_pb2.PoolAllRequest:
     named = [pool_request(prompt, request_id=f"p{index}") for index, prompt in enumerate(prompts)]
@@ -124,11 +110,13 @@ async def test_a_refused_request_refuses_all(
 
 
 @pytest.mark.parametrize("limit", [{"max_waiting_requests": 2}, {"max_waiting_tokens": 5}])
-async def test_a_queue_that_is_not_empty_takes_a_call_whole_or_not_at_all(limit: dict[str, int]) -> None:
+async def test_a_queue_that_is_not_empty_takes_a_call_whole_or_not_at_all(
+    settings: Settings, limit: dict[str, int]
+) -> None:
     """A call of any size enters an empty queue; while another request waits, the queue's bounds hold."""
     worker = FakePoolWorker()
     call = request_for([5, 5], [6, 6], [7, 7])
-    async with run_scheduler(SHAPES.model_copy(update=limit)) as scheduler, joined(scheduler, worker):
+    async with run_scheduler(settings.model_copy(update=limit)) as scheduler, joined(scheduler, worker):
         assert len(await results_of(scheduler, call)) == 3
         worker.gate.clear()
         worker.received.clear()

@@ -10,7 +10,7 @@ from gateway.scheduler_client.pending_request import SequenceEvent
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import InvalidArgument, TimedOut, Unavailable
 from protos.triptych.v1 import inference_pb2 as inference
-from tests.support.gateway.event_reader import EventReader
+from tests.support.gateway.clients import EventReader
 
 
 async def test_a_request_that_no_message_holds_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:

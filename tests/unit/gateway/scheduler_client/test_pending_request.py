@@ -9,7 +9,7 @@ from gateway.scheduler_client.pending_request import PendingRequest, SequenceEve
 from protos.errors import Internal, Overloaded, TriptychError
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
-from tests.support.gateway.event_reader import EventReader
+from tests.support.gateway.clients import EventReader
 
 
 def make(size: int = 1, n: int | None = None) -> tuple[EventReader, list[tuple[int, int | None]]]:

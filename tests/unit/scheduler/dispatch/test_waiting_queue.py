@@ -9,18 +9,18 @@ from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.policy.tenant_counters import TenantCounters
 from scheduler_svc.requests.request import Request
-from tests.support.scheduler.waiting_requests import queue_of, take_all, waiting_request
+from tests.support.scheduler.factories import make_request, queue_of, take_all
 
 
 def test_lower_priority_numbers_come_first_then_arrival() -> None:
     """Requests are ordered by priority, then by arrival."""
-    late, first, second = waiting_request(priority=1), waiting_request(), waiting_request()
+    late, first, second = make_request(priority=1), make_request(), make_request()
     assert take_all(queue_of(late, first, second)) == [first, second, late]
 
 
 def test_arrival_order_ignores_priority_and_tenant() -> None:
     """Priority, tenant and time change nothing in arrival order."""
-    requests = [waiting_request(priority=priority, tenant=str(priority)) for priority in (3, -1, 0, 2)]
+    requests = [make_request(priority=priority, tenant=str(priority)) for priority in (3, -1, 0, 2)]
     queue = queue_of(*requests, order=ArrivalOrder())
     queue.charge("3", 1000)
     assert queue.peek(1e6) is requests[0]
@@ -31,7 +31,7 @@ def test_arrival_order_ignores_priority_and_tenant() -> None:
 @pytest.mark.parametrize("order", [ArrivalOrder, PriorityFairOrder])
 def test_a_request_that_returns_keeps_its_place(order: type[OrderPolicy]) -> None:
     """A preempted request stays before later arrivals, even after several preemptions."""
-    old, new = waiting_request(), waiting_request()
+    old, new = make_request(), make_request()
     queue = queue_of(old, new, order=order())
     for _ in range(3):
         assert queue.peek(0.0) is old
@@ -45,14 +45,14 @@ def test_a_request_that_returns_keeps_its_place(order: type[OrderPolicy]) -> Non
 
 def test_removing_an_unknown_request_returns_false() -> None:
     """The counts do not change."""
-    queue = queue_of(waiting_request())
-    assert not queue.remove(waiting_request())
+    queue = queue_of(make_request())
+    assert not queue.remove(make_request())
     assert (len(queue), queue.num_tokens) == (1, 3)
 
 
 def test_waiting_tokens_are_counted_exactly() -> None:
     """The token count follows every addition and removal."""
-    one, two = waiting_request(num_tokens=5), waiting_request(num_tokens=7)
+    one, two = make_request([5] * 5), make_request([5] * 7)
     queue = queue_of(one, two)
     assert (queue.num_tokens, list(queue)) == (12, [one, two])
     queue.remove(one)
@@ -63,8 +63,8 @@ def test_waiting_tokens_are_counted_exactly() -> None:
 
 def test_tenants_alternate_by_served_tokens() -> None:
     """Many requests of one tenant do not hold up a single request of another."""
-    flood = [waiting_request(tenant="flood") for _ in range(3)]
-    late = waiting_request(tenant="late")
+    flood = [make_request(tenant="flood") for _ in range(3)]
+    late = make_request(tenant="late")
     queue = queue_of(*flood, late)
     order = []
     while (head := queue.peek(0.0)) is not None:
@@ -76,7 +76,7 @@ def test_tenants_alternate_by_served_tokens() -> None:
 
 def test_priority_goes_before_fairness() -> None:
     """A tenant with a high share still comes first with a more urgent request."""
-    urgent, other = waiting_request(tenant="a", priority=-1), waiting_request(tenant="b")
+    urgent, other = make_request(tenant="a", priority=-1), make_request(tenant="b")
     queue = queue_of(urgent, other)
     queue.charge("a", 1_000_000)
     assert queue.peek(0.0) is urgent
@@ -90,7 +90,7 @@ def test_tokens_are_shared_by_weight_under_saturation(weight: float, low: float,
     # The light tenant sends much faster.
     for tenant, waiting in (("light", 50), ("heavy", 3)):
         for _ in range(waiting):
-            queue.add(waiting_request(tenant=tenant, num_tokens=sizes[tenant]))
+            queue.add(make_request([5] * sizes[tenant], tenant=tenant))
     served = dict.fromkeys(sizes, 0)
     running: list[str] = []
     for _ in range(3000):
@@ -102,15 +102,15 @@ def test_tokens_are_shared_by_weight_under_saturation(weight: float, low: float,
         for name, tokens in ((tenant, len(head.token_ids)), *((row, 1) for row in running)):
             queue.charge(name, tokens)
             served[name] += tokens
-        queue.add(waiting_request(tenant=tenant, num_tokens=sizes[tenant]))
+        queue.add(make_request([5] * sizes[tenant], tenant=tenant))
     assert low < served["heavy"] / served["light"] < high
 
 
 def test_idling_earns_no_credit() -> None:
     """A tenant that returns is level with the least served tenant, not ahead of it."""
-    queue = queue_of(*(busy := [waiting_request(tenant="busy") for _ in range(3)]))
+    queue = queue_of(*(busy := [make_request(tenant="busy") for _ in range(3)]))
     queue.charge("busy", 1000)
-    back = [waiting_request(tenant="back") for _ in range(2)]
+    back = [make_request(tenant="back") for _ in range(2)]
     for request in back:
         queue.add(request)
     assert queue.peek(0.0) is busy[0]
@@ -122,7 +122,7 @@ def test_idling_earns_no_credit() -> None:
 
 def test_draining_keeps_the_counters_of_tenants() -> None:
     """Draining the queue and adding the requests again keeps their order."""
-    a, b, c = (waiting_request(tenant=tenant) for tenant in "abc")
+    a, b, c = (make_request(tenant=tenant) for tenant in "abc")
     queue = queue_of(a, b, c)
     for tenant, tokens in (("a", 20), ("b", 10), ("c", 30)):
         queue.charge(tenant, tokens)
@@ -145,7 +145,7 @@ def test_running_alone_costs_a_tenant_nothing() -> None:
 
 def test_each_ageing_time_raises_the_priority_by_one_level() -> None:
     """Promotion happens exactly on time, and a clock that goes back changes nothing."""
-    low, high = waiting_request(priority=2, arrival_s=100.0), waiting_request(arrival_s=115.0)
+    low, high = make_request(priority=2, arrival_s=100.0), make_request(arrival_s=115.0)
     queue = queue_of(low, high, order=PriorityFairOrder(ageing_s=10.0))
     # The levels of `low` and `high`: 1 and 0; 0 and 0 (the earlier arrival wins); 0 and -1; -1 and -1.
     for now, head in (
@@ -163,8 +163,8 @@ def test_each_ageing_time_raises_the_priority_by_one_level() -> None:
 @pytest.mark.parametrize("ageing", [None, 0])
 def test_without_ageing_waiting_changes_nothing(ageing: float | None) -> None:
     """A more urgent request comes first however late it arrives."""
-    queue = queue_of(waiting_request(priority=1), order=PriorityFairOrder(ageing_s=ageing))
-    urgent = waiting_request(arrival_s=1e6)
+    queue = queue_of(make_request(priority=1), order=PriorityFairOrder(ageing_s=ageing))
+    urgent = make_request(arrival_s=1e6)
     queue.add(urgent)
     assert queue.peek(1e6) is urgent
 
@@ -172,10 +172,10 @@ def test_without_ageing_waiting_changes_nothing(ageing: float | None) -> None:
 @pytest.mark.parametrize("ageing", [0.1, 0.3, 1 / 3, 1e-3, 1e9])
 def test_promotions_terminate_with_every_ageing_time(ageing: float) -> None:
     """Ageing times that a float cannot represent neither loop nor lose a promotion."""
-    queue = queue_of(waiting_request(priority=1), order=PriorityFairOrder(ageing_s=ageing))
+    queue = queue_of(make_request(priority=1), order=PriorityFairOrder(ageing_s=ageing))
     for step in range(1, 200):
         assert queue.peek(step * ageing) is not None
-    queue.add(waiting_request(priority=0, arrival_s=200 * ageing))
+    queue.add(make_request(priority=0, arrival_s=200 * ageing))
     head = queue.peek(200 * ageing)
     assert head is not None
     assert head.priority == 1
@@ -184,13 +184,13 @@ def test_promotions_terminate_with_every_ageing_time(ageing: float) -> None:
 def test_ageing_prevents_starvation() -> None:
     """Behind an endless stream of urgent requests, a less urgent one is first after a bounded time."""
     ageing, priority, step_s = 5.0, 4, 0.5
-    low = waiting_request(priority=priority, tenant="patient")
+    low = make_request(priority=priority, tenant="patient")
     queue = queue_of(low, order=PriorityFairOrder(ageing_s=ageing))
     for step in count():
         now = step * step_s
         # Two requests arrive for each one that is served, from tenants without any service so far.
         for _ in range(2):
-            queue.add(waiting_request(arrival_s=now, tenant=f"t{step}"))
+            queue.add(make_request(arrival_s=now, tenant=f"t{step}"))
         head = queue.peek(now)
         assert head is not None
         queue.remove(head)
@@ -214,9 +214,9 @@ def test_invalid_settings_are_refused() -> None:
 def test_removed_requests_leave_no_garbage() -> None:
     """Internal structures stay small while ten thousand requests pass a waiting head."""
     order = PriorityFairOrder(ageing_s=1.0)
-    queue = queue_of(head := waiting_request(priority=-1), order=order)
+    queue = queue_of(head := make_request(priority=-1), order=order)
     for number in range(10_000):
-        request = waiting_request(tenant=f"t{number % 50}", priority=number % 7)
+        request = make_request(tenant=f"t{number % 50}", priority=number % 7)
         queue.add(request)
         queue.remove(request)
     assert len(order._heap) < 100
@@ -250,12 +250,12 @@ def test_queue_operations_scale_to_20_000_requests(tenants: int) -> None:
 
     def turn_s(waiting: int) -> float:
         requests = [
-            waiting_request(tenant=f"t{number % tenants}", priority=number % 3, arrival_s=number / waiting)
+            make_request(tenant=f"t{number % tenants}", priority=number % 3, arrival_s=number / waiting)
             for number in range(waiting)
         ]
         queue = queue_of(*requests, order=PriorityFairOrder(ageing_s=30.0))
         queue.peek(1.0)
-        turns = [waiting_request(tenant=f"t{number % tenants}", arrival_s=1.0) for number in range(1000)]
+        turns = [make_request(tenant=f"t{number % tenants}", arrival_s=1.0) for number in range(1000)]
         start = time.process_time()
         for number, request in enumerate(turns):
             queue.add(request)
@@ -271,9 +271,9 @@ def test_queue_operations_scale_to_20_000_requests(tenants: int) -> None:
 
 def test_membership_is_by_identity() -> None:
     """Another request with the same id is not a member."""
-    request = waiting_request()
+    request = make_request()
     queue = queue_of(request)
-    twin: Request = waiting_request()
+    twin: Request = make_request()
     twin.request_id = request.request_id
     assert request in queue
     assert twin not in queue

@@ -1,8 +1,11 @@
-"""Probes, and the routes that only operators may use."""
+"""Probes, the routes that only operators may use, and those of vLLM that are not served."""
 
 import asyncio
+import importlib.util
 import json
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +13,17 @@ import pytest_asyncio
 from pydantic import SecretStr
 
 from gateway import VERSION
-from gateway.operations.routes import ServerInfo
+from gateway.operations.routes import UNSERVED, ServerInfo
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import CHAT, TEXT, Stack, running_stack
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
 USER, ADMIN = {"authorization": "Bearer sk-user"}, {"x-api-key": "sk-admin"}
+
+PREFIX = "/proxied"
+# Servers of other commands than `vllm serve`.
+OTHER_SERVERS = {"dp_supervisor.py", "preload.py"}
 
 OPERATORS = [
     ("GET", "/server_info"),
@@ -32,8 +39,9 @@ OPERATORS = [
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
     async with running_stack(
-        TEXT, api_key=(SecretStr("sk-user"),), admin_api_key=SecretStr("sk-admin"), max_parked_requests=0
-    ) as stack:
+        TEXT, api_key=(SecretStr("sk-user"),), admin_api_key=SecretStr("sk-admin"), max_parked_requests=0,
+        root_path=PREFIX,
+    ) as stack:  # fmt: skip
         yield stack
 
 
@@ -132,3 +140,33 @@ async def test_metrics_may_need_admin_rights(keys: dict[str, Any]) -> None:
             assert ("http_requests_total" in response.text) is (status == 200)
         document = stack.gateway.app.openapi()
         assert "security" not in document["paths"]["/metrics"]["get"]
+
+
+def vllm_routes() -> set[str]:
+    """Returns the paths that vLLM's server declares, read from its source."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    sources = (Path(spec.origin).parent / "entrypoints").rglob("*.py")
+    route = re.compile(r'@(?:router|app)\.(?:get|post|put|delete|websocket)\(\s*"([^"]+)"')
+    texts = (path.read_text() for path in sources if path.name not in OTHER_SERVERS)
+    return {found for text in texts for found in route.findall(text)}
+
+
+async def test_each_route_of_vllm_is_served_or_refused_by_name(stack: Stack) -> None:
+    """A new route of vLLM's fails this test until it has a route or a reason here."""
+    ours = {re.sub(r"\{\w+(:path)?\}", "{}", route.path) for route in stack.gateway.app.routes}
+    theirs = {re.sub(r"\{\w+\}", "{}", path) for path in vllm_routes()}
+    assert len(theirs) > 50
+    assert theirs - ours == UNSERVED.keys()
+
+
+async def test_a_refusal_says_what_to_do_instead(stack: Stack) -> None:
+    """It is a 404, behind a proxy's prefix too."""
+    for path, reason in UNSERVED.items():
+        for prefix in ("", PREFIX):
+            response = await stack.http.post(prefix + path, headers=USER)
+            assert response.status_code == 404, path
+            assert response.json()["error"]["message"].endswith(f"{path} is not served: {reason}")
+    unknown = await stack.http.get("/nowhere", headers=USER)
+    assert "the API is under /v1/" in unknown.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""Real gRPC clients that do not read their streams, so that flow control stops the scheduler's writes."""
+"""Bounds on clients that do not read their streams and on how long a request may wait, over real gRPC."""
 
 import asyncio
 import contextlib
@@ -8,14 +8,16 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos.errors import Overloaded, from_rpc_error
+from protos.errors import Overloaded, TimedOut, from_rpc_error
 from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
+from tests.support.scheduler.fake_pool_worker import FakePoolWorker, pool_request
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import (
     RunningScheduler,
+    failure,
     generate_request,
     joined,
     run_scheduler,
@@ -95,3 +97,43 @@ async def test_a_single_request_that_is_not_read_ends() -> None:
         await until(lambda: not scheduler.engine.live())
         assert "--max-unread-tokens-per-stream" in (await error_of(call)).message
         assert len(await tokens_of(scheduler, generate_request(max_tokens=2000))) == 2000
+
+
+async def metrics_of(scheduler: RunningScheduler) -> str:
+    return (await scheduler.inference.GetMetrics(inference_pb2.GetMetricsRequest())).text.decode()
+
+
+async def test_a_long_queue_and_a_silent_worker() -> None:
+    """The request that runs and the one that waits fail with the setting's name, and the metrics say why."""
+    worker = FakeWorker()
+    settings = Settings(max_num_seqs=1, queue_timeout_s=0.5, token_timeout_s=1.0)
+    async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
+        worker.gate.clear()
+        calls = [scheduler.inference.Generate(generate_request(request_id=f"r{n}")) for n in range(2)]
+        runs, waits = await asyncio.gather(*map(failure, calls))
+        assert isinstance(waits, TimedOut)
+        assert "--queue-timeout-s" in waits.message
+        assert isinstance(runs, TimedOut)
+        assert "--token-timeout-s" in runs.message
+        assert await calls[0].code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        text = await metrics_of(scheduler)
+        assert 'triptych:timed_out_requests_total{reason="queue"} 1.0' in text
+        assert 'triptych:timed_out_requests_total{reason="token"} 1.0' in text
+        worker.gate.set()
+        assert not scheduler.engine.live()
+
+
+async def test_a_long_queue_of_an_embedding_model() -> None:
+    """The bounds hold for requests that generate nothing, too: they wait for a batch, then for its result."""
+    worker = FakePoolWorker()
+    settings = Settings(
+        pool_batch_sizes=(1,), pool_prompt_lens=(8,), queue_timeout_s=0.5, token_timeout_s=1.0
+    )
+    async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
+        worker.gate.clear()
+        errors = await asyncio.gather(*(failure(scheduler.inference.Pool(pool_request([5]))) for _ in "ab"))
+        assert sorted(error.message.partition("(")[2].partition(")")[0] for error in errors) == [
+            "--queue-timeout-s",
+            "--token-timeout-s",
+        ]
+        worker.gate.set()

@@ -1,10 +1,43 @@
-"""Reads the events of a subscription one after another, as tests want them."""
+"""Clients of a scheduler, their requests, and a reader of their events as tests want them."""
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
+from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.pending_request import PendingRequest, SequenceEvent, Subscription
 from protos.errors import TriptychError
+from protos.triptych.v1 import common_pb2 as pb
+from protos.triptych.v1 import inference_pb2 as inference
+
+
+def request(name: str = "r", max_tokens: int = 20) -> inference.GenerateRequest:
+    """Returns a request for exactly ``max_tokens`` tokens."""
+    return inference.GenerateRequest(
+        request_id=name,
+        prompt_token_ids=[7, 8],
+        sampling=pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+    )
+
+
+def pool_request(name: str = "p", num_tokens: int = 2) -> inference.PoolRequest:
+    return inference.PoolRequest(request_id=name, prompt_token_ids=[5] * num_tokens)
+
+
+@contextlib.asynccontextmanager
+async def started(port: int, *, connected: bool = False, **options: Any) -> AsyncIterator[InferenceClient]:
+    """Runs a client with these options; waits until it is ``connected``, if that is wanted."""
+    client = InferenceClient(f"127.0.0.1:{port}", **{"resume_timeout_s": 10.0, **options})
+    up = asyncio.Event()
+    client.on_connect(up.set)
+    await client.start()
+    try:
+        if connected:
+            await asyncio.wait_for(up.wait(), 10)
+        yield client
+    finally:
+        await client.close()
 
 
 class EventReader:
@@ -62,3 +95,13 @@ class EventReader:
         """Aborts one sequence."""
         self._unfinished.discard(index)
         self.subscription.finish(index)
+
+
+async def tokens_of(group: EventReader) -> list[list[int]]:
+    """Returns all tokens of each request, in order."""
+    found: list[list[int]] = [[] for _ in group.requests]
+    async with asyncio.timeout(20):
+        while events := await group.take():
+            for index, event in events:
+                found[index].extend(event.token_ids)
+    return found

@@ -23,9 +23,10 @@ _TEMPLATE = "{% for message in messages %}<{{ message.content }}>{% endfor %}{{ 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[Stack]:
-    """Runs a gateway with a template of its own, behind a proxy's path."""
+    """Runs a gateway with a template of its own, behind a proxy's path; its model has three names."""
     async with running_stack(
         TEXT,
+        aliases=("small", "org/smol"),
         chat_template=_TEMPLATE,
         default_chat_template_kwargs={"mood": "calm", "unknown": 1},
         max_logprobs=2,
@@ -149,3 +150,21 @@ async def test_usage_can_be_forced_on_streams(
     assert counts == sorted(counts)
     assert (chunks[-1]["choices"], chunks[-1]["usage"]["completion_tokens"]) == ([], counts[-2])
     assert (await stack.http.post(path, json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("name", [None, "smollm2", "small", "org/smol"])
+async def test_every_name_is_served(stack: Stack, name: str | None) -> None:
+    """The scheduler is asked for the model itself, and the answer names it."""
+    body = {**CHAT, "model": name} if name else CHAT
+    answer = (await stack.http.post("/v1/chat/completions", json=body)).json()
+    assert answer["model"] == "smollm2"
+    assert [(each.model, each.lora_name) for each in stack.scheduler.requests] == [("smollm2", "")]
+    assert (await stack.post("/tokenize", prompt="a", model=name))["count"] == 1
+
+
+async def test_models_lists_every_name(stack: Stack) -> None:
+    """Each name has a card of its own, also alone; other names are unknown."""
+    listed = (await stack.http.get("/v1/models")).json()["data"]
+    assert [card["id"] for card in listed] == ["smollm2", "small", "org/smol"]
+    assert (await stack.http.get("/v1/models/org/smol")).json() == listed[2]
+    assert (await stack.http.get("/v1/models/other")).status_code == 404
