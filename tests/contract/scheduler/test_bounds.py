@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator
 
 import grpc
 import grpc.aio
@@ -22,6 +22,7 @@ from tests.support.scheduler.running_scheduler import (
     joined,
     run_scheduler,
     tokens_of,
+    until,
 )
 
 pytestmark = pytest.mark.contract
@@ -49,12 +50,6 @@ async def slow_client(scheduler: RunningScheduler) -> AsyncIterator["inference_p
 
 def long_request(name: str) -> inference_pb2.GenerateRequest:
     return generate_request(request_id=name, max_tokens=_LONG - 10)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def error_of(stream: AsyncIterable[object]) -> Overloaded:

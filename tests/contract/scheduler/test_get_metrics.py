@@ -1,7 +1,5 @@
 """The GetMetrics call over real gRPC, while workers join and leave."""
 
-import asyncio
-
 import pytest
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,6 +15,7 @@ from tests.support.scheduler.running_scheduler import (
     joined,
     run_scheduler,
     tokens_of,
+    until,
 )
 
 pytestmark = pytest.mark.contract
@@ -46,9 +45,7 @@ async def test_requests_without_an_answer_are_counted_by_their_end() -> None:
         await anext(aiter(call))
         call.cancel()
         await tokens_of(scheduler, generate_request())
-        async with asyncio.timeout(10):
-            while scheduler.engine.live():
-                await asyncio.sleep(0.01)
+        await until(lambda: not scheduler.engine.live())
         samples = await scrape(scheduler)
     found = {tuple(sorted(labels)): value for (name, labels), value in samples.items() if "unserved" in name}
     assert found == {
@@ -64,9 +61,7 @@ async def test_batches_of_a_pooling_model_are_counted_by_shape() -> None:
         async with joined(scheduler, FakePoolWorker(), "r0"):
             await scheduler.inference.Pool(pool_request([5, 6, 7]))
             here = await scrape(scheduler)
-        async with asyncio.timeout(10):
-            while scheduler.deployment.load().replicas:
-                await asyncio.sleep(0.01)
+        await until(lambda: not scheduler.deployment.load().replicas)
         away = await scrape(scheduler)
     shape = ("shape", "2x8")
     for samples in (here, away):

@@ -18,6 +18,7 @@ from tests.support.scheduler.running_scheduler import (
     joined,
     run_scheduler,
     tokens_of,
+    until,
 )
 
 pytestmark = pytest.mark.contract
@@ -96,9 +97,7 @@ async def test_a_worker_lost_while_compiling_is_replaced() -> None:
     async with run_scheduler() as scheduler:
         async with joined(scheduler, first):
             running = asyncio.ensure_future(tokens_of(scheduler, generate_request(structured_output=REGEX)))
-            async with asyncio.timeout(10):
-                while not first.asked:
-                    await asyncio.sleep(0.01)
+            await until(lambda: first.asked)
         async with joined(scheduler, second):
             assert await running == expected_tokens((5, 6, 7), 8)
         assert second.asked == [REGEX]

@@ -20,6 +20,7 @@ from tests.support.scheduler.running_scheduler import (
     joined,
     run_scheduler,
     tokens_of,
+    until,
 )
 
 pytestmark = pytest.mark.contract
@@ -109,9 +110,7 @@ async def test_a_bad_adapter_is_refused_and_disturbs_no_other(
         assert (type(error), error.message) == (type(refusal), refusal.message)
         assert await request == wanted("good")
         assert await names(scheduler) == ["good"]
-        async with asyncio.timeout(10):
-            while "bad" in other.adapters.values():
-                await asyncio.sleep(0.01)
+        await until(lambda: "bad" not in other.adapters.values())
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ async def test_a_later_worker_serves_the_adapters_of_the_settings(monkeypatch: p
             ):
                 assert isinstance(error, Unavailable)
         assert isinstance(error, NotFound)
-        async with joined(scheduler, lora_worker(), "adapted"), asyncio.timeout(10):
+        async with joined(scheduler, lora_worker(), "adapted"):
             while not await names(scheduler):
                 await asyncio.sleep(0.01)
             assert await running(scheduler, "a") == wanted("/a")
@@ -169,9 +168,7 @@ async def test_an_adapter_is_replaced_in_place(scheduler: RunningScheduler, work
     await load(scheduler, "a", "old")
     worker.hold_at_step = worker.steps + 3
     request = running(scheduler, "a")
-    async with asyncio.timeout(10):
-        while worker.gate.is_set():
-            await asyncio.sleep(0.01)
+    await until(lambda: not worker.gate.is_set())
     worker.sources["bad"] = InvalidArgument("it is pickled")
     bad = inference_pb2.LoadLoraRequest(name="a", source="bad", load_inplace=True)
     assert "pickled" in (await failure(scheduler.inference.LoadLora(bad))).message
@@ -190,9 +187,8 @@ async def test_a_hub_is_asked_for_the_same_commit_again(
     (listed,) = (await scheduler.inference.ListLoras(inference_pb2.ListLorasRequest())).loras
     assert listed.revision == "c0ffee"
     other = lora_worker()
-    async with joined(scheduler, other, "other"), asyncio.timeout(10):
-        while not other.loads:
-            await asyncio.sleep(0.01)
+    async with joined(scheduler, other, "other"):
+        await until(lambda: other.loads)
     assert (worker.loads, other.loads) == (["org/a"], ["org/a@c0ffee"])
 
 
@@ -240,9 +236,7 @@ async def test_a_request_for_an_adapter_that_is_not_loaded_yet_may_retry(
     async with run_scheduler(settings) as scheduler, joined(scheduler, worker):
         assert isinstance(await failure(scheduler.inference.Generate(request_of("a"))), Unavailable)
         worker.may_load.set()
-        async with asyncio.timeout(10):
-            while not await names(scheduler):
-                await asyncio.sleep(0.01)
+        await until(lambda: names(scheduler))
         assert await running(scheduler, "a") == wanted("/a")
 
 

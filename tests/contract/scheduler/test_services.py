@@ -33,6 +33,7 @@ from tests.support.scheduler.running_scheduler import (
     joined,
     run_scheduler,
     tokens_of,
+    until,
 )
 
 pytestmark = pytest.mark.contract
@@ -233,8 +234,7 @@ async def test_a_full_queue_is_overloaded_with_a_time_to_retry() -> None:
     ):
         worker.gate.clear()
         calls = [scheduler.inference.Generate(generate_request([3 + i])) for i in range(4)]
-        while len(scheduler.engine.waiting) < 1 or scheduler.engine.num_running < 1:
-            await asyncio.sleep(0)
+        await until(lambda: scheduler.engine.waiting and scheduler.engine.num_running)
         error = await failure(scheduler.inference.Generate(generate_request([50])))
         for call in calls:
             call.cancel()
@@ -248,8 +248,7 @@ async def test_while_draining_new_requests_are_refused_and_running_ones_finish(
     """A draining scheduler refuses new requests and finishes running ones."""
     worker.gate.clear()
     running = asyncio.create_task(tokens_of(scheduler, generate_request()))
-    while scheduler.engine.num_running == 0:
-        await asyncio.sleep(0)
+    await until(lambda: scheduler.engine.num_running)
     scheduler.servicer.drain()
     assert isinstance(await failure(scheduler.inference.Generate(generate_request())), Unavailable)
     worker.gate.set()
@@ -264,8 +263,7 @@ async def test_a_draining_scheduler_ends_the_streams_of_gateways_at_once(
     worker.gate.clear()
     call = scheduler.inference.Connect()
     await call.write(hello())
-    while scheduler.engine.num_running == 0:
-        await asyncio.sleep(0)
+    await until(lambda: scheduler.engine.num_running)
     scheduler.servicer.drain()
     for stream in (call, scheduler.inference.Connect()):
         error = await failure(stream)

@@ -30,6 +30,7 @@ from tests.support.scheduler.running_scheduler import (
     run_scheduler,
     run_worker,
     tokens_of,
+    until,
 )
 
 pytestmark = pytest.mark.contract
@@ -42,8 +43,7 @@ async def test_waiting_requests_fail_when_no_worker_returns() -> None:
         worker.gate.clear()
         async with joined(scheduler, worker):
             answer = asyncio.create_task(collect(scheduler.inference.Generate(generate_request())))
-            while scheduler.engine.num_running == 0:
-                await asyncio.sleep(0)
+            await until(lambda: scheduler.engine.num_running)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await answer
     assert isinstance(from_rpc_error(caught.value), Unavailable)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,6 +145,19 @@ def generate_request(prompt: list[int] | None = None, *, request_id: str = "", m
     request = inference_pb2.GenerateRequest(request_id=request_id, prompt_token_ids=prompt or [5, 6, 7])
     request.sampling.CopyFrom(common_pb2.SamplingParams(max_tokens=max_tokens, **sampling))  # type: ignore[arg-type]
     return request
+
+
+def num_live(scheduler: RunningScheduler) -> int:
+    """Returns how many requests wait or run."""
+    load = scheduler.deployment.load()
+    return load.num_waiting + load.num_running
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Waits until a condition holds; it may return something to await."""
+    async with asyncio.timeout(20):
+        while not (await found if isinstance(found := condition(), Awaitable) else found):
+            await asyncio.sleep(0.005)
 
 
 async def failure(call: object) -> TriptychError:

@@ -23,10 +23,12 @@ from tests.support.scheduler.running_scheduler import (
     failure,
     generate_request,
     joined,
+    num_live,
     register,
     registration,
     run_scheduler,
     run_worker,
+    until,
 )
 
 pytestmark = pytest.mark.contract
@@ -38,14 +40,7 @@ async def values_of(scheduler: RunningScheduler, prompt: list[int]) -> list[floa
 
 async def until_waiting(scheduler: RunningScheduler, count: int) -> None:
     """Waits until `count` requests wait in the scheduler's queue."""
-    while scheduler.deployment.load().num_waiting < count:
-        await asyncio.sleep(0.005)
-
-
-async def until_live(scheduler: RunningScheduler, count: int) -> None:
-    """Waits until `count` requests wait or run."""
-    while (load := scheduler.deployment.load()).num_waiting + load.num_running < count:
-        await asyncio.sleep(0.005)
+    await until(lambda: scheduler.deployment.load().num_waiting == count)
 
 
 async def test_a_result_arrives_complete(scheduler: RunningScheduler) -> None:
@@ -122,7 +117,7 @@ async def test_a_lost_workers_requests_run_elsewhere(settings: Settings) -> None
         async with run_worker(dying) as port:
             call = await register(scheduler, port)
             calls = [asyncio.create_task(values_of(scheduler, [n])) for n in (1, 2, 3)]
-            await until_live(scheduler, 3)
+            await until(lambda: num_live(scheduler) == 3)
             dying.gate.set()
             assert isinstance(await failure(call), Unavailable)
         async with joined(scheduler, FakePoolWorker(), "w2"):
@@ -140,8 +135,7 @@ async def test_a_cancelled_call_and_an_abort_end_a_request(
     waiting = scheduler.inference.Pool(pool_request(request_id="waiting"))
     await until_waiting(scheduler, 1)
     waiting.cancel()
-    while scheduler.deployment.load().num_waiting:
-        await asyncio.sleep(0.005)
+    await until_waiting(scheduler, 0)
     answer = await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="running"))
     assert answer.found
     assert isinstance(await aborted, Aborted)

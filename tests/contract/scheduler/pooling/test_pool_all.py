@@ -11,7 +11,13 @@ from protos.triptych.v1 import inference_pb2
 from scheduler_svc.pooling.tasks import MOST_VALUES
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.fake_pool_worker import POISON, FakePoolWorker, embedding_of, pool_request
-from tests.support.scheduler.running_scheduler import RunningScheduler, joined, run_scheduler
+from tests.support.scheduler.running_scheduler import (
+    RunningScheduler,
+    joined,
+    num_live,
+    run_scheduler,
+    until,
+)
 
 pytestmark = pytest.mark.contract
 
@@ -66,9 +72,7 @@ async def test_the_end_of_the_call_aborts_all(scheduler: RunningScheduler, worke
     call = scheduler.inference.PoolAll(request_for([5], [1] * 9, [2] * 9))
     await worker.received.wait()
     call.cancel()
-    async with asyncio.timeout(10):
-        while (load := scheduler.deployment.load()).num_waiting + load.num_running:
-            await asyncio.sleep(0.005)
+    await until(lambda: not num_live(scheduler))
     worker.gate.set()
 
 
@@ -105,8 +109,7 @@ async def test_a_refused_request_refuses_all(
     error = await failure_of(scheduler, sent)
     assert type(error) is kind
     assert text in error.message
-    load = scheduler.deployment.load()
-    assert load.num_waiting + load.num_running == 0
+    assert num_live(scheduler) == 0
 
 
 @pytest.mark.parametrize("limit", [{"max_waiting_requests": 2}, {"max_waiting_tokens": 5}])
@@ -123,9 +126,7 @@ async def test_a_queue_that_is_not_empty_takes_a_call_whole_or_not_at_all(
         others = [asyncio.ensure_future(scheduler.inference.Pool(pool_request([8])))]
         await worker.received.wait()
         others.append(asyncio.ensure_future(scheduler.inference.Pool(pool_request([9]))))
-        async with asyncio.timeout(10):
-            while scheduler.deployment.load().num_waiting < 1:
-                await asyncio.sleep(0.005)
+        await until(lambda: scheduler.deployment.load().num_waiting)
         error = await failure_of(scheduler, call)
         assert type(error) is Overloaded
         assert error.message == "1 requests with 1 tokens are waiting; retry later"
