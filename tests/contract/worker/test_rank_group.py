@@ -29,12 +29,12 @@ def printed(*ranks: subprocess.Popen[str]) -> list[str]:
 def test_a_rank_that_waits_alone_gives_up() -> None:
     """It says at once what it waits for, and after the limit that the other rank has not come."""
     (port,) = free_ports(1)
-    output, _ = start(0, port, {}, join_s=2).communicate(timeout=60)
+    output, _ = start(0, port, {}, join_s=1).communicate(timeout=60)
     assert "joining" in output
     assert "waits_for_ranks=[1]" in output
     last = output.splitlines()[-1]
     assert last.startswith(
-        f"Unavailable: the ranks of the replica do not meet at 127.0.0.1:{port} within 2 s: "
+        f"Unavailable: the ranks of the replica do not meet at 127.0.0.1:{port} within 1 s: "
     )
 
 
@@ -45,7 +45,7 @@ def test_a_taken_port_is_logged_once() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        output, _ = start(0, port, {}, join_s=2).communicate(timeout=60)
+        output, _ = start(0, port, {}, join_s=1).communicate(timeout=60)
     assert output.count("master_not_free") == 1
     assert "do not meet" in output.splitlines()[-1]
 

@@ -172,6 +172,7 @@ async def test_a_frozen_process_goes_on() -> None:
         assert [event async for event in events][-1].HasField("ready")
 
 
+@pytest.mark.slow
 async def test_a_broken_device_ends_the_process() -> None:
     """Every step's error is answered; then the exit code is 1, and the last line says why."""
     async with started("broken", "--max-failed-steps", "3") as worker:
@@ -235,6 +236,7 @@ def test_the_reason_waits_for_no_scheduler(tmp_path: Path) -> None:
     assert took_s < 1
 
 
+@pytest.mark.slow
 def test_a_broken_package_is_one_line(tmp_path: Path) -> None:
     """Here vLLM, whose library is missing."""
     model = tiny_models.write("llama", tmp_path / "model")

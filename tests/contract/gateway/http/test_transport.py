@@ -226,16 +226,16 @@ async def test_version_and_metrics(stack: Stack) -> None:
     await stack.http.post("/v1/completions", content=b"{")
     text = (await stack.http.get("/metrics")).text
     for line in (
-        'http_requests_total{handler="/v1/chat/completions",method="POST",status="200"} 1.0',
-        'http_requests_total{handler="/v1/completions",method="POST",status="400"} 1.0',
-        'http_request_duration_seconds_count{handler="/v1/chat/completions",method="POST"} 1.0',
-        'triptych:gateway_errors_total{code="invalid_value",handler="/v1/completions"} 1.0',
-        'vllm:time_to_first_token_seconds_count{engine="r0",model_name="smollm2"} 1.0',
-        'vllm:e2e_request_latency_seconds_count{engine="r0",model_name="smollm2"} 1.0',
+        'http_requests_total{handler="/v1/chat/completions",method="POST",status="200"}',
+        'http_requests_total{handler="/v1/completions",method="POST",status="400"}',
+        'http_request_duration_seconds_count{handler="/v1/chat/completions",method="POST"}',
+        'triptych:gateway_errors_total{code="invalid_value",handler="/v1/completions"}',
+        'vllm:time_to_first_token_seconds_count{engine="r0",model_name="smollm2"}',
+        'vllm:e2e_request_latency_seconds_count{engine="r0",model_name="smollm2"}',
         'vllm:inter_token_latency_seconds_bucket{engine="r0",le="0.025",model_name="smollm2"}',
-        'vllm:request_success_total{engine="r0",finished_reason="stop",model_name="smollm2"} 1.0',
-        'vllm:request_params_n_bucket{engine="r0",le="1.0",model_name="smollm2"} 1.0',
-        'vllm:request_generation_tokens_count{engine="r0",model_name="smollm2"} 1.0',
+        'vllm:request_success_total{engine="r0",finished_reason="stop",model_name="smollm2"}',
+        'vllm:request_params_n_bucket{engine="r0",le="1.0",model_name="smollm2"}',
+        'vllm:request_generation_tokens_count{engine="r0",model_name="smollm2"}',
         "triptych:gateway_requests_in_flight 0.0",
         "process_resident_memory_bytes",
     ):
