@@ -22,10 +22,13 @@ from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
 from worker_svc.execution.ranks.lockstep import Follower, GiveUp, Leader
 from worker_svc.execution.ranks.rank_facts import rank_facts
-from worker_svc.grammars.compile_client import CompilerLimits
-from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
-from worker_svc.grammars.constraints import Constraints, StepConstraints
-from worker_svc.grammars.rank_constraints import FollowingConstraints, LeadingConstraints
+from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
+from worker_svc.grammars.constraints import (
+    Constraints,
+    FollowingConstraints,
+    LeadingConstraints,
+    StepConstraints,
+)
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions
 from worker_svc.lora.checkpoint import LoraLimits

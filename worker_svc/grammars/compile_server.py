@@ -1,7 +1,7 @@
 """A process that writes constraints as grammars of llguidance in turn, under limits enforced by the kernel.
 
 Python's lock would delay the steps of a worker doing this itself. A timer of CPU time ends the process;
-allocations beyond the memory limit fail; a crash ends it. Each fails its grammar alone, and `CompileClient`
+allocations beyond the memory limit fail; a crash ends it. Each fails its grammar alone, and `compiler`
 starts another process. The grammar is also compiled here once, so that the worker compiles none that
 exceeds the limits.
 
@@ -56,11 +56,6 @@ class _Vocabulary:
         }
 
     def id_of(self, text: str) -> int:
-        """Returns the id of the token with this text.
-
-        Raises:
-            InvalidArgument: no token has it.
-        """
         found = self._tokenizer.token_to_id(text)
         ids = [found] if found is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) != 1:

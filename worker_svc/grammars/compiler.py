@@ -1,25 +1,34 @@
-"""The cache of compiled grammars. Compiles a limited number at a time."""
+"""The cache of compiled grammars, and the processes that write them, which are killed when abandoned."""
 
 import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from protos.errors import Internal, InvalidArgument, Overloaded
+from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError
 from protos.service.logs import get_logger
-from worker_svc.grammars.compile_client import Compilation, CompileClient, CompilerLimits
-from worker_svc.grammars.limits import refusal
+from worker_svc.grammars.limits import PARAM, refusal
 from worker_svc.grammars.matcher import Grammar, Matcher, Vocabulary
 from worker_svc.grammars.spec import Spec, check_size
 
+# Wall-clock limit of a compilation as a multiple of its CPU limit: cores may be busy.
+_WALL_FACTOR: Final = 8.0
+_START_TIMEOUT_S: Final = 60.0
 # Refusals that are remembered, one message each.
 _MAX_REFUSALS: Final = 1024
 _MAX_WAITING: Final = 1024
@@ -32,20 +41,169 @@ def can_constrain(folder: Path, end_ids: Sequence[int]) -> bool:
     return (folder / _TOKENIZER_FILE).is_file() and bool(end_ids)
 
 
+@dataclass(frozen=True)
+class CompilerLimits:
+    """Limits on each grammar, and on all together."""
+
+    threads: int = 2
+    """Grammars compiled at the same time."""
+    cpu_s: float = 5.0
+    """CPU seconds of a compilation."""
+    compile_bytes: int = 1 << 30
+    """Bytes allocated by a compilation."""
+    cache_bytes: int = 256 << 20
+    """Bytes of all compiled grammars.
+
+    Grammars in use by running requests count, and stay when the limit is exceeded.
+    """
+
+
+class _Process:
+    """A process of `compile_server`, which answers in turn."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "worker_svc.grammars.compile_server", str(theirs.fileno()), *arguments],
+                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        self._connection = Connection(ours.detach())
+        self._has_answered = False
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: list[Any], timeout_s: float) -> dict[str, Any]:
+        self._connection.send_bytes(json.dumps(request).encode())
+        if not self._connection.poll(timeout_s + (0 if self._has_answered else _START_TIMEOUT_S)):
+            raise TimeoutError
+        answer = json.loads(self._connection.recv_bytes())
+        self._has_answered = True
+        return answer  # type: ignore[no-any-return]
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def end(self) -> int:
+        """Kills the process if it runs; returns its status in the form of `subprocess`."""
+        self.kill()
+        self._connection.close()
+        return self._process.wait()
+
+
+class _Compilation:
+    """A grammar being compiled or waiting for a thread."""
+
+    def __init__(self) -> None:
+        self.future: Future[int] = Future()
+        """Resolves to the grammar's size in bytes."""
+        self.callers = 1
+        """Number of waiting callers."""
+        self.abandoned = False
+        """Whether nobody waits for it anymore."""
+        self._lock = threading.Lock()
+        self._process: _Process | None = None
+
+    def bind(self, process: _Process | None) -> None:
+        """Sets the process to kill when the compilation is abandoned; raises `CancelledError` afterwards."""
+        with self._lock:
+            self._process = process
+            if self.abandoned:
+                raise CancelledError
+
+    def abandon(self) -> None:
+        """Kills its process, now or as soon as it is bound."""
+        with self._lock:
+            self.abandoned = True
+            if self._process is not None:
+                self._process.kill()
+
+
+class _CompileClient:
+    """Owns the processes, at most as many as the caller's threads."""
+
+    def __init__(self, folder: Path, vocab_size: int, end_ids: Sequence[int]) -> None:
+        self._arguments = [str(folder), str(vocab_size), *map(str, end_ids)]
+        self._lock = threading.Lock()
+        self._idle: list[_Process] = []
+        self._busy: set[_Process] = set()
+        self._closed = False
+
+    def lower(self, spec: Spec, limits: CompilerLimits, compilation: _Compilation) -> str:
+        """Returns a constraint as a grammar of llguidance; `InvalidArgument` is worth remembering."""
+        process, is_usable = self._take(), False
+        try:
+            compilation.bind(process)
+            request = [spec.kind, spec.text, limits.cpu_s, limits.compile_bytes]
+            answer = process.ask(request, limits.cpu_s * _WALL_FACTOR)
+            compilation.bind(None)
+            is_usable = not answer["is_last"]
+        except TimeoutError:
+            raise Overloaded(
+                f"the {spec.kind} could not be compiled in time, because the cores were busy",
+                retry_after_ms=2000,
+            ) from None
+        except (EOFError, OSError):
+            if compilation.abandoned:
+                raise CancelledError from None
+            raise _death_error(spec, process.end(), limits) from None
+        finally:
+            self._give_back(process, is_usable=is_usable)
+        if refused := answer.get("refused"):
+            raise refusal(refused)
+        return str(answer["grammar"])
+
+    def _take(self) -> _Process:
+        with self._lock:
+            if self._closed:
+                raise Internal("the worker is shutting down")
+            process = self._idle.pop() if self._idle else _Process(self._arguments)
+            if not process.is_alive:
+                process.end()
+                process = _Process(self._arguments)
+            self._busy.add(process)
+            return process
+
+    def _give_back(self, process: _Process, *, is_usable: bool) -> None:
+        with self._lock:
+            self._busy.discard(process)
+            if is_usable and not self._closed:
+                self._idle.append(process)
+                return
+        process.end()
+
+    def close(self) -> None:
+        """Ends all processes; waiting compilations fail."""
+        with self._lock:
+            self._closed = True
+            for process in self._busy:
+                process.kill()
+            while self._idle:
+                self._idle.pop().end()
+
+
+def _death_error(spec: Spec, status: int, limits: CompilerLimits) -> TriptychError:
+    if status == -signal.SIGPROF:
+        return refusal(
+            f"the {spec.kind} cannot be compiled: it takes more than {limits.cpu_s:g} s of CPU time"
+        )
+    if status == -signal.SIGABRT:  # an allocation of llguidance failed
+        return refusal(
+            f"the {spec.kind} cannot be compiled: it takes more than {limits.compile_bytes >> 20} MiB of memory"
+        )
+    how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+    return Internal(f"the {spec.kind} could not be compiled: the compiler {how}", param=PARAM)
+
+
 class GrammarCompiler:
     """A least-recently-used cache of compiled grammars, by `Spec.key`. Thread-safe."""
 
     def __init__(
         self, folder: Path, vocab_size: int, end_ids: Sequence[int], limits: CompilerLimits | None = None
     ) -> None:
-        """Starts no process yet: the first grammar does.
-
-        Args:
-            folder: the model's folder, with its `tokenizer.json`.
-            vocab_size: width of the model's logits.
-            end_ids: tokens ending a sequence.
-            limits: limits on time and memory.
-        """
+        """Starts no process yet: the first grammar does. `folder` is the model's, with `tokenizer.json`."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
@@ -58,8 +216,8 @@ class GrammarCompiler:
         self._bytes_lock = threading.RLock()
         self._bytes = 0
         self._refusals: OrderedDict[bytes, InvalidArgument] = OrderedDict()
-        self._in_progress: dict[bytes, Compilation] = {}
-        self._client = CompileClient(folder, vocab_size, end_ids)
+        self._in_progress: dict[bytes, _Compilation] = {}
+        self._client = _CompileClient(folder, vocab_size, end_ids)
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
         self.num_compiled = 0
@@ -111,7 +269,7 @@ class GrammarCompiler:
                 return _failed(
                     Overloaded(f"{_MAX_WAITING} grammars are waiting to be compiled", retry_after_ms=2000)
                 )
-            compilation = Compilation()
+            compilation = _Compilation()
             compilation.future = self._pool.submit(self._compile, spec, compilation)
             self._in_progress[spec.key] = compilation
         compilation.future.add_done_callback(lambda _: self._finish(spec.key, compilation))
@@ -167,12 +325,12 @@ class GrammarCompiler:
         if not compilation.future.cancel():
             compilation.abandon()
 
-    def _finish(self, key: bytes, compilation: Compilation) -> None:
+    def _finish(self, key: bytes, compilation: _Compilation) -> None:
         with self._lock:
             if self._in_progress.get(key) is compilation:
                 del self._in_progress[key]
 
-    def _compile(self, spec: Spec, compilation: Compilation) -> int:
+    def _compile(self, spec: Spec, compilation: _Compilation) -> int:
         """Compiles and caches a grammar; runs on a thread of the pool."""
         started = time.monotonic()
         try:
@@ -199,9 +357,6 @@ class GrammarCompiler:
 
         The text has random tokens (with a fixed seed), as a model might write. The engine builds its automata
         while it matches, so it builds them here, and not between two steps.
-
-        Raises:
-            InvalidArgument: it is too large, or too expensive to match.
         """
         with self._vocabulary_lock:
             if self._vocabulary is None:

@@ -21,17 +21,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter, thread_time
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
+from protos.step_messages import result_from_proto, result_to_proto
+from protos.steps import SlotOutput, StepPlan, StepResult
+from protos.triptych.v1 import worker_pb2
 from worker_svc.devices.host import is_host, takes_page_locked, upload
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.limits import PARAM
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
+from worker_svc.ranks.channels import Channel
 
 # A step within this time is free: it is what each token adds to its request's budget.
 _FREE_S: Final = 0.001
@@ -58,27 +62,6 @@ class Choice:
     """Why a slot got no token, by slot."""
 
 
-class StepConstraints(Protocol):
-    """What a step needs of grammars; in a replica of several ranks, `rank_constraints` stands between."""
-
-    def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:
-        """Constrains a slot, starting after the tokens already generated."""
-
-    def release(self, slot: int) -> None:
-        """Frees a slot, which may be free or unconstrained."""
-
-    def any_constrained(self, slots: Sequence[int]) -> bool:
-        """Whether any of the slots is constrained."""
-        ...
-
-    def choose(
-        self, slots: Sequence[int], logits: torch.Tensor, draw: Draw, *, masked_first: Sequence[bool],
-        room: Sequence[int],
-    ) -> Choice:  # fmt: skip
-        """Chooses a token for each row of a step."""
-        ...
-
-
 class Masks:
     """A bit per token and row, set where the token is allowed.
 
@@ -86,7 +69,6 @@ class Masks:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        """Allocates `num_rows` masks for logits on `device`."""
         self._vocab_size = vocab_size
         self._device = device
         shape = num_rows + 1, math.ceil(vocab_size / 32)
@@ -137,7 +119,6 @@ class BatchClock:
     """
 
     def __init__(self) -> None:
-        """Starts the clock."""
         self._cpu_s = thread_time()
         self.laps = [perf_counter()]
         """When the pass started and when each part ended; the caller appends the latter."""
@@ -165,15 +146,8 @@ class Constraints:
     ) -> None:  # fmt: skip
         """Starts with all slots unconstrained.
 
-        Args:
-            compiler: holds the grammars of admitted requests.
-            num_slots: slots of the batch.
-            max_rows: largest number of rows in a step.
-            vocab_size: width of the logits.
-            end_ids: tokens ending a sequence.
-            device: device of the logits.
-            min_jump: shortest chain of forced tokens to emit at once; 0 emits only chains ending the
-                sequence.
+        `max_rows` is the largest number of rows in a step, `min_jump` the shortest chain of forced tokens to
+        emit at once; 0 emits only chains ending the sequence.
         """
         self._compiler = compiler
         self._end_ids = tuple(end_ids)
@@ -248,7 +222,6 @@ class Constraints:
         return Choice(step.written(tokens), step.values, step.forced, step.errors)
 
     def _take_chains(self, step: "_Step", room: Sequence[int]) -> None:
-        """Takes forced tokens, if there are enough of them."""
         if not self._min_jump:
             return
         rows = [row for row in step.rows if room[row] > 0 and not step.matchers[row].ended]
@@ -272,7 +245,6 @@ class Constraints:
                     step.forced[step.slots[row]] = (end,)
 
     def _mask(self, rows: Sequence[int], step: "_Step", logits: torch.Tensor) -> None:
-        """Masks the logits of some rows."""
         if not rows:
             return
         started = perf_counter()
@@ -306,42 +278,29 @@ class _Step:
     """The rows of a step while their tokens are chosen."""
 
     def __init__(self, slots: Sequence[int], matchers: Sequence[Matcher | None]) -> None:
-        """Starts without tokens.
-
-        Args:
-            slots: the rows' slots.
-            matchers: the rows' matchers; `None` for rows without a grammar.
-        """
         self.slots = slots
         self.matchers = {row: matcher for row, matcher in enumerate(matchers) if matcher is not None}
-        """The constrained rows' matchers."""
         self.rows = list(self.matchers)
         """Constrained rows, ascending, without failed rows and rows with a settled token."""
         self.values: list[int] = []
         """The tokens of all rows, once `read` was called."""
         self.forced: dict[int, tuple[int, ...]] = {}
-        """See `Choice`."""
         self.errors: dict[int, TriptychError] = {}
-        """See `Choice`."""
         self.seconds = 0.0
-        """Time for matching and masks."""
         # Tokens that differ from the drawn ones, by row.
         self._replaced: dict[int, int] = {}
 
     def settle(self, row: int, chain: Sequence[int]) -> None:
-        """Gives a row its token before the draw, with the tokens after it."""
         self._leave(row)
         self._replaced[row] = chain[0]
         self.forced[self.slots[row]] = tuple(chain[1:])
 
     def read(self, tokens: torch.Tensor) -> None:
-        """Waits for the drawn tokens."""
         self.values = tokens.tolist()
         for row, token in self._replaced.items():
             self.values[row] = token
 
     def replace(self, row: int, token: int) -> None:
-        """Gives a row another token than the drawn token."""
         self.values[row] = self._replaced[row] = token
 
     def written(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -352,26 +311,22 @@ class _Step:
         return tokens.index_put((rows,), values)
 
     def charge(self, rows: Sequence[int], clock: BatchClock) -> None:
-        """Charges rows for the parts of a pass over them."""
         self.seconds += clock.laps[-1] - clock.laps[0]
         for row, seconds in zip(rows, clock.shares(), strict=False):
             with self.failing(row):
                 self.matchers[row].charge(seconds)
 
     def sound(self, rows: list[int]) -> list[int]:
-        """Returns the rows without failures."""
         return [row for row in rows if self.slots[row] not in self.errors] if self.errors else rows
 
     @contextlib.contextmanager
     def failing(self, row: int) -> Iterator[None]:
-        """Records an error as the row's own."""
         try:
             yield
         except TriptychError as error:
             self.fail(row, error)
 
     def fail(self, row: int, error: TriptychError) -> None:
-        """Records why a row got no token."""
         self.errors[self.slots[row]] = error
         self._leave(row)
 
@@ -408,3 +363,96 @@ def _without_choice(step: _Step, rows: Sequence[int]) -> list[int]:
         laps.append(perf_counter())
     step.charge(rows, clock)
     return step.sound(unclear)
+
+
+class LeadingConstraints:
+    """The grammars of the rank that chooses. Tells the other ranks of its stage what it chose.
+
+    Matching depends on the host's time limits and on which grammars a cache still has, so ranks might choose
+    differently. A step without a constrained row needs no message. A request that cannot be constrained keeps
+    its slot, because all ranks must run the same rows, and gets its error in place of its first token.
+    """
+
+    def __init__(self, own: Constraints, channel: Channel, *, has_peers: bool) -> None:
+        self._own = own
+        self._channel = channel if has_peers else None
+        self._refused: dict[int, TriptychError] = {}
+
+    def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:
+        """Constrains a slot, or notes why that is impossible."""
+        try:
+            self._own.admit(slot, spec, output)
+        except TriptychError as error:
+            self._refused[slot] = error
+
+    def release(self, slot: int) -> None:
+        """Frees a slot, which may be free or unconstrained."""
+        self._refused.pop(slot, None)
+        self._own.release(slot)
+
+    def any_constrained(self, slots: Sequence[int]) -> bool:
+        """Whether any of the slots is constrained, or should have been."""
+        return self._own.any_constrained(slots) or not self._refused.keys().isdisjoint(slots)
+
+    def choose(
+        self, slots: Sequence[int], logits: torch.Tensor, draw: Draw, *, masked_first: Sequence[bool],
+        room: Sequence[int],
+    ) -> Choice:  # fmt: skip
+        """Chooses a token for each row of a step; see `Constraints.choose`."""
+        choice = self._own.choose(slots, logits, draw, masked_first=masked_first, room=room)
+        if self._refused:
+            refused = {slot: self._refused[slot] for slot in slots if slot in self._refused}
+            choice = Choice(choice.tokens, choice.values, choice.forced, {**choice.errors, **refused})
+        if self._channel is not None:
+            outputs = tuple(
+                SlotOutput(slot, (max(value, 0), *choice.forced.get(slot, ())), error=choice.errors.get(slot))
+                for slot, value in zip(slots, choice.values, strict=False)
+            )
+            message = result_to_proto(StepPlan(0), StepResult(0, outputs=outputs))
+            self._channel.send(message.SerializeToString())
+        return choice
+
+
+class FollowingConstraints:
+    """The other ranks' view: which slots are constrained, and what the chooser chose for them."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._slots: set[int] = set()
+
+    def admit(self, slot: int, spec: Spec, output: Sequence[int]) -> None:  # noqa: ARG002
+        """Notes that a slot is constrained."""
+        self._slots.add(slot)
+
+    def release(self, slot: int) -> None:
+        """Frees a slot, which may be free or unconstrained."""
+        self._slots.discard(slot)
+
+    def any_constrained(self, slots: Sequence[int]) -> bool:
+        """Whether any of the slots is constrained."""
+        return not self._slots.isdisjoint(slots)
+
+    def choose(
+        self, slots: Sequence[int], logits: torch.Tensor, draw: Draw, *, masked_first: Sequence[bool],
+        room: Sequence[int],
+    ) -> Choice:  # fmt: skip
+        """Receives the token of each row of a step."""
+        del draw, masked_first, room
+        result = result_from_proto(worker_pb2.StepResult.FromString(self._channel.receive()))
+        outputs = dict(zip(slots, result.outputs, strict=True))
+        values = [output.token_ids[0] for output in result.outputs]
+        values += [0] * (logits.shape[0] - len(values))
+        return Choice(
+            upload(values, logits.device),
+            values,
+            {
+                slot: tuple(output.token_ids[1:])
+                for slot, output in outputs.items()
+                if len(output.token_ids) > 1
+            },
+            {slot: output.error for slot, output in outputs.items() if output.error is not None},
+        )
+
+
+StepConstraints: TypeAlias = Constraints | LeadingConstraints | FollowingConstraints
+"""What a step needs of grammars: on one rank, on the rank that chooses, or on its peers."""

@@ -7,8 +7,8 @@ terminal of its own, which leaves all choices to the rules.
 import re
 from typing import Final
 
-from worker_svc.grammars.charsets import ALL
 from worker_svc.grammars.expressions import (
+    ALL,
     AnyOf,
     Chars,
     Repeat,
@@ -75,11 +75,6 @@ class _Reader:
         self._kind, self._piece, self._end = "", "", 0
 
     def read(self) -> str:
-        """Writes all rules and returns that of `root`.
-
-        Raises:
-            ValueError: the text is malformed or too large; worded to follow "grammar".
-        """
         defined = set()
         self._next()
         while self._kind:

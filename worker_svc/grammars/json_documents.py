@@ -23,11 +23,6 @@ class Documents:
     """The schema resources of a document, by URI (2020-12, section 8)."""
 
     def __init__(self, root: Any) -> None:
-        """Indexes a document.
-
-        Raises:
-            InvalidArgument: it contains too many schemas.
-        """
         self._bases: dict[int, str] = {}
         self._places: dict[int, str] = {}
         self._resources: dict[str, Any] = {}
@@ -45,11 +40,7 @@ class Documents:
         return self._places.get(id(node), "$")
 
     def resolve(self, reference: Any, node: Mapping[str, Any]) -> Any:
-        """Returns the schema named by a `$ref` in `node`.
-
-        Raises:
-            InvalidArgument: it is not part of the document.
-        """
+        """Returns the schema named by a `$ref` in `node`; refuses one outside the document."""
         where = self.place(node)
         if not isinstance(reference, str):
             refuse_schema(where, f"has the $ref {shown(reference)}, which is not a text")
@@ -74,13 +65,7 @@ class Documents:
     def resolve_dynamic(self, reference: Any, node: Mapping[str, Any], scope: tuple[str, ...]) -> Any:
         """Returns the schema named by a `$dynamicRef` in `node`.
 
-        Args:
-            reference: its value.
-            node: the schema with it.
-            scope: URIs of the resources entered on the way to `node`, outermost first.
-
-        Raises:
-            InvalidArgument: it is not part of the document.
+        `scope` are the URIs of the resources entered on the way to `node`, outermost first.
         """
         found = self.resolve(reference, node)
         anchor = urldefrag(reference).fragment

@@ -9,11 +9,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from protos.errors import InvalidArgument
-from worker_svc.grammars.charsets import ALL
 from worker_svc.grammars.expressions import (
+    ALL,
     ANY,
     FREE_CHARACTER,
     AllOf,
@@ -40,10 +39,10 @@ from worker_svc.grammars.json_facts import (
     Texts,
     both,
     lower,
+    number_bodies,
 )
-from worker_svc.grammars.json_numbers import number_bodies
 from worker_svc.grammars.json_schema import Schemas
-from worker_svc.grammars.limits import refusal, refuse_schema
+from worker_svc.grammars.limits import refuse_schema
 
 _MAX_KEY_PATTERNS: Final = 6
 _MAX_UNIQUE: Final = 64
@@ -74,11 +73,7 @@ class JsonWriter:
         self._pending: list[Conjunction] = []
 
     def write(self) -> str:
-        """Writes all rules and returns the first.
-
-        Raises:
-            InvalidArgument: the schema cannot be enforced.
-        """
+        """Writes all rules and returns the first; refuses a schema that cannot be enforced."""
         root = self._rule(self._schemas.root)
         while self._pending:
             schema = self._pending.pop()
@@ -97,10 +92,7 @@ class JsonWriter:
             self._pending.append(schema)
         return self._names[schema]
 
-    def _refusal(self, schema: Conjunction, what: str) -> InvalidArgument:
-        return refusal(f"the JSON schema at {self._schemas.place(schema)} {what}")
-
-    def _refuse(self, schema: Conjunction, what: str) -> Any:
+    def _refuse(self, schema: Conjunction, what: str) -> NoReturn:
         refuse_schema(self._schemas.place(schema), what)
 
     def _options(self, facts: Facts, schema: Conjunction) -> Iterator[tuple[Symbol, ...]]:
@@ -140,7 +132,7 @@ class JsonWriter:
                 fractions="fraction" in facts.types,
             )
         except ValueError as error:
-            raise self._refusal(schema, str(error)) from None
+            self._refuse(schema, str(error))
         for body in bodies:
             sign, is_rule, schema_text = body.partition("%json")
             if not is_rule:
@@ -345,7 +337,6 @@ class JsonWriter:
         return replace(form, least=least, most=most)
 
     def _value_of(self, name: str, properties: Properties) -> Conjunction:
-        """Returns the schema of a named property."""
         if not self._allows_name(properties.names, name):
             return FALSE
         return both(
@@ -365,14 +356,7 @@ class JsonWriter:
     def _classes(
         self, properties: Properties, listed: Iterable[str], schema: Conjunction, some: Others | None = None
     ) -> tuple[tuple[Rx, Conjunction], ...]:
-        """Returns the kinds of unlisted names, and the schemas of their values.
-
-        Args:
-            properties: the facts about the object.
-            listed: names left out.
-            schema: the object's schema, for errors.
-            some: narrows the names to those described here.
-        """
+        """Returns the kinds of unlisted names, and the schemas of their values."""
         patterns = dict.fromkeys(rx for rx, _ in properties.patterns)
         for each in properties.others:
             patterns.update(dict.fromkeys(each.patterns))
@@ -419,7 +403,6 @@ class JsonWriter:
         return [AnyOf(tuple(options))] if len(options) != 1 else options
 
     def _object(self, form: _Object) -> tuple[Symbol, ...]:
-        """Returns the symbols of an object."""
         writer = self._writer
         extra = [(self._key(rx), "COLON", self._rule(value)) for rx, value in form.others]
         needed = [(self._key(rx), "COLON", self._rule(value)) for rx, value in form.some]

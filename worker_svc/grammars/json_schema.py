@@ -25,6 +25,7 @@ from worker_svc.grammars.json_facts import (
     Facts,
     Items,
     Literal,
+    Numbers,
     Others,
     Properties,
     Texts,
@@ -32,7 +33,6 @@ from worker_svc.grammars.json_facts import (
     identity,
     type_of,
 )
-from worker_svc.grammars.json_numbers import Numbers
 from worker_svc.grammars.limits import refuse_schema, shown
 
 Alternatives: TypeAlias = Sequence[Facts]
@@ -44,11 +44,11 @@ _TYPE_NAMES: Final[Mapping[str, frozenset[str]]] = {
 }  # fmt: skip
 _MAX_ALTERNATIVES: Final = 512
 _MAX_WORK: Final = 100_000
-_MAX_VALUES: Final = 10_000
 _MAX_COUNT: Final = 100_000
 _MAX_DEPTH: Final = 64
-# The work of telling two branches of a oneOf apart, in combined alternatives.
+# The work of telling two branches of a oneOf apart, and that of an enum's value, in combined alternatives.
 _OVERLAP_WORK: Final = 10
+_VALUE_WORK: Final = 5
 # Branches of an anyOf whose combinations are told apart for unevaluatedProperties and unevaluatedItems.
 _MAX_TRACKED: Final = 6
 _MAX_BRANCHES: Final = 100
@@ -106,11 +106,6 @@ class Schemas:
     """The schemas of a document."""
 
     def __init__(self, root: Any) -> None:
-        """Indexes a document.
-
-        Raises:
-            InvalidArgument: it is not a schema, or in a dialect that is not supported.
-        """
         if not isinstance(root, dict | bool):
             refuse_schema("$", "must be an object (or true)")
         self.documents = Documents(root)
@@ -122,7 +117,6 @@ class Schemas:
         self._open: set[tuple[Literal, bool]] = set()
         self._expressions: dict[tuple[str, bool], Rx] = {}
         self._work = 0
-        self._values = 0
         self.root = self.schema(root, ())
 
     def place(self, schema: Conjunction) -> str:
@@ -131,31 +125,22 @@ class Schemas:
 
     def schema(self, node: Any, scope: tuple[str, ...], *, holds: bool = True) -> Conjunction:
         """Returns a conjunction of one schema, which holds or must not."""
-        if isinstance(node, bool) or node == {}:
-            return TRUE if (node is not False) == holds else FALSE
-        if not isinstance(node, dict):
-            refuse_schema("$", f"has {shown(node)} where a schema belongs: an object, or true")
+        # A reference alone stands for its target, so that uses of a definition share what is known of it.
         for _ in range(_MAX_DEPTH):
-            if node.keys() != {"$ref"} or not isinstance(node, dict):
-                break
-            # A reference alone stands for its target, so that uses of a definition share what is known of it.
-            base = self.documents.base(node)
-            scope = scope if base in scope else (*scope, base)
-            node = self.documents.resolve(node["$ref"], node)
             if isinstance(node, bool) or node == {}:
                 return TRUE if (node is not False) == holds else FALSE
-        base = self.documents.base(node)
-        if base not in scope:
-            scope = (*scope, base)
+            if not isinstance(node, dict):
+                refuse_schema("$", f"has {shown(node)} where a schema belongs: an object, or true")
+            base = self.documents.base(node)
+            scope = scope if base in scope else (*scope, base)
+            if node.keys() != {"$ref"}:
+                break
+            node = self.documents.resolve(node["$ref"], node)
         self._nodes[id(node)] = node
         return frozenset({(id(node), scope, holds)})
 
     def alternatives(self, schema: Conjunction) -> Alternatives:
-        """Returns the alternatives of a conjunction.
-
-        Raises:
-            InvalidArgument: a part of it cannot be enforced.
-        """
+        """Returns the alternatives of a conjunction; refuses a part that cannot be enforced."""
         if schema not in self._conjunctions:
             if schema >= FALSE:
                 return ()
@@ -184,7 +169,7 @@ class Schemas:
         return self._known[key]
 
     def tracked(self, schema: Conjunction) -> Alternatives:
-        """Returns the alternatives of a conjunction of one schema, with the parts evaluated."""
+        """Like `alternatives` for one schema, with the parts evaluated."""
         if schema >= FALSE:
             return ()
         return self.product(*(self._literal(each, tracked=True) for each in schema), where="$")
@@ -195,9 +180,9 @@ class Schemas:
         for factor in factors:
             if len(factor) == 1 and factor[0] == _EVERY[0]:
                 continue
-            self._work += len(found) * len(factor)
-            if self._work > _MAX_WORK:
-                refuse_schema(where, "combines too many alternatives; describe less of the output")
+            self.spend(
+                len(found) * len(factor), where, "combines too many alternatives; describe less of the output"
+            )
             met = (one.meet(other) for one in found for other in factor)
             found = [each for each in met if each is not None]
             if len(found) > _MAX_ALTERNATIVES:
@@ -210,9 +195,7 @@ class Schemas:
         """Whether a value may match both; never false by mistake."""
         pair = both(one, other)
         if pair not in self._overlaps:
-            self._work += _OVERLAP_WORK
-            if self._work > _MAX_WORK:
-                refuse_schema(self.place(one), "is in a oneOf of too many schemas; use anyOf")
+            self.spend(_OVERLAP_WORK, self.place(one), "is in a oneOf of too many schemas; use anyOf")
             self._overlaps[pair] = not self._is_empty(pair, 2)
         return self._overlaps[pair]
 
@@ -255,11 +238,7 @@ class Schemas:
         return self._made[key]
 
     def expression(self, pattern: Any, where: str, *, whole: bool = False) -> Rx:
-        """Returns a parsed expression.
-
-        Raises:
-            InvalidArgument: it cannot be enforced.
-        """
+        """Returns a parsed expression; refuses one that cannot be enforced."""
         if not isinstance(pattern, str):
             refuse_schema(where, f"has the pattern {shown(pattern)}, which is not a text")
         key = pattern, whole
@@ -270,15 +249,11 @@ class Schemas:
                 refuse_schema(where, f"has the pattern {shown(pattern, width=60)}, which {error}")
         return self._expressions[key]
 
-    def count_values(self, number: int, where: str) -> None:
-        """Counts values of an enum against the budget.
-
-        Raises:
-            InvalidArgument: it is exceeded.
-        """
-        self._values += number
-        if self._values > _MAX_VALUES:
-            refuse_schema(where, "has too many enum values; describe less of the output")
+    def spend(self, work: int, where: str, refusal: str) -> None:
+        """Counts work against the budget of the document; beyond it, the schema is refused."""
+        self._work += work
+        if self._work > _MAX_WORK:
+            refuse_schema(where, refusal)
 
 
 class _Reader:
@@ -294,12 +269,10 @@ class _Reader:
         self._tracked = tracked or any(name in node for name in ("unevaluatedProperties", "unevaluatedItems"))
 
     def holds(self) -> Alternatives:
-        """Returns the alternatives of matching values."""
         found = self.product(*(read() for read in self._keywords()))
         return self._unevaluated_items(self._unevaluated_properties(found, holds=True), holds=True)
 
     def fails(self) -> Alternatives:
-        """Returns the alternatives of values that do not match."""
         found: list[Facts] = []
         for failing in (
             self._wrong_type, self._wrong_value, self._wrong_number, self._wrong_text, self._wrong_items,
@@ -402,7 +375,8 @@ class _Reader:
             if not isinstance(values, list):
                 self._refuse("has an enum that is not a list of values")
             lists.append(values)
-        self._schemas.count_values(sum(map(len, lists)), self._where)
+        work = _VALUE_WORK * sum(map(len, lists))
+        self._schemas.spend(work, self._where, "has too many enum values; describe less of the output")
         return lists
 
     def _value(self) -> Alternatives:
@@ -471,8 +445,7 @@ class _Reader:
         numbers = Numbers()
         for each in self._bounds():
             numbers = numbers.meet(each)
-        facts = Facts(numbers=numbers).pruned()
-        return (facts,) if facts else ()
+        return _pruned(Facts(numbers=numbers))
 
     def _wrong_number(self) -> Alternatives:
         found = []
@@ -500,16 +473,18 @@ class _Reader:
 
     def _text(self) -> Alternatives:
         texts = Texts(self._count("minLength") or 0, self._count("maxLength"), frozenset(self._expressions()))
-        facts = Facts(texts=texts).pruned()
-        return (facts,) if facts else ()
+        return _pruned(Facts(texts=texts))
 
     def _wrong_text(self) -> Alternatives:
         wrong = [Texts(never=frozenset({each})) for each in self._expressions()]
-        if least := self._count("minLength"):
-            wrong.append(Texts(most=least - 1))
-        if (most := self._count("maxLength")) is not None:
-            wrong.append(Texts(least=most + 1))
+        wrong += self._outside(Texts, "Length")
         return [Facts(frozenset({"string"}), texts=each) for each in wrong]
+
+    def _outside(self, kind: Callable[..., Any], what: str) -> list[Any]:
+        """Returns the sets with fewer and with more parts than `min…` and `max…` allow."""
+        least, most = self._count(f"min{what}"), self._count(f"max{what}")
+        fewer = [kind(most=least - 1)] if least else []
+        return fewer if most is None else [*fewer, kind(least=most + 1)]
 
     # -- arrays
 
@@ -547,8 +522,7 @@ class _Reader:
             all_items=rest is not None,
             matching=() if contains is None else (contains.schema,),
         )
-        facts = Facts(items=items, evaluated=evaluated).pruned()
-        return (facts,) if facts else ()
+        return _pruned(Facts(items=items, evaluated=evaluated))
 
     def _wrong_items(self) -> Alternatives:
         prefix, rest = self._array_parts()
@@ -558,10 +532,7 @@ class _Reader:
         ]
         if rest is not None:
             wrong.append(Items(contains=(Contains(len(prefix), self._part(rest, holds=False)),)))
-        if least := self._count("minItems"):
-            wrong.append(Items(most=least - 1))
-        if (most := self._count("maxItems")) is not None:
-            wrong.append(Items(least=most + 1))
+        wrong += self._outside(Items, "Items")
         if (contains := self._contains()) is not None:
             if contains.least == 1:
                 wrong.append(Items(rest=self._part(self._node["contains"], holds=False)))
@@ -571,8 +542,7 @@ class _Reader:
                 wrong.append(Items(contains=(replace(contains, least=contains.most + 1, most=None),)))
         if self._node.get("uniqueItems") is True:
             self._refuse("excludes arrays with uniqueItems, which cannot be enforced")
-        found = (Facts(frozenset({"array"}), items=each).pruned() for each in wrong)
-        return [each for each in found if each is not None]
+        return _pruned(*(Facts(frozenset({"array"}), items=each) for each in wrong))
 
     # -- objects
 
@@ -598,8 +568,7 @@ class _Reader:
             most=self._count("maxProperties"),
         )
         evaluated = Evaluated(names, frozenset(patterns), all_names=rest is not None)
-        facts = Facts(properties=properties, evaluated=evaluated).pruned()
-        return (facts,) if facts else ()
+        return _pruned(Facts(properties=properties, evaluated=evaluated))
 
     def _required(self) -> list[str]:
         value = self._node.get("required")
@@ -630,17 +599,13 @@ class _Reader:
             )
         wrong += [Properties(some=(each,)) for each in some if FALSE not in (each.schema, each.key)]
         wrong += [Properties({name: FALSE}) for name in self._required()]
-        if least := self._count("minProperties"):
-            wrong.append(Properties(most=least - 1))
-        if (most := self._count("maxProperties")) is not None:
-            wrong.append(Properties(least=most + 1))
+        wrong += self._outside(Properties, "Properties")
         for name, dependent in self._dependents():
             if isinstance(dependent, list):
                 wrong += [
                     Properties({other: FALSE}, required=(name,)) for other in dependent if other != name
                 ]
-        found = (Facts(frozenset({"object"}), properties=each).pruned() for each in wrong)
-        return [each for each in found if each is not None]
+        return _pruned(*(Facts(frozenset({"object"}), properties=each) for each in wrong))
 
     def _dependents(self) -> list[tuple[str, Any]]:
         """Returns names and, for each, the names or the schema that its presence requires."""
@@ -796,6 +761,9 @@ class _Reader:
         return changed
 
 
+def _pruned(*facts: Facts) -> Alternatives:
+    return [each for each in (one.pruned() for one in facts) if each is not None]
+
+
 def _present(*names: str) -> Facts:
-    """Returns the facts about objects with some properties."""
     return Facts(frozenset({"object"}), properties=Properties(dict.fromkeys(names, TRUE), required=names))

@@ -26,11 +26,7 @@ def refusal(message: str) -> InvalidArgument:
 
 
 def refuse_schema(where: str, what: str) -> NoReturn:
-    """Refuses a schema; `what` follows "the JSON schema at <where>".
-
-    Raises:
-        InvalidArgument: always.
-    """
+    """Refuses a schema; `what` follows "the JSON schema at <where>"."""
     raise refusal(f"the JSON schema at {shown(where, quoted=False, width=80)} {what}")
 
 

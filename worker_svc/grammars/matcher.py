@@ -40,11 +40,7 @@ class Vocabulary:
     bos_token_id = None
 
     def __init__(self, folder: Path, size: int, end_ids: Sequence[int]) -> None:
-        """Reads a `tokenizer.json`; ids beyond its own are never allowed.
-
-        Raises:
-            Internal: it cannot be read.
-        """
+        """Reads a `tokenizer.json`; ids beyond its own are never allowed."""
         try:
             read = LLTokenizer(str(folder / "tokenizer.json"))
         except ValueError as error:
@@ -78,11 +74,6 @@ class Grammar:
     """A compiled grammar. Its automata grow while requests use it, and all requests share them."""
 
     def __init__(self, text: str, vocabulary: Vocabulary) -> None:
-        """Compiles a grammar.
-
-        Raises:
-            ValueError: it is malformed or too large.
-        """
         self._template = LLMatcher(
             vocabulary.tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=_LIMITS
         )
@@ -144,11 +135,7 @@ class Matcher:
         return self._ended
 
     def charge(self, seconds: float) -> None:
-        """Counts CPU time measured by the caller against the budget.
-
-        Raises:
-            InvalidArgument: the total exceeds the budget.
-        """
+        """Counts CPU time measured by the caller; beyond the budget, the request is refused."""
         self._spent_s += seconds
         if self._spent_s > _BUDGET_S + self._num_tokens * _BUDGET_PER_TOKEN_S:
             refusal = InvalidArgument(
@@ -275,7 +262,6 @@ class Matcher:
 
 
 def _only_token(words: npt.NDArray[np.uint32]) -> int | None:
-    """Returns the only token allowed by a mask; `None` if it allows several or none."""
     if np.count_nonzero(words) != 1:
         return None
     index = int(words.argmax())

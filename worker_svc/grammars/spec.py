@@ -45,11 +45,7 @@ class Spec:
 
 
 def spec_of(structured: common_pb2.StructuredOutput) -> Spec:
-    """Reads a constraint; the caller checks it.
-
-    Raises:
-        InvalidArgument: if it is empty.
-    """
+    """Reads a constraint; the caller checks it. An empty one is refused."""
     match structured.WhichOneof("spec"):
         case "json_object":
             return Spec("json_object")
@@ -62,11 +58,7 @@ def spec_of(structured: common_pb2.StructuredOutput) -> Spec:
 
 
 def check_size(spec: Spec) -> None:
-    """Checks the size of a spec.
-
-    Raises:
-        InvalidArgument: the spec is too large.
-    """
+    """Refuses a spec that is too large."""
     size = len(spec.text.encode(errors="surrogatepass"))
     if size > MAX_GRAMMAR_BYTES:
         raise refusal(
@@ -110,7 +102,6 @@ def lower(spec: Spec, tokens: TokenNames) -> str:
 
 
 def _expression(pattern: str) -> str:
-    """Returns the terminal of a regular expression for a whole answer."""
     if not pattern:
         raise refusal("the pattern '' is empty; omit it, or write what it should match")
     try:
@@ -142,7 +133,6 @@ def _no_constant(text: str) -> float:
 
 
 def _choices(spec: Spec) -> str:
-    """Returns the terminal of the listed texts."""
     values = _parse_json(spec)
     if not isinstance(values, list) or not values or not all(isinstance(value, str) for value in values):
         raise refusal("choice must be a list of at least one string")

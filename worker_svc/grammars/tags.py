@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
-from worker_svc.grammars.charsets import ALL
 from worker_svc.grammars.expressions import (
+    ALL,
     ANY,
     EMPTY,
     AllOf,
@@ -63,11 +63,7 @@ _UNENFORCED: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 def _check_fields(tag: dict[str, Any]) -> None:
-    """Refuses fields of a part of a structural tag without an effect.
-
-    Raises:
-        InvalidArgument: a field is unknown or cannot be enforced.
-    """
+    """Refuses fields of a part of a structural tag without an effect."""
     kind = tag.get("type")
     fields = _FIELDS.get(kind) if isinstance(kind, str) else None
     if fields is None:
@@ -103,11 +99,7 @@ class TokenNames(Protocol):
         ...
 
     def id_of(self, text: str) -> int:
-        """Returns the id of the token with this text.
-
-        Raises:
-            InvalidArgument: no token has it.
-        """
+        """Returns the id of the token with this text; refuses a text that no token has."""
         ...
 
 
@@ -115,7 +107,6 @@ class TagWriter:
     """Writes the rules of a structural tag."""
 
     def __init__(self, writer: GrammarWriter, tokens: TokenNames) -> None:
-        """Writes to `writer`."""
         self._writer = writer
         self._specials = tokens.specials
         self._hidden = {*tokens.specials.values(), *tokens.end_ids}
@@ -263,7 +254,6 @@ class TagWriter:
         return (*symbols, *self._terminal(literal(text[at:])))
 
     def _edge(self, value: Any) -> Sequence[Symbol]:
-        """Returns the symbols of a begin: a text or a token."""
         if isinstance(value, dict) and value.get("type") == "token":
             return (self._token(_field(value, "token")),)
         if not isinstance(value, str):
@@ -301,7 +291,6 @@ class TagWriter:
         return (*start, *(options[0] if len(options) == 1 else (self._rule(options),)))
 
     def _ended(self, content: Any, end: Any, *, is_last: bool) -> Sequence[Symbol]:
-        """Returns the symbols of a tag's content with its end."""
         free = isinstance(content, dict) and content.get("type") == "any_text"
         if not end:
             return self._form(content, is_last=is_last)
@@ -391,7 +380,6 @@ class TagWriter:
 
 
 def _has_gbnf(tag: Any) -> bool:
-    """Whether a part of a structural tag is GBNF."""
     if isinstance(tag, list):
         return any(map(_has_gbnf, tag))
     if not isinstance(tag, dict):

@@ -33,8 +33,7 @@ from tests.support.worker.grammar_harness import (
 )
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices.base import Device
-from worker_svc.grammars.compile_client import CompilerLimits
-from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.vllm_adapter.model import VllmModel

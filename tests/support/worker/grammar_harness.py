@@ -12,11 +12,10 @@ from protos.steps import Decode, Prefill, SlotOutput
 from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import constrained
 from tests.support.worker.harness import Harness, load
-from worker_svc.grammars.compile_client import CompilerLimits
-from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
 from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
-from worker_svc.model_files.demo_models import default_cache_dir
+from worker_svc.model_files.loader import default_cache_dir
 from worker_svc.vllm_adapter.configuration import Dtype
 
 SMOLLM2 = default_cache_dir() / "smollm2"

@@ -19,8 +19,7 @@ import torch
 from protos.errors import Internal, InvalidArgument, Overloaded
 from tests.support.paths import ROOT
 from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB, compiler, needs_smollm2, tokenizer
-from worker_svc.grammars.compile_client import CompilerLimits
-from worker_svc.grammars.compiler import GrammarCompiler, can_constrain
+from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
 from worker_svc.grammars.constraints import Masks
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
@@ -234,7 +233,7 @@ def test_processes_end_with_their_worker() -> None:
     code = f"""
 import time
 from pathlib import Path
-from worker_svc.grammars.compiler import GrammarCompiler
+from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
 from worker_svc.grammars.spec import Spec
 GrammarCompiler(Path({str(SMOLLM2)!r}), {VOCAB}, [{END}]).submit(Spec("regex", "a")).result()
 print(flush=True)

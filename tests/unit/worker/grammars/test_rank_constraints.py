@@ -6,8 +6,7 @@ from typing import Any, cast
 import torch
 
 from protos.errors import Unavailable
-from worker_svc.grammars.constraints import Choice, StepConstraints
-from worker_svc.grammars.rank_constraints import FollowingConstraints, LeadingConstraints
+from worker_svc.grammars.constraints import Choice, Constraints, FollowingConstraints, LeadingConstraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.ranks.channels import Channel
 
@@ -48,7 +47,7 @@ class Own:
 
 def pair() -> tuple[LeadingConstraints, FollowingConstraints]:
     channel = cast("Channel", Wire())
-    leading = LeadingConstraints(cast("StepConstraints", Own()), channel, has_peers=True)
+    leading = LeadingConstraints(cast("Constraints", Own()), channel, has_peers=True)
     return leading, FollowingConstraints(channel)
 
 

@@ -55,10 +55,10 @@ def test_invalid_specs_are_refused(spec: Spec, why: str) -> None:
 )  # fmt: skip
 def test_hostile_specs_are_refused_quickly(spec: Spec) -> None:
     """Size, depth and branches are checked before anything is compiled."""
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(InvalidArgument):
         lowered(spec)
-    assert time.perf_counter() - started < 1.0
+    assert time.thread_time() - started < 1.0
 
 
 @pytest.mark.parametrize(
