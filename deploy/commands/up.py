@@ -36,7 +36,7 @@ from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import unix_address
 from protos.service.settings import CONFIG_VARIABLE, load
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from worker_svc.model_files.demo_models import NAMES as DEMO_MODELS
+from worker_svc.model_files.loader import NAMES as DEMO_MODELS
 
 if TYPE_CHECKING:
     from deploy.secure_files import SecureFiles

@@ -229,7 +229,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="one short round")
     arguments = parser.parse_args()
-    from worker_svc.model_files.demo_models import fetch
+    from worker_svc.model_files.loader import fetch
 
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

@@ -26,7 +26,7 @@ from tests.bench.support.report import report
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
-from worker_svc.model_files.demo_models import default_cache_dir
+from worker_svc.model_files.loader import default_cache_dir
 
 SUITE: Final = Path(__file__).parent / "data" / "json_schema_suite"
 MODEL: Final = default_cache_dir() / "smollm2"

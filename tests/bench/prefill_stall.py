@@ -17,7 +17,7 @@ from scheduler_svc.requests.request import Event
 from tests.bench.support.report import report
 from tests.support.scheduler.local_replica import LocalReplica
 from worker_svc.devices import open_device
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

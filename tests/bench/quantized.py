@@ -33,7 +33,7 @@ from tests.support.worker.harness import Harness
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
 from worker_svc.devices.quantized import QuantizedWeights
-from worker_svc.model_files.demo_models import FetchError, fetch
+from worker_svc.model_files.loader import fetch
 from worker_svc.model_files.quantize import (
     HEAD,
     Calibration,
@@ -247,7 +247,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         (_on_gpu if arguments.device == "cuda" else _on_cpu)(arguments)
-    except (ConfigurationRefused, FetchError) as error:
+    except ConfigurationRefused as error:
         print(f"quantized: {error}", file=sys.stderr)
         return 2
     return 0

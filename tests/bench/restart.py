@@ -28,7 +28,7 @@ import httpx
 from tests.bench.support.contenders import environment
 from tests.bench.support.report import report
 from tests.support.paths import ROOT
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 LIMIT_S = 5.0
 """A worker should serve again after this long."""

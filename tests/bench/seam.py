@@ -241,7 +241,7 @@ def main() -> None:
     os.environ.update(clean)
     runs = [(null_model(), *((1000, 2) if arguments.quick else (2000, 5)))]
     if not arguments.null_only:
-        from worker_svc.model_files.demo_models import fetch
+        from worker_svc.model_files.loader import fetch
 
         smollm2 = Model("smollm2", str(fetch("smollm2", None)), (1, 8, 32), 1024)
         runs.insert(0, (smollm2, *((96, 1) if arguments.quick else (128, 5))))

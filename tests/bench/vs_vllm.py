@@ -38,7 +38,7 @@ from tests.bench.support.contenders import (
     running,
 )
 from tests.bench.support.report import report
-from worker_svc.model_files.demo_models import FetchError, fetch
+from worker_svc.model_files.loader import fetch
 
 OURS: Final = "triptych"
 
@@ -232,7 +232,7 @@ def main() -> int:
         folder = fetch(arguments.model)
         bench = Bench(arguments.model, folder, vllm, vllm_env.FOLDER / "runs", quick=quick)
         figures = bench.run(rounds)
-    except (ConfigurationRefused, FetchError) as error:
+    except ConfigurationRefused as error:
         print(f"vs_vllm: {error}", file=sys.stderr)
         return 2
     except ContenderFailed as error:

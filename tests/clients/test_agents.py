@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.clients.environments import agents_python, node_folder, run_client
 from tests.support.stack import Stack, running_stack
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.stack import Stack, running_stack
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from safetensors import SafetensorError, safe_open
 
 from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
@@ -21,8 +23,6 @@ _SHARDS = "*-of-*.safetensors"
 # A second copy of the weights by some authors, and LoRA adapters.
 _OTHERS = ("consolidated", "adapter_model")
 _PICKLES = ("*.bin", "*.pt", "*.pth")
-# safetensors itself refuses longer headers; such a file is of another kind.
-_LONGEST_HEADER = 100_000_000
 # Floating-point types that --dtype converts, with their bytes.
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 # How the names of numbers in MXFP4 end; see `stored_tensors.Mxfp4Experts`.
@@ -36,13 +36,17 @@ class Tensor:
     kind: str
     """Element type, as safetensors names it: for example "BF16"."""
     shape: tuple[int, ...]
-    num_bytes: int
-    """Bytes in the file."""
 
     @property
     def num_elements(self) -> int:
         """Product of the shape."""
         return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file. Names of types contain their bits; a "BOOL" takes a byte."""
+        bits = re.search(r"\d+", self.kind)
+        return self.num_elements * (int(bits[0]) if bits else 8) // 8
 
 
 @dataclass(frozen=True)
@@ -55,48 +59,21 @@ class Shard:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Reads the header.
-
-        Raises:
-            ConfigurationRefused: if the file cannot be read or is damaged.
-        """
+        """Reads the header; refuses a file that cannot be read or is damaged."""
         try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                length = int.from_bytes(file.read(8), "little")
-                if size < 8 or not 2 <= length <= min(_LONGEST_HEADER, size - 8):
-                    raise _Damaged("its header is cut off, or it is not a safetensors file")
-                header = json.loads(file.read(length))
-            return cls(path, _tensors(header, size - 8 - length))
+            with safe_open(path, framework="np") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+                return cls(
+                    path,
+                    {
+                        name: Tensor(each.get_dtype(), tuple(each.get_shape()))
+                        for name, each in slices.items()
+                    },
+                )
         except OSError as error:
             raise ConfigurationRefused(f"cannot read {path}: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = str(error) if isinstance(error, _Damaged) else "its header cannot be read"
-            raise ConfigurationRefused(f"{path} is damaged: {reason}; fetch it again") from error
-
-
-class _Damaged(ValueError):  # noqa: N818 - describes the file
-    ...
-
-
-def _tensors(header: dict[str, Any], num_bytes: int) -> dict[str, Tensor]:
-    """Returns the tensors of a header; raises `_Damaged` unless they fill the rest of the file exactly."""
-    found, end = {}, 0
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    for name, entry in sorted(entries.items(), key=lambda item: tuple(item[1]["data_offsets"])):
-        first, last = entry["data_offsets"]
-        if first != end or last < first:
-            raise _Damaged(f"tensor {name} does not begin where the previous one ends")
-        shape = tuple(map(int, entry["shape"]))
-        if entry["dtype"] in _FLOATS and math.prod(shape) * _FLOATS[entry["dtype"]] != last - first:
-            raise _Damaged(f"the size of tensor {name} does not match its shape")
-        found[name] = Tensor(entry["dtype"], shape, last - first)
-        end = last
-    if end > num_bytes:
-        raise _Damaged(f"{end - num_bytes} of {end} bytes of weights are missing")
-    if end < num_bytes:
-        raise _Damaged(f"{num_bytes - end} bytes follow its last tensor")
-    return found
+        except SafetensorError as error:
+            raise ConfigurationRefused(f"{path} is damaged: {error}; fetch it again") from error
 
 
 @dataclass(frozen=True)
@@ -185,11 +162,7 @@ class Checkpoint:
 
 
 def _distinct(shards: list[Shard]) -> list[Shard]:
-    """Returns the files; refuses a tensor in two of them.
-
-    Raises:
-        ConfigurationRefused: names the tensor and both files.
-    """
+    """Returns the files; refuses a tensor in two of them."""
     places: dict[str, Path] = {}
     for shard in shards:
         for name in shard.tensors:
@@ -218,12 +191,7 @@ def start_digest(weight_files: Sequence[Path], cache: Path) -> Future[str]:
     """Digests names and contents of weight files on a separate thread, during imports and loading.
 
     A file's digest comes, in this order, from the name of a Hugging Face blob, from the cache, or from all of
-    its bytes.
-
-    Args:
-        weight_files: the files that are loaded.
-        cache: folder that keeps the files' digests. It need not exist; if it cannot be written, each start
-            reads the files.
+    its bytes. The cache's folder need not exist; if it cannot be written, each start reads the files.
 
     Returns:
         64 hexadecimal digits, equal for equal weights. The result raises `ConfigurationRefused` if a file

@@ -70,8 +70,7 @@ _CONTROL, _USER_DEFINED = 3, 4
 def convert(source: Path, folder: Path) -> None:
     """Writes weights, configuration and tokenizer to `folder`, which must exist.
 
-    Raises:
-        ValueError: the file cannot be read or converted.
+    `ValueError` says why a file cannot be converted.
     """
     try:
         reader = gguf.GGUFReader(source)

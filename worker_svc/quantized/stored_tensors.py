@@ -40,10 +40,8 @@ def to_common_form(
 ) -> tuple[str, torch.Tensor] | None:
     """Returns a stored tensor's name and value in the common form; `None` if nothing is left of it.
 
-    Tensors of layers that are not quantized stay as they are.
-
-    Raises:
-        ConfigurationRefused: if it has zero points, an order of activations, or a shape that does not fit.
+    Tensors of layers that are not quantized stay as they are. Zero points, an order of activations and shapes
+    that do not fit are refused.
     """
     module, _, kind = name.rpartition(".")
     names = _NAMES[quantization.format]
@@ -78,17 +76,12 @@ class StoredLayers:
     """
 
     def __init__(self, quantization: CheckpointQuantization) -> None:
-        """Starts without layers."""
         self._quantization = quantization
         self._codes: dict[str, tuple[int, ...]] = {}
         self._scales: dict[str, tuple[int, ...]] = {}
 
     def take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Returns a tensor's name and value in the common form; see `to_common_form`.
-
-        Raises:
-            ConfigurationRefused: also if it holds scales that are not finite.
-        """
+        """Returns a tensor in the common form, as `to_common_form`; refuses scales that are not finite."""
         common = to_common_form(self._quantization, name, tensor)
         if common is not None:
             self._note(*common)
@@ -104,12 +97,7 @@ class StoredLayers:
                 raise ConfigurationRefused(f"{name} is not finite; fetch the checkpoint again")
 
     def check(self) -> None:
-        """Checks the layers, once all files are read.
-
-        Raises:
-            ConfigurationRefused: if one has codes without scales or the reverse, or their shapes differ from
-                the scheme.
-        """
+        """Refuses codes without scales, the reverse, and shapes unlike the scheme; after the last file."""
         for module in sorted(self._codes.keys() ^ self._scales.keys()):
             missing = _SCALE if module in self._codes else _WEIGHT
             raise ConfigurationRefused(f"{module} has no {missing}; fetch the checkpoint again")
@@ -138,7 +126,6 @@ def _check_order(name: str, order: torch.Tensor, group: int | None) -> None:
 
 
 def _check_middle(name: str, zeros: torch.Tensor, bits: int, middle: int | None) -> None:
-    """Refuses zero points other than half of the codes' range."""
     if zeros.is_meta:
         return
     values = zeros.to(torch.int32).unsqueeze(-1) >> torch.arange(0, _WORD, bits, dtype=torch.int32)
@@ -194,7 +181,6 @@ class Mxfp4Experts:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Makes weights of this type."""
         self._dtype = dtype
         self._waiting: dict[str, torch.Tensor] = {}
 

@@ -25,7 +25,7 @@ from tests.bench.support.report import report
 from tests.support.sampling_params import sampling_params
 from worker_svc.execution.worker import Worker
 from worker_svc.lora.checkpoint import CONFIG, WEIGHTS
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 from worker_svc.settings import Settings
 from worker_svc.shapes.shape_config import ShapeConfig
 

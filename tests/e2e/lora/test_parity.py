@@ -12,7 +12,7 @@ from tests.support import tiny_models
 from tests.support.worker.harness import Harness, load, tokens_of
 from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
 from worker_svc.lora.checkpoint import LoraLimits
-from worker_svc.model_files import demo_models
+from worker_svc.model_files import loader
 from worker_svc.settings import Backend
 
 pytestmark = [
@@ -76,7 +76,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> _Model:
 
 @pytest.fixture(scope="module")
 def smollm(tmp_path_factory: pytest.TempPathFactory) -> _Model:
-    return _Model(demo_models.fetch("smollm2"), tmp_path_factory.mktemp("smollm2"))
+    return _Model(loader.fetch("smollm2"), tmp_path_factory.mktemp("smollm2"))
 
 
 def _slot(adapter: str | None) -> int | None:

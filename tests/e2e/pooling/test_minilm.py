@@ -13,7 +13,7 @@ from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
 from tests.support.sampling_params import pooling_params, sampling_params
 from tests.support.worker.harness import load
 from worker_svc.devices import open_device
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 from worker_svc.pooling.pool_runner import PoolRunner
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.shapes.model_description import PoolingDescription

@@ -16,7 +16,7 @@ from gateway.text.tokenization import TextCodec
 from protos.steps import PoolShape
 from tests.support.pooling import tiny_classifiers, tiny_embedders
 from tests.support.pooling.in_process import load_model, make_runner, pool
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,

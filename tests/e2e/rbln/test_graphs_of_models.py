@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 from tests.support.prompts import PROMPTS
 from tests.support.rbln.graph_process import Job, Result
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,

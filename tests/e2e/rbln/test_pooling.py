@@ -15,7 +15,7 @@ from tests.support.pooling.pool_process import Job, Result, flat, run_jobs, word
 from tests.support.rbln.fake_environment import compile_blindly, environment, running_worker
 from tests.support.scheduler.fake_pool_worker import pool_request
 from tests.support.scheduler.running_scheduler import run_scheduler
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,

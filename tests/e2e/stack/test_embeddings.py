@@ -10,7 +10,7 @@ from openai import OpenAI
 
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.stack import Stack, run_example, running_stack
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.pooling import tiny_classifiers
 from tests.support.stack import Stack, running_stack
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,

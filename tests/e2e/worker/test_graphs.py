@@ -15,7 +15,7 @@ from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.devices.cpu.kernels.ops import product_kernels
 from worker_svc.devices.cpu.kernels.program import Program
 from worker_svc.graphs.replay import KernelGraph
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 from worker_svc.settings import Backend
 from worker_svc.vllm_adapter.configuration import Dtype
 

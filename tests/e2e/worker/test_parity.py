@@ -14,7 +14,7 @@ from tests.support.worker import parity_process
 from tests.support.worker.harness import FULL, Harness, load, tokens_of
 from tests.support.worker.parity_process import Job, differences
 from worker_svc.devices.cpu.kernels.ops import product_kernels
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 from worker_svc.settings import Backend
 
 pytestmark = [

@@ -17,7 +17,7 @@ from tests.support.scheduler.factories import ListSink
 from tests.support.scheduler.local_replica import LocalReplica
 from tests.support.stack import running_stack
 from tests.support.worker.harness import FULL, load
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,

@@ -23,7 +23,7 @@ from tests.support.docs.pages import table, with_region
 from tests.support.docs.rooms import PAGE
 from tests.support.paths import ROOT
 from tests.support.stack import Stack, running_stack
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 HOOK = ROOT / "tests" / "support" / "docs" / "walk_hook"
 PROCESSES = ("gateway", "scheduler", "worker-0")

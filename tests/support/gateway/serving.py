@@ -22,7 +22,7 @@ from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.startup_queue import StartupQueue
 from gateway.settings import Settings
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
-from worker_svc.model_files import demo_models as models
+from worker_svc.model_files import loader as models
 
 # What the fake scheduler answers in most tests, and a conversation to send.
 TEXT = "Paris is the capital of France. It lies on the Seine."

@@ -110,7 +110,7 @@ def test_fetching_without_torch_names_the_command_that_installs_it(
     """Converting a demo model needs torch; the command says how to install it instead of how it failed."""
     real = importlib.util.find_spec
     monkeypatch.setattr(
-        "worker_svc.model_files.demo_models.find_spec", lambda name: None if name == "torch" else real(name)
+        "worker_svc.model_files.loader.find_spec", lambda name: None if name == "torch" else real(name)
     )
     assert cli.main(["models", "fetch", "smollm2", "--cache-dir", str(tmp_path)]) == 1
     assert "run `triptych install worker`" in capsys.readouterr().err

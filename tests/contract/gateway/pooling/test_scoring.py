@@ -15,7 +15,7 @@ from protos.triptych.v1 import inference_pb2
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.fake_scheduler import FakeScheduler
 from tests.support.gateway.serving import Stack, minilm_folder, running_stack, stack_over, tokenizer_of
-from worker_svc.model_files.demo_models import fetch
+from worker_svc.model_files.loader import fetch
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 

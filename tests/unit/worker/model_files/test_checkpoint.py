@@ -98,16 +98,9 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 def test_a_truncated_file_is_recognized(folder: Path) -> None:
     """A file that lacks or exceeds its header's length by a byte is damaged."""
     whole = (folder / FIRST).read_bytes()
-    (folder / FIRST).write_bytes(whole[:-5])
-    assert (
-        refusal(folder)
-        == f"{folder / FIRST} is damaged: 5 of 134 bytes of weights are missing; fetch it again"
-    )
-    for length in (0, 7, 8, 20):
-        (folder / FIRST).write_bytes(whole[:length])
-        assert refusal(folder).startswith(f"{folder / FIRST} is damaged: its header is cut off")
-    (folder / FIRST).write_bytes(whole + b"x")
-    assert "1 bytes follow its last tensor" in refusal(folder)
+    for content in (whole[:-5], b"", whole[:7], whole[:8], whole[:20], whole + b"x"):
+        (folder / FIRST).write_bytes(content)
+        assert refusal(folder).startswith(f"{folder / FIRST} is damaged: ")
 
 
 @pytest.mark.parametrize(

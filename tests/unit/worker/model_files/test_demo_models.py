@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from worker_svc.model_files import demo_models
+from protos.errors import ConfigurationRefused
+from worker_svc.model_files import loader
 
 
 @pytest.fixture
 def catalog(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A catalog with one model: a folder of an installed package (pip's own)."""
-    packaged = demo_models._PackagedModel((f"pip=={_pip_version()}",), ("pip/_internal/network",))
-    monkeypatch.setattr(demo_models, "_CATALOG", {"tiny": packaged})
+    packaged = loader._PackagedModel((f"pip=={_pip_version()}",), ("pip/_internal/network",))
+    monkeypatch.setattr(loader, "_CATALOG", {"tiny": packaged})
     return tmp_path / "cache"
 
 
@@ -26,12 +27,12 @@ def _pip_version() -> str:
 
 def test_fetch_makes_a_folder_once(catalog: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The second call returns the same folder without making it again."""
-    folder = demo_models.fetch("tiny", catalog)
+    folder = loader.fetch("tiny", catalog)
     assert folder == catalog / "tiny"
     assert (folder / "session.py").is_file()
     marker = folder / "session.py"
     marker.write_text("untouched")
-    assert demo_models.fetch("tiny", catalog) == folder
+    assert loader.fetch("tiny", catalog) == folder
     assert marker.read_text() == "untouched"
     assert capsys.readouterr().out == ""  # progress goes to standard error
 
@@ -41,7 +42,7 @@ def test_interrupted_fetch_is_cleaned_up(catalog: Path) -> None:
     (catalog / ".tiny-abc").mkdir(parents=True)
     (catalog / ".tiny-abc" / "half").write_text("a file")
     (catalog / "tiny").mkdir()
-    folder = demo_models.fetch("tiny", catalog)
+    folder = loader.fetch("tiny", catalog)
     assert (folder / "session.py").is_file()
     assert sorted(path.name for path in catalog.iterdir()) == [".tiny.lock", "tiny"]
 
@@ -50,21 +51,21 @@ def test_failed_fetch_leaves_nothing(catalog: Path, monkeypatch: pytest.MonkeyPa
     """A failure halfway leaves no files; the next call succeeds."""
 
     def fail(*_: object) -> None:
-        raise demo_models.FetchError("the power went out")
+        raise ConfigurationRefused("the power went out")
 
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copytree", fail)
-        with pytest.raises(demo_models.FetchError, match="power"):
-            demo_models.fetch("tiny", catalog)
+        with pytest.raises(ConfigurationRefused, match="power"):
+            loader.fetch("tiny", catalog)
     assert [path.name for path in catalog.iterdir()] == [".tiny.lock"]
-    assert demo_models.fetch("tiny", catalog).is_dir()
+    assert loader.fetch("tiny", catalog).is_dir()
 
 
 def test_concurrent_fetches_make_one(catalog: Path) -> None:
     """Later calls wait and get the first call's folder."""
     folders: list[Path] = []
     threads = [
-        threading.Thread(target=lambda: folders.append(demo_models.fetch("tiny", catalog))) for _ in range(4)
+        threading.Thread(target=lambda: folders.append(loader.fetch("tiny", catalog))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -75,41 +76,41 @@ def test_concurrent_fetches_make_one(catalog: Path) -> None:
 
 def test_unknown_name_lists_the_names(catalog: Path) -> None:
     """The error lists the known names."""
-    with pytest.raises(demo_models.FetchError, match="unknown model 'nope'; choose one of"):
-        demo_models.fetch("nope", catalog)
+    with pytest.raises(ConfigurationRefused, match="unknown model 'nope'; choose one of"):
+        loader.fetch("nope", catalog)
 
 
 def test_unwritable_cache_is_one_line(tmp_path: Path, catalog: Path) -> None:
     """A cache path that is a file is refused in one line."""
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(demo_models.FetchError, match="cannot write the model cache"):
-        demo_models.fetch("tiny", blocked)
+    with pytest.raises(ConfigurationRefused, match="cannot write the model cache"):
+        loader.fetch("tiny", blocked)
 
 
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """TRIPTYCH_CACHE wins over the user's cache folder."""
     monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
-    assert demo_models.default_cache_dir() == tmp_path
+    assert loader.default_cache_dir() == tmp_path
     monkeypatch.delenv("TRIPTYCH_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo_models.default_cache_dir() == tmp_path / "triptych" / "models"
+    assert loader.default_cache_dir() == tmp_path / "triptych" / "models"
 
 
 def test_catalog_imports_no_torch() -> None:
     """The launcher fetches models and must stay small."""
-    code = "import sys, worker_svc.model_files.demo_models; print('torch' in sys.modules)"
+    code = "import sys, worker_svc.model_files.loader; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A conversion that lacks a package fails in one line that names the package and how to install it."""
-    monkeypatch.setattr(demo_models, "find_spec", lambda name: None if name == "gguf" else object())
+    monkeypatch.setattr(loader, "find_spec", lambda name: None if name == "gguf" else object())
     file = tmp_path / "tiny.gguf"
     file.touch()
-    with pytest.raises(demo_models.FetchError) as caught:
-        demo_models.convert(file, tmp_path / "cache")
+    with pytest.raises(ConfigurationRefused) as caught:
+        loader.convert(file, tmp_path / "cache")
     assert str(caught.value) == (
         "converting a GGUF file needs gguf, which is not installed; run `triptych install worker`"
     )

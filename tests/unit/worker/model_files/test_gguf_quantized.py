@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.worker.model_files.test_loader import HEADS, KV_HEADS, shapes, write_gguf
-from worker_svc.model_files import demo_models
+from worker_svc.model_files import loader
 from worker_svc.model_files.gguf_convert import convert
 from worker_svc.quantized import codes
 from worker_svc.quantized.checkpoint_config import read
@@ -65,7 +65,7 @@ def test_mixed_types_are_dequantized(tmp_path: Path) -> None:
     names = _projections()
     kinds = dict.fromkeys(names, Q.Q4_0) | {names[0]: Q.Q8_0}
     values = write_gguf(tmp_path / "m.gguf", kinds=kinds)
-    folder = demo_models.convert(tmp_path / "m.gguf", tmp_path / "cache")
+    folder = loader.convert(tmp_path / "m.gguf", tmp_path / "cache")
     found = load_file(folder / "model.safetensors")
     assert read(folder) is None
     assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], values["blk.0.ffn_up.weight"].bfloat16())

@@ -13,7 +13,7 @@ from gguf.quants import dequantize, quantize
 from tokenizers import Tokenizer
 
 from protos.errors import ConfigurationRefused
-from worker_svc.model_files import demo_models, gguf_convert, loader
+from worker_svc.model_files import gguf_convert, loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.settings import LoadFormat
 
@@ -229,7 +229,7 @@ def test_only_needed_files_are_fetched_from_a_hub(
 
 def test_demo_models_keep_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A demo model's name resolves to that model, whose files count like a folder's."""
-    monkeypatch.setattr(demo_models, "fetch", lambda name: tmp_path / name)
+    monkeypatch.setattr(loader, "fetch", lambda name: tmp_path / name)
     (tmp_path / "smollm2").mkdir()
     (tmp_path / "smollm2" / "config.json").touch()
     assert loader.resolve("smollm2") == tmp_path / "smollm2"

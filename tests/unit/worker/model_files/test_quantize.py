@@ -140,23 +140,12 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_calibration_begins_after_cheap_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result that cannot be written and weights that are not finite are refused before calibration."""
+    """A result that cannot be written is refused before calibration."""
     monkeypatch.setattr(quantize, "calibrate", lambda *_: pytest.fail("calibrated"))
-    source = _model(tmp_path / "source")
-    broken = torch.ones(2, 64)
-    broken[1, 5] = torch.nan
-    infinite = _model(tmp_path / "infinite", {_layer(1, "mlp.up_proj"): broken})
-    no_head = _model(tmp_path / "no_head", {EMBEDDINGS: broken})
-    lines = {
-        (source, tmp_path / "no" / "x"): f"cannot write {tmp_path / 'no' / 'x'}: No such file or directory",
-        (infinite, tmp_path / "x"): f"{_layer(1, 'mlp.up_proj')} is not finite; fetch the model again",
-        (no_head, tmp_path / "x"): f"{EMBEDDINGS} is not finite; fetch the model again",
-    }
-    for (folder, target), line in lines.items():
-        with pytest.raises(ConfigurationRefused) as refused:
-            quantize_folder(folder, target, Scheme(4, 64), head=True, calibration=Calibration())
-        assert refused.value.message == line
-    assert {path.name for path in tmp_path.iterdir()} == {"source", "infinite", "no_head"}
+    source, target = _model(tmp_path / "source"), tmp_path / "no" / "x"
+    with pytest.raises(ConfigurationRefused) as refused:
+        quantize_folder(source, target, Scheme(4, 64), head=True, calibration=Calibration())
+    assert refused.value.message == f"cannot write {target}: No such file or directory"
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -171,7 +160,8 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
             quantize_folder(source, target, Scheme(8, None), head=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert refused.value.message == f"cannot write {target}: File too large"
+    assert refused.value.message.startswith(f"cannot write {target}: ")
+    assert "File too large" in refused.value.message
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
