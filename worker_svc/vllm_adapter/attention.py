@@ -75,11 +75,6 @@ class TriptychAttention(AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Takes vLLM's arguments.
-
-        Raises:
-            ConfigurationRefused: for a kind of attention that no device serves yet.
-        """
         unserved = {
             "ALiBi beside windows": alibi_slopes is not None and bool(sliding_window),
             "bidirectional ALiBi": alibi_slopes is not None and attn_type == AttentionType.ENCODER_ONLY,

@@ -1,7 +1,11 @@
-"""Builds vLLM's layers of a model without weights: this rank's, and those of all stages without memory."""
+"""Builds vLLM's layers of a model without weights: this rank's, and those of all stages without memory.
+
+vLLM's parallel groups have no connections here: their collectives are the operators of `ranks`.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
+from worker_svc.ranks import operators
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_adapter.configuration import configure
 from worker_svc.vllm_adapter.pooling_head import project_late
 
 
 def names_of_states(model: Any, model_config: Any) -> tuple[str, ...]:
-    """Returns the names of the tensors between two stages, in the order of their transfer.
-
-    Args:
-        model: vLLM's.
-        model_config: vLLM's.
+    """Returns the names of the tensors between two stages of vLLM's model, in the order of their transfer.
 
     Raises:
         ConfigurationRefused: A tensor is not [tokens, hidden]. They travel stacked.
@@ -37,28 +38,17 @@ def names_of_states(model: Any, model_config: Any) -> tuple[str, ...]:
     return tuple(sorted(empty.tensors))
 
 
-def check_stages(model_config: Any, layout: RankLayout) -> None:
-    """Refuses a pipeline in which a stage would have no layers."""
-    layers = model_config.get_total_num_hidden_layers()
+def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
+    """Builds this rank's layers on the device, without weights; refuses a stage without layers."""
+    import vllm.ir
+    from vllm.utils.torch_utils import set_random_seed
+
+    layers = config.model_config.get_total_num_hidden_layers()
     if layout.pipeline > layers:
         raise ConfigurationRefused(
             f"--pipeline-parallel-size {layout.pipeline} is more than the model's {layers} layers;"
             " each stage needs one"
         )
-
-
-def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
-    """Builds this rank's layers on the device, without weights.
-
-    Raises:
-        ConfigurationRefused: if a stage would get no layers.
-    """
-    import vllm.ir
-    from vllm.utils.torch_utils import set_random_seed
-
-    from worker_svc.vllm_adapter.parallel import set_groups
-
-    check_stages(config.model_config, layout)
     set_groups(layout)
     set_random_seed(seed)
     # Call vLLM's own operators directly: without a compiler, dispatching them through torch is only overhead.
@@ -73,16 +63,13 @@ def build(config: Any, device: Device, seed: int, layout: RankLayout) -> Any:
 
 
 def compare_weights(config: Any, arguments: Mapping[str, Any], layout: RankLayout) -> frozenset[str]:
-    """Compares the checkpoint with the whole model; see `comparison.compare`. Made-up weights fit.
+    """Compares the checkpoint with the whole model; see `weights.compare`. Made-up weights fit.
 
-    Args:
-        config: vLLM's, for this rank.
-        arguments: of `configure`.
-        layout: this rank's.
+    `config` is vLLM's for this rank, and `arguments` are those of `configure`.
     """
     if arguments["dummy_weights"]:
         return frozenset()
-    from worker_svc.vllm_adapter.comparison import Copies, compare
+    from worker_svc.vllm_adapter.weights import Copies, compare
 
     whole = config if layout.world_size == 1 else configure(**arguments, layout=RankLayout())
     building = Copies(fills=False)
@@ -127,8 +114,6 @@ def _without_memory(layout: RankLayout, *, then: RankLayout) -> Iterator[torch.d
     """Lets the block build a layout on the device that it gets; afterwards vLLM knows the layout `then`."""
     from vllm.model_executor.layers import rotary_embedding
 
-    from worker_svc.vllm_adapter.parallel import set_groups
-
     set_groups(layout)
     # Models share rotary embeddings, and the next model needs them with data.
     shared = rotary_embedding._ROPE_DICT  # noqa: SLF001 - vLLM has no other way
@@ -143,7 +128,6 @@ def _without_memory(layout: RankLayout, *, then: RankLayout) -> Iterator[torch.d
 
 
 def _initialize(config: Any, device: Device, where: torch.device) -> Any:
-    """Builds the layers of a configuration with memory of `where`."""
     if "Splade" in config.model_config.architecture:
         raise ConfigurationRefused(
             f"{Path(config.model_config.model).name} ({config.model_config.architecture}) makes sparse vectors (SPLADE),"
@@ -155,9 +139,101 @@ def _initialize(config: Any, device: Device, where: torch.device) -> Any:
 
     with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), where:
         if config.model_config.is_moe and device.spec.has_vllm_kernels:
-            import worker_svc.vllm_adapter.layers.cpu_moe
+            from worker_svc.vllm_adapter.layers.moe import replace_experts
+
+            replace_experts(has_kernels=True)
         if config.model_config.use_mla:
             import worker_svc.vllm_adapter.layers.mla  # noqa: F401 - registers on import, in seconds
         if "ColBERT" in config.model_config.architecture:
             project_late()
         return initialize_model(vllm_config=config)
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The part of a process group that layers use."""
+
+    _size: int
+    _rank: int
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+
+class Coordinator:
+    """The part of vLLM's `GroupCoordinator` that layers use: sizes and places first, collectives later.
+
+    A model is built before its ranks meet, so a group owns no connections.
+    """
+
+    device_communicator = None
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, *, reduces: bool = False) -> None:
+        """Describes a group of `ranks` of a replica, as this `rank` sees it.
+
+        `reduces` says whether layers may call its collectives; the operators serve the ranks of a stage.
+        """
+        self.unique_name = f"{name}:0"
+        self.ranks = list(ranks)
+        self.rank = rank
+        self.world_size = len(ranks)
+        self.rank_in_group = ranks.index(rank)
+        self.local_rank = 0
+        self.cpu_group = self.device_group = _Members(self.world_size, self.rank_in_group)
+        self._reduces = reduces
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank is the group's first."""
+        return self.rank_in_group == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        """Whether this rank is the group's last."""
+        return self.rank_in_group == self.world_size - 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Adds a tensor up over the group, in place."""
+        if self.world_size == 1:
+            return tensor
+        self._check()
+        return operators.all_reduce_(tensor)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Joins the tensors of all ranks along a dimension."""
+        if self.world_size == 1:
+            return tensor
+        self._check()
+        return operators.all_gather(tensor, self.world_size, dim)
+
+    def _check(self) -> None:
+        if not self._reduces:
+            raise NotImplementedError(f"vLLM's group {self.unique_name} has no collectives here")
+
+    def destroy(self) -> None:
+        """Does nothing: there is nothing to close."""
+
+
+def set_groups(layout: RankLayout) -> None:
+    """Tells vLLM which part of a model this rank has. Later calls replace the groups."""
+    from vllm.distributed import parallel_state
+
+    rank = layout.rank
+    alone = (rank,)
+    stages = tuple(range(layout.tensor_rank, layout.world_size, layout.tensor))
+    tensor = Coordinator("tp", layout.peers, rank, reduces=True)
+    groups: dict[str, Any] = {
+        "_WORLD": Coordinator("world", tuple(range(layout.world_size)), rank),
+        "_TP": tensor,
+        "_ETP": tensor,
+        "_PP": Coordinator("pp", stages, rank),
+        "_DP": Coordinator("dp", alone, rank),
+        "_EP": Coordinator("ep", layout.peers, rank, reduces=True),
+        "_PCP": Coordinator("pcp", alone, rank),
+        "_DCP": Coordinator("dcp", alone, rank),
+    }
+    for name, group in groups.items():
+        setattr(parallel_state, name, group)

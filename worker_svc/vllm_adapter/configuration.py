@@ -71,14 +71,9 @@ def as_text_model(config: Any) -> Any:
 
 
 def served_as(config: Mapping[str, Any], *, language_model_only: bool) -> list[str]:
-    """Returns the architectures to load for a model.
+    """Returns the architectures to load for a model, from its config.json; refuses those not served.
 
-    Args:
-        config: the model's config.json.
-        language_model_only: whether to serve the text model of a multimodal model.
-
-    Raises:
-        ConfigurationRefused: The model is not served, or is multimodal without `language_model_only`.
+    `language_model_only` serves the text model of a multimodal model.
     """
     names = list(config.get("architectures") or ())
     shown = ", ".join(names) or "this model"
@@ -113,11 +108,7 @@ def _is_multimodal(architecture: str) -> bool:
 
 
 def check_class(architecture: str, model_class: Any) -> None:
-    """Refuses models whose layers keep a state other than keys and values.
-
-    Raises:
-        ConfigurationRefused: for state-space models (Mamba), linear attention and hybrids with either.
-    """
+    """Refuses models with a state other than keys and values: Mamba, linear attention and hybrids."""
     if getattr(model_class, "has_inner_state", False):
         raise ConfigurationRefused(
             f"{architecture} has layers with a state of their own (Mamba or linear attention),"
@@ -148,11 +139,7 @@ def configure(
     folder: Path, device: Device, *, dtype: Dtype, dummy_weights: bool, seed: int, trust_remote_code: bool,
     language_model_only: bool, layout: RankLayout,
 ) -> Any:  # fmt: skip
-    """Builds vLLM's configuration of a model; for the arguments see `VllmModel`.
-
-    Raises:
-        ConfigurationRefused: if vLLM does not know the model's class and may not run the model's own code.
-    """
+    """Builds vLLM's configuration of a model; for the arguments see `VllmModel`."""
     from vllm.engine.arg_utils import EngineArgs
 
     architectures = register_model_class(
@@ -289,11 +276,7 @@ _REASONS = ("Value error", "ValueError: ", "TypeError: ")
 
 @contextlib.contextmanager
 def refusal_on_error(what: str) -> Iterator[None]:
-    """Turns an error of vLLM about a model or a setting into a refusal of one line.
-
-    Args:
-        what: the line's beginning, for example "cannot serve /models/m".
-    """
+    """Turns an error of vLLM about a model or a setting into a refusal of one line beginning with `what`."""
     try:
         yield
     except ConfigurationRefused:

@@ -26,16 +26,9 @@ def is_experts(layer: Any) -> bool:
 def describe(
     config: Any, layers: Mapping[str, Any], pooling: PoolingDescription | None, *, here: Mapping[str, Any]
 ) -> ModelDescription:
-    """Describes a model.
+    """Describes a model by vLLM's configuration and layers; refuses layers that are not served.
 
-    Args:
-        config: vLLM's.
-        layers: vLLM's layers of all stages, by name.
-        pooling: set for a pooling model.
-        here: the layers of this rank.
-
-    Raises:
-        ConfigurationRefused: The model contains layers that are not served.
+    `layers` are those of all stages by name, and `here` those of this rank.
     """
     model_config = config.model_config
     attention = []

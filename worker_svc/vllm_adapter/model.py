@@ -82,9 +82,6 @@ class VllmModel:
             layout: this rank's part of the model; `None` for all of it.
             pooling_task: the result of a pooling model; `None` for the model's usual task.
             lora: makes the layers take LoRA adapters; `None` for the model alone.
-
-        Raises:
-            ConfigurationRefused: vLLM cannot serve this model or these settings.
         """
         from vllm.forward_context import create_forward_context
 
@@ -115,7 +112,6 @@ class VllmModel:
         self._context: Any = create_forward_context({}, self._config)
 
     def _prepare_pooling(self, task: PoolingTask | None) -> PoolingDescription | None:
-        """Describes how the model pools, if it does, and keeps the layers that follow."""
         self._pooling_head = None
         if self._config.model_config.runner_type != "pooling":
             if task is not None:
@@ -129,7 +125,6 @@ class VllmModel:
         return pooling
 
     def _refusal(self, folder: Path) -> str:
-        """Returns how the refusal of this model begins."""
         stages = f" in {self._layout.pipeline} stages" if self._layout.pipeline > 1 else ""
         return f"cannot serve {folder}{stages}"
 
@@ -166,7 +161,6 @@ class VllmModel:
         )
 
     def _step(self) -> Callable[..., torch.Tensor]:
-        """Returns the function of `forward`."""
         if self._pooling is not None:
             return self._pool
         run: Callable[..., torch.Tensor] = self._model
@@ -181,7 +175,6 @@ class VllmModel:
                 layer.device = self._device
 
     def _names_of_states(self) -> tuple[str, ...]:
-        """Returns the names of the tensors from the previous stage, in the order of their transfer."""
         if self._layout.pipeline == 1:
             return ()
         names = names_of_states(self._model, self._config.model_config)
@@ -190,11 +183,7 @@ class VllmModel:
     def load_weights(self, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:
         """Reads or generates the weights and packs them for the device's kernels.
 
-        Args:
-            progress: called with the number of files read, the total, and the name of the next file.
-
-        Raises:
-            ConfigurationRefused: if they are missing, damaged or do not fit the configuration.
+        `progress` is called with the number of files read, the total, and the name of the next file.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader import get_model_loader
@@ -228,11 +217,7 @@ class VllmModel:
         self._model.eval()
 
     def bind_caches(self, caches: Mapping[str, torch.Tensor]) -> None:
-        """Gives each attention layer its KV cache.
-
-        Args:
-            caches: by name of the layers with a cache of their own; other layers share these.
-        """
+        """Gives each attention layer its KV cache, from those of the layers with one of their own by name."""
         if self._device.caches_are_inputs:
             self._caches = caches
             return
@@ -256,16 +241,7 @@ class VllmModel:
         return torch.zeros(shape, dtype=self.description.dtype, device=self._device.torch_device)
 
     def _run_stage(self, first: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Runs the layers of a stage.
-
-        Args:
-            first: the first stage's token ids, int64 [tokens], or the result of the previous stage.
-            positions: int64 [tokens].
-
-        Returns:
-            Hidden states [tokens, hidden]; before the last stage, the stacked inputs of the next stage,
-            [states, tokens, hidden].
-        """
+        """Runs the layers of a stage."""
         from vllm.sequence import IntermediateTensors
 
         given = None
@@ -292,7 +268,6 @@ class VllmModel:
         return head(pool_rows(hidden.view(rows, -1, hidden.shape[-1]), lengths, head.method))
 
     def _pool_packed(self, head: PoolingHead, token_ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Does the same with consecutive texts."""
         lengths, second_text_at, starts = places.unbind()
         tokens = torch.arange(token_ids.shape[0], device=token_ids.device)
         text_of = (tokens[:, None] >= starts + lengths).sum(dim=1)

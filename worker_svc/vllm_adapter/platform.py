@@ -61,11 +61,7 @@ class TriptychCpuPlatform(_Layers, CpuPlatform):
 
     @staticmethod
     def check_kernels() -> None:
-        """Checks that vLLM's compiled kernels are installed.
-
-        Raises:
-            ConfigurationRefused: They are missing.
-        """
+        """Refuses to start without vLLM's compiled kernels."""
         from worker_svc.devices.cpu.device import check_kernels
 
         check_kernels()
@@ -89,7 +85,6 @@ class _NativePlatform(_Layers):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Selects the native form of every layer."""
         super().check_and_update_config(vllm_config)
         vllm_config.compilation_config.custom_ops = ["none"]
 

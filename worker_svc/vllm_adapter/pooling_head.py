@@ -36,11 +36,7 @@ class LateProjection:
     """Values of a projected vector."""
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Returns projected states.
-
-        Raises:
-            ConfigurationRefused: The weights contain no projection of this size.
-        """
+        """Returns projected states; refuses weights without a projection of this size."""
         found = 0 if self.head.projector is None else self.head.projector.out_features
         if found != self.size:
             raise ConfigurationRefused(
@@ -53,8 +49,7 @@ class LateProjection:
 def late_projection(model: Any, head: Any, hf_config: Any, name: str) -> LateProjection | None:
     """Returns the projection that vLLM adds later, or `None` if the model is complete.
 
-    Raises:
-        ConfigurationRefused: The folder lacks the length of the projected vectors.
+    Refuses a folder without the length of the projected vectors.
     """
     if getattr(model, "colbert_linear", head) is not None or head.projector is not None:
         return None
@@ -103,16 +98,9 @@ class PoolingHead:
 def describe_pooling(
     config: Any, model: Any, layers: Mapping[str, Any], task: PoolingTask | None
 ) -> tuple[PoolingDescription, PoolingHead]:
-    """Describes a pooling model.
+    """Describes a pooling model from vLLM's configuration, model and layers by name.
 
-    Args:
-        config: vLLM's.
-        model: vLLM's.
-        layers: vLLM's layers, by name.
-        task: the wanted result; `None` for the model's usual task.
-
-    Raises:
-        ConfigurationRefused: The model lacks this task, or its pooling is not served.
+    Refuses a `task` that the model lacks, and pooling that is not served.
     """
     model_config = config.model_config
     name = f"{Path(model_config.model).name} ({model_config.architecture})"
@@ -180,7 +168,6 @@ def _as_given(token_types: torch.Tensor) -> torch.Tensor:
 
 
 def _poolers_of(model: Any) -> dict[str, Any]:
-    """Returns a model's poolers by task."""
     pooler = getattr(model, "pooler", None)
     if pooler is None:
         return {}

@@ -71,7 +71,9 @@ def prepare(device_name: str) -> None:
             import vllm.model_executor.model_loader  # noqa: F401 - pulls in most of what a model needs
 
             if not spec.has_vllm_kernels:
-                import worker_svc.vllm_adapter.layers.static_moe  # noqa: F401 - registers on import
+                from worker_svc.vllm_adapter.layers.moe import replace_experts
+
+                replace_experts(has_kernels=False)
         # Modules live as long as the process; later collections can skip them.
         gc.freeze()
     except ConfigurationRefused:
@@ -175,14 +177,12 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds the packages and their modules."""
         del path, target
         if not any(fullname == package or fullname.startswith(f"{package}.") for package in self._packages):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Makes a stand-in."""
         self.made.append(spec.name)
         return _StandIn(spec.name)
 
@@ -207,7 +207,6 @@ class _PatchedCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Runs the patches once, before the compiler is imported."""
         del path, target
         if fullname != COMPILER:
             return None
@@ -218,7 +217,6 @@ class _PatchedCompiler(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self) if fullname in sys.modules else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Returns the existing module."""
         return sys.modules[spec.name]
 
     def exec_module(self, module: types.ModuleType) -> None:

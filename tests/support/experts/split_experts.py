@@ -150,9 +150,11 @@ def main(device_name: DeviceName) -> None:
 
     prepare(device_name)
     if device_name == "cpu":
-        import worker_svc.vllm_adapter.layers.cpu_moe  # noqa: F401 - registers on import
+        from worker_svc.vllm_adapter.layers.moe import replace_experts
+
+        replace_experts(has_kernels=True)
     # Not earlier: it imports vLLM.
-    from worker_svc.vllm_adapter.parallel import set_groups
+    from worker_svc.vllm_adapter.building import set_groups
 
     set_groups(RankLayout())
     print(json.dumps({name: whole_and_parts(device_name, routing) for name, routing in ROUTINGS.items()}))

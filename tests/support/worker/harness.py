@@ -73,7 +73,7 @@ def load(
 def _forget_ranks() -> None:
     """Sets vLLM's groups for one rank: another test in this process may have built one of several."""
     # Not earlier: it imports vLLM.
-    from worker_svc.vllm_adapter.parallel import set_groups
+    from worker_svc.vllm_adapter.building import set_groups
 
     set_groups(RankLayout())
 

@@ -41,7 +41,6 @@ class _Part:
 
     @property
     def size(self) -> int:
-        """Outputs on this rank."""
         return int(self.rows.stop - self.rows.start)
 
 
@@ -95,14 +94,9 @@ class AdaptedLayers:
         architecture: str,
         dtype: torch.dtype,
     ) -> None:
-        """Finds the layers; allocates nothing.
+        """Finds the layers of vLLM's model without weights; allocates nothing.
 
-        Args:
-            model: vLLM's, without weights.
-            limits: how many adapters the device holds.
-            device: the model's.
-            architecture: the name of the model's class, for errors.
-            dtype: of the model's weights and activations.
+        `architecture` is the name of its class, for errors, and `dtype` that of weights and activations.
         """
         self._architecture = architecture
         self._device = device
@@ -203,12 +197,7 @@ class AdaptedLayers:
         return self._device.select_adapters(slots, self._shape)
 
     def fit(self, checkpoint: AdapterCheckpoint) -> dict[str, LayerWeights]:
-        """See `lora.store.AdaptedModel`.
-
-        Raises:
-            InvalidArgument: The adapter contains unknown layers or layers of other sizes, or lacks
-                targeted layers.
-        """
+        """See `lora.store.AdaptedModel`. Refuses unknown layers, other sizes, and missing targets."""
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor] | None]] = {}
         adapted: set[tuple[str, int | None]] = set()
         for path, (a, b) in checkpoint.matrices.items():
@@ -244,12 +233,7 @@ class AdaptedLayers:
     def _check_complete(
         self, checkpoint: AdapterCheckpoint, adapted: Collection[tuple[str, int | None]]
     ) -> None:
-        """Raises InvalidArgument if the adapter targets a layer of this rank and has no matrices of it.
-
-        Args:
-            checkpoint: the adapter.
-            adapted: the places of its matrices.
-        """
+        """Raises InvalidArgument if the adapter targets a layer of this rank and has no matrices of it."""
         if checkpoint.targets is None:
             return
         targets = checkpoint.targets.with_names(self._names_here)
@@ -269,11 +253,7 @@ class AdaptedLayers:
                 )
 
     def _place(self, path: str, name: str) -> tuple[str, int | None] | None:
-        """Returns the layer and the part of a checkpoint's path; `None` if it is on another stage.
-
-        Raises:
-            InvalidArgument: No stage has such a layer, or it takes no adapters.
-        """
+        """Returns the layer and the part of a checkpoint's path; `None` if it is on another stage."""
         place, mapped = self._places.get(path), ""
         if place is None:
             mapped = self._map(path)
@@ -384,7 +364,6 @@ def _names_of(path: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
 def _check_sizes(
     name: str, path: str, layer: _Layer, part: int | None, a: torch.Tensor, b: torch.Tensor
 ) -> None:
-    """Raises InvalidArgument if matrices do not have the layer's sizes."""
     outputs = sum(each.whole for each in layer.parts) if part is None else layer.parts[part].whole
     if (a.shape[1], b.shape[0]) != (layer.whole_inputs, outputs):
         raise InvalidArgument(

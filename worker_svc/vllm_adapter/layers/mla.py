@@ -39,11 +39,6 @@ class LatentAttention(MultiHeadLatentAttentionWrapper):
         prefix: str = "",
         **rest: Any,  # noqa: ARG002 - of sparse and speculative forms
     ) -> None:
-        """Takes vLLM's arguments.
-
-        Raises:
-            ConfigurationRefused: for sparse attention.
-        """
         torch.nn.Module.__init__(self)
         if mla_modules.is_sparse:
             raise ConfigurationRefused("models with sparse attention are not served; choose another model")
@@ -112,7 +107,6 @@ class LatentCache(torch.nn.Module):
     num_kv_heads = 1
 
     def __init__(self, name: str, num_heads: int, latent: int, rope: int, scale: float) -> None:
-        """Registers the layer with vLLM's configuration."""
         super().__init__()
         self.num_heads, self.head_size = num_heads, latent + rope
         self.kv_cache_torch_dtype = torch.get_default_dtype()
@@ -124,14 +118,9 @@ class LatentCache(torch.nn.Module):
         layers[name] = self
 
     def forward(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Attends.
+        """Attends with queries [tokens, heads, latent + rope] and keys [tokens, 1, latent + rope].
 
-        Args:
-            query: [tokens, heads, latent + rope].
-            key: [tokens, 1, latent + rope].
-
-        Returns:
-            [tokens, heads, latent].
+        Returns [tokens, heads, latent].
         """
         params = self.impl.params
         output = query.new_empty(query.shape[0], params.num_heads, params.latent)

@@ -46,16 +46,10 @@ class QuantizedLayers(QuantizationConfig):
         device: Device,
         modules: Mapping[str, Scheme | None] | None,
     ) -> None:
-        """Serves the layers of a checkpoint.
+        """Serves the layers of a checkpoint; refuses schemes that the device does not serve.
 
-        Args:
-            quantization: the checkpoint's.
-            device: multiplies.
-            modules: the schemes of the checkpoint's quantized modules by name; `None` without a checkpoint,
-                where the configuration alone decides.
-
-        Raises:
-            ConfigurationRefused: The device does not serve such weights.
+        `modules` are the schemes of the checkpoint's quantized modules by name; `None` without a checkpoint,
+        where the configuration alone decides.
         """
         super().__init__()
         self.quantization = quantization
@@ -103,11 +97,7 @@ class QuantizedLayers(QuantizationConfig):
             }
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Returns the method of a layer; `None` for layers other than linear.
-
-        Raises:
-            ConfigurationRefused: The quantization of the layer's weights is not served.
-        """
+        """Returns the method of a layer; `None` for layers other than linear."""
         if type(layer).__name__ in _EXPERTS:
             if self._any_below(prefix):
                 raise ConfigurationRefused(
@@ -156,14 +146,6 @@ class QuantizedLinearMethod(LinearMethodBase):
     """Loads a layer's quantized weights and multiplies by them."""
 
     def __init__(self, device: Device, scheme: Scheme, name: str, *, wide: bool) -> None:
-        """Serves a layer.
-
-        Args:
-            device: multiplies.
-            scheme: the layer's.
-            name: of the layer, for refusals.
-            wide: whether its results are logits.
-        """
         self._device, self._scheme, self._name, self._wide = device, scheme, name, wide
 
     def create_weights(
@@ -177,11 +159,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         weight_loader: Callable[..., None] | None = None,
         **rest: Any,  # noqa: ARG002
     ) -> None:
-        """Makes the parameters that vLLM's loaders fill.
-
-        Raises:
-            ConfigurationRefused: if the inputs do not divide as the scheme needs.
-        """
+        """Makes the parameters that vLLM's loaders fill."""
         inputs, outputs, scheme = input_size_per_partition, sum(output_partition_sizes), self._scheme
         unit = scheme.group or _INPUTS
         if inputs % unit:
