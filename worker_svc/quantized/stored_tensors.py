@@ -35,40 +35,6 @@ def quantized_module(quantization: CheckpointQuantization, tensor: str) -> str |
     return module if _NAMES[quantization.format].get(kind) == _WEIGHT else None
 
 
-def to_common_form(
-    quantization: CheckpointQuantization, name: str, tensor: torch.Tensor
-) -> tuple[str, torch.Tensor] | None:
-    """Returns a stored tensor's name and value in the common form; `None` if nothing is left of it.
-
-    Tensors of layers that are not quantized stay as they are. Zero points, an order of activations and shapes
-    that do not fit are refused.
-    """
-    module, _, kind = name.rpartition(".")
-    names = _NAMES[quantization.format]
-    if kind not in names:
-        return name, tensor
-    scheme = quantization.scheme_of(module)
-    if scheme is None:
-        raise ConfigurationRefused(f"{name} is quantized, but quantization_config does not name its layer")
-    if kind == "weight_zero_point":
-        raise ConfigurationRefused(f"{name} has zero points, which are not served; choose another checkpoint")
-    if kind.endswith("g_idx"):
-        _check_order(name, tensor, scheme.group)
-        return None
-    if kind == "qzeros":
-        _check_middle(name, tensor, scheme.bits, quantization.middle_zero_point)
-        return None
-    if not names[kind]:
-        return None
-    if quantization.format == "awq" and kind == "qweight":
-        tensor = codes.pack(_from_awq(tensor), scheme.bits)
-    elif quantization.format != "compressed-tensors":
-        tensor = tensor.t().contiguous()
-    if names[kind] == _SCALE and tensor.dim() == 1:
-        tensor = tensor[:, None]
-    return f"{module}.{names[kind]}", tensor
-
-
 class StoredLayers:
     """Turns stored tensors into the common form, and checks that codes and scales belong together.
 
@@ -81,20 +47,46 @@ class StoredLayers:
         self._scales: dict[str, tuple[int, ...]] = {}
 
     def take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """Returns a tensor in the common form, as `to_common_form`; refuses scales that are not finite."""
-        common = to_common_form(self._quantization, name, tensor)
-        if common is not None:
-            self._note(*common)
-        return common
+        """Returns a stored tensor's name and value in the common form; `None` if nothing is left of it.
 
-    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        Tensors of layers that are not quantized stay as they are. Zero points, an order of activations and
+        scales that are not finite are refused.
+        """
         module, _, kind = name.rpartition(".")
+        quantization, names = self._quantization, _NAMES[self._quantization.format]
+        if kind not in names:
+            return name, tensor
+        scheme = quantization.scheme_of(module)
+        if scheme is None:
+            raise ConfigurationRefused(
+                f"{name} is quantized, but quantization_config does not name its layer"
+            )
+        if kind == "weight_zero_point":
+            raise ConfigurationRefused(
+                f"{name} has zero points, which are not served; choose another checkpoint"
+            )
+        if kind.endswith("g_idx"):
+            _check_order(name, tensor, scheme.group)
+        if kind == "qzeros":
+            _check_middle(name, tensor, scheme.bits, quantization.middle_zero_point)
+        if not names[kind]:
+            return None
+        if quantization.format == "awq" and kind == "qweight":
+            tensor = codes.pack(_from_awq(tensor), scheme.bits)
+        elif quantization.format != "compressed-tensors":
+            tensor = tensor.t().contiguous()
+        if names[kind] == _SCALE and tensor.dim() == 1:
+            tensor = tensor[:, None]
+        self._note(module, names[kind], tensor)
+        return f"{module}.{names[kind]}", tensor
+
+    def _note(self, module: str, kind: str, tensor: torch.Tensor) -> None:
         if kind == _WEIGHT:
             self._codes[module] = tuple(tensor.shape)
-        elif kind == _SCALE:
-            self._scales[module] = tuple(tensor.shape)
-            if not tensor.is_meta and not bool(tensor.isfinite().all()):
-                raise ConfigurationRefused(f"{name} is not finite; fetch the checkpoint again")
+            return
+        self._scales[module] = tuple(tensor.shape)
+        if not tensor.is_meta and not bool(tensor.isfinite().all()):
+            raise ConfigurationRefused(f"{module}.{kind} is not finite; fetch the checkpoint again")
 
     def check(self) -> None:
         """Refuses codes without scales, the reverse, and shapes unlike the scheme; after the last file."""
@@ -103,7 +95,7 @@ class StoredLayers:
             raise ConfigurationRefused(f"{module} has no {missing}; fetch the checkpoint again")
         for module, found in self._codes.items():
             scheme = self._quantization.scheme_of(module)
-            assert scheme is not None  # to_common_form has refused others
+            assert scheme is not None  # `take` has refused others
             inputs = found[-1] * _WORD // scheme.bits
             expected = (found[0], scheme.groups(inputs))
             if len(found) != 2 or self._scales[module] != expected:

@@ -185,10 +185,12 @@ def _cost(
     return float(((error @ hessian) * error).sum())
 
 
+@pytest.mark.parametrize("unused", [0, 40])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_cost_is_less_than_that_of_rounding(scheme: Scheme) -> None:
-    """By the Hessian, errors cost much less than those of rounding with the best scales."""
+def test_the_cost_is_less_than_that_of_rounding(scheme: Scheme, unused: int) -> None:
+    """By the Hessian, errors cost much less than with rounding, also if some inputs were always zero."""
     weight, hessian = _case()
+    hessian[:unused], hessian[:, :unused] = 0, 0
     made = quantize_with(weight, hessian, scheme)
     assert made is not None
     rounded = quantize(weight, scheme)
@@ -211,9 +213,6 @@ def test_the_result_is_like_that_of_rounding(scheme: Scheme) -> None:
     # From half the scale that just holds the largest weight, to that one; fits may move it a little.
     assert bool((scales.float().abs() < 1.2 * widest).all())
     assert bool((scales.float().abs() > 0.4 * widest).all())
-    again = quantize_with(weight, hessian, scheme)
-    assert again is not None
-    assert all(map(torch.equal, made, again))
     error = dequantize(codes, scales, scheme.bits) - weight.float()
     assert error.norm() < (0.25 if scheme.bits == 4 else 0.02) * weight.float().norm()
 
@@ -252,12 +251,3 @@ def test_groups_of_zeros_stay_zero(dtype: torch.dtype) -> None:
 def test_a_hessian_that_says_nothing(hessian: torch.Tensor) -> None:
     """A matrix that no gradient reached, or an infinite one, is not calibrated."""
     assert quantize_with(_case()[0], hessian, Scheme(4, 32)) is None
-
-
-def test_inputs_that_are_never_used() -> None:
-    """Inputs that were always zero do not keep the others from being calibrated."""
-    weight, hessian = _case()
-    hessian[:40], hessian[:, :40] = 0, 0
-    made = quantize_with(weight, hessian, Scheme(4, 32))
-    assert made is not None
-    assert _cost(weight, made, hessian, 4) < 0.6 * _cost(weight, quantize(weight, Scheme(4, 32)), hessian, 4)

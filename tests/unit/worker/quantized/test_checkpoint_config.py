@@ -31,6 +31,12 @@ def _compressed(**weights: Any) -> dict[str, Any]:
     return config
 
 
+def _grouped(**fields: Any) -> dict[str, Any]:
+    config = _compressed()
+    config["config_groups"]["group_0"] |= fields
+    return config
+
+
 @pytest.mark.parametrize("scheme", [Scheme(4, 32), W4, Scheme(4, 128), Scheme(4, None), Scheme(8, None)])
 @pytest.mark.parametrize("stored", ["compressed-tensors", "gptq", "gptq_v2", "awq"])
 def test_the_scheme_is_read(tmp_path: Path, stored: Any, scheme: Scheme) -> None:
@@ -126,6 +132,8 @@ def test_modules_that_awq_leaves_out(tmp_path: Path) -> None:
         (_compressed() | {"sparsity_config": {"format": "sparse-24"}}, "sparse weights"),
         (_compressed() | {"transform_config": {"config_groups": {}}}, "transforms activations"),
         (_compressed() | {"config_groups": {}}, "without weights"),
+        (_grouped(input_activations={"num_bits": 8}), "quantizes activations"),
+        (_grouped(targets=["Linear", "Embedding"]), "quantizes the embeddings"),
         (GPTQ | {"sym": False}, "sym is false"),
         (GPTQ | {"desc_act": True}, "desc_act"),
         (GPTQ | {"bits": 2}, "weights of 2 bits"),
@@ -138,20 +146,6 @@ def test_modules_that_awq_leaves_out(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     """What is not served is refused in one line that names it."""
     with pytest.raises(ConfigurationRefused, match=f"{reason}.*, which is not served; {WAY}"):
-        _read(tmp_path, config)
-
-
-def test_activations_and_embeddings_are_refused(tmp_path: Path) -> None:
-    """Quantized activations and embeddings are refused by name."""
-    config = _compressed()
-    config["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8}
-    with pytest.raises(
-        ConfigurationRefused, match="the checkpoint quantizes activations, which is not served"
-    ):
-        _read(tmp_path, config)
-    config = _compressed()
-    config["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
-    with pytest.raises(ConfigurationRefused, match="the checkpoint quantizes the embeddings, which is not"):
         _read(tmp_path, config)
 
 

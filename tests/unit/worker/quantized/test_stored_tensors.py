@@ -13,7 +13,7 @@ from tests.support import quantized_models
 from worker_svc.quantized import codes
 from worker_svc.quantized.checkpoint_config import read
 from worker_svc.quantized.codes import Bits, Scheme
-from worker_svc.quantized.stored_tensors import StoredLayers, quantized_module, to_common_form
+from worker_svc.quantized.stored_tensors import StoredLayers, quantized_module
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -46,11 +46,9 @@ def test_formats_hold_the_same_weights(
     assert quantization is not None
     stored_tensors = load_file(folder / "model.safetensors")
     assert {quantized_module(quantization, name) for name in stored_tensors} == {LAYER, None}
-    found = dict(
-        common
-        for name, tensor in stored_tensors.items()
-        if (common := to_common_form(quantization, name, tensor)) is not None
-    )
+    layers = StoredLayers(quantization)
+    found = dict(common for each in stored_tensors.items() if (common := layers.take(*each)) is not None)
+    layers.check()
     assert set(found) == {f"{LAYER}.weight_packed", f"{LAYER}.weight_scale", "model.norm.weight"}
     packed, scales = found[f"{LAYER}.weight_packed"], found[f"{LAYER}.weight_scale"]
     assert packed.shape == (24, 128 * bits // 32)
@@ -72,40 +70,35 @@ def test_packing_is_reversible(bits: Bits) -> None:
     assert torch.equal(codes.unpack(packed, bits), given)
 
 
-@pytest.mark.parametrize("stored", ["gptq", "awq"])
-def test_zero_points_are_refused(source: Path, stored: quantized_models.Stored) -> None:
-    """A single zero point off the middle is found."""
+MIDDLE = (
+    "has zero points other than the middle of the range, which are not served; choose a symmetric checkpoint"
+)
+ORDER = (torch.arange(128) // 64).index_fill(0, torch.tensor([3]), 1)
+
+
+@pytest.mark.parametrize(
+    ("stored", "name", "change", "text"),
+    [
+        ("gptq", f"{LAYER}.qzeros", 16, MIDDLE), ("awq", f"{LAYER}.qzeros", 16, MIDDLE),
+        ("gptq", f"{LAYER}.g_idx", ORDER, "orders groups by activations, which is not served; choose a checkpoint without g_idx"),
+        ("compressed-tensors", f"{LAYER}.weight_zero_point", torch.zeros(3), "has zero points, which are not served"),
+        ("compressed-tensors", "lm_head.weight_packed", torch.zeros(3), "is quantized, but quantization_config does not name its"),
+    ],
+)  # fmt: skip
+def test_zero_points_and_orders_are_refused(
+    source: Path, stored: quantized_models.Stored, name: str, change: torch.Tensor | int, text: str
+) -> None:
+    """A single zero point off the middle, or one input in another group, is found."""
     quantization = read(quantized_models.write(source, source / "stored", stored, Scheme(4, 64)))
     assert quantization is not None
-    zeros = load_file(source / "stored" / "model.safetensors")[f"{LAYER}.qzeros"]
-    zeros[1, 2] += 16
+    if isinstance(change, int):
+        tensor = load_file(source / "stored" / "model.safetensors")[name]
+        tensor[1, 2] += change
+    else:
+        tensor = change
     with pytest.raises(ConfigurationRefused) as refused:
-        to_common_form(quantization, f"{LAYER}.qzeros", zeros)
-    assert refused.value.message == (
-        f"{LAYER}.qzeros has zero points other than the middle of the range, which are not served;"
-        " choose a symmetric checkpoint"
-    )
-
-
-def test_orders_and_stored_zero_points_are_refused(source: Path) -> None:
-    """An order of activations is refused, and so are zero points of compressed-tensors."""
-    quantization = read(quantized_models.write(source, source / "gptq", "gptq", Scheme(4, 64)))
-    assert quantization is not None
-    order = torch.arange(128) // 64
-    order[3] = 1
-    with pytest.raises(ConfigurationRefused) as refused:
-        to_common_form(quantization, f"{LAYER}.g_idx", order)
-    assert refused.value.message == (
-        f"{LAYER}.g_idx orders groups by activations, which is not served; choose a checkpoint without g_idx"
-    )
-    quantization = read(
-        quantized_models.write(source, source / "compressed", "compressed-tensors", Scheme(4, 64))
-    )
-    assert quantization is not None
-    with pytest.raises(ConfigurationRefused, match="weight_zero_point has zero points, which are not served"):
-        to_common_form(quantization, f"{LAYER}.weight_zero_point", torch.zeros(3))
-    with pytest.raises(ConfigurationRefused, match="is quantized, but quantization_config does not name its"):
-        to_common_form(quantization, "lm_head.weight_packed", torch.zeros(3))
+        StoredLayers(quantization).take(name, tensor)
+    assert f"{name} {text}" in refused.value.message
 
 
 CODES = torch.zeros(64, 16, dtype=torch.int32)
