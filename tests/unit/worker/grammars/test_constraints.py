@@ -1,8 +1,10 @@
-"""Constrained slots: redraws under a mask, and failures that stay within one request."""
+"""Constrained slots: redraws under a mask, failures that stay within one request, and several ranks."""
 
 import json
 import time
+from collections import deque
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,10 +19,16 @@ from tests.support.worker.grammar_harness import (
     text_of,
     tokenizer,
 )
-from worker_svc.grammars import matcher as matcher_module
-from worker_svc.grammars.constraints import BatchClock, Masks
-from worker_svc.grammars.matcher import Matcher
+from worker_svc.grammars.constraints import (
+    BatchClock,
+    Choice,
+    Constraints,
+    FollowingConstraints,
+    LeadingConstraints,
+    Masks,
+)
 from worker_svc.grammars.spec import Spec
+from worker_svc.ranks.channels import Channel
 
 pytestmark = needs_smollm2
 
@@ -134,33 +142,6 @@ def test_a_chain_needs_room() -> None:
     assert (choice.values, choice.forced, choice.errors) == ([first], {}, {})
 
 
-def test_a_slow_matcher_is_charged_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row whose look-up uses up its budget fails; the row beside it goes on."""
-    spec, other = Spec("regex", "a+b"), Spec("regex", "a+c")
-    for each in (spec, other):
-        compiler().submit(each).result()
-    both = constraints(num_slots=2, min_jump=0)
-    both.admit(0, spec, [])
-    both.admit(1, other, [])
-    slow, accept = both._matchers[0], Matcher.accept
-
-    def burn(matcher: Matcher, token: int) -> bool:
-        started = time.thread_time()
-        while matcher is slow and time.thread_time() - started < 0.05:
-            pass
-        return accept(matcher, token)
-
-    monkeypatch.setattr(Matcher, "accept", burn)
-    monkeypatch.setattr(matcher_module, "_BUDGET_S", 0.02)
-    monkeypatch.setattr(compiler(), "refuse", lambda *_: None)
-    drawn = torch.tensor(tokenizer().encode("a").ids * 2)
-    choice = both.choose(
-        [0, 1], torch.zeros(2, VOCAB), lambda _: drawn, masked_first=[False, False], room=[0, 0]
-    )
-    assert list(choice.errors) == [0]
-    assert "CPU time" in choice.errors[0].message
-
-
 def test_masks_remove_forbidden_tokens() -> None:
     """Only the given rows change."""
     masks = Masks(3, 70, torch.device("cpu"))
@@ -187,3 +168,71 @@ def test_the_time_of_a_pass_is_divided_among_its_rows() -> None:
     assert len(shares) == 3
     assert sum(shares) == pytest.approx(time.thread_time() - before, rel=0.1)
     assert shares[1] > 0.8 * sum(shares)
+
+
+SPEC = cast("Spec", None)
+LOGITS = torch.zeros(4, 10)
+
+
+class Wire:
+    """A channel within one process."""
+
+    def __init__(self) -> None:
+        self._messages: deque[bytes] = deque()
+
+    def send(self, message: bytes) -> None:
+        self._messages.append(message)
+
+    def receive(self) -> bytes:
+        return self._messages.popleft()
+
+
+class Own:
+    """Matchers that choose 5 and force 6 behind it in slot 1; slot 3 has no grammar in the cache."""
+
+    def admit(self, slot: int, *_: Any) -> None:
+        if slot == 3:
+            raise Unavailable("the grammar is not compiled")
+
+    def release(self, slot: int) -> None:
+        del slot
+
+    def any_constrained(self, slots: Any) -> bool:
+        return 1 in slots
+
+    def choose(self, slots: Any, *_: Any, **__: Any) -> Choice:
+        values = [5 if slot == 1 else 2 for slot in slots] + [0] * (4 - len(slots))
+        return Choice(torch.tensor(values), values, {1: (6,)} if 1 in slots else {})
+
+
+def pair() -> tuple[LeadingConstraints, FollowingConstraints]:
+    channel = cast("Channel", Wire())
+    leading = LeadingConstraints(cast("Constraints", Own()), channel, has_peers=True)
+    return leading, FollowingConstraints(channel)
+
+
+def test_ranks_agree_on_what_a_grammar_chose() -> None:
+    """The other rank gets tokens, forced tokens and padding as the chooser has them."""
+    leading, following = pair()
+    for each in (leading, following):
+        each.admit(1, SPEC, ())
+    chosen = leading.choose((0, 1), LOGITS, cast("Any", None), masked_first=(), room=())
+    taken = following.choose((0, 1), LOGITS, cast("Any", None), masked_first=(), room=())
+    assert taken.values == chosen.values == [2, 5, 0, 0]
+    assert taken.forced == chosen.forced == {1: (6,)}
+    assert taken.tokens.tolist() == chosen.tokens.tolist()
+
+
+def test_a_refused_grammar_keeps_its_row() -> None:
+    """All ranks run the row, and its request gets the error in place of a token."""
+    leading, following = pair()
+    for each in (leading, following):
+        each.admit(3, SPEC, ())
+        assert each.any_constrained((3,))
+    leading.choose((3,), LOGITS, cast("Any", None), masked_first=(), room=())
+    taken = following.choose((3,), LOGITS, cast("Any", None), masked_first=(), room=())
+    assert isinstance(taken.errors[3], Unavailable)
+    leading.release(3)
+    following.release(3)
+    assert not leading.any_constrained((3,))
+    assert not following.any_constrained((3,))

@@ -1,6 +1,14 @@
-"""The --model setting accepts folders, GGUF files and names; everything else is refused in one line."""
+"""The --model setting accepts folders, GGUF files and names; everything else is refused in one line.
 
+GGUF files in Q4_0 and Q8_0 keep their codes. Demo models are fetched once, completely, by one process.
+"""
+
+import json
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -10,11 +18,15 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from protos.errors import ConfigurationRefused
 from worker_svc.model_files import gguf_convert, loader
 from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.quantized import codes
+from worker_svc.quantized.checkpoint_config import read
+from worker_svc.quantized.codes import Scheme
 from worker_svc.settings import LoadFormat
 
 HIDDEN, INNER, HEADS, KV_HEADS = 64, 96, 4, 2
@@ -234,3 +246,154 @@ def test_demo_models_keep_their_names(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "smollm2" / "config.json").touch()
     assert loader.resolve("smollm2") == tmp_path / "smollm2"
     assert "no GGUF file" in refusal("smollm2", load_format="gguf")
+
+
+Q = gguf.GGMLQuantizationType
+
+
+def _projections() -> list[str]:
+    return [name for name in shapes(head=False) if name.startswith("blk.") and "norm" not in name]
+
+
+def _unpermuted(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Row 2 i of a head is row i of its first half, row 2 i + 1 of its second."""
+    each = weight.shape[0] // heads
+    order = [head * each + 2 * i + half for head in range(heads) for half in (0, 1) for i in range(each // 2)]
+    return weight[order]
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize(("kind", "bits"), [(Q.Q4_0, 4), (Q.Q8_0, 8)])
+def test_codes_are_kept(tmp_path: Path, kind: Any, bits: int, *, head: bool) -> None:
+    """Projections and a head of their type equal the file's weights bit for bit; the rest is bfloat16."""
+    names = [*_projections(), *(["output.weight"] if head else [])]
+    values = write_gguf(tmp_path / "m.gguf", kinds=dict.fromkeys(names, kind), head=head)
+    gguf_convert.convert(tmp_path / "m.gguf", tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }  # fmt: skip
+    heads = {"attn_q": HEADS, "attn_k": KV_HEADS}
+    for name in names:
+        own = name.split(".")[-2]
+        module = "lm_head" if own == "output" else f"model.layers.0.{renamed[own]}"
+        expected = _unpermuted(values[name], heads[own]) if own in heads else values[name]
+        packed, scales = found.pop(f"{module}.weight_packed"), found.pop(f"{module}.weight_scale")
+        assert scales.dtype == torch.float16
+        assert torch.equal(codes.dequantize(codes.unpack(packed, bits), scales, bits), expected)
+        assert found.pop(f"{module}.weight_shape").tolist() == list(expected.shape)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    quantization = read(tmp_path)
+    assert quantization is not None
+    assert quantization.scheme_of("model.layers.0.mlp.up_proj") == Scheme(4 if bits == 4 else 8, 32)
+    assert (quantization.scheme_of("lm_head") is not None) == head
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is not head
+
+
+def test_mixed_types_are_dequantized(tmp_path: Path) -> None:
+    """Projections of several types become bfloat16."""
+    names = _projections()
+    kinds = dict.fromkeys(names, Q.Q4_0) | {names[0]: Q.Q8_0}
+    values = write_gguf(tmp_path / "m.gguf", kinds=kinds)
+    folder = loader.convert(tmp_path / "m.gguf", tmp_path / "cache")
+    found = load_file(folder / "model.safetensors")
+    assert read(folder) is None
+    assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], values["blk.0.ffn_up.weight"].bfloat16())
+
+
+@pytest.fixture
+def catalog(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A catalog with one model: a folder of an installed package (pip's own)."""
+    packaged = loader._PackagedModel((f"pip=={version('pip')}",), ("pip/_internal/network",))
+    monkeypatch.setattr(loader, "_CATALOG", {"tiny": packaged})
+    return tmp_path / "cache"
+
+
+def test_fetch_makes_a_folder_once(catalog: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second call returns the same folder without making it again."""
+    folder = loader.fetch("tiny", catalog)
+    assert folder == catalog / "tiny"
+    assert (folder / "session.py").is_file()
+    marker = folder / "session.py"
+    marker.write_text("untouched")
+    assert loader.fetch("tiny", catalog) == folder
+    assert marker.read_text() == "untouched"
+    assert capsys.readouterr().out == ""  # progress goes to standard error
+
+
+def test_interrupted_fetch_is_cleaned_up(catalog: Path) -> None:
+    """A killed process' leftovers are removed, and an incomplete folder is made again."""
+    (catalog / ".tiny-abc").mkdir(parents=True)
+    (catalog / ".tiny-abc" / "half").write_text("a file")
+    (catalog / "tiny").mkdir()
+    folder = loader.fetch("tiny", catalog)
+    assert (folder / "session.py").is_file()
+    assert sorted(path.name for path in catalog.iterdir()) == [".tiny.lock", "tiny"]
+
+
+def test_failed_fetch_leaves_nothing(catalog: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure halfway leaves no files; the next call succeeds."""
+
+    def fail(*_: object) -> None:
+        raise ConfigurationRefused("the power went out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copytree", fail)
+        with pytest.raises(ConfigurationRefused, match="power"):
+            loader.fetch("tiny", catalog)
+    assert [path.name for path in catalog.iterdir()] == [".tiny.lock"]
+    assert loader.fetch("tiny", catalog).is_dir()
+
+
+def test_concurrent_fetches_make_one(catalog: Path) -> None:
+    """Later calls wait and get the first call's folder."""
+    folders: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: folders.append(loader.fetch("tiny", catalog))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert folders == [catalog / "tiny"] * 4
+
+
+def test_fetches_that_cannot_work_are_refused(tmp_path: Path, catalog: Path) -> None:
+    """The line lists the known names, or says that the cache's path is a file."""
+    with pytest.raises(ConfigurationRefused, match="unknown model 'nope'; choose one of"):
+        loader.fetch("nope", catalog)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigurationRefused, match="cannot write the model cache"):
+        loader.fetch("tiny", blocked)
+
+
+def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """TRIPTYCH_CACHE wins over the user's cache folder."""
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(tmp_path))
+    assert loader.default_cache_dir() == tmp_path
+    monkeypatch.delenv("TRIPTYCH_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert loader.default_cache_dir() == tmp_path / "triptych" / "models"
+
+
+def test_catalog_imports_no_torch() -> None:
+    """The launcher fetches models and must stay small."""
+    code = "import sys, worker_svc.model_files.loader; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A conversion that lacks a package fails in one line that names the package and how to install it."""
+    monkeypatch.setattr(loader, "find_spec", lambda name: None if name == "gguf" else object())
+    file = tmp_path / "tiny.gguf"
+    file.touch()
+    with pytest.raises(ConfigurationRefused) as caught:
+        loader.convert(file, tmp_path / "cache")
+    assert str(caught.value) == (
+        "converting a GGUF file needs gguf, which is not installed; run `triptych install worker`"
+    )
+    assert [path.suffix for path in (tmp_path / "cache" / "gguf").iterdir()] == [".lock"]
