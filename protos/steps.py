@@ -232,19 +232,11 @@ class GroupKind(enum.Enum):
     """A block per request with the tokens of a window, oldest first, which slide with every step."""
 
 
-_TO_PROTO = {
-    GroupKind.FULL: common_pb2.KV_GROUP_KIND_FULL,
-    GroupKind.PAGED_WINDOW: common_pb2.KV_GROUP_KIND_PAGED_WINDOW,
-    GroupKind.IN_PLACE_WINDOW: common_pb2.KV_GROUP_KIND_IN_PLACE_WINDOW,
-}
-_FROM_PROTO = {value: kind for kind, value in _TO_PROTO.items()}
-
-
 def kind_to_proto(kind: GroupKind) -> common_pb2.KvGroupKind.ValueType:
     """Returns a kind's value in messages."""
-    return _TO_PROTO[kind]
+    return common_pb2.KvGroupKind.Value(f"KV_GROUP_KIND_{kind.name}")
 
 
 def kind_from_proto(value: common_pb2.KvGroupKind.ValueType) -> GroupKind | None:
     """Returns the kind of a message's value; None if this release does not know it."""
-    return _FROM_PROTO.get(value)
+    return next((kind for kind in GroupKind if kind_to_proto(kind) == value), None)

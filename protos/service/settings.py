@@ -20,6 +20,8 @@ from pydantic_core import PydanticUndefined
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    EnvSettingsSource,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -114,16 +116,16 @@ class ServiceSettings(BaseSettings):
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - ours leave some out
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - we read no .env files
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 - nor secret files
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Returns the sources in order of precedence."""
         return (
             init_settings,
-            _NotFixed(settings_cls, env_settings),
+            _OwnVariables(settings_cls),
             _ReferenceNames(settings_cls),
-            _FromFile(settings_cls),
+            InitSettingsSource(settings_cls, _file_values.get()),
         )
 
 
@@ -165,21 +167,14 @@ def is_secret(cls: type[BaseSettings], field: str) -> bool:
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 
 
-class _NotFixed(PydanticBaseSettingsSource):
-    """Another source without the fixed fields, and without the addresses that Kubernetes sets as ports."""
-
-    def __init__(self, settings_cls: type[BaseSettings], source: PydanticBaseSettingsSource) -> None:
-        super().__init__(settings_cls)
-        self._source = source
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self._source.get_field_value(field, field_name)
+class _OwnVariables(EnvSettingsSource):
+    """Our variables, without those of fixed fields and the addresses that Kubernetes sets as ports."""
 
     def __call__(self) -> dict[str, Any]:
         fixed = fixed_fields(self.settings_cls)
         return {
             name: value
-            for name, value in self._source().items()
+            for name, value in super().__call__().items()
             if name not in fixed and not (name.endswith("port") and _SERVICE_LINK.match(str(value)))
         }
 
@@ -217,17 +212,8 @@ class _ReferenceNames(PydanticBaseSettingsSource):
         return {name: value for name, value in values.items() if value is not None}
 
 
-class _FromFile(PydanticBaseSettingsSource):
-    """The values of the configuration file for the loading class."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:  # noqa: ARG002
-        return _file_values.get().get(field_name), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        return dict(_file_values.get())
-
-
-_file_values: ContextVar[Mapping[str, Any]] = ContextVar("file_values", default={})  # noqa: B039 - never changed
+# The values of the configuration file for the loading class.
+_file_values: ContextVar[dict[str, Any]] = ContextVar("file_values", default={})  # noqa: B039 - never changed
 
 _BOOLEAN = TypeAdapter(bool)
 # Two variables with one of these words each agree.
