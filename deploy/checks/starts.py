@@ -261,10 +261,6 @@ def _packages(service: str) -> Iterator[None]:
         raise ConfigurationRefused(f"{missing} is not installed; run `triptych install {service}`") from error
 
 
-if TYPE_CHECKING:
-    from worker_svc.execution.worker import Worker
-
-
 def configuration(settings: SchedulerSettings, worker: "Worker") -> worker_pb2.ConfigureRequest:
     """Returns the configuration of a prepared worker; refuses settings unfit for the model or the device."""
     # The worker's room imports torch.

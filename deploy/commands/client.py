@@ -139,10 +139,6 @@ class Answer:
         print(f"{'TPS:':<5} {rate:.2f} tokens/s ({self.num_tokens} tokens in {total_s:.2f}s)")
 
 
-Start = Callable[[openai.OpenAI, argparse.Namespace, str, dict[str, Any]], Any]
-"""Sends a request for a text with some fields, and returns the stream of its answer."""
-
-
 def chat(argv: list[str]) -> int:
     """Answers a message, or each line of standard input.
 
@@ -155,18 +151,7 @@ def chat(argv: list[str]) -> int:
         epilog='Example: triptych chat -q "Name the capital of France."',
     )
     parser.add_argument("--system-prompt", metavar="TEXT", help="the system message of the conversation")
-    kept: list[dict[str, str]] = []
-
-    def start(client: openai.OpenAI, arguments: argparse.Namespace, text: str, fields: dict[str, Any]) -> Any:
-        if arguments.system_prompt is not None and not kept:
-            kept.append({"role": "system", "content": arguments.system_prompt})
-        messages: Any = [*kept, {"role": "user", "content": text}]
-        return client.chat.completions.create(messages=messages, **fields)
-
-    def keep(text: str, answer: str) -> None:
-        kept.extend([{"role": "user", "content": text}, {"role": "assistant", "content": answer}])
-
-    return _run(parser, argv, start, keep)
+    return _run(parser, argv, is_chat=True)
 
 
 def complete(argv: list[str]) -> int:
@@ -177,15 +162,10 @@ def complete(argv: list[str]) -> int:
         " the program.",
         epilog='Example: triptych complete -q "The capital of France is" --max-tokens 32',
     )
-    return _run(
-        parser,
-        argv,
-        lambda client, _, prompt, fields: client.completions.create(prompt=prompt, **fields),
-        lambda *_: None,
-    )
+    return _run(parser, argv, is_chat=False)
 
 
-def _run(parser: ArgumentParser, argv: list[str], start: Start, keep: Callable[[str, str], None]) -> int:
+def _run(parser: ArgumentParser, argv: list[str], *, is_chat: bool) -> int:
     """Answers the text of --quick, or each line of standard input; returns the exit code."""
     add = parser.add_argument
     add("-q", "--quick", metavar="TEXT", help="answer this text and exit")
@@ -201,11 +181,20 @@ def _run(parser: ArgumentParser, argv: list[str], start: Start, keep: Callable[[
             print(f"Using model: {fields['model']}", file=sys.stderr)
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
             fields |= {} if arguments.max_tokens is None else {"max_tokens": arguments.max_tokens}
+            kept: list[Any] = []
+            if is_chat and arguments.system_prompt is not None:
+                kept.append({"role": "system", "content": arguments.system_prompt})
+
+            def start(text: str) -> Any:
+                if not is_chat:
+                    return client.completions.create(prompt=text, **fields)
+                messages = [*kept, {"role": "user", "content": text}]
+                return client.chat.completions.create(messages=messages, **fields)
 
             def ask(text: str) -> Answer:
                 answer = Answer()
                 try:
-                    with start(client, arguments, text, fields) as chunks:
+                    with start(text) as chunks:
                         _print_chunks(chunks, answer)
                 except ERRORS as error:
                     raise CommandError(server.line(error)) from error
@@ -215,7 +204,8 @@ def _run(parser: ArgumentParser, argv: list[str], start: Start, keep: Callable[[
                 if arguments.stats and answer.first_s and not answer.interrupted:
                     answer.print_stats()
                 if answer.text or not answer.interrupted:
-                    keep(text, answer.text)
+                    kept.append({"role": "user", "content": text})
+                    kept.append({"role": "assistant", "content": answer.text})
                 return answer
 
             if arguments.quick is not None:

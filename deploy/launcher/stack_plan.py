@@ -25,6 +25,7 @@ from worker_svc.settings import Settings as WorkerSettings
 # As long as the longest name of a socket.
 _LONGEST_NAME = "metrics/0123456789ab.sock"
 _LOCK = "launcher.pid"
+COMMAND = (sys.executable, "-m", "deploy.cli")
 
 
 @contextmanager
@@ -133,9 +134,6 @@ def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
         )
 
 
-COMMAND = (sys.executable, "-m", "deploy.cli")
-
-
 @dataclass(frozen=True)
 class StackPlan:
     """The children of a stack; nothing runs yet."""
@@ -171,18 +169,12 @@ class StackPlan:
 
 
 def _gateways(settings: LaunchSettings, ports: Ports, socket: Path) -> tuple[ChildSpec, ...]:
-    secrets = service_flags.secrets_of(settings, GatewaySettings)
-    count = settings.gateways
-    names = ["gateway"] if count == 1 else [f"gateway-{index}" for index in range(count)]
-    return tuple(
-        ChildSpec(
-            name,
-            (*COMMAND, "gateway", *service_flags.gateway_flags(settings, ports.http, metrics, socket)),
-            settings.run_dir,
-            secrets,
-        )
-        for name, metrics in zip(names, ports.metrics, strict=True)
-    )
+    secrets, specs = service_flags.secrets_of(settings, GatewaySettings), []
+    for index, metrics in enumerate(ports.metrics):
+        name = "gateway" if settings.gateways == 1 else f"gateway-{index}"
+        flags = service_flags.gateway_flags(settings, ports.http, metrics, socket)
+        specs.append(ChildSpec(name, (*COMMAND, "gateway", *flags), settings.run_dir, secrets))
+    return tuple(specs)
 
 
 def _scheduler(settings: LaunchSettings, ports: Ports, socket: Path) -> ChildSpec:

@@ -31,13 +31,7 @@ class SecuredChannel(grpc.aio.Channel):
         version: Callable[[], int],
         tokens: ServiceTokens | None,
     ) -> None:
-        """Opens the first channel.
-
-        Args:
-            connect: opens a channel with the current certificates.
-            version: returns another number once the certificates have changed.
-            tokens: the token to send; `None` for none.
-        """
+        """Opens the first channel; `version` returns another number once the certificates have changed."""
         self._connect = connect
         self._version = version
         self._tokens = tokens
