@@ -67,12 +67,17 @@ async def healthy(http: httpx.AsyncClient) -> None:
             await asyncio.sleep(0.02)
 
 
-def test_ready_within_three_seconds_without_a_scheduler() -> None:
-    """The limit is in CPU time, so that a busy machine does not fail the test."""
+def test_a_gateway_without_a_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
+    """It is ready within three seconds, and shares its port only if both gateways have the flag.
+
+    The limit is in CPU time, so that a busy machine does not fail the test.
+    """
     with started("--scheduler-address", f"127.0.0.1:{free_port()}") as gateway:
         assert httpx.get(f"{gateway.base_url}/version").status_code == 200
         times = psutil.Process(gateway.process.pid).cpu_times()
         assert times.user + times.system < READY_S
+        assert main(["--port", gateway.base_url.rpartition(":")[2], "--reuse-port"]) == 2
+        assert "Address already in use" in capsys.readouterr().err
 
 
 async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, int]) -> None:
@@ -102,20 +107,10 @@ async def test_memory_imports_and_a_clean_end(scheduler: tuple[FakeScheduler, in
         ("chat_template.jinja", "\n{% if %}", "chat template cannot be compiled: line 2"),
         pytest.param(
             "tokenizer_config.json",
-            '{"chat_template": "{{ x | nofilter }}"}',
-            "No filter named 'nofilter'",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "tokenizer_config.json",
             '{"chat_template": [{}]}',
             "tokenizer cannot be used: KeyError",
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "chat_template.jinja", "\udcff", "chat_template.jinja cannot be read", marks=pytest.mark.slow
-        ),
-        ("tokenizer.json", "{", "tokenizer.json cannot be read"),
     ],
 )
 async def test_unusable_text_files_end_it(tmp_path: Path, file: str, text: str, reason: str) -> None:
@@ -123,7 +118,7 @@ async def test_unusable_text_files_end_it(tmp_path: Path, file: str, text: str, 
     for path in smollm2_folder().iterdir():
         if path.name != "chat_template.jinja":
             (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / file).write_text(text, errors="surrogateescape")
+    (tmp_path / file).write_text(text)
     async with serving(FakeScheduler(tmp_path, [504])) as server:
         with started("--scheduler-address", f"127.0.0.1:{server.port}") as gateway:
             _, err = await asyncio.to_thread(gateway.process.communicate, None, 20)
@@ -262,16 +257,6 @@ async def test_metrics_are_closed_on_both_ports(scheduler: tuple[FakeScheduler, 
             for url in (f"{gateway.base_url}/metrics", f"{gateway.own_url}/metrics"):
                 assert (await http.get(url)).status_code == 401
                 assert (await http.get(url, headers=key)).status_code == 200
-
-
-async def test_a_port_is_shared_only_on_request(scheduler: tuple[FakeScheduler, int]) -> None:
-    """A second gateway on the port is refused, unless both have the flag."""
-    with started("--scheduler-address", f"127.0.0.1:{scheduler[1]}") as gateway:
-        port = gateway.base_url.rpartition(":")[2]
-        command = [sys.executable, "-m", "gateway", "--port", port, "--reuse-port"]
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert "Address already in use" in done.stderr
 
 
 async def connections_reach(gateway: Process, shared_url: str) -> bool:

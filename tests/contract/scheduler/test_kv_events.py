@@ -106,34 +106,6 @@ async def test_a_late_watcher_gets_a_snapshot_then_changes(scheduler: RunningSch
     assert (list(stored.token_ids), stored.tokens_per_hash) == (PROMPT[:4], 4)
 
 
-async def test_a_watcher_sees_a_snapshot_then_what_is_stored_and_removed() -> None:
-    """Sequence numbers are consecutive, parents precede children, and only stored keys are removed."""
-    async with run_scheduler() as scheduler, joined(scheduler, FakeWorker(num_blocks=9)):
-        await tokens_of(scheduler, generate_request([5] * 9, max_tokens=1))
-        async with watching(scheduler) as batches:
-            snapshot = await anext(batches)
-            assert snapshot.snapshot
-            (event,) = snapshot.events
-            known = set(event.stored.hashes)
-            assert (len(known), event.stored.tokens_per_hash) == (2, 4)
-            sequence, removed, parent = snapshot.sequence, 0, b""
-            for token in (40, 41):  # fill the small cache
-                await tokens_of(scheduler, generate_request([token] * 24, max_tokens=1))
-            while not removed:
-                batch = await anext(batches)
-                sequence += 1
-                assert (batch.sequence, batch.snapshot) == (sequence, False)
-                for event in batch.events:
-                    if event.HasField("stored"):
-                        stored = event.stored
-                        assert len(stored.token_ids) == 4 * len(stored.hashes)
-                        assert not parent or stored.parent_hash in known or stored.token_ids[0] == 41
-                        parent = stored.hashes[-1]
-                        known |= set(stored.hashes)
-                    removed += len(event.removed.hashes)
-                    assert known.issuperset(event.removed.hashes)
-
-
 async def test_a_watcher_resumes_after_its_sequence_number(scheduler: RunningScheduler) -> None:
     """A watcher gets the batches it missed; an unknown number gets a snapshot."""
     async with watching(scheduler) as batches:

@@ -111,7 +111,6 @@ class SchedulerPeer:
         config.cache_config.num_gpu_blocks = num_blocks
         self._block_size = block_size
         # Timed code calls `schedule` and `update_from_output` of vLLM's object directly.
-        # Timed code calls `schedule` and `update_from_output` of vLLM's object directly.
         self.scheduler: Any = Scheduler(
             vllm_config=config,
             kv_cache_config=_kv_cache_config([None], num_blocks, block_size),

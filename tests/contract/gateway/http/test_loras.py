@@ -19,17 +19,10 @@ ADMIN = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def with_key() -> AsyncIterator[Stack]:
-    """Runs a gateway with an admin key until the module ends."""
+async def running() -> AsyncIterator[Stack]:
+    """Runs a gateway with an admin key, which closes nothing but the routes of operators."""
     async with running_stack(TEXT, max_parked_requests=0, admin_api_key=SecretStr(KEY)) as stack:
         yield stack
-
-
-@pytest.fixture
-def admin(with_key: Stack) -> Stack:
-    """That gateway; its scheduler has forgotten earlier tests."""
-    with_key.scheduler.reset()
-    return with_key
 
 
 async def load(stack: Stack, body: dict[str, Any], headers: dict[str, str] = ADMIN) -> httpx.Response:
@@ -61,11 +54,9 @@ async def test_a_request_names_an_adapter_as_its_model(stack: Stack, path: str, 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_unknown_model_is_not_found(stack: Stack, model: str, stream: bool) -> None:
     """Whether the gateway or the scheduler refuses it: OpenAI's error, in the same words."""
-    response = await stack.http.post(
-        "/v1/completions", json={"prompt": "x", "model": model, "stream": stream}
-    )
-    assert response.status_code == 404
-    assert response.json()["error"] == {
+    status, error = await stack.refusal("/v1/completions", prompt="x", model=model, stream=stream)
+    assert status == 404
+    assert error == {
         "message": f"the model '{model}' is not served here; use 'smollm2'",
         "type": "invalid_request_error",
         "param": "model",
@@ -102,21 +93,21 @@ async def test_an_adapter_shares_the_tokenizer(stack: Stack) -> None:
         assert (tokens.status_code, text.status_code) == (status, status)
 
 
-async def test_adapters_come_and_go_with_the_admin_key(admin: Stack) -> None:
+async def test_adapters_come_and_go_with_the_admin_key(stack: Stack) -> None:
     """A load answers with the adapter's card; after an unload, its name is unknown."""
-    loaded = await load(admin, {"lora_name": "sql", "lora_path": "/adapters/sql"})
+    loaded = await load(stack, {"lora_name": "sql", "lora_path": "/adapters/sql"})
     assert loaded.status_code == 200
     assert (loaded.json()["id"], loaded.json()["root"]) == ("sql", "/adapters/sql")
-    again = await load(admin, {"lora_name": "sql", "lora_path": "/adapters/sql2"})
+    again = await load(stack, {"lora_name": "sql", "lora_path": "/adapters/sql2"})
     assert (again.status_code, again.json()["error"]["param"]) == (400, "lora_name")
-    replaced = await load(admin, {"lora_name": "sql", "lora_path": "/adapters/sql2", "load_inplace": True})
+    replaced = await load(stack, {"lora_name": "sql", "lora_path": "/adapters/sql2", "load_inplace": True})
     assert replaced.json()["root"] == "/adapters/sql2"
-    assert (await unload(admin, "sql")).json() == {"id": "sql", "object": "model", "deleted": True}
-    gone = await unload(admin, "sql")
+    assert (await unload(stack, "sql")).json() == {"id": "sql", "object": "model", "deleted": True}
+    gone = await unload(stack, "sql")
     assert (gone.status_code, gone.json()["error"]["param"]) == (404, "lora_name")
 
 
-async def test_all_fields_of_vllms_bodies_are_known(admin: Stack) -> None:
+async def test_all_fields_of_vllms_bodies_are_known(stack: Stack) -> None:
     """Those without effect are accepted; stacked weights of experts are refused by name."""
     body = {
         "lora_name": "sql",
@@ -124,11 +115,11 @@ async def test_all_fields_of_vllms_bodies_are_known(admin: Stack) -> None:
         "load_inplace": None,
         "is_3d_lora_weight": False,
     }
-    assert (await load(admin, body)).status_code == 200
-    refused = await load(admin, {**body, "is_3d_lora_weight": True})
+    assert (await load(stack, body)).status_code == 200
+    refused = await load(stack, {**body, "is_3d_lora_weight": True})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "is_3d_lora_weight")
     gone = {"lora_name": "sql", "lora_int_id": 3}
-    assert (await admin.http.post("/v1/unload_lora_adapter", json=gone, headers=ADMIN)).status_code == 200
+    assert (await stack.http.post("/v1/unload_lora_adapter", json=gone, headers=ADMIN)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -139,17 +130,21 @@ async def test_all_fields_of_vllms_bodies_are_known(admin: Stack) -> None:
         (Unavailable("no worker is ready"), 503, None),
     ],
 )
-async def test_a_bad_adapter_is_refused(admin: Stack, refusal: Any, status: int, param: str | None) -> None:
+async def test_a_bad_adapter_is_refused(stack: Stack, refusal: Any, status: int, param: str | None) -> None:
     """The client gets the workers' reason, with this API's names of fields."""
-    admin.scheduler.refuse_lora = refusal
-    response = await load(admin, {"lora_name": "bad", "lora_path": "/bad"})
+    stack.scheduler.refuse_lora = refusal
+    response = await load(stack, {"lora_name": "bad", "lora_path": "/bad"})
     assert response.status_code == status
     error = response.json()["error"]
     assert (error["message"], error["param"]) == (refusal.message, param)
 
 
-async def test_without_an_admin_key_the_routes_are_off(stack: Stack) -> None:
+async def test_without_an_admin_key_the_routes_are_off() -> None:
     """Whatever key the client sends; the error names the setting."""
-    for response in (await load(stack, {"lora_name": "a", "lora_path": "/a"}), await unload(stack, "a")):
-        assert response.status_code == 403
-        assert "--admin-api-key" in response.json()["error"]["message"]
+    async with running_stack(TEXT) as stack:
+        for response in (
+            await load(stack, {"lora_name": "a", "lora_path": "/a"}),
+            await unload(stack, "a"),
+        ):
+            assert response.status_code == 403
+            assert "--admin-api-key" in response.json()["error"]["message"]

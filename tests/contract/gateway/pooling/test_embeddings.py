@@ -175,9 +175,7 @@ async def test_a_client_that_disconnects_cancels_its_requests(stack: Stack) -> N
     """The scheduler sees its calls end."""
     stack.scheduler.pool_gate.clear()
     asking = asyncio.create_task(stack.http.post(URL, json={"input": [[1], [2]]}))
-    async with asyncio.timeout(10):
-        while len(stack.scheduler.pooled) < 2:
-            await asyncio.sleep(0.01)
+    await stack.scheduler.until(lambda: len(stack.scheduler.pooled) == 2)
     assert stack.scheduler.pooling
     asking.cancel()
     async with asyncio.timeout(10):
