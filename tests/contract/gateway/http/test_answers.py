@@ -263,14 +263,6 @@ async def test_every_route_is_described(stack: Stack) -> None:
     assert listed == stack.gateway.app.openapi()["paths"].keys()
     document = (await stack.http.get("/openapi.json")).json()
     assert document == stack.gateway.app.openapi()
-    assert {
-        "/v1/chat/completions",
-        "/v1/embeddings",
-        "/score",
-        "/rerank",
-        "/classify",
-        "/pooling",
-    } <= document["paths"].keys()
     for path, methods in document["paths"].items():
         for method, route in methods.items():
             assert route["summary"], path

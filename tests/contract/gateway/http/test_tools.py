@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.openai.answers import ChatCompletion
+from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.serving import Stack, running_stack
 from tests.support.gateway.tool_requests import accepts
@@ -81,8 +82,12 @@ def functions(choice: dict[str, Any]) -> list[tuple[str, str]]:
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
+def constraint_of(stack: Stack) -> pb.StructuredOutput:
+    return stack.scheduler.requests[-1].sampling.structured_output
+
+
 def structural_tag(stack: Stack) -> dict[str, Any]:
-    tag: dict[str, Any] = json.loads(stack.scheduler.requests[-1].sampling.structured_output.structural_tag)
+    tag: dict[str, Any] = json.loads(constraint_of(stack).structural_tag)
     return tag
 
 
@@ -151,34 +156,30 @@ async def test_a_stop_string_within_a_call(stack: Stack) -> None:
     assert answer["stop_reason"] == "Paris"
 
 
-async def test_required_uses_the_models_own_format(stack: Stack) -> None:
-    """The grammar has both tools in the format that the parser reads, behind optional thinking."""
+async def test_required_calls_are_constrained(stack: Stack) -> None:
+    """The grammar is that of the format which the parser reads, behind optional thinking."""
     answer = await collected(stack, tool_choice="required")
     assert (functions(answer)[0][0], answer["finish_reason"]) == ("get_weather", "tool_calls")
     form = structural_tag(stack)["format"]
-    calls = form["elements"][-1]
-    assert [tag["begin"] for tag in calls["tags"]] == [
-        '<tool_call>\n{"name": "get_weather", "arguments": ',
-        '<tool_call>\n{"name": "get_time", "arguments": ',
-    ]
-    assert calls["tags"][0]["content"]["json_schema"] == CLOSED
-    assert (calls["at_least_one"], calls["stop_after_first"]) == (True, False)
     assert form["elements"][0]["content"]["begin"] == "<think>"
+    assert accepts(constraint_of(stack), f"{CALL}\n{CALL}")
     await collected(stack, tool_choice="required", parallel_tool_calls=False)
-    assert structural_tag(stack)["format"]["elements"][-1]["stop_after_first"]
+    assert accepts(constraint_of(stack), CALL)
+    assert not accepts(constraint_of(stack), f"{CALL}\n{CALL}")
 
 
 async def test_a_named_tool(stack: Stack) -> None:
     """One call of one tool, with OpenAI's finish_reason for it: stop."""
     choice = {"type": "function", "function": {"name": "get_weather"}}
-    for answer in (
+    whole, (streaming, _) = (
         await collected(stack, tool_choice=choice),
-        (await streamed(stack, tool_choice=choice))[0],
-    ):
+        await streamed(stack, tool_choice=choice),
+    )
+    for answer in (whole, streaming):
         assert functions(answer) == [("get_weather", '{"city": "Paris"}')]
         assert answer["finish_reason"] == "stop"
-    (only,) = structural_tag(stack)["format"]["elements"][-1]["tags"]
-    assert "get_weather" in only["begin"]
+    assert accepts(constraint_of(stack), CALL)
+    assert not accepts(constraint_of(stack), CALL.replace("get_weather", "get_time"))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -406,9 +407,8 @@ async def test_a_function_without_parameters_gets_an_empty_object(
     for one, text in ((stack, own), (plain, general)):
         one.reply_with(text)
         assert functions(await collected(one, **body)) == [("now", "{}")]
-        constraint = one.scheduler.requests[-1].sampling.structured_output
-        assert accepts(constraint, text)
-        assert not accepts(constraint, text.replace("{}", '{"a": 1}'))
+        assert accepts(constraint_of(one), text)
+        assert not accepts(constraint_of(one), text.replace("{}", '{"a": 1}'))
 
 
 NULLS: Any = {

@@ -172,18 +172,18 @@ async def test_the_limit_counts_decoded_bytes(stack: Stack, encoding: str, body:
 
 
 @pytest.mark.parametrize(
-    "path", [COMPLETIONS, "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"]
+    ("path", "body"),
+    [
+        (COMPLETIONS, PROMPT),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/messages", {**CHAT, "max_tokens": 2}),
+        ("/v1/responses", {"input": "x"}),
+        ("/tokenize", {"prompt": "x"}),
+    ],
 )
-async def test_a_byte_order_mark_is_skipped(stack: Stack, path: str) -> None:
+async def test_a_byte_order_mark_is_skipped(stack: Stack, path: str, body: dict[str, Any]) -> None:
     """Some editors and PowerShell put one before JSON."""
-    body = {**PROMPT, **CHAT, "input": "x"}
-    own = {
-        COMPLETIONS: ("prompt", "max_tokens"),
-        "/v1/responses": ("input",),
-        "/tokenize": ("prompt",),
-        "/v1/messages": ("messages", "max_tokens"),
-    }.get(path, ("messages",))
-    text = json.dumps({name: body[name] for name in own}).encode()
+    text = json.dumps(body).encode()
     assert (await stack.http.post(path, content=b"\xef\xbb\xbf" + text)).status_code == 200
 
 

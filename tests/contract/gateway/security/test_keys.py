@@ -17,13 +17,11 @@ pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 KEYS = [
     {"name": "plain", "key": "sk-plain", "tenant": "team", "min_priority": -1, "max_priority": 1},
     {"name": "proxy", "key": "sk-proxy-ä", "may_name_tenant": True},
-    {"name": "busy", "key": "sk-busy", "max_concurrent_requests": 1},
     {"name": "slow", "key": "sk-slow", "requests_per_minute": 2},
     {"name": "short", "key": "sk-short", "tokens_per_minute": 40},
     {"name": "tiny", "key": "sk-tiny", "tokens_per_minute": 20},
     {"name": "gone", "key": "sk-gone", "tokens_per_minute": 20},
     {"name": "nbsp", "key": "sk-à"},
-    {"name": "ops", "key": "sk-ops", "admin": True},
 ]
 
 
@@ -57,17 +55,8 @@ async def test_every_route_of_the_api_needs_a_key(stack: Stack) -> None:
         for method in methods
     }
     opened = {
-        "/health",
-        "/live",
-        "/ready",
-        "/ping",
-        "/load",
-        "/version",
-        "/metrics",
-        "/docs",
-        "/redoc",
-        "/openapi.json",
-    }
+        "/health", "/live", "/ready", "/ping", "/load", "/version", "/metrics", "/docs", "/redoc", "/openapi.json",
+    }  # fmt: skip
     for method, path in [*sorted(paths), ("GET", "/nothing"), ("OPTIONS", "/v1/models"), ("GET", "//health")]:
         response = await stack.http.request(method, path, content=b"{")
         if path in opened:
@@ -135,11 +124,8 @@ async def test_requests_per_minute(stack: Stack) -> None:
     first, second, third = [
         await chat(stack, bearer("sk-slow"), stream=stream) for stream in (True, False, False)
     ]
-    assert [each.headers["x-ratelimit-remaining-requests"] for each in (first, second, third)] == [
-        "1",
-        "0",
-        "0",
-    ]
+    left = [each.headers["x-ratelimit-remaining-requests"] for each in (first, second, third)]
+    assert left == ["1", "0", "0"]
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-reset-requests"].endswith("s")
     assert third.status_code == 429
@@ -158,10 +144,8 @@ async def test_tokens_per_minute(stack: Stack) -> None:
     assert (await chat(stack, bearer("sk-short"))).status_code == 429
     metrics = (await stack.http.get("/metrics")).text
     for kind in ("prompt", "completion"):
-        line = (
-            f'triptych:gateway_key_tokens_total{{key="short",kind="{kind}"}} {float(usage[f"{kind}_tokens"])}'
-        )
-        assert line in metrics
+        count = float(usage[f"{kind}_tokens"])
+        assert f'triptych:gateway_key_tokens_total{{key="short",kind="{kind}"}} {count}' in metrics
     assert 'triptych:gateway_key_requests_total{key="short",status="429"} 1.0' in metrics
 
 

@@ -18,12 +18,7 @@ from tests.support.gateway.serving import Stack, running_stack
 
 pytestmark = pytest.mark.contract
 
-KEY, ADMIN, FILE_KEY, WRONG = (
-    "sk-KEY-hush-hush",
-    "sk-ADMIN-hush-hush",
-    "sk-FILE-hush-hush",
-    "sk-WRONG-hush-hush",
-)
+KEY, ADMIN, FILE_KEY, WRONG = (f"sk-{name}-hush-hush" for name in ("KEY", "ADMIN", "FILE", "WRONG"))
 PROMPT = "PROMPT-hush-hush"
 ANSWER = "Answer-hush-hush"
 HIDDEN = "hush-hush"
@@ -88,13 +83,7 @@ async def test_no_secret_is_logged(
     for path, body in bodies.items():
         for headers in everyone:
             statuses.add((await stack.http.post(path, json=body, headers=headers)).status_code)
-        changes: tuple[dict[str, Any], ...] = (
-            {"stream": True},
-            {"n": PROMPT},
-            {"model": 7},
-            {"seed": PROMPT},
-        )
-        for change in changes:
+        for change in ({"stream": True}, {"n": PROMPT}, {"model": 7}, {"seed": PROMPT}):
             statuses.add((await stack.http.post(path, json=body | change, headers=key)).status_code)
         for content in (BAD_JSON, b'"' + PROMPT.encode() + b'"', PROMPT.encode() * 2000):
             statuses.add((await stack.http.post(path, content=content, headers=key)).status_code)
