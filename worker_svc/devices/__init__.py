@@ -2,9 +2,8 @@
 
 `registry` lists the devices and imports no torch, so that settings and launchers can ask it. `attention`
 defines the kernels' arguments. `cpu`, `cuda` and `rbln` are folders with a `device` module each; no other
-room names a device. `gather_attention`, `mla` and `sliding_window` are attention in plain PyTorch: the
-fallback of devices without such kernels, and the reference of tests. `expert_routing` chooses a token's
-experts. `host` copies the host's values to a device. The rooms above import this one; it imports `shapes` and
+room names a device. `plain_attention` is the fallback of devices without such kernels, and the reference of
+tests. `expert_routing` chooses a token's experts. The rooms above import this one; it imports `shapes` and
 `protos` only.
 """
 

@@ -9,7 +9,7 @@ from protos.errors import Internal
 from protos.steps import Admission, Decode, GroupKind, Growth, Prefill
 from protos.validation import check_token_ids
 from worker_svc.devices.attention import InPlaceInput, PagedInput, StepInput
-from worker_svc.devices.host import upload
+from worker_svc.devices.base import upload
 from worker_svc.devices.lora_stack import NO_ADAPTER
 from worker_svc.execution.staged_writes import StagedWrites
 from worker_svc.sampling.state import SamplingBatch, SamplingState, SamplingVocabulary

@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from protos.errors import ConfigurationRefused
-from worker_svc.devices.base import Device
-from worker_svc.devices.host import is_host
+from worker_svc.devices.base import Device, is_host
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.sampling.state import sampling_bytes, state_bytes

@@ -19,8 +19,7 @@ from protos.steps import (
     StepResult,
     without_slots,
 )
-from worker_svc.devices.base import Device
-from worker_svc.devices.host import upload
+from worker_svc.devices.base import Device, upload
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.engine import Model, PlanRefused
 from worker_svc.execution.kv_cache import KvCache

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_svc.devices.host import takes_page_locked
+from worker_svc.devices.base import takes_page_locked
 
 
 class StagedWrites:

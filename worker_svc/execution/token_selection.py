@@ -13,8 +13,7 @@ import torch
 from protos.errors import InvalidArgument
 from protos.steps import Admission, Prefill, SlotOutput
 from protos.triptych.v1 import common_pb2
-from worker_svc.devices.base import Device
-from worker_svc.devices.host import upload
+from worker_svc.devices.base import Device, upload
 from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, StepConstraints
 from worker_svc.sampling.sampler import argmax_rows, compute_logprobs, sample, unpack_logprobs

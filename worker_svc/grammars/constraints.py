@@ -30,7 +30,7 @@ from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
 from protos.step_messages import result_from_proto, result_to_proto
 from protos.steps import SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
-from worker_svc.devices.host import is_host, takes_page_locked, upload
+from worker_svc.devices.base import is_host, takes_page_locked, upload
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.limits import PARAM
 from worker_svc.grammars.matcher import Matcher

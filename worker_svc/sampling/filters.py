@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.devices.host import is_host
+from worker_svc.devices.base import is_host
 from worker_svc.sampling.workspace import Tile
 
 # The integer mass of weight 1. The sum over 2**18 tokens stays below 2**63.

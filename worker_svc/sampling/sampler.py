@@ -6,7 +6,7 @@ import torch
 
 from protos.limits import MAX_LOGPROBS
 from protos.triptych.v1 import common_pb2
-from worker_svc.devices.host import is_host
+from worker_svc.devices.base import is_host
 from worker_svc.sampling.adjust import adjust_logits
 from worker_svc.sampling.draw import draw, draw_keys
 from worker_svc.sampling.filters import apply_filters

@@ -10,7 +10,7 @@ import torch
 from protos.limits import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 from protos.steps import Admission
 from protos.triptych.v1 import common_pb2
-from worker_svc.devices.host import upload
+from worker_svc.devices.base import upload
 from worker_svc.sampling.draw import sequence_seed
 from worker_svc.sampling.filters import FEW
 from worker_svc.sampling.workspace import WORKSPACE_BYTES, Workspace

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_svc.devices.host import is_host
+from worker_svc.devices.base import is_host
 
 _FLOAT32, _INT32, _INT64 = 4, 4, 8
 # A tile of this size stays in the processor's cache from one operation to the next.

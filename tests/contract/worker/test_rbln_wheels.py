@@ -14,7 +14,7 @@ from protos.steps import GroupKind
 from tests.support.rbln.fake_environment import PACKAGES
 from tests.support.rbln.wheels import WHEELS, Call, IndexUnreachable, Wheel
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
-from worker_svc.devices.rbln import experts
+from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
 from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
 from worker_svc.devices.rbln.vendor import TRITON_MODULES, Vendor
@@ -143,9 +143,9 @@ def test_collectives_are_set_up_as_the_plugin_sets_them_up(wheel: Wheel) -> None
 
 def test_expert_layers_are_called_as_the_plugin_calls_them(wheel: Wheel) -> None:
     """The plugin calls one operator for expert layers, always with our arguments in our order."""
-    calls = [call for call in wheel.calls(CUSTOM) if call.operator == experts.OPERATOR]
+    calls = [call for call in wheel.calls(CUSTOM) if call.operator == operators.EXPERTS]
     assert calls
-    assert all(call.arguments == experts.ARGUMENTS and not call.keywords for call in calls)
+    assert all(call.arguments == operators.EXPERT_ARGUMENTS and not call.keywords for call in calls)
 
 
 def test_the_sampler_is_compiled_as_the_plugin_compiles_it(wheel: Wheel) -> None:

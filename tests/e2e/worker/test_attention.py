@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from worker_svc.devices import gather_attention
+from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.capture import Recorder
@@ -66,8 +66,8 @@ def test_kernels_agree(device: CpuDevice, window: int, dtype: torch.dtype, toler
         device.attend(
             AttentionCall(shape, query, key, value, compiled, ours), device.plan(group, BLOCK, step)
         )
-        gather_attention.attend(
-            AttentionCall(shape, query, key, value, plain, reference), gather_attention.GatheredPlan.of(step)
+        plain_attention.attend(
+            AttentionCall(shape, query, key, value, plain, reference), plain_attention.GatheredPlan.of(step)
         )
         torch.testing.assert_close(ours, reference, atol=tolerance, rtol=tolerance)
         assert not ours[step.num_tokens :].any()
@@ -104,8 +104,8 @@ def test_blocks_behind_a_window_are_not_seen(device: CpuDevice, step: PagedInput
         device.attend(
             AttentionCall(shape, query, key, value, compiled, ours), device.plan(group, BLOCK, table)
         )
-        gather_attention.attend(
-            AttentionCall(shape, query, key, value, plain, reference), gather_attention.GatheredPlan.of(table)
+        plain_attention.attend(
+            AttentionCall(shape, query, key, value, plain, reference), plain_attention.GatheredPlan.of(table)
         )
         return ours, reference
 
@@ -206,9 +206,9 @@ def test_every_kind_of_attention_equals_a_naive_one(
         plan = device.plan(talk.group, BLOCK, step)
         device.attend(AttentionCall(shape, query, key, value, compiled, outputs[0], sinks), plan)
         device.bind_attention(AttentionCall(shape, query, key, value, bound, outputs[1], sinks))(plan)
-        gather_attention.attend(
+        plain_attention.attend(
             AttentionCall(shape, query, key, value, plain, outputs[2], sinks),
-            gather_attention.GatheredPlan.of(step),
+            plain_attention.GatheredPlan.of(step),
         )
         for output in outputs:
             torch.testing.assert_close(output[:count], expected, atol=tolerance, rtol=tolerance)

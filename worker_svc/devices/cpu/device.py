@@ -16,8 +16,8 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from protos.steps import GroupKind
-from worker_svc.devices import gather_attention, mla, sliding_window
-from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
+from worker_svc.devices import plain_attention
+from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.program import (
@@ -28,9 +28,7 @@ from worker_svc.devices.cpu.kernels.program import (
     serves,
     serves_texts,
 )
-from worker_svc.devices.cpu.lora_stack import PackedStack
-from worker_svc.devices.cpu.lora_stack import serves as serves_adapters
-from worker_svc.devices.cpu.quantized import CpuProducts
+from worker_svc.devices.cpu.linear import CpuProducts, PackedStack, serves_lora
 from worker_svc.devices.lora_stack import LoraStack, StackShape
 from worker_svc.devices.registry import CPU, DeviceSpec
 from worker_svc.shapes.shape_config import KvGroup
@@ -105,11 +103,9 @@ class CpuDevice(Device):
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """A paged block holds, for each head, all keys and then all values."""
-        if group.kind is GroupKind.IN_PLACE_WINDOW:
-            return sliding_window.cache_shape(group, num_blocks)
+        if (shape := plain_attention.cache_shape(group, num_blocks, block_size)) is not None:
+            return shape
         layer = group.layers[0]
-        if layer.latent:
-            return mla.cache_shape(group, num_blocks, block_size)
         return (num_blocks, layer.num_kv_heads, 2 * block_size, layer.head_size)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -127,11 +123,9 @@ class CpuDevice(Device):
         return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape)).view(shape)
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
-        if isinstance(step, InPlaceInput):
-            return sliding_window.InPlacePlan.of(group, step)
+        if not isinstance(step, PagedInput) or group.layers[0].latent:
+            return plain_attention.plan_step(group, step, block_size)
         layer = group.layers[0]
-        if layer.latent:
-            return mla.LatentPlan.of(step, block_size=block_size)
         kernels = _kernels_for(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.dtype, block_size)
         if kernels and not layer.alibi:
             return kernels.plan(block_size, step)
@@ -148,19 +142,15 @@ class CpuDevice(Device):
         return _Plan(step, schedule, isa)
 
     def attend(self, call: AttentionCall, plan: Any) -> None:
-        if isinstance(plan, sliding_window.InPlacePlan):
-            sliding_window.attend(call, plan)
-            return
-        if isinstance(plan, mla.LatentPlan):
-            mla.attend(call, plan)
-            return
         if isinstance(plan, AttentionPlan):
             kernels = ops.kernels()
             assert kernels is not None
             kernels.attention(call)(plan)
-            return
-        keys, values = call.cache.chunk(2, dim=2)
-        _attend_paged(call, keys, values, plan)
+        elif isinstance(plan, _Plan):
+            keys, values = call.cache.chunk(2, dim=2)
+            _attend_paged(call, keys, values, plan)
+        else:
+            plain_attention.attend(call, plan)
 
     def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> Any:
         return TextsPlan(lengths, row_len, params)
@@ -193,14 +183,14 @@ class CpuDevice(Device):
         return functools.partial(_attend_paged, call, keys, values)
 
     def lora_stack(self, shape: StackShape) -> LoraStack:
-        return PackedStack(shape) if serves_adapters(shape) else super().lora_stack(shape)
+        return PackedStack(shape) if serves_lora(shape) else super().lora_stack(shape)
 
     def adapter_bytes(self, shape: StackShape) -> int:
-        return PackedStack.num_bytes(shape) if serves_adapters(shape) else super().adapter_bytes(shape)
+        return PackedStack.num_bytes(shape) if serves_lora(shape) else super().adapter_bytes(shape)
 
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
         """Our own kernels take the slots themselves."""
-        return slots if serves_adapters(shape) else super().select_adapters(slots, shape)
+        return slots if serves_lora(shape) else super().select_adapters(slots, shape)
 
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:
         return ops.lower(op, args, result)
@@ -249,7 +239,7 @@ def _attend_paged(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor,
     _vllm_ops.cpu_attention_with_kv_cache(
         query, keys, values, output, step.query_start, step.seq_lens, params.scale,
         True,  # causal
-        gather_attention.slopes_on(query.device, params.slopes) if params.slopes else None,
+        plain_attention.slopes_on(query.device, params.slopes) if params.slopes else None,
         params.window or -1, step.block_table, params.softcap, plan.schedule, call.sinks,
         None,  # no per-request causality
         1.0, 1.0, "auto",

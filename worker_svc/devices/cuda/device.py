@@ -9,8 +9,8 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from protos.steps import GroupKind
-from worker_svc.devices import gather_attention, mla, sliding_window
-from worker_svc.devices.attention import AttentionCall, InPlaceInput, StepInput
+from worker_svc.devices import plain_attention
+from worker_svc.devices.attention import AttentionCall, PagedInput, StepInput
 from worker_svc.devices.base import Device
 from worker_svc.devices.cuda.quantized import TritonProducts
 from worker_svc.devices.lora_stack import LoraStack, StackShape
@@ -123,11 +123,9 @@ class CudaDevice(Device):
 
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """A block holds each head's keys, then each head's values, so a head's tile is contiguous."""
-        if group.kind is GroupKind.IN_PLACE_WINDOW:
-            return sliding_window.cache_shape(group, num_blocks)
+        if (shape := plain_attention.cache_shape(group, num_blocks, block_size)) is not None:
+            return shape
         layer = group.layers[0]
-        if layer.latent:
-            return mla.cache_shape(group, num_blocks, block_size)
         return (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_size)
 
     def lora_stack(self, shape: StackShape) -> LoraStack:
@@ -146,26 +144,20 @@ class CudaDevice(Device):
 
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:  # noqa: ARG002 - the interface's
         """A plan holds only tensors of fixed shapes, so captured steps can take it as arguments."""
-        if isinstance(step, InPlaceInput):
-            return sliding_window.InPlacePlan.of(group, step)
-        if group.layers[0].latent:
-            return mla.LatentPlan.of(step)
+        if not isinstance(step, PagedInput) or group.layers[0].latent:
+            return plain_attention.plan_step(group, step)
         if group.layers[0].alibi:
-            return gather_attention.GatheredPlan.of(step)
+            return plain_attention.GatheredPlan.of(step)
         # Imported here, because Triton is missing or slow to import on machines without a GPU.
         from worker_svc.devices.cuda.triton_attention import TritonPlan
 
         return TritonPlan.of(step)
 
     def attend(self, call: AttentionCall, plan: Any) -> None:
-        if isinstance(plan, sliding_window.InPlacePlan):
-            sliding_window.attend(call, plan)
-            return
-        if isinstance(plan, mla.LatentPlan):
-            mla.attend(call, plan)
-            return
-        if isinstance(plan, gather_attention.GatheredPlan):
-            gather_attention.attend(replace(call, cache=call.cache.transpose(2, 3)), plan)
+        if isinstance(plan, plain_attention.GatheredPlan):
+            call = replace(call, cache=call.cache.transpose(2, 3))
+        if isinstance(plan, plain_attention.PlainPlan):
+            plain_attention.attend(call, plan)
             return
         from worker_svc.devices.cuda import triton_attention
 

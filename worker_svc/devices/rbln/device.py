@@ -2,14 +2,15 @@
 
 Weights, graph inputs and caches are tensors on torch's device "rbln", unless device tensors are switched
 off; the batch's state and sampling stay on the host. The operators' namespace decides how caches lie in
-memory; see `ops`. Arguments and shapes follow the wheels of vllm-rbln 0.12.0.
+memory; see `operators`. Arguments and shapes follow the wheels of vllm-rbln 0.12.0.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import psutil
 import torch
@@ -33,15 +34,50 @@ from worker_svc.devices.base import (
     by_row,
 )
 from worker_svc.devices.lora_stack import LoraStack, StackShape
+from worker_svc.devices.quantized import QuantizedProducts, QuantizedWeights
 from worker_svc.devices.rbln import operators
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
-from worker_svc.devices.rbln.experts import emit_experts
 from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory, move_to_npu, on_host, on_npu
-from worker_svc.devices.rbln.operators import CUSTOM, TRITON, Namespace, emit_argmax
-from worker_svc.devices.rbln.quantized import NpuProducts
+from worker_svc.devices.rbln.operators import CUSTOM, TRITON, Namespace, emit_argmax, emit_experts
 from worker_svc.devices.rbln.vendor import Vendor
 from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
 from worker_svc.shapes.shape_config import NULL_BLOCK, KvGroup
+
+BITS_VARIABLE: Final = "RBLN_QUANT_BITS"
+"""Where the compiler reads the bits of a code."""
+_GROUP: Final = 64
+_GROUPS: Final = (_GROUP, 2 * _GROUP, None)
+
+
+class NpuProducts(QuantizedProducts):
+    """The pattern with the vendor's groups."""
+
+    def check(self, bits: Collection[int], groups: Collection[int | None]) -> None:
+        """Tells the compiler the number of bits."""
+        if len(set(bits)) > 1:
+            raise ConfigurationRefused(
+                f"an NPU takes weights of one size, and the checkpoint has {' and '.join(map(str, sorted(bits)))} bits;"
+                " choose another checkpoint, or use `triptych quantize --lm-head keep`"
+            )
+        if other := [group for group in groups if group not in _GROUPS]:
+            raise ConfigurationRefused(
+                f"an NPU takes groups of {_GROUP} or {2 * _GROUP} inputs or a scale per output channel, and the"
+                f" checkpoint has groups of {other[0]}; choose another checkpoint"
+            )
+        os.environ[BITS_VARIABLE] = str(next(iter(bits)))
+
+    def num_bytes(self, outputs: int, inputs: int, groups: int, bits: int, dtype: torch.dtype) -> int:
+        return super().num_bytes(outputs, inputs, groups * _repeats(inputs, groups), bits, dtype)
+
+    def layer(self, weights: QuantizedWeights, dtype: torch.dtype, *, wide: bool) -> torch.nn.Module:
+        repeats = _repeats(weights.codes.shape[1], weights.scales.shape[1])
+        scales = weights.scales.repeat_interleave(repeats, dim=1)
+        return super().layer(QuantizedWeights(weights.codes, scales, weights.bits), dtype, wide=wide)
+
+
+def _repeats(inputs: int, groups: int) -> int:
+    return 2 if groups > 1 and inputs // groups == 2 * _GROUP else 1
+
 
 # The head sizes that the kernels are built for.
 _HEAD_SIZES = (32, 64, 80, 96, 128, 160, 192, 224, 256)

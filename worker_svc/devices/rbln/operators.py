@@ -4,6 +4,8 @@ Each argument of the attention operators has a role, which is the same in every 
 and a name, which differs between the namespaces. The order of mask, scale and position also differs, so only
 `emit` passes arguments by position. The sources are the wheels vllm-rbln 0.12.0 and 0.11.2;
 `tests/contract/worker/test_rbln_wheels.py` compares with them.
+
+The references have no loops over rows, and their shapes never depend on the tensors' contents.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +14,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from worker_svc.devices.rbln import experts, reference
+from worker_svc.devices.base import EXPERT_ACTIVATIONS
 
 Namespace = Literal["rbln_custom_ops", "rbln_triton_ops"]
 CUSTOM: Final[Namespace] = "rbln_custom_ops"
@@ -254,7 +256,7 @@ def register(namespace: Namespace, operators: Iterable[str]) -> None:
             f"{namespace}::{operator}", _fake(namespace, operator), lib=library, allow_override=False
         )
     if namespace == CUSTOM:
-        experts.register(library)
+        _register_experts(library)
     _LIBRARIES.append(library)
 
 
@@ -302,13 +304,307 @@ def _reference(namespace: Namespace, operator: str) -> Callable[..., torch.Tenso
         query, key, value, scale, tables = (given[role] for role in ("q", "k", "v", "scale", "block_tables"))
         sinks = given.get("sinks")
         if "cache_seq_len" in given:
-            return reference.sliding(
+            return sliding_reference(
                 query, key, value, cache, given["cache_seq_len"], given["cache_offset"], scale, tables,
                 mask=given.get("attn_mask"), sinks=sinks,
             )  # fmt: skip
-        return reference.paged(
+        return paged_reference(
             query, key, value, cache, scale, given["seq_idx"], tables,
             mask=given.get("mask"), window=given.get("window_size", 0), sinks=sinks,
         )  # fmt: skip
 
     return run
+
+
+def paged_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    scale: torch.Tensor,
+    start: torch.Tensor,
+    tables: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Appends keys and values from position `start` on, then attends over blocks.
+
+    A chunk's padding is written like any token. Tokens beyond the table's end go to block 0, the block of its
+    unused entries.
+
+    Args:
+        query: [rows, kv_heads, groups, q_len, head_size].
+        key: [rows, kv_heads, 1, q_len, head_size].
+        value: like `key`.
+        cache: written in place.
+        scale: scalar.
+        start: integers [rows, 1], the position of each row's first token.
+        tables: integers [rows, partitions], or [partitions] for a single row.
+        mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, the visible positions of each token; `None` for
+            causal attention.
+        window: without a mask, the number of visible tokens of each token, itself included; 0 for all.
+        sinks: [heads, sinks], scores of extra positions without a value.
+
+    Returns:
+        Like `query`.
+    """
+    rows, _, _, query_len, head_size = query.shape
+    block_size = cache.shape[4]
+    table = tables.view(rows, -1).long()
+    partitions = table.shape[1]
+    positions = start.long() + torch.arange(query_len, device=query.device)
+    partition = positions // block_size
+    blocks = table.gather(1, partition.clamp(max=partitions - 1)).masked_fill(partition >= partitions, 0)
+    offsets = positions % block_size
+    cache[blocks, 0, :, 0, offsets] = key[:, :, 0].transpose(1, 2).to(cache.dtype)
+    cache[blocks, 1, :, 0, offsets] = value[:, :, 0].transpose(1, 2).to(cache.dtype)
+    # Shape: rows, partitions, 2, kv_heads, block, head_size; then 2, rows, kv_heads, context, head_size.
+    context = cache[table][:, :, :, :, 0].permute(2, 0, 3, 1, 4, 5)
+    context = context.reshape(2, rows, -1, partitions * block_size, head_size)
+    length = context.shape[3]
+    if mask is None:
+        seen = torch.arange(length, device=query.device)
+        visible = seen <= positions[:, :, None]
+        if window:
+            visible = visible & (seen > positions[:, :, None] - window)
+    else:
+        given = (mask != 0)[:, 0, 0, :, :length].expand(rows, -1, -1)
+        visible = torch.nn.functional.pad(given, (0, length - given.shape[-1]))
+    return _attention(query, context[0], context[1], visible, scale, sinks)
+
+
+def sliding_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    before: torch.Tensor,
+    after: torch.Tensor,
+    scale: torch.Tensor,
+    tables: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Appends to each row's block, attends over a window, and keeps the last window in the block.
+
+    Args:
+        query: [rows, kv_heads, groups, q_len, head_size].
+        key: [rows, kv_heads, 1, q_len, head_size].
+        value: like `key`.
+        cache: its blocks hold a window each; written in place. Unfilled places become zero.
+        before: integers [rows, 1], tokens in the block before the step.
+        after: integers [rows, 1], `before` plus the step's real tokens; a row without real tokens is
+            padding and gets zeros.
+        scale: scalar.
+        tables: integers [rows, 1], or [1] for a single row.
+        mask: [rows, 1, 1, window] of 0 and 1, the visible places of a row's only token, itself appended.
+        sinks: [heads, sinks].
+
+    Returns:
+        Like `query`.
+    """
+    rows, _, _, query_len, head_size = query.shape
+    window = cache.shape[4]
+    blocks = tables.view(rows).long()
+    before, after = before.long(), after.long()
+    device = query.device
+    # Token 0 is the oldest one in the block. The buffer has the block's places, then the step's tokens.
+    place = torch.arange(window + query_len, device=device)
+    token = torch.where(place < window, place, before + place - window)
+    own = before + torch.arange(query_len, device=device)
+    filled = (place >= window) | (place < before)
+    visible = (token[:, None] <= own[:, :, None]) & (token[:, None] > own[:, :, None] - window)
+    visible = visible & filled[:, None]
+    states = torch.stack((key, value), dim=1)[:, :, :, 0]
+    # Shape: rows, 2, kv_heads, window + q_len, head_size.
+    context = torch.cat((cache[blocks][:, :, :, 0], states.to(cache.dtype)), dim=3)
+    kept = place[:window] + (after - window).clamp(min=0)
+    source = torch.where(kept < before, kept, kept - before + window).clamp(max=window + query_len - 1)
+    source = source[:, None, None, :, None].expand(-1, 2, cache.shape[2], -1, head_size)
+    slid = context.gather(3, source).masked_fill((kept >= after)[:, None, None, :, None], 0)
+    cache[blocks] = slid[:, :, :, None]
+    if mask is not None:
+        return _attention(query, slid[:, 0], slid[:, 1], (mask != 0)[:, 0], scale, sinks)
+    attended = _attention(query, context[:, 0], context[:, 1], visible, scale, sinks)
+    return attended.masked_fill((after <= before)[:, :, None, None, None], 0)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    scale: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attends with grouped queries. A token that sees nothing gets zeros.
+
+    Args:
+        query: [rows, kv_heads, groups, q_len, head_size].
+        key: [rows, kv_heads, context, head_size].
+        value: like `key`.
+        visible: bool [rows, q_len, context].
+        scale: scalar.
+        sinks: [heads, sinks].
+
+    Returns:
+        Like `query`.
+    """
+    rows, kv_heads, groups, query_len, head_size = query.shape
+    unseen = ~visible.any(dim=1)[:, None, :, None]
+    key, value = key.float().masked_fill(unseen, 0), value.float().masked_fill(unseen, 0)
+    # Heads that share keys are stacked: [rows, kv_heads, groups * q_len, …].
+    flat = query.float().reshape(rows, kv_heads, groups * query_len, head_size)
+    scores = (flat @ key.transpose(-1, -2) * scale.float()).view(rows, kv_heads, groups, query_len, -1)
+    hidden = ~visible[:, None, None]
+    scores = scores.masked_fill(hidden, -torch.inf)
+    context = scores.shape[-1]
+    if sinks is not None:
+        columns = sinks.float().view(1, kv_heads, groups, 1, -1).expand(rows, -1, -1, query_len, -1)
+        scores = torch.cat((scores, columns), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :context].masked_fill(hidden, 0)
+    attended = weights.reshape(rows, kv_heads, groups * query_len, context) @ value
+    return attended.view(query.shape).to(query.dtype)
+
+
+EXPERTS: Final = "custom_moe_glu"
+EXPERT_ARGUMENTS: Final = (
+    "hidden_states",
+    "gate_proj_weight",
+    "up_proj_weight",
+    "down_proj_weight",
+    "masked_routing_weights",
+    "layer.activation.value",
+    "layer.expert_map",
+    "None",
+    "None",
+    "None",
+)
+"""The arguments that the plugin passes, by its own names. The last three are for quantized experts."""
+
+_EXPERTS_SCHEMA: Final = (
+    f"{EXPERTS}(Tensor hidden_states, Tensor gate_proj_weight, Tensor up_proj_weight,"
+    " Tensor down_proj_weight, Tensor masked_routing_weights, str activation, Tensor? expert_map,"
+    " Tensor? gate_proj_scale, Tensor? up_proj_scale, Tensor? down_proj_scale) -> Tensor"
+)
+
+
+def emit_experts(
+    hidden: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, activation: str
+) -> torch.Tensor:
+    """Calls the vendor's operator for a whole layer, with arguments and result of `Device.run_experts`.
+
+    vllm-rbln 0.11.2 and 0.12.0 call it for each of the older plugins' two forms, and document no result. The
+    reference follows the arguments and the plugin's use of the result. A rank with a part of the experts
+    passes a layer of these, so it needs no `expert_map`.
+    """
+    inner = down.shape[-1]
+    operator: Any = torch.ops.rbln_custom_ops.custom_moe_glu
+    mixed: torch.Tensor = operator(
+        hidden, gate_up[:, :inner, :], gate_up[:, inner:, :], down, weights.t(), activation, None, None, None, None
+    )  # fmt: skip
+    return mixed
+
+
+def _register_experts(library: torch.library.Library) -> None:
+    """Registers the reference and a fake, unless the vendor has registered the operator.
+
+    Args:
+        library: of the namespace `rbln_custom_ops`.
+    """
+    if hasattr(torch.ops.rbln_custom_ops, EXPERTS):
+        return
+    library.define(_EXPERTS_SCHEMA)
+    library.impl(EXPERTS, experts_reference, "CPU")
+    torch.library.register_fake(
+        f"rbln_custom_ops::{EXPERTS}", _fake_experts, lib=library, allow_override=False
+    )
+
+
+def experts_reference(
+    hidden: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str,
+    expert_map: torch.Tensor | None,
+    *scales: torch.Tensor | None,
+) -> torch.Tensor:
+    """Sums the experts' gated MLPs by weight, in float32, expert after expert.
+
+    Args:
+        hidden: [tokens, hidden].
+        gate: [local experts, inner, hidden].
+        up: like `gate`.
+        down: [local experts, hidden, inner].
+        weights: [experts, tokens]; an expert's MLP counts only for tokens with a weight other than 0.
+        activation: a key of `base.EXPERT_ACTIVATIONS`.
+        expert_map: integers [experts], the index of each expert in `gate`, `up` and `down`, -1 for those of
+            other ranks; `None` if `weights` covers exactly these experts.
+        *scales: of quantized experts; must be `None`.
+
+    Returns:
+        Like `hidden`.
+
+    Raises:
+        ValueError: for unsupported shapes, activations or scales.
+    """
+    check_experts(hidden, gate, up, down, weights, activation, expert_map, *scales)
+    rows = range(len(weights)) if expert_map is None else expert_map.tolist()
+    wide = hidden.float()
+    total = torch.zeros_like(wide)
+    for expert, local in enumerate(rows):
+        if local < 0:
+            continue
+        gated = EXPERT_ACTIVATIONS[activation](wide @ gate[local].float().t()) * (
+            wide @ up[local].float().t()
+        )
+        shares = weights[expert].float().unsqueeze(-1)
+        # An unused expert may overflow, and 0 times infinity is NaN.
+        total += (gated @ down[local].float().t() * shares).masked_fill(shares == 0, 0)
+    return total.to(hidden.dtype)
+
+
+def check_experts(
+    hidden: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    activation: str,
+    expert_map: torch.Tensor | None,
+    *scales: torch.Tensor | None,
+) -> None:
+    """Refuses arguments that the operator does not take. Checks shapes and types only.
+
+    Raises:
+        ValueError: names the argument and its expected shape.
+    """
+    experts, inner, size = gate.shape
+    tokens = hidden.shape[0]
+    routed = experts if expert_map is None else len(expert_map)
+    expected = {
+        "hidden_states": (hidden, (tokens, size)),
+        "up_proj_weight": (up, (experts, inner, size)),
+        "down_proj_weight": (down, (experts, size, inner)),
+        "masked_routing_weights": (weights, (routed, tokens)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape or tensor.dtype != hidden.dtype:
+            raise ValueError(
+                f"{EXPERTS}: {name} must be {list(shape)} {hidden.dtype}, got {list(tensor.shape)} {tensor.dtype}"
+            )
+    if activation not in EXPERT_ACTIVATIONS:
+        raise ValueError(f"{EXPERTS}: there is no activation {activation!r}")
+    if any(scale is not None for scale in scales):
+        raise ValueError(f"{EXPERTS} has no reference for quantized experts")
+
+
+def _fake_experts(*arguments: Any) -> torch.Tensor:
+    check_experts(*arguments)
+    hidden: torch.Tensor = arguments[0]
+    return torch.empty_like(hidden)

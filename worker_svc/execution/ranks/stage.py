@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from protos.steps import Decode, Prefill, StepResult, slots_of
-from worker_svc.devices.host import upload
+from worker_svc.devices.base import upload
 from worker_svc.execution.batch import Batch
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout

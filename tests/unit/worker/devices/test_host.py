@@ -2,7 +2,7 @@
 
 import torch
 
-from worker_svc.devices.host import upload
+from worker_svc.devices.base import upload
 
 
 def test_values_arrive_in_order_and_of_the_wanted_type() -> None:

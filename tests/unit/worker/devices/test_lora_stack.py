@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
-from worker_svc.devices.cpu.lora_stack import PackedStack, serves
+from worker_svc.devices.cpu.linear import PackedStack, serves_lora
 from worker_svc.devices.lora_stack import NO_ADAPTER, LayerWeights, LoraStack, StackShape
 
 CPU: Device = open_device("cpu")
@@ -75,7 +75,7 @@ def test_each_row_takes_its_own_adapter(
 ) -> None:
     """Any mix of adapters of any rank and of the base model gives what single products give."""
     shape, chosen, slots, seed = case
-    if packed and not serves(shape):
+    if packed and not serves_lora(shape):
         pytest.skip("our kernels need AVX-512 with bfloat16")
     torch.manual_seed(seed)
     stack = CPU.lora_stack(shape) if packed else Device.lora_stack(CPU, shape)
@@ -100,7 +100,7 @@ def test_each_row_takes_its_own_adapter(
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     """A row has the same bits alone and among rows of its own and of other adapters."""
     shape = _shape(576, (576, 192, 192), 3, 16, torch.bfloat16)
-    if not serves(shape):
+    if not serves_lora(shape):
         pytest.skip("our kernels need AVX-512 with bfloat16")
     torch.manual_seed(0)
     stack = CPU.lora_stack(shape)

@@ -10,7 +10,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from protos.steps import BlockCopy, GroupKind
-from worker_svc.devices import gather_attention, open_device, sliding_window
+from worker_svc.devices import open_device, plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, RowsPlan
 from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.device import RblnDevice
@@ -193,8 +193,8 @@ def test_graphs_over_paged_blocks_match_the_reference(
         query = torch.randn((tokens, HEADS, SIZE), generator=generator)
         key, value = torch.randn((2, tokens, KV_HEADS, SIZE), generator=generator)
         expected = torch.empty_like(query)
-        plan = gather_attention.GatheredPlan.of(step)
-        gather_attention.attend(AttentionCall(params, query, key, value, plain, expected, sinks), plan)
+        plan = plain_attention.GatheredPlan.of(step)
+        plain_attention.attend(AttentionCall(params, query, key, value, plain, expected, sinks), plan)
         real = step.num_tokens if tokens > 2 else 1  # the second row of the decode step is padding
         ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
         torch.testing.assert_close(ours[:real], expected[:real], atol=1e-5, rtol=1e-5)
@@ -211,7 +211,7 @@ def test_graphs_over_windows_in_place_match_the_reference(triton: bool, with_sin
     attend = compiled_attend(device, params, sinks)
     (cache,) = KvCache(device, [group], BLOCK, [3]).by_layer().values()
     device.memory.resolve(cache).fill_(torch.nan)
-    plain = torch.zeros(sliding_window.cache_shape(group, 3))
+    plain = torch.zeros(plain_attention.cache_shape(group, 3, 0) or ())
     generator = torch.Generator().manual_seed(0)
     blocks = torch.tensor([[2], [0]], dtype=torch.int32)
     length = 0
@@ -225,8 +225,8 @@ def test_graphs_over_windows_in_place_match_the_reference(triton: bool, with_sin
         query = torch.randn((rows * query_len, HEADS, SIZE), generator=generator)
         key, value = torch.randn((2, rows * query_len, KV_HEADS, SIZE), generator=generator)
         expected = torch.empty_like(query)
-        plan = sliding_window.InPlacePlan.of(group, step)
-        sliding_window.attend(AttentionCall(params, query, key, value, plain, expected, sinks), plan)
+        plan = plain_attention.InPlacePlan.of(group, step)
+        plain_attention.attend(AttentionCall(params, query, key, value, plain, expected, sinks), plan)
         ours = attend(query, key, value, cache, device.plan(group, BLOCK, step))
         torch.testing.assert_close(ours[:count], expected[:count], atol=1e-5, rtol=1e-5)
     assert len(device.backend.graphs) == 2

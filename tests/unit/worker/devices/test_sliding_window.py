@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from protos.steps import GroupKind
-from worker_svc.devices import sliding_window
+from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.shapes.shape_config import AttentionLayer, KvGroup
@@ -195,16 +195,6 @@ def test_shapes_do_not_depend_on_lengths() -> None:
     """A plan's shapes depend on the step and the window, so one graph serves all lengths."""
     shapes = set()
     for before, count in itertools.product((0, 3, 8), (1, 4, 5)):
-        plan = sliding_window.InPlacePlan.of(GROUP, lengths([before], [before + count], [1], 5))
+        plan = plain_attention.InPlacePlan.of(GROUP, lengths([before], [before + count], [1], 5))
         shapes.add(tuple(tuple(tensor.shape) for tensor in vars(plan).values()))
     assert shapes == {((1,), (1, 8), (1, 5, 13), (1, 5), (1, 8))}
-
-
-def test_a_layer_that_reads_another_cache_is_refused() -> None:
-    """Attention itself refuses such a layer, although such models are refused earlier."""
-    params = AttentionParams(HEADS, KV_HEADS, SIZE, 0.3, WINDOW, 0.0, writes=False)
-    checker = Checker()
-    plan = checker.device.plan(GROUP, 32, lengths([0], [1], [1], 1))
-    query = torch.zeros((1, HEADS, SIZE))
-    with pytest.raises(NotImplementedError, match="two layers cannot share"):
-        checker.device.attend(AttentionCall(params, query, None, None, checker.cache, query), plan)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support.paths import ROOT
-from worker_svc.devices import gather_attention
+from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cuda import triton_attention
 from worker_svc.devices.cuda.device import CudaDevice
@@ -133,7 +133,7 @@ class Checker:
         self.device.attend(
             AttentionCall(case.params, query, key, value, self.cache, output, self.sinks), plan
         )
-        gather_attention.attend(AttentionCall(case.params, query.nan_to_num(), key, value, self.reference, expected, self.sinks), gather_attention.GatheredPlan.of(step))  # fmt: skip
+        plain_attention.attend(AttentionCall(case.params, query.nan_to_num(), key, value, self.reference, expected, self.sinks), plain_attention.GatheredPlan.of(step))  # fmt: skip
         tolerance = TOLERANCE[case.dtype]
         torch.testing.assert_close(output[real], expected[real], atol=tolerance, rtol=tolerance)
         assert not output[~real].any()
@@ -310,8 +310,8 @@ def test_one_graph_serves_all_lengths() -> None:
     ):
         mine.copy_(other)
     graph.replay()
-    gather_attention.attend(
+    plain_attention.attend(
         AttentionCall(checker.case.params, query, key, value, checker.reference, expected, checker.sinks),
-        gather_attention.GatheredPlan.of(second),
+        plain_attention.GatheredPlan.of(second),
     )
     torch.testing.assert_close(output, expected, atol=3e-2, rtol=3e-2)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from worker_svc.devices import open_device
 from worker_svc.devices.base import ExpertActivation
-from worker_svc.devices.rbln import experts
+from worker_svc.devices.rbln import operators
 from worker_svc.devices.registry import DeviceOptions
 from worker_svc.settings import Settings
 
@@ -103,7 +103,7 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        if func._schema.name == f"rbln_custom_ops::{experts.OPERATOR}":
+        if func._schema.name == f"rbln_custom_ops::{operators.EXPERTS}":
             self.arguments.append(args)
         return func(*args, **kwargs or {})
 
@@ -155,16 +155,18 @@ def operator_arguments() -> dict[str, Any]:
 def test_an_expert_map_selects_a_ranks_experts() -> None:
     """The ranks' parts add up to the whole layer; a map says where each rank has its experts."""
     given = operator_arguments()
-    whole = experts.reference(**given)
+    whole = operators.experts_reference(**given)
     total = torch.zeros_like(whole)
     for rank in range(2):
         own = slice(rank * 2, rank * 2 + 2)
         expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
         expert_map[own] = torch.arange(2, dtype=torch.int32)
         part = {name: given[name][own] for name in ("gate", "up", "down")}
-        with_map = experts.reference(**given | part | {"expert_map": expert_map})
+        with_map = operators.experts_reference(**given | part | {"expert_map": expert_map})
         # This is how the device calls it: a layer of the rank's own experts.
-        assert torch.equal(with_map, experts.reference(**given | part | {"weights": given["weights"][own]}))
+        assert torch.equal(
+            with_map, operators.experts_reference(**given | part | {"weights": given["weights"][own]})
+        )
         total += with_map
     assert torch.allclose(total, whole, atol=1e-6)
 
@@ -181,4 +183,4 @@ def test_an_expert_map_selects_a_ranks_experts() -> None:
 def test_the_reference_refuses_what_the_operator_does_not_take(change: dict[str, Any], reason: str) -> None:
     """Wrong shapes, types and names are errors that name the argument, also while a graph is traced."""
     with pytest.raises(ValueError, match=reason):
-        experts.reference(**operator_arguments() | change)
+        operators.experts_reference(**operator_arguments() | change)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedPlan, PagedInput, RowsPlan
+from worker_svc.devices.quantized import SCALE_BYTES
 
 
 class _Plan(ctypes.Structure):
@@ -86,7 +87,6 @@ _LINE: Final = 64
 # The index of the address of the next product's weights.
 _NEXT: Final = 4
 _PRODUCTS: Final = (_LINEAR, _QUANTIZED, _FLOAT_LINEAR)
-_SCALE_BYTES: Final = 2
 # Scales are stored in float16, relative to a power of two near the largest. So those of a layer may differ by
 # 2**28 without losing a bit.
 _LARGEST_SCALE: Final = 2**14
@@ -189,7 +189,7 @@ class Kernels:
         largest = float(scales.abs().max())
         factor = 2.0 ** math.floor(math.log2(largest / _LARGEST_SCALE)) if largest else 1.0
         halves = (scales.double() / factor).to(torch.float16).contiguous()
-        packed = torch.empty((panels, groups, PANEL * (_SCALE_BYTES + group * bits // 8)), dtype=torch.uint8)
+        packed = torch.empty((panels, groups, PANEL * (SCALE_BYTES + group * bits // 8)), dtype=torch.uint8)
         self._library.triptych_pack_codes(
             codes.data_ptr(), halves.data_ptr(), packed.data_ptr(), columns, size, group, bits,
             torch.get_num_threads(),

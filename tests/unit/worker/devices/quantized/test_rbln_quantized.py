@@ -7,7 +7,7 @@ import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.devices.quantized import PlainQuantizedLinear, QuantizedWeights
-from worker_svc.devices.rbln.quantized import BITS_VARIABLE, NpuProducts
+from worker_svc.devices.rbln.device import BITS_VARIABLE, NpuProducts
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from worker_svc.devices import mla, open_device
+from worker_svc.devices import open_device, plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.shapes.shape_config import AttentionLayer, KvGroup, group_layers
@@ -25,14 +25,14 @@ def expected(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def test_chunks_and_decode_steps_attend_to_what_the_cache_holds(*, static: bool) -> None:
     """Each token sees its row's tokens up to itself, whether rows are read together or one by one."""
     generator = torch.Generator().manual_seed(0)
-    cache = torch.full(mla.cache_shape(GROUP, BLOCKS, BLOCK), torch.nan)
+    cache = torch.full(plain_attention.cache_shape(GROUP, BLOCKS, BLOCK) or (), torch.nan)
     histories = [torch.randn(70, SIZE, generator=generator), torch.randn(33, SIZE, generator=generator)]
 
     def run(step: PagedInput, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query = torch.randn(len(key), HEADS, SIZE, generator=generator)
         output = torch.full((len(key), HEADS, LATENT), torch.nan)
-        plan = mla.LatentPlan.of(step, block_size=0 if static else BLOCK)
-        mla.attend(AttentionCall(PARAMS, query, key[:, None], None, cache, output), plan)
+        plan = plain_attention.LatentPlan.of(step, block_size=0 if static else BLOCK)
+        plain_attention.attend(AttentionCall(PARAMS, query, key[:, None], None, cache, output), plan)
         return query, output
 
     for row, keys in enumerate(histories):
