@@ -28,7 +28,7 @@ def _attention(device: "Device", *, runs: bool) -> str:
     from torch.nn import functional
 
     from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
-    from worker_svc.shapes.shape_config import AttentionLayer, KvGroup
+    from worker_svc.shapes import AttentionLayer, KvGroup
 
     layer = AttentionLayer("layer", _HEADS, _KV_HEADS, _HEAD_SIZE, 0, torch.float32)
     group, size = KvGroup(0, (layer,)), device.default_block_size

@@ -30,7 +30,7 @@ from tests.support.worker.harness import Harness
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
 from worker_svc.model_files.loader import fetch
-from worker_svc.shapes.shape_config import AttentionLayer
+from worker_svc.shapes import AttentionLayer
 from worker_svc.vllm_adapter import startup
 
 BUCKETS: Final = (1, 8, 16, 32)

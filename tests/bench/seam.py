@@ -93,7 +93,7 @@ def open_worker(model: Model) -> "Worker":
     # Imported late, so that torch finds the environment that `main` prepares.
     from tests.bench.support.measured_worker import MeasuredWorker, NullWorker
     from worker_svc.settings import Settings
-    from worker_svc.shapes.shape_config import ShapeConfig
+    from worker_svc.shapes import ShapeConfig
 
     settings = Settings(model=model.path, device="cpu", dtype="bfloat16", kv_memory=1.0)
     worker: Worker

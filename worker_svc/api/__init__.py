@@ -2,7 +2,6 @@
 
 `servicer` implements the RPCs on top of `execution.worker`; `leases` runs plans and leased steps;
 `convert` maps messages to the worker's types; `model_thread` runs everything that uses the model;
-`adapter_threads` reads LoRA adapters; `watchdog` ends a worker that hangs or always fails; `registration`
-announces the worker to the scheduler.
+`watchdog` ends a worker that hangs or always fails; `registration` announces the worker to the scheduler.
 Imported by `service` and `deploy`; imports `execution` and the rooms below it.
 """

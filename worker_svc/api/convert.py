@@ -12,8 +12,7 @@ from worker_svc.devices.base import BlockCopies
 from worker_svc.execution.worker import Ready, Worker
 from worker_svc.model_files.loader import display_name
 from worker_svc.phases import Phase
-from worker_svc.shapes.model_description import PoolingDescription, PoolingTask
-from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import PoolingDescription, PoolingTask, PoolShapeConfig, ShapeConfig
 
 # More rows or tokens in a static graph are a mistake in a setting.
 _MAX_BATCH, _MAX_CHUNK = 4096, 65536

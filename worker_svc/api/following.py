@@ -7,7 +7,7 @@ from functools import partial
 from protos.service.logs import get_logger
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.watchdog import STEP
-from worker_svc.execution.ranks.lockstep import Follower
+from worker_svc.execution.lockstep import Follower
 
 # A scheduler asks all ranks at the same time. A rank that had the sizes until rank 0 dropped them may have
 # answered already, and then nothing asks it again.

@@ -20,7 +20,7 @@ from worker_svc.devices.attention import AttentionCall, AttentionParams, PackedP
 from worker_svc.devices.lora_stack import LoraStack, StackShape, mask_of
 from worker_svc.devices.quantized import QuantizedProducts
 from worker_svc.devices.registry import DeviceOptions, DeviceSpec
-from worker_svc.shapes.shape_config import KvGroup
+from worker_svc.shapes import KvGroup
 
 BlockCopies = Literal["none", "tensors", "runtime"]
 """How a device copies blocks: not at all, with tensor operators, or with a call of its runtime."""

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from protos.steps import GroupKind
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput, PagedInput, StepInput
-from worker_svc.shapes.shape_config import KvGroup
+from worker_svc.shapes import KvGroup
 
 
 def cache_shape(group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...] | None:

@@ -11,7 +11,7 @@ from protos.steps import StepPlan
 from worker_svc.graphs.capture import Recording
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
-from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import PoolShapeConfig, ShapeConfig
 
 G = TypeVar("G")
 
@@ -23,7 +23,7 @@ class PlanRefused(Internal):
 class Engine(Protocol[G]):
     """A model that can be configured with shapes of type `G` and then runs plans.
 
-    `execution.generation.GenerationEngine` and `pooling.engine.PoolingEngine` implement it.
+    `execution.generation.GenerationEngine` and `pooling.PoolingEngine` implement it.
     All calls come from one thread.
     """
 

@@ -20,8 +20,7 @@ from worker_svc.phases import Phases
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import KvGroup, ModelDescription, PoolShapeConfig, ShapeConfig
 
 
 class GenerationEngine:

@@ -9,7 +9,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from protos.steps import BlockCopy
 from worker_svc.devices.base import Device
-from worker_svc.shapes.shape_config import KvGroup, ShapeConfig
+from worker_svc.shapes import KvGroup, ShapeConfig
 
 
 class KvCache:

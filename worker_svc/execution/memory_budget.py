@@ -24,8 +24,7 @@ from worker_svc.devices.base import Device, is_host
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.sampling.state import sampling_bytes, state_bytes
-from worker_svc.shapes.model_description import ModelSize
-from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import KvGroup, ModelSize, PoolShapeConfig, ShapeConfig
 
 _GIB = 2**30
 _FLOAT32 = 4

@@ -23,7 +23,7 @@ from worker_svc.devices.base import Device, upload
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.engine import Model, PlanRefused
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.execution.ranks.stage import Stage
+from worker_svc.execution.stage import Stage
 from worker_svc.execution.step_graphs import StepGraphs
 from worker_svc.execution.token_selection import (
     PromptLogprobs,
@@ -39,7 +39,7 @@ from worker_svc.phases import Progress
 from worker_svc.ranks.group import RankGroup
 from worker_svc.sampling.sampler import compute_logprobs
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import KvGroup, ShapeConfig
+from worker_svc.shapes import KvGroup, ShapeConfig
 
 
 class Runner:

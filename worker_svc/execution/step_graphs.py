@@ -11,12 +11,12 @@ from worker_svc.devices.attention import PagedInput, StepInput, tensors_of, with
 from worker_svc.devices.base import Device
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.engine import Model
-from worker_svc.execution.ranks.stage import Stage
+from worker_svc.execution.stage import Stage
 from worker_svc.execution.token_selection import DecodeStep, captured_step, logits_and_best, plain_step
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.lora.store import AdapterStore
 from worker_svc.phases import Progress, one_by_one
-from worker_svc.shapes.shape_config import KvGroup, ShapeConfig
+from worker_svc.shapes import KvGroup, ShapeConfig
 
 
 class StepGraphs:

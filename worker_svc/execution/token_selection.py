@@ -18,7 +18,7 @@ from worker_svc.execution.batch import Batch
 from worker_svc.grammars.constraints import Choice, StepConstraints
 from worker_svc.sampling.sampler import argmax_rows, compute_logprobs, sample, unpack_logprobs
 from worker_svc.sampling.state import SamplingBatch, SamplingOps
-from worker_svc.shapes.shape_config import ShapeConfig
+from worker_svc.shapes import ShapeConfig
 
 Sample = Callable[[SamplingOps, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]
 """Samples from needs, logits [rows, vocab], the rows' slots and the positions of their last tokens, int64

@@ -19,9 +19,8 @@ from worker_svc.devices import open_device
 from worker_svc.devices.base import BlockCopies, Device
 from worker_svc.execution.engine import Engine
 from worker_svc.execution.generation import GenerationEngine
+from worker_svc.execution.lockstep import Follower, GiveUp, Leader, rank_facts
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
-from worker_svc.execution.ranks.lockstep import Follower, GiveUp, Leader
-from worker_svc.execution.ranks.rank_facts import rank_facts
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
 from worker_svc.grammars.constraints import (
     Constraints,
@@ -37,11 +36,10 @@ from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint, dummy_digest, start_digest
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phase, PhaseProgress, Phases
-from worker_svc.pooling.engine import PoolingEngine
+from worker_svc.pooling import PoolingEngine
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
-from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig, group_layers
+from worker_svc.shapes import KvGroup, ModelDescription, PoolShapeConfig, ShapeConfig, group_layers
 from worker_svc.vllm_settings import default_sampling
 
 if TYPE_CHECKING:

@@ -5,6 +5,6 @@
 `tags` writes structural tags, `gbnf` reads GBNF, and `expressions` handles regular expressions. `compiler`
 caches compiled grammars, whose texts come from processes of `compile_server`. `constraints` chooses the
 tokens of a step with a `matcher` per slot. Only this package imports llguidance. Imported by `execution` and
-`api`; imports only `devices`, `protos` and `ranks.channels`. This file imports nothing, because the compiling
+`api`; imports only `devices`, `protos` and `ranks`. This file imports nothing, because the compiling
 processes must not load torch.
 """

@@ -35,7 +35,7 @@ from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.limits import PARAM
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
-from worker_svc.ranks.channels import Channel
+from worker_svc.ranks.group import Channel
 
 # A step within this time is free: it is what each token adds to its request's budget.
 _FREE_S: Final = 0.001

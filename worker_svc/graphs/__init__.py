@@ -2,7 +2,7 @@
 
 `capture` records a step. `replay` runs the recorded kernels again; `inductor` compiles
 them instead. `graph_runner` builds all graphs before a worker serves and runs them.
-`compilation` decides how steps become graphs, makes them and keeps their code, with `fingerprint`,
-`compile_cache` and `verification_cache`. `pooling`, `vllm_adapter`, `execution` and `deploy`
+`compilation` decides how steps become graphs, makes them and keeps their code, with `fingerprint` and
+`compile_cache`. `pooling`, `vllm_adapter`, `execution` and `deploy`
 import this room; it imports `devices` and `shapes`.
 """

@@ -8,14 +8,17 @@ from typing import Protocol
 from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
 from worker_svc.devices.base import Device
-from worker_svc.graphs.compile_cache import CompileCache, CompiledCode, replace_unwritable_cache_dirs
+from worker_svc.graphs.compile_cache import (
+    CompileCache,
+    CompiledCode,
+    VerificationCache,
+    replace_unwritable_cache_dirs,
+)
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions, GraphRunner, GraphSignature
-from worker_svc.graphs.verification_cache import VerificationCache
 from worker_svc.phases import Phases, Progress
 from worker_svc.settings import Settings
-from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import KvGroup, ModelDescription, PoolShapeConfig, ShapeConfig
 
 
 def keeps_code(level: int, device: Device) -> bool:

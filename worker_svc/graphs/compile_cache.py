@@ -11,6 +11,7 @@ work on a copy of an entry, so an entry never changes, and a file outside its ma
 import atexit
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -447,3 +448,54 @@ class CompiledCode:
         self.discard()
         if self.is_warm:
             self.folder = self._cache.root / self._key
+
+
+class VerificationCache:
+    """Remembers graphs that equalled the model, so that later processes skip the comparison.
+
+    It costs two steps per graph. Its result depends only on code and shapes; a hash of both names the file.
+    """
+
+    def __init__(self, cache: Path | None, fields: Mapping[str, str]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            cache: the folder of the device's compiled code; with `None` nothing is remembered.
+            fields: dependencies of the graphs outside this package; see `fingerprint.code_fields`.
+        """
+        self._file: Path | None = None
+        if cache is not None:
+            key = key_of({**fields, "worker": _digest_of_sources()})
+            self._file = cache / "checked" / f"{key}.json"
+
+    def read(self) -> frozenset[str]:
+        """Returns the graphs' signatures, in words; none if the file is missing or damaged."""
+        if self._file is None:
+            return frozenset()
+        try:
+            signatures = json.loads(self._file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return frozenset()
+        return frozenset(map(str, signatures)) if isinstance(signatures, list) else frozenset()
+
+    def write(self, signatures: Iterable[str]) -> None:
+        """Remembers these graphs. Does nothing if the folder cannot be written."""
+        if self._file is None:
+            return
+        unfinished = self._file.with_suffix(f".{uuid.uuid4().hex}")
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(sorted(signatures)), encoding="utf-8")
+            unfinished.replace(self._file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+
+
+@functools.cache
+def _digest_of_sources() -> str:
+    """Hashes this package's code: another version of it may record other graphs."""
+    digest, sources = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(sources.rglob("*.py")):
+        digest.update(str(path.relative_to(sources)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

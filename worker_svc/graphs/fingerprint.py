@@ -10,8 +10,7 @@ from typing import Final
 
 from worker_svc.devices.base import Device
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.model_description import PoolingDescription
-from worker_svc.shapes.shape_config import KvGroup, PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import KvGroup, PoolingDescription, PoolShapeConfig, ShapeConfig
 
 # Raise it when we build other graphs from the same model.
 GRAPH_REVISION: Final = 2

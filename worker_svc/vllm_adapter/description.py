@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.shapes.model_description import ModelDescription, ModelSize, PoolingDescription
-from worker_svc.shapes.shape_config import AttentionLayer
+from worker_svc.shapes import AttentionLayer, ModelDescription, ModelSize, PoolingDescription
 from worker_svc.vllm_settings import recommended
 
 _MATRIX = 2  # dimensions

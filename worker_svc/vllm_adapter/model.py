@@ -11,15 +11,15 @@ from protos.errors import ConfigurationRefused
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import Recorder, Recording
 from worker_svc.lora.checkpoint import LoraLimits
-from worker_svc.pooling.pool_runner import pool_packed, pool_rows
+from worker_svc.pooling import pool_packed, pool_rows
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.model_description import (
+from worker_svc.shapes import (
+    AttentionLayer,
     ModelDescription,
     ModelSize,
     PoolingDescription,
     PoolingTask,
 )
-from worker_svc.shapes.shape_config import AttentionLayer
 from worker_svc.vllm_adapter.building import (
     build,
     compare_weights,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.shapes.model_description import Activation, PoolingDescription, PoolingMethod, PoolingTask
+from worker_svc.shapes import Activation, PoolingDescription, PoolingMethod, PoolingTask
 
 
 @functools.cache

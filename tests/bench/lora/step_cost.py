@@ -27,7 +27,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.lora.checkpoint import CONFIG, WEIGHTS
 from worker_svc.model_files.loader import fetch
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import ShapeConfig
+from worker_svc.shapes import ShapeConfig
 
 RANK: Final = 16
 SLOTS: Final = 4

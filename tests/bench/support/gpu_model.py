@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import ShapeConfig
+from worker_svc.shapes import ShapeConfig
 
 BLOCK: Final = 128
 CHUNK: Final = 512

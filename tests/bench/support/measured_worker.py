@@ -31,8 +31,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phases
 from worker_svc.settings import Settings
-from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import AttentionLayer, PoolShapeConfig, ShapeConfig, group_layers
+from worker_svc.shapes import AttentionLayer, ModelDescription, PoolShapeConfig, ShapeConfig, group_layers
 
 if TYPE_CHECKING:
     from worker_svc.vllm_adapter.model import VllmModel

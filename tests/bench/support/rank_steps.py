@@ -20,7 +20,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.pending_step import PendingStep
 from worker_svc.ranks import operators
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import ShapeConfig
+from worker_svc.shapes import ShapeConfig
 
 _PARTS = 5
 

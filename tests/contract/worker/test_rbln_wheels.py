@@ -19,7 +19,7 @@ from worker_svc.devices.rbln.device import _HEAD_SIZES, RblnDevice
 from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, TRITON, Namespace
 from worker_svc.devices.rbln.vendor import TRITON_MODULES, Vendor
 from worker_svc.devices.registry import DeviceOptions
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup
+from worker_svc.shapes import AttentionLayer, KvGroup
 
 pytestmark = pytest.mark.contract
 

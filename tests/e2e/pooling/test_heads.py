@@ -16,8 +16,8 @@ from worker_svc.devices import open_device
 from worker_svc.devices.cpu.kernels import ops
 from worker_svc.devices.cpu.kernels.program import Program
 from worker_svc.graphs.replay import KernelGraph
-from worker_svc.pooling.pool_runner import PoolRunner
-from worker_svc.shapes.model_description import PoolingDescription
+from worker_svc.pooling import PoolRunner
+from worker_svc.shapes import PoolingDescription
 from worker_svc.vllm_adapter.model import VllmModel
 
 pytestmark = [

@@ -14,10 +14,9 @@ from tests.support.sampling_params import pooling_params, sampling_params
 from tests.support.worker.harness import load
 from worker_svc.devices import open_device
 from worker_svc.model_files.loader import fetch
-from worker_svc.pooling.pool_runner import PoolRunner
+from worker_svc.pooling import PoolRunner
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.model_description import PoolingDescription
-from worker_svc.shapes.shape_config import PoolShapeConfig
+from worker_svc.shapes import PoolingDescription, PoolShapeConfig
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

@@ -21,7 +21,7 @@ from protos.errors import ConfigurationRefused
 from protos.steps import PoolShape
 from tests.support.pooling import tiny_classifiers
 from tests.support.pooling.in_process import load_model, make_runner, pool
-from worker_svc.shapes.model_description import PoolingDescription
+from worker_svc.shapes import PoolingDescription
 
 pytestmark = [
     pytest.mark.e2e,

@@ -11,7 +11,7 @@ from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedIn
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.capture import Recorder
 from worker_svc.graphs.replay import build_kernel_graph
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup
+from worker_svc.shapes import AttentionLayer, KvGroup
 from worker_svc.vllm_adapter import startup
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # importing vLLM

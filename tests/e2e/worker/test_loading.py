@@ -19,7 +19,7 @@ from worker_svc.execution.generation import GenerationEngine
 from worker_svc.execution.worker import Worker
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import LoadFormat, Settings
-from worker_svc.shapes.shape_config import ShapeConfig
+from worker_svc.shapes import ShapeConfig
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

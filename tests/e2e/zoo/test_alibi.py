@@ -7,7 +7,7 @@ from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedIn
 from worker_svc.devices.base import Device
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.devices.cuda.device import CudaDevice
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup
+from worker_svc.shapes import AttentionLayer, KvGroup
 from worker_svc.vllm_adapter import startup
 
 pytestmark = [

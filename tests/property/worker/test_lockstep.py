@@ -17,7 +17,7 @@ from protos.steps import Decode, StepPlan, StepResult
 from tests.support.property_settings import scaled
 from tests.support.ranks.fake_ranks import REFUSED_SLOT, FakeGroup, FakeSteps, Ranks
 from worker_svc.api.leases import PlanRunner
-from worker_svc.execution.ranks.lockstep import Follower, Leader
+from worker_svc.execution.lockstep import Follower, Leader
 
 pytestmark = pytest.mark.property
 

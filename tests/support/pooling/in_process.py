@@ -8,9 +8,8 @@ import torch
 from protos.steps import Admission, Pool, PoolShape, StepPlan
 from tests.support.sampling_params import pooling_params, sampling_params
 from worker_svc.devices import open_device
-from worker_svc.pooling.pool_runner import PoolRunner
-from worker_svc.shapes.model_description import PoolingTask
-from worker_svc.shapes.shape_config import PoolShapeConfig
+from worker_svc.pooling import PoolRunner
+from worker_svc.shapes import PoolingTask, PoolShapeConfig
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 

@@ -23,7 +23,7 @@ from worker_svc.execution.worker import Worker
 from worker_svc.phases import Phases
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import PoolShapeConfig, ShapeConfig
 
 
 class FakeEngine(GenerationEngine):

@@ -19,7 +19,7 @@ from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.rbln.vendor import TRITON_MODULES
 from worker_svc.devices.registry import DeviceOptions
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup
+from worker_svc.shapes import AttentionLayer, KvGroup
 
 BLOCK, HEADS, SIZE = 8, 2, 4
 FULL = KvGroup(

@@ -22,7 +22,7 @@ from worker_svc.devices import open_device
 from worker_svc.execution.kv_cache import count_blocks
 from worker_svc.execution.runner import Runner
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import ShapeConfig, group_layers
+from worker_svc.shapes import ShapeConfig, group_layers
 from worker_svc.vllm_adapter.model import VllmModel
 
 

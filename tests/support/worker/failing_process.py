@@ -17,7 +17,7 @@ from worker_svc.execution.worker import Ready
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.settings import Settings
-from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import PoolShapeConfig, ShapeConfig
 
 KIND = sys.argv.pop(1)
 NATIVE_SLEEP_S = 120

@@ -8,7 +8,7 @@ from worker_svc.execution.worker import Ready
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import PhaseProgress
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import PoolShapeConfig, ShapeConfig
 
 
 class FakeWorker:

@@ -23,7 +23,7 @@ from worker_svc.lora.store import AdapterStore
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.sampling.state import SamplingVocabulary
 from worker_svc.settings import Backend
-from worker_svc.shapes.shape_config import ShapeConfig, group_layers
+from worker_svc.shapes import ShapeConfig, group_layers
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel

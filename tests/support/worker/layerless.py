@@ -9,9 +9,8 @@ import torch
 from protos.steps import GroupKind
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.graphs.capture import Recorder, Recording
-from worker_svc.pooling.pool_runner import pool_rows
-from worker_svc.shapes.model_description import PoolingMethod
-from worker_svc.shapes.shape_config import AttentionLayer, group_layers
+from worker_svc.pooling import pool_rows
+from worker_svc.shapes import AttentionLayer, PoolingMethod, group_layers
 
 GROUPS = group_layers(
     [AttentionLayer(name, 2, 1, 16, window, torch.float32) for name, window in (("full", 0), ("window", 8))],

@@ -15,7 +15,7 @@ from worker_svc.grammars.constraints import Constraints
 from worker_svc.grammars.spec import Spec
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import ShapeConfig
+from worker_svc.shapes import ShapeConfig
 
 VOCAB = 300
 NEW = 12

@@ -13,7 +13,7 @@ from tests.bench.support.http_load import Arrivals
 from tests.bench.support.step_parts import HEAD, StepParts
 from tests.bench.vs_vllm import QUICK_WORKLOADS, ratios, table
 from worker_svc.graphs.replay import ATTENTION
-from worker_svc.shapes.shape_config import AttentionLayer
+from worker_svc.shapes import AttentionLayer
 
 MEASURED = {
     "vllm": {"tok_s_c8": 100.0, "ttft_c8": 400.0, "tpot_c8": 10.0, "start_cold": 90.0},

@@ -31,7 +31,7 @@ from worker_svc.devices.cpu.kernels.program import (
 from worker_svc.devices.cpu.linear import CpuProducts, PackedStack, serves_lora
 from worker_svc.devices.lora_stack import LoraStack, StackShape
 from worker_svc.devices.registry import CPU, DeviceSpec
-from worker_svc.shapes.shape_config import KvGroup
+from worker_svc.shapes import KvGroup
 
 # vLLM registers its compiled kernels in this namespace.
 _vllm_ops: Any = torch.ops._C  # noqa: SLF001 - not private: an operator namespace of that name

@@ -15,7 +15,7 @@ from worker_svc.devices.base import Device
 from worker_svc.devices.cuda.quantized import TritonProducts
 from worker_svc.devices.lora_stack import LoraStack, StackShape
 from worker_svc.devices.registry import CUDA, DeviceOptions, DeviceSpec
-from worker_svc.shapes.shape_config import KvGroup
+from worker_svc.shapes import KvGroup
 
 # Some kernels compile or tune themselves on their first call, which a capture cannot contain.
 _RUNS_BEFORE_CAPTURE = 2

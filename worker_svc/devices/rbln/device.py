@@ -41,7 +41,7 @@ from worker_svc.devices.rbln.memory import KvMemory, RuntimeMemory, TensorMemory
 from worker_svc.devices.rbln.operators import CUSTOM, TRITON, Namespace, emit_argmax, emit_experts
 from worker_svc.devices.rbln.vendor import Vendor
 from worker_svc.devices.registry import RBLN, DeviceOptions, DeviceSpec
-from worker_svc.shapes.shape_config import NULL_BLOCK, KvGroup
+from worker_svc.shapes import NULL_BLOCK, KvGroup
 
 BITS_VARIABLE: Final = "RBLN_QUANT_BITS"
 """Where the compiler reads the bits of a code."""

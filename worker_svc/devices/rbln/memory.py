@@ -10,7 +10,7 @@ import torch
 
 from protos.errors import Internal
 from worker_svc.devices.base import BlockCopies
-from worker_svc.shapes.shape_config import KvGroup
+from worker_svc.shapes import KvGroup
 
 Allocate = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 

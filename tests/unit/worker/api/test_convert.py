@@ -8,7 +8,7 @@ from protos.steps import Pool, PoolShape, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2, worker_pb2
 from worker_svc.api import convert
 from worker_svc.execution.worker import Ready
-from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import PoolShapeConfig, ShapeConfig
 
 
 def test_ready_lists_every_graph() -> None:

@@ -6,7 +6,7 @@ import torch
 from worker_svc.devices import open_device, plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cuda.device import CudaDevice
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup, group_layers
+from worker_svc.shapes import AttentionLayer, KvGroup, group_layers
 
 HEADS, LATENT, ROPE, BLOCK, BLOCKS = 3, 8, 4, 32, 7
 SIZE = LATENT + ROPE

@@ -16,7 +16,7 @@ from worker_svc.devices.rbln.check_backend import CheckBackend, MetaMemory
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.registry import DeviceOptions
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup, group_layers
+from worker_svc.shapes import AttentionLayer, KvGroup, group_layers
 
 HEADS, KV_HEADS, SIZE, WINDOW, BLOCK = 6, 2, 32, 16, 64
 

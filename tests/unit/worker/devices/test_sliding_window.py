@@ -11,7 +11,7 @@ from protos.steps import GroupKind
 from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, InPlaceInput
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup
+from worker_svc.shapes import AttentionLayer, KvGroup
 
 HEADS, KV_HEADS, SIZE, WINDOW, BLOCKS = 4, 2, 16, 8, 6
 GROUP = KvGroup(

@@ -16,7 +16,7 @@ from worker_svc.devices import plain_attention
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cuda import triton_attention
 from worker_svc.devices.cuda.device import CudaDevice
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup
+from worker_svc.shapes import AttentionLayer, KvGroup
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -11,7 +11,7 @@ from tests.support.sampling_params import sampling_params
 from worker_svc.devices.attention import InPlaceInput, PagedInput
 from worker_svc.execution.batch import Batch
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import AttentionLayer, ShapeConfig, group_layers
+from worker_svc.shapes import AttentionLayer, ShapeConfig, group_layers
 
 LAYERS = [
     AttentionLayer("full", 2, 1, 32, 0, torch.float32),

@@ -6,7 +6,7 @@ import torch
 from protos.steps import BlockCopy, GroupKind
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.shapes.shape_config import AttentionLayer, group_layers
+from worker_svc.shapes import AttentionLayer, group_layers
 
 BLOCK = 32
 

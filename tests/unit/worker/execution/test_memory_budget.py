@@ -17,8 +17,7 @@ from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free
 from worker_svc.execution.worker import Worker
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.settings import Settings
-from worker_svc.shapes.model_description import ModelSize
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup, PoolShapeConfig, ShapeConfig, group_layers
+from worker_svc.shapes import AttentionLayer, KvGroup, ModelSize, PoolShapeConfig, ShapeConfig, group_layers
 
 GIB = 2**30
 # A Llama of 1B parameters, roughly.

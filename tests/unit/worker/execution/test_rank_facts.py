@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.execution.ranks.rank_facts import rank_facts
+from worker_svc.execution.lockstep import rank_facts
 from worker_svc.settings import Settings
 
 

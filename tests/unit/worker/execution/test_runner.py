@@ -14,7 +14,7 @@ from worker_svc.execution.engine import PlanRefused
 from worker_svc.execution.runner import Runner
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import ShapeConfig
+from worker_svc.shapes import ShapeConfig
 
 GREEDY = sampling_params(temperature=0.0)
 VOCABULARY = 64

@@ -8,11 +8,11 @@ import torch
 from protos.steps import Admission, Decode, Prefill, SlotOutput, StepResult
 from tests.support.sampling_params import sampling_params
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.ranks.stage import Stage
+from worker_svc.execution.stage import Stage
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import AttentionLayer, ShapeConfig, group_layers
+from worker_svc.shapes import AttentionLayer, ShapeConfig, group_layers
 
 GROUPS = group_layers([AttentionLayer("a", 1, 1, 8, 0, torch.float32)])
 SIZES = ShapeConfig(64, 4, 16, 16, (2, 4), (17,))

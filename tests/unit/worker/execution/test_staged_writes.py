@@ -12,7 +12,7 @@ from protos.steps import Admission, Decode, Prefill
 from tests.support.sampling_params import sampling_params
 from worker_svc.execution.batch import Batch
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import AttentionLayer, ShapeConfig, group_layers
+from worker_svc.shapes import AttentionLayer, ShapeConfig, group_layers
 
 SLOTS = 32
 SIZES = ShapeConfig(max_model_len=64, max_num_seqs=SLOTS, chunk=8, block_size=4, decode_buckets=(SLOTS,))

@@ -8,7 +8,7 @@ from protos.triptych.v1 import common_pb2
 from worker_svc.execution.batch import Batch
 from worker_svc.execution.token_selection import Selection, TokenSelector, make_sampler
 from worker_svc.sampling.state import SamplingVocabulary
-from worker_svc.shapes.shape_config import AttentionLayer, KvGroup, ShapeConfig
+from worker_svc.shapes import AttentionLayer, KvGroup, ShapeConfig
 
 VOCAB = 40
 GREEDY = common_pb2.SamplingParams(temperature=0.0)

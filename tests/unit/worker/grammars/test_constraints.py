@@ -28,7 +28,7 @@ from worker_svc.grammars.constraints import (
     Masks,
 )
 from worker_svc.grammars.spec import Spec
-from worker_svc.ranks.channels import Channel
+from worker_svc.ranks.group import Channel
 
 pytestmark = needs_smollm2
 

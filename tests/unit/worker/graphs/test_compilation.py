@@ -14,8 +14,7 @@ from tests.support.worker.layerless import GROUPS
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.settings import Settings
-from worker_svc.shapes.model_description import ModelDescription
-from worker_svc.shapes.shape_config import ShapeConfig
+from worker_svc.shapes import ModelDescription, ShapeConfig
 
 SIZES = ShapeConfig(32, 2, 8, 16, (1, 2), (5, 5))
 DESCRIPTION = ModelDescription("Tiny", 10, 32, (), torch.float32, None, (), None, {})

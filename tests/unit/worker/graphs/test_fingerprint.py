@@ -15,8 +15,7 @@ from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.graphs.compile_cache import key_of
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes.model_description import PoolingDescription
-from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import PoolingDescription, PoolShapeConfig, ShapeConfig
 
 SIZES = ShapeConfig(32, 2, 8, 16, (1, 2), (5, 5))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_svc.graphs.verification_cache import VerificationCache
+from worker_svc.graphs.compile_cache import VerificationCache
 
 FIELDS = {"model": "a", "version:torch": "2"}
 SIGNATURES = frozenset({"decode of 1 rows", "prefill of 128 tokens"})

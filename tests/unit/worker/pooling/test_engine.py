@@ -13,10 +13,9 @@ from worker_svc.devices import open_device
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.graphs.compile_cache import MANIFEST
 from worker_svc.phases import Phases
-from worker_svc.pooling.engine import PoolingEngine
+from worker_svc.pooling import PoolingEngine
 from worker_svc.settings import Settings
-from worker_svc.shapes.model_description import ModelDescription, PoolingDescription
-from worker_svc.shapes.shape_config import PoolShapeConfig, ShapeConfig
+from worker_svc.shapes import ModelDescription, PoolingDescription, PoolShapeConfig, ShapeConfig
 
 SHAPES = PoolShapeConfig((PoolShape(prompt_len=4, batch=1), PoolShape(prompt_len=8, batch=2)))
 DESCRIPTION = ModelDescription(

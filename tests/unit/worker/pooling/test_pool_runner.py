@@ -15,9 +15,8 @@ from worker_svc.devices import open_device
 from worker_svc.devices.attention import AttentionCall, AttentionParams
 from worker_svc.devices.base import Device
 from worker_svc.graphs.graph_runner import GraphOptions
-from worker_svc.pooling.pool_runner import PoolRunner, pool_rows
-from worker_svc.shapes.model_description import PoolingDescription, PoolingMethod
-from worker_svc.shapes.shape_config import PoolShapeConfig
+from worker_svc.pooling import PoolRunner, pool_rows
+from worker_svc.shapes import PoolingDescription, PoolingMethod, PoolShapeConfig
 
 SHAPES = (PoolShape(4, 1), PoolShape(4, 3), PoolShape(8, 2))
 

@@ -7,8 +7,7 @@ import torch
 from torch import distributed
 
 from protos.errors import ConfigurationRefused
-from worker_svc.ranks.channels import Links
-from worker_svc.ranks.group import _refuse_shared_devices
+from worker_svc.ranks.group import Links, _refuse_shared_devices
 from worker_svc.ranks.layout import RankLayout
 
 

@@ -8,7 +8,7 @@ import torch
 from protos.errors import ConfigurationRefused
 from protos.steps import GroupKind
 from worker_svc.execution.kv_cache import count_blocks
-from worker_svc.shapes.shape_config import AttentionLayer, ShapeConfig, group_layers
+from worker_svc.shapes import AttentionLayer, ShapeConfig, group_layers
 
 SIZES = ShapeConfig(1024, 8, 128, 128, (1, 4, 8))
 

@@ -26,9 +26,43 @@ from protos.errors import Internal, Unavailable
 from protos.step_messages import plan_from_proto, plan_to_proto, result_from_proto, result_to_proto
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
+from worker_svc.devices.base import Device
 from worker_svc.execution.engine import PlanRefused
+from worker_svc.graphs.compilation import graph_options
+from worker_svc.graphs.fingerprint import package_versions
 from worker_svc.pending_step import PendingStep
 from worker_svc.ranks.group import RankGroup
+from worker_svc.settings import Settings
+
+# Flags that change which collectives a step runs, or what it computes.
+_FLAGS = (
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "backend", "enable_warm_up", "compile_strict", "rbln_backend", "rbln_use_device_tensor",
+    "rbln_num_devices_per_local_rank", "rbln_use_custom_kernel", "rbln_moe_use_opt_kernel", "rbln_moe_custom_kernel",
+)  # fmt: skip
+
+
+def rank_facts(settings: Settings, device: Device, dtype: str) -> dict[str, str]:
+    """Returns the facts of this rank, by their names for people.
+
+    Args:
+        settings: the worker's.
+        device: this rank's.
+        dtype: of weights and activations.
+    """
+    options = graph_options(settings, device)
+    flags = {f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in _FLAGS}
+    return {
+        "device": device.product_name(),
+        "dtype": dtype,
+        "-O": str(options.level),
+        "candidate_compile_sizes": "all" if options.sizes is None else str(sorted(options.sizes)),
+        **flags,
+        **{
+            f"version of {package}": version
+            for package, version in package_versions(device, "triptych").items()
+        },
+    }
+
 
 _PLAN, _NEXT, _RESET, _BEGIN, _UNLOAD = b"p", b"n", b"r", b"c", b"u"
 _COUNT_BYTES, _ID_BYTES = 4, 8
