@@ -26,14 +26,10 @@ class PendingStep:
     """Whether a graph ran; False for a plan without work, or with work of refused requests only."""
 
     def read(self, work: Work | None) -> tuple[Sequence[int], Sequence[SlotOutput]]:
-        """Waits for the step.
+        """Waits for a step of this work.
 
-        Args:
-            work: the work that was launched.
-
-        Returns:
-            One token for each slot of the work, if that is all that the step gives, else no tokens and its
-            outputs by slot.
+        Returns one token for each slot of the work, if that is all that the step gives, else no tokens and
+        its outputs by slot.
         """
         if self.read_result is not None:
             result = self.read_result()
@@ -49,11 +45,7 @@ class PendingStep:
             self.read(work)
 
     def wait(self, work: Work | None) -> list[SlotOutput]:
-        """Waits for the step; returns its outputs by slot.
-
-        Args:
-            work: the work that was launched.
-        """
+        """Waits for a step of this work; returns its outputs by slot."""
         tokens, outputs = self.read(work)
         slots = slots_of(work) if tokens else ()
         return [*outputs, *(SlotOutput(slot, (token,)) for slot, token in zip(slots, tokens, strict=True))]

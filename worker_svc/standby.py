@@ -34,11 +34,8 @@ _IMPORTED_LATE = (
 def main(argv: list[str] | None = None) -> int:
     """Imports what a worker needs, waits for orders, and is a worker from then on.
 
-    Args:
-        argv: the flags of one of the workers that it may replace. The orders have the flags that count.
-
-    Returns:
-        The worker's exit code; 0 if standard input ends without orders, 2 for a bad setting.
+    The orders have the flags that count. Returns the worker's exit code; 0 if standard input ends without
+    orders, 2 for a bad setting.
     """
     try:
         settings = load(Settings, argv)
@@ -61,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 def _import(settings: Settings) -> None:
     """Imports on a thread of low priority, so that running workers keep the processors.
 
-    Priorities are a thread's own on Linux, and an unprivileged process cannot raise one again. The threads
-    that serve later come from the main thread and have its priority. Ends the process if an import fails.
+    The threads that serve later come from the main thread and have its priority. Ends the process if an
+    import fails.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
@@ -84,13 +81,7 @@ def _import(settings: Settings) -> None:
 
 
 def _import_worker(settings: Settings) -> None:
-    """Imports the services' modules, vLLM with our platform, and the model's class.
-
-    Opens no device: not even CUDA is initialized.
-
-    Raises:
-        ConfigurationRefused: The model or vLLM is missing.
-    """
+    """Imports the services' modules, vLLM with our platform, and the model's class. Opens no device."""
     # Importing the service imports most of a worker.
     from worker_svc import service  # noqa: F401
     from worker_svc.devices.registry import choose_device

@@ -18,13 +18,7 @@ class Following:
     """Hands announced steps to the model thread as they arrive."""
 
     def __init__(self, follower: Follower, thread: ModelThread, *, step_limit_s: float) -> None:
-        """Starts waiting for announcements. Requires a running event loop.
-
-        Args:
-            follower: this rank's.
-            thread: the model thread.
-            step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
-        """
+        """Starts waiting for announcements. Requires a running event loop."""
         self._follower = follower
         self._thread = thread
         self._loop = asyncio.get_running_loop()
@@ -33,7 +27,7 @@ class Following:
         # Calls of `unloaded` that wait; without one, no announcement wakes the event loop.
         self._num_waiting = 0
         self.step_limit_s = step_limit_s
-        """See the argument; later steps follow a change."""
+        """How long a step may take before the process counts as hung, seconds; 0 for any time."""
         threading.Thread(target=self._run, name="rank-plans", daemon=True).start()
 
     async def may_begin(self) -> None:

@@ -76,14 +76,7 @@ class PlanRunner:
         *,
         hand_over: Callable[[StepPlan, StepResult], None],
     ) -> None:
-        """Runs the plans of one stream.
-
-        Args:
-            worker: runs the steps.
-            arrivals: the plans that have arrived.
-            thread: the thread that calls `run`.
-            hand_over: takes each result with its plan, on either thread.
-        """
+        """Runs the plans of one stream; `hand_over` takes each result with its plan, on either thread."""
         self._worker = worker
         self._arrivals = arrivals
         self._thread = thread
@@ -206,11 +199,7 @@ def _one_token_for_each(plan: StepPlan, outputs: Sequence[SlotOutput]) -> bool:
 
 
 def _check_size(plan: StepPlan, result: StepResult) -> None:
-    """Checks that a result can be sent; one that cannot would end the stream, and with it the worker.
-
-    Raises:
-        InvalidArgument: the step's requests ask for too much at once.
-    """
+    """Raises InvalidArgument for a result too large to send, which would end the stream."""
     size = result_to_proto(plan, result).ByteSize()
     if size > MAX_MESSAGE_BYTES:
         raise InvalidArgument(

@@ -89,14 +89,9 @@ class ModelThread:
     def submit(
         self, function: Callable[[], R], *, what: str = "call", limit_s: float = 0.0
     ) -> "asyncio.Future[R]":
-        """Queues a function and returns a future for its result or exception.
+        """Queues a function and returns a future for its result; for `what` and `limit_s` see `Running`.
 
         Cancelling the future does not stop the function.
-
-        Args:
-            function: runs on this thread.
-            what: its kind, for messages.
-            limit_s: see `Running`.
         """
         future: asyncio.Future[R] = self._loop.create_future()
         self._tasks.put(_Task(function, future, what, limit_s))

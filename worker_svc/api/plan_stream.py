@@ -46,16 +46,7 @@ class PlanStream:
         step_limit_s: float,
         tracer: Tracer | None = None,
     ) -> None:
-        """Starts reading.
-
-        Args:
-            messages: the stream's plans.
-            worker: runs them, on `thread`, and says what it has counted.
-            thread: the model thread.
-            failed_steps: counts the steps' results.
-            step_limit_s: how long a step may take before the process counts as hung; 0 for any time.
-            tracer: writes the spans of sampled requests, if anything does.
-        """
+        """Starts reading. A step that takes longer than `step_limit_s` counts as hung; 0 for any time."""
         self._traces = StepTraces(tracer) if tracer is not None else None
         self._messages = messages
         self._thread = thread

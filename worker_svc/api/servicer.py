@@ -56,11 +56,6 @@ class AdapterThreads:
     async def run(self, name: str, source: str, read: Callable[[], R]) -> R:
         """Runs `read` on a thread and returns its result. A cancelled call abandons a read that has begun.
 
-        Args:
-            name: the adapter's, for errors.
-            source: what it reads.
-            read: reads the adapter.
-
         Raises:
             Unavailable: if an abandoned read of the source has not ended.
             Exception: what `read` raises.

@@ -43,12 +43,7 @@ class FailedSteps:
     """Counts failed steps in a row."""
 
     def __init__(self, limit: int, on_limit: Callable[[WorkerFailed], object]) -> None:
-        """Starts at 0.
-
-        Args:
-            limit: how many failed steps in a row are too many; 0 for any number.
-            on_limit: called with the reason at the limit and at each failed step above it.
-        """
+        """Calls `on_limit` at `limit` failed steps in a row, and at each further one; 0: never."""
         self._limit = limit
         self._on_limit = on_limit
         self._count = 0

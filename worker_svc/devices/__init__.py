@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 def open_device(setting: DeviceSetting, options: DeviceOptions | None = None) -> "Device":
     """Opens a device and checks that this machine can use it.
 
-    Args:
-        setting: its name, or `auto`.
-        options: settings that only some devices use; the defaults if `None`.
-
     Raises:
         ConfigurationRefused: names the missing part.
     """

@@ -114,11 +114,7 @@ class Device(abc.ABC):
         return self.spec.name
 
     def use_code_folder(self, folder: Path | None) -> None:  # noqa: B027 - optional
-        """Sets the folder of compiled code, and drops earlier results of `compile`.
-
-        Args:
-            folder: `None` to store nothing from now on.
-        """
+        """Sets the folder of compiled code, or `None`, and drops earlier results of `compile`."""
 
     def release_unused(self) -> None:  # noqa: B027 - a host's allocator keeps nothing
         """Returns freed memory that the device's allocator still caches."""
@@ -145,11 +141,7 @@ class Device(abc.ABC):
         return ""
 
     def use_ranks(self, groups: Mapping[str, Sequence[int]]) -> None:  # noqa: B027 - optional
-        """Tells the device's compiler the process groups of the collectives in its graphs.
-
-        Args:
-            groups: by name, the ranks in the replica.
-        """
+        """Tells the device's compiler the ranks of the process groups in its graphs, by the groups' names."""
 
     @abc.abstractmethod
     def product_name(self) -> str:
@@ -161,13 +153,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def cache_shape(self, group: KvGroup, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Returns the shape of a layer's cache. Dimension `block_dim` counts the blocks.
-
-        Args:
-            group: the layer's KV group.
-            num_blocks: the null block included.
-            block_size: of paged groups; see `KvGroup.tokens_per_block`.
-        """
+        """Returns the shape of a layer's cache. Dimension `block_dim` counts blocks, the null block too."""
 
     def place_weights(self, model: torch.nn.Module) -> None:  # noqa: B027 - most models are built in place
         """Moves a model's loaded weights to where the device's graphs read them."""
@@ -257,25 +243,14 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def plan(self, group: KvGroup, block_size: int, step: StepInput) -> Any:
-        """Prepares a step's attention for a group.
+        """Prepares a step's attention for a group, for `attend` of all its layers.
 
-        All of the group's layers pass the result to `attend`.
-
-        Args:
-            group: determines the type of `step`: `InPlaceInput` for in-place groups, else
-                `PagedInput`.
-            block_size: of paged groups.
-            step: where the step's tokens go.
+        `step` is an `InPlaceInput` for in-place groups, else a `PagedInput`.
         """
 
     @abc.abstractmethod
     def attend(self, call: AttentionCall, plan: Any) -> None:
-        """Writes the call's keys and values to the cache, then attends.
-
-        Args:
-            call: the layer and its tensors.
-            plan: the result of `plan` for this step.
-        """
+        """Writes the call's keys and values to the cache, then attends as this step's `plan` says."""
 
     def bind_attention(self, call: AttentionCall) -> Callable[[Any], None]:
         """Returns `attend_step` with fixed tensors, for graphs; each step calls it with its plan."""
@@ -284,10 +259,7 @@ class Device(abc.ABC):
     def lower(self, op: Any, args: Sequence[Any], result: Any) -> Callable[[], Any] | None:  # noqa: ARG002 - optional
         """Returns an operator's call with fixed tensors, for graphs; `None` if the device has no own kernel.
 
-        Args:
-            op: the operator's overload.
-            args: its positional arguments.
-            result: the tensors to write, or `None` if the operator writes its arguments.
+        `result` has the tensors to write, or is `None` if the operator writes its arguments.
         """
         return None
 
@@ -296,12 +268,7 @@ class Device(abc.ABC):
     ) -> Sequence[tuple[Callable[..., Any], int]]:
         """Merges consecutive kernels of a graph where the device can.
 
-        Args:
-            kernels: results of `lower` or `bind_attention`, or other functions without arguments.
-            num_plans: how many attention plans each kernel takes.
-
-        Returns:
-            Kernels of the same work in the same order, each with its number of plans.
+        Returns kernels of the same work in the same order, each with its number of attention plans.
         """
         return list(zip(kernels, num_plans, strict=True))
 
@@ -358,12 +325,7 @@ class Device(abc.ABC):
         return LoraStack.num_bytes(shape)
 
     def select_adapters(self, slots: torch.Tensor, shape: StackShape) -> torch.Tensor:
-        """Returns the stacks' selection of adapters by row, an input of the step's graph.
-
-        Args:
-            slots: the rows' adapter slots, int32 [tokens]; `NO_ADAPTER` for the base model.
-            shape: of any layer; all stacks of a model are of the same kind.
-        """
+        """Returns the stacks' selection of adapters by row, an input of the step's graph; see `mask_of`."""
         return mask_of(slots, shape)
 
     def plan_rows(self, lengths: torch.Tensor, row_len: int, params: AttentionParams) -> Any:
@@ -371,13 +333,7 @@ class Device(abc.ABC):
         return RowsPlan.of(lengths, row_len, params)
 
     def attend_rows(self, call: AttentionCall, plan: RowsPlan) -> None:
-        """Attends within each row, without a cache.
-
-        Args:
-            call: a layer without a soft cap or sinks. Its tensors have rows * row_len tokens; the cache is
-                unused.
-            plan: the result of `plan_rows` for this step. The outputs of padding mean nothing.
-        """
+        """Attends within each row, without a cache or sinks. The outputs of padding mean nothing."""
         params = call.params
         assert call.key is not None
         assert call.value is not None
@@ -393,12 +349,7 @@ class Device(abc.ABC):
         return PackedPlan.of(lengths, params)
 
     def attend_packed(self, call: AttentionCall, plan: PackedPlan) -> None:
-        """Attends within each text, without a cache.
-
-        Args:
-            call: as in `attend_rows`; its tensors have the tokens of all texts, then padding.
-            plan: the result of `plan_packed` for this step. The outputs of padding are zeros.
-        """
+        """Attends within each text, without a cache. The outputs of padding, after all texts, are zeros."""
         assert call.key is not None
         assert call.value is not None
         call.output[plan.num_tokens :].zero_()
@@ -442,13 +393,7 @@ def takes_page_locked(device: torch.device) -> bool:
 def upload(
     values: Sequence[float] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Returns numbers as a tensor on the device, without waiting for its work.
-
-    Args:
-        values: the numbers, or rows of equal length.
-        device: the tensor's device.
-        dtype: the tensor's type.
-    """
+    """Returns numbers, or rows of equal length, as a tensor on the device, without waiting for its work."""
     # The allocator keeps page-locked memory until the copy is done.
     host = torch.tensor(values, dtype=dtype, pin_memory=takes_page_locked(device))
     return host.to(device, non_blocking=True)

@@ -106,22 +106,12 @@ class LoraStack:
     ) -> torch.Tensor:
         """Returns the layer's outputs with those of the rows' adapters, [tokens, out].
 
-        Args:
-            product: computes the layer's own outputs, the bias included.
-            x: the layer's inputs, [tokens, in].
-            bias: the layer's, [out].
-            selection: from `Device.select_adapters`.
+        `product` computes the layer's own outputs of `x` [tokens, in], the bias included.
         """
         return self.add(product(), x, selection)
 
     def add(self, out: torch.Tensor, x: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's outputs with those of the rows' adapters; may overwrite `out`.
-
-        Args:
-            out: [tokens, out].
-            x: the layer's inputs, [tokens, in].
-            selection: from `Device.select_adapters`.
-        """
+        """Adds the outputs of the rows' adapters for `x` [tokens, in] to `out` [tokens, out], maybe in place."""
         parts = len(self._shape.out_sizes)
         inner = functional.linear(x.to(self._shape.dtype), self._a)
         by_part = inner.view(-1, parts, self._shape.columns)

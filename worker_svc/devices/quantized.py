@@ -74,12 +74,7 @@ class PlainQuantizedLinear(torch.nn.Module):
     """Dequantizes all weights for each product, in the form that the compiler of NPUs recognizes."""
 
     def __init__(self, weights: QuantizedWeights, dtype: torch.dtype) -> None:
-        """Keeps a byte per weight.
-
-        Args:
-            weights: quantized.
-            dtype: of the scales, and of activations.
-        """
+        """Keeps a byte per weight."""
         super().__init__()
         half = 2 ** (weights.bits - 1)
         self.codes = torch.nn.Parameter((weights.codes.int() - half).to(torch.int8), requires_grad=False)

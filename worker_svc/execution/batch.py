@@ -22,25 +22,14 @@ class StagedWrites:
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        """Starts empty.
-
-        Args:
-            targets: contiguous tensors of int32 or int64 on one device.
-        """
+        """Starts empty. The targets are contiguous tensors of int32 or int64 on one device."""
         self._targets = [target.view(-1) for target in targets]
         self._device = targets[0].device
         # By slot: each write's target, its first place in the flat target, and its words.
         self._staged: dict[int, list[tuple[int, int, Sequence[int]]]] = {}
 
     def add(self, slot: int, target: int, place: int, words: Sequence[int]) -> None:
-        """Stages a write for a slot.
-
-        Args:
-            slot: the slot that the write is for.
-            target: index of the tensor.
-            place: first element of the flat tensor to write.
-            words: the elements. No other staged write has the same places.
-        """
+        """Stages words for places of a flat target; no other staged write has the same."""
         self._staged.setdefault(slot, []).append((target, place, words))
 
     def drop(self, slot: int) -> None:
@@ -354,12 +343,7 @@ class Batch:
             raise Internal(f"the plan names slot {slot}, which is free or does not exist")
 
     def _check_grant(self, growth: Growth, computed: int) -> None:
-        """Refuses blocks that do not exist, do not fit the table, or are null where a token is still visible.
-
-        Args:
-            growth: the blocks.
-            computed: the slot's computed tokens.
-        """
+        """Refuses blocks that do not exist or fit, or are null where a token is still visible."""
         slot, group_id = growth.slot, growth.group_id
         if not 0 <= group_id < len(self._groups):
             raise Internal(f"the plan names KV group {group_id}, the model has {len(self._groups)}")

@@ -27,7 +27,6 @@ from protos.step_messages import plan_from_proto, plan_to_proto, result_from_pro
 from protos.steps import Decode, SlotOutput, StepPlan, StepResult
 from protos.triptych.v1 import worker_pb2
 from worker_svc.devices.base import Device
-from worker_svc.execution.engine import PlanRefused
 from worker_svc.graphs.compilation import graph_options
 from worker_svc.graphs.fingerprint import package_versions
 from worker_svc.pending_step import PendingStep
@@ -42,13 +41,7 @@ _FLAGS = (
 
 
 def rank_facts(settings: Settings, device: Device, dtype: str) -> dict[str, str]:
-    """Returns the facts of this rank, by their names for people.
-
-    Args:
-        settings: the worker's.
-        device: this rank's.
-        dtype: of weights and activations.
-    """
+    """Returns the facts of this rank, by their names for people."""
     options = graph_options(settings, device)
     flags = {f"--{name.replace('_', '-')}": str(getattr(settings, name)) for name in _FLAGS}
     return {
@@ -67,12 +60,17 @@ def rank_facts(settings: Settings, device: Device, dtype: str) -> dict[str, str]
 _PLAN, _NEXT, _RESET, _BEGIN, _UNLOAD = b"p", b"n", b"r", b"c", b"u"
 _COUNT_BYTES, _ID_BYTES = 4, 8
 
+
+class PlanRefused(Internal):
+    """A plan contradicts earlier plans. All ranks find it alike, before the device gets work."""
+
+
 GiveUp = Callable[[str], None]
 """Ends the process, with the reason."""
 
 
 class Steps(Protocol):
-    """What runs the steps of one rank: `execution.generation.GenerationEngine`."""
+    """What runs the steps of one rank: `execution.engine.GenerationEngine`."""
 
     def launch(self, plan: StepPlan, *, leased: bool = False) -> PendingStep:
         """Applies a plan and hands its step to the device."""
@@ -195,15 +193,7 @@ class Follower:
         self, engine: Steps, group: RankGroup, give_up: GiveUp, release: Callable[[], None],
         unload: Callable[[int], None],
     ) -> None:  # fmt: skip
-        """Follows the leader of `group`.
-
-        Args:
-            engine: runs the steps.
-            group: the replica's ranks.
-            give_up: called if the group breaks.
-            release: drops the configuration.
-            unload: frees an adapter on the host, given its id.
-        """
+        """Follows the leader of `group`. `release` drops the configuration, `unload` a host's adapter."""
         self._unload = unload
         self._engine = engine
         self._group = group

@@ -21,9 +21,9 @@ from protos.steps import (
 )
 from worker_svc.devices.base import Device, upload
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.engine import Model, PlanRefused
 from worker_svc.execution.kv_cache import KvCache
-from worker_svc.execution.stage import Stage
+from worker_svc.execution.lockstep import PlanRefused
+from worker_svc.execution.stage import Model, Stage
 from worker_svc.execution.step_graphs import StepGraphs
 from worker_svc.execution.token_selection import (
     PromptLogprobs,
@@ -62,18 +62,9 @@ class Runner:
         group: RankGroup | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        """Allocates the cache and the batch.
+        """Allocates the cache and the batch. The model's weights are loaded, the shapes have `num_blocks`.
 
-        Args:
-            model: with its weights loaded.
-            device: where the model runs.
-            groups: the model's KV groups.
-            shapes: with `num_blocks` set.
-            vocabulary: the model's.
-            options: how steps become graphs; `None` for the device's default level.
-            constraints: matches outputs with grammars; `None` if the model does not support grammars.
-            group: the replica's ranks; `None` for a replica of one.
-            adapters: the LoRA adapters that plans may place; `None` if the model takes none.
+        Without options, steps become graphs at the device's default level.
 
         Raises:
             ConfigurationRefused: if the cache does not fit into memory.

@@ -3,22 +3,34 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from protos.steps import Decode, Prefill, StepResult, slots_of
 from worker_svc.devices.base import upload
 from worker_svc.execution.batch import Batch
+from worker_svc.graphs.graph_runner import RecordableModel
 from worker_svc.ranks.group import RankGroup
 from worker_svc.ranks.layout import RankLayout
 
 
-class HasStates(Protocol):
-    """A model that can be one stage of several."""
+class Model(RecordableModel, Protocol):
+    """A generating model as runners see it; `vllm_adapter.model.VllmModel` implements it."""
+
+    def bind_caches(self, caches: dict[str, torch.Tensor]) -> None:
+        """Gives each attention layer its KV cache."""
+
+    def attention_plans(self, groups: Sequence[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+        """Returns the metadata that `forward` takes, from each group's layer names and device plan."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits, float32 [rows, vocab], for hidden states [rows, hidden], on the device."""
+        ...
 
     def empty_states(self, tokens: int) -> torch.Tensor:
-        """Returns zeros of the shape that a stage receives for a step of that many tokens."""
+        """Returns zeros of the shape that a stage of a pipeline receives for a step of that many tokens."""
         ...
 
 
@@ -36,22 +48,14 @@ class Stage:
 
     def __init__(
         self,
-        model: HasStates,
+        model: Model,
         batch: Batch,
         group: RankGroup | None,
         device: torch.device,
         *,
         most_tokens: int,
     ) -> None:
-        """Starts with no step under way.
-
-        Args:
-            model: this stage's part.
-            batch: gets the tokens that the last stage reports.
-            group: the replica's ranks; `None` for a replica of one.
-            device: the batch's.
-            most_tokens: tokens of the largest step.
-        """
+        """Starts with no step under way; the largest has `most_tokens` tokens."""
         self.layout = group.layout if group else RankLayout()
         """This rank's place."""
         self._batch = batch

@@ -10,8 +10,7 @@ from protos.steps import Prefill
 from worker_svc.devices.attention import PagedInput, StepInput, tensors_of, with_tensors
 from worker_svc.devices.base import Device
 from worker_svc.execution.batch import Batch
-from worker_svc.execution.engine import Model
-from worker_svc.execution.stage import Stage
+from worker_svc.execution.stage import Model, Stage
 from worker_svc.execution.token_selection import DecodeStep, captured_step, logits_and_best, plain_step
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.lora.store import AdapterStore
@@ -37,18 +36,7 @@ class StepGraphs:
         options: GraphOptions,
         adapters: AdapterStore | None,
     ) -> None:
-        """Makes nothing yet.
-
-        Args:
-            model: with its weights loaded and its caches bound.
-            device: where the model runs.
-            groups: the model's KV groups.
-            shapes: with `num_blocks` set.
-            batch: the slots' state.
-            stage: this rank's part of a pipeline.
-            options: how steps become graphs.
-            adapters: the LoRA adapters that slots may have; `None` if the model takes none.
-        """
+        """Makes nothing yet. The model's weights are loaded and its caches bound."""
         self._model = model
         self._device = device
         self._groups = groups

@@ -198,13 +198,8 @@ def logits_and_best(
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
     """Returns a function from hidden states [rows, hidden] to logits [rows, vocab].
 
-    If the device finds the most probable tokens before the logits travel, the function returns them, too,
-    int64 [rows].
-
-    Args:
-        logits: the model's.
-        device: where the model runs.
-        compiled: whether the device may compile.
+    If the device may compile, and finds the most probable tokens before the logits travel, the function
+    returns them, too, int64 [rows].
     """
     argmax = device.compile_argmax() if compiled else None
 
@@ -301,14 +296,7 @@ class PromptLogprobs:
     def __init__(
         self, batch: Batch, shapes: ShapeConfig, logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Starts without slots.
-
-        Args:
-            batch: has the slots' tokens.
-            shapes: the static shapes.
-            logits: computes logits from hidden states [rows, hidden], for at most as many rows as the largest
-                bucket.
-        """
+        """Starts without slots. `logits` takes at most as many rows as the largest bucket."""
         self._batch = batch
         self._chunk = shapes.chunk
         self._rows = min(shapes.chunk, shapes.decode_buckets[-1])

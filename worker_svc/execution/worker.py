@@ -17,8 +17,7 @@ from protos.steps import GroupKind, SlotOutput, StepPlan
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from worker_svc.devices import open_device
 from worker_svc.devices.base import BlockCopies, Device
-from worker_svc.execution.engine import Engine
-from worker_svc.execution.generation import GenerationEngine
+from worker_svc.execution.engine import Engine, GenerationEngine, PoolingEngine
 from worker_svc.execution.lockstep import Follower, GiveUp, Leader, rank_facts
 from worker_svc.execution.memory_budget import MemoryBudget, check_weights, free_memory
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
@@ -36,7 +35,6 @@ from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint, dummy_digest, start_digest
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phase, PhaseProgress, Phases
-from worker_svc.pooling import PoolingEngine
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
 from worker_svc.shapes import KvGroup, ModelDescription, PoolShapeConfig, ShapeConfig, group_layers
@@ -98,7 +96,7 @@ class Worker:
         """Runs what rank 0 announces; set on the other ranks once they are configured."""
         self._log = get_logger()
         self._model: VllmModel | None = None
-        self._engine: Engine[Any] | None = None
+        self._engine: Engine[Any, Any] | None = None
         self._loaded = False
         self._digest: Future[str] = Future()
         # The matchers of this rank, for their times.
@@ -351,7 +349,7 @@ class Worker:
             self._give_up("the replica's ranks have formed another group since this one was lost")
             raise Unavailable("this rank belongs to an earlier group and ends; retry once it is back")
 
-    def _release(self, engine: Engine[Any]) -> None:
+    def _release(self, engine: Engine[Any, Any]) -> None:
         """Drops the current configuration."""
         self._requested, self._ready = None, None
         engine.release()
@@ -370,7 +368,7 @@ class Worker:
         self._model.load_weights(progress)
         self._loaded = True
 
-    def _open_engine(self, model: "VllmModel", options: GraphOptions) -> Engine[Any]:
+    def _open_engine(self, model: "VllmModel", options: GraphOptions) -> Engine[Any, Any]:
         settings, device = self._settings, self.device
         recorded = options.level > 0 and not device.has_own_compiler
         budget = MemoryBudget(
@@ -384,7 +382,7 @@ class Worker:
                 model,
                 device,
                 self.description,
-                check_memory=budget.check_pooling,
+                budget=budget,
                 compilation=compilation,
                 options=options,
             )

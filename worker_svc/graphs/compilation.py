@@ -77,16 +77,7 @@ class Compilation:
         description: ModelDescription,
         groups: Sequence[KvGroup],
     ) -> None:
-        """Looks up nothing yet.
-
-        Args:
-            settings: the worker's.
-            device: the target of the code.
-            options: how graphs are made.
-            folder: the model's files.
-            description: the model's.
-            groups: the model's KV groups.
-        """
+        """Looks up nothing yet; `folder` has the model's files."""
         self._settings = settings
         self._device = device
         self._options = options
@@ -178,12 +169,7 @@ class Compilation:
             self._device.use_code_folder(self._code.folder)
 
     def keep(self, signatures: Sequence[str], seconds: float) -> None:
-        """Keeps compiled code if it is complete.
-
-        Args:
-            signatures: the graphs in the code.
-            seconds: the time of their making.
-        """
+        """Keeps compiled code if it is complete, with its graphs and the seconds of their making."""
         code = self._code
         if code is None:
             return

@@ -161,8 +161,7 @@ class CompileCache:
     def remove_abandoned(self, *, older_than: float = _ABANDONED_S) -> int:
         """Removes leftover folders of killed processes; returns their number.
 
-        Args:
-            older_than: seconds since a folder was made. A younger folder may belong to a compiling process.
+        A folder younger than `older_than` seconds may belong to a compiling process.
         """
         count = 0
         for path in self.root.glob(f"{_PENDING}*"):
@@ -214,12 +213,6 @@ class CompileCache:
 
     def commit(self, folder: Path, fields: Mapping[str, str], graphs: Sequence[str], seconds: float) -> None:
         """Turns a folder of `begin` into the entry, or drops it if another process was faster.
-
-        Args:
-            folder: the entry's files.
-            fields: of the entry.
-            graphs: the signatures of its graphs, in words.
-            seconds: the time of compiling.
 
         Raises:
             OSError: if the entry cannot be written; the folder stays.
@@ -331,12 +324,7 @@ class CompiledCode:
     """Where the compilers' files are: a private folder until the code is complete, then its entry."""
 
     def __init__(self, cache: CompileCache | None, fields: Mapping[str, str], *, required: bool) -> None:
-        """Looks for the code. An unusable cache costs only its savings.
-
-        Args:
-            cache: `None` to compile afresh and keep nothing.
-            fields: dependencies of the code.
-            required: whether to refuse to compile.
+        """Looks for the code. Without a cache, or with an unusable one, it is compiled and not kept.
 
         Raises:
             ConfigurationRefused: if the code is required and missing; names every field different from the
@@ -427,13 +415,9 @@ class CompiledCode:
             self._private, self._is_new = None, False
 
     def commit(self, graphs: Sequence[str], seconds: float) -> None:
-        """Completes the entry if the code was compiled anew.
+        """Completes the entry if the code was compiled anew, in so many seconds.
 
         Compilers keep later code where they would without us, so that an entry never changes.
-
-        Args:
-            graphs: the signatures of its graphs, in words.
-            seconds: how long compiling took.
         """
         if self._cache is None:
             return
@@ -457,12 +441,7 @@ class VerificationCache:
     """
 
     def __init__(self, cache: Path | None, fields: Mapping[str, str]) -> None:
-        """Reads nothing yet.
-
-        Args:
-            cache: the folder of the device's compiled code; with `None` nothing is remembered.
-            fields: dependencies of the graphs outside this package; see `fingerprint.code_fields`.
-        """
+        """Reads nothing yet; without a folder nothing is remembered. `fields` are `code_fields`."""
         self._file: Path | None = None
         if cache is not None:
             key = key_of({**fields, "worker": _digest_of_sources()})

@@ -35,21 +35,9 @@ def code_fields(
     lora: str = "none",
     dummy_seed: int | None = None,
 ) -> dict[str, str]:
-    """Returns the fields of a configuration.
+    """Returns the fields of a configuration. `dummy_seed` is `None` if the weights are read.
 
-    Args:
-        folder: the model's.
-        device: the code's target.
-        level: the optimization level.
-        dtype: of weights and activations.
-        quantization: the name of the weights' quantization.
-        groups: the model's KV groups.
-        shapes: static shapes. The number of blocks counts only if the device's graphs take whole caches.
-        sizes: decode buckets to compile kernels for; `None` for all.
-        layout: the rank's part of the model.
-        pooling: how the model pools, if it does.
-        lora: the sizes of the steps' LoRA adapters.
-        dummy_seed: the seed of dummy weights; `None` if the weights are read.
+    The number of blocks counts only if the device's graphs take whole caches.
     """
     fields = {
         "model": _config_digest(folder),
@@ -115,10 +103,8 @@ def _group_words(group: KvGroup) -> str:
 def weights_fingerprint(folder: Path, *, contents: bool) -> str:
     """Hashes the headers of the weight files: every tensor's name, shape, type and offset.
 
-    Args:
-        folder: contains the safetensors files, and possibly folders of layers after pooling.
-        contents: whether to hash values too. Start, middle and end of each tensor distinguish trained models
-            without reading every byte.
+    With `contents`, also start, middle and end of each tensor's values, which distinguish trained models
+    without reading every byte.
     """
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("[0-9]_Dense/*.safetensors")]):

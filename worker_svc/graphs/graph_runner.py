@@ -308,11 +308,7 @@ class GraphRunner:
         return DeviceGraph(self._model)
 
     def finish_warm_up(self, *, made_all: bool) -> None:
-        """Ends the warm-up and logs its graphs. A graph that is built from now on is late.
-
-        Args:
-            made_all: whether the warm-up was to build every graph.
-        """
+        """Ends the warm-up of all graphs or none, and logs it. A graph built from now on is late."""
         self._serving = True
         self._is_late_an_error = made_all and self._options.strict
         built = [graph for graph in self._graphs.values() if graph is not None]

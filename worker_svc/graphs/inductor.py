@@ -109,11 +109,7 @@ class _Builder:
                     self._name(leaf, self.graph.call_function(operator.getitem, (node, index)))
 
     def build(self, later: set[int]) -> Subgraph | None:
-        """Finishes the subgraph; `None` if it would compute nothing.
-
-        Args:
-            later: ids of the tensors that later calls read; they become outputs.
-        """
+        """Finishes the subgraph with the outputs that later calls read; `None` if it computes nothing."""
         outputs = {key: tensor for key, tensor in self.made.items() if key in later}
         self.graph.output(tuple(self.nodes[key] for key in outputs))
         self.graph.eliminate_dead_code(_has_effect)
@@ -184,11 +180,7 @@ class SubgraphCompiler:
     """Structures that were not in the compiler's cache."""
 
     def __init__(self, level: int) -> None:
-        """Compiles nothing yet.
-
-        Args:
-            level: 2 to compile, 3 to also try variants of each matrix product and keep the fastest.
-        """
+        """Compiles nothing yet. Level 3 tries variants of each matrix product and keeps the fastest."""
         # Merges small independent kernels, such as the rotary positions of queries and keys.
         self._patches = {"combo_kernels": True}
         if level > _UNTUNED:
@@ -270,13 +262,7 @@ class InductorGraph:
     """A step made of compiled subgraphs. Attention stays a call of the device."""
 
     def __init__(self, recording: Recording, device: Device, compiler: SubgraphCompiler) -> None:
-        """Compiles the subgraphs of new structures.
-
-        Args:
-            recording: the step.
-            device: runs the attention.
-            compiler: shared by all graphs of a model.
-        """
+        """Compiles the subgraphs of new structures; all graphs of a model share the compiler."""
         indices: dict[int, int] = {}
         self._device = device
         self._initial: list[torch.Tensor | None] = []

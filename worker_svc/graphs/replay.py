@@ -37,12 +37,7 @@ class HasPlan(Protocol):
 
 @torch.inference_mode()
 def build_kernel_graph(recording: Recording, device: Device) -> "KernelGraph":
-    """Prepares a recorded step for replay.
-
-    Args:
-        recording: the graph takes over the memory of its inputs.
-        device: runs the attention.
-    """
+    """Prepares a recorded step for replay. The graph takes over the memory of its inputs."""
     calls = _without_constants(recording.calls, recording.inputs)
     memory = _MemoryPlan(calls, recording.allocated, recording.output)
     kernels: list[_Kernel] = []
@@ -124,12 +119,7 @@ class KernelGraph:
         plans: Mapping[str, HasPlan],
         synchronize: Callable[[], None] = lambda: None,
     ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
-        """Does the same as `replay`, with a clock around each kernel.
-
-        Args:
-            inputs: see `replay`.
-            plans: see `replay`.
-            synchronize: waits for the device; a host computes synchronously and needs none.
+        """Does the same as `replay`, with a clock around each kernel; `synchronize` waits for the device.
 
         Returns:
             The result, and for each kernel in order its operator (or `ATTENTION`) and its seconds.
@@ -187,13 +177,7 @@ class _MemoryPlan:
         allocated: AbstractSet[int],
         output: torch.Tensor,
     ) -> None:
-        """Plans the memory of recorded calls.
-
-        Args:
-            calls: in order.
-            allocated: ids of the storages that were allocated while recording; all others keep their memory.
-            output: its memory is never reused.
-        """
+        """Plans the memory of calls. The output and what was not `allocated` while recording keep theirs."""
         self.num_bytes = 0
         self._assigned: dict[int, torch.UntypedStorage] = {}
         last: dict[int, int] = {}

@@ -43,11 +43,7 @@ class Targets:
         return path in self.names or (_matches(path, self.names) and self._has_number(path))
 
     def with_names(self, others: Callable[[str], Iterable[str]]) -> "Targets":
-        """Returns targets that include and exclude layers by further names, too.
-
-        Args:
-            others: returns further names for the layers of a name.
-        """
+        """Returns targets that include and exclude layers by `others` of each name, too."""
         return replace(
             self,
             names={*self.names, *(other for name in self.names for other in others(name))},
@@ -168,12 +164,7 @@ def _last_component(model: str) -> str:
 
 
 def read_adapter(folder: Path, *, name: str, max_rank: int) -> AdapterCheckpoint:
-    """Reads and checks an adapter.
-
-    Args:
-        folder: as PEFT saved it.
-        name: the adapter's, for errors.
-        max_rank: the setting `--max-lora-rank`.
+    """Reads and checks an adapter that PEFT saved.
 
     Raises:
         NotFound: if the folder or a file is missing.

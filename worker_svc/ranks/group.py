@@ -29,12 +29,7 @@ class Channel:
     """
 
     def __init__(self, group: Any, source: int) -> None:
-        """Uses `group`, which must belong to this channel only.
-
-        Args:
-            group: a gloo process group that contains `source`.
-            source: the global rank that sends.
-        """
+        """Uses a gloo group that belongs to this channel only; the global rank `source` sends."""
         self._group = group
         self._source = source
         self._frame = torch.zeros(_INLINE, dtype=torch.uint8)
@@ -86,11 +81,7 @@ class Links:
     ) -> None:
         """Creates the process groups, on all ranks of the replica in the same order.
 
-        Args:
-            layout: this rank's place.
-            devices: by rank, the identity of its device; empty if ranks may share it.
-            backend: the backend for tensors between devices.
-            make_group: makes a process group of ranks with a backend.
+        `devices` has the identity of each rank's device; empty if ranks may share it.
         """
         self._layout = layout
         self._groups: dict[int, Any] = {}
@@ -138,9 +129,6 @@ class Links:
 
 def refuse_differences(facts: Sequence[Mapping[str, str]]) -> None:
     """Compares all ranks' facts with rank 0's; all ranks find the same difference.
-
-    Args:
-        facts: by rank, the facts that must agree.
 
     Raises:
         ConfigurationRefused: names the first difference and its ranks.

@@ -36,10 +36,8 @@ class _Stage:
 def use_group(group: Any, device: torch.device, *, compiled: bool) -> None:
     """Makes the operators run on a process group of torch.distributed; all its ranks call this together.
 
-    Args:
-        group: the process group; `None` for a stage of one rank.
-        device: the place of the stage's tensors.
-        compiled: whether the device's own compiler compiles the collectives.
+    The group is `None` for a stage of one rank. `compiled` says whether the device's own compiler compiles
+    the collectives.
     """
     _Stage.group = group
     _Stage.compiled = compiled

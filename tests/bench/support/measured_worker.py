@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
 import torch
@@ -119,7 +119,7 @@ class NullWorker(MeasuredWorker):
         self.device = open_device("cpu")
         self._model = cast("VllmModel", _NullModel())
         self.groups = group_layers(self.description.layers, GroupKind.PAGED_WINDOW)
-        self._engine: Engine[ShapeConfig] = NullEngine(self._step_s)
+        self._engine: Engine[Any, Any] = NullEngine(self._step_s)
         self._digest.set_result("")
 
     def close(self) -> None:
@@ -128,8 +128,8 @@ class NullWorker(MeasuredWorker):
         self._no_files.cleanup()
 
 
-class NullEngine:
-    """Generates a constant token for each row after a step of constant time. Implements `Engine`."""
+class NullEngine(Engine[Any, Any]):
+    """Generates a constant token for each row after a step of constant time."""
 
     bytes_per_block: tuple[int, ...] = (1,)
     num_compiled = num_late = 0

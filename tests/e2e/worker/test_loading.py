@@ -15,7 +15,7 @@ from tests.support import tiny_models
 from tests.support.worker.harness import Harness, tokens_of
 from worker_svc.devices import open_device
 from worker_svc.devices.cpu.device import CpuDevice
-from worker_svc.execution.generation import GenerationEngine
+from worker_svc.execution.engine import GenerationEngine
 from worker_svc.execution.worker import Worker
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.settings import LoadFormat, Settings

@@ -16,8 +16,8 @@ from protos.service.settings import load
 from protos.steps import Admission, Pool, PoolShape, StepPlan
 from tests.support.paths import ROOT
 from tests.support.sampling_params import pooling_params, sampling_params
+from worker_svc.execution.engine import PoolingEngine
 from worker_svc.execution.worker import Worker
-from worker_svc.pooling import PoolingEngine
 from worker_svc.settings import Settings
 from worker_svc.shapes import PoolShapeConfig
 

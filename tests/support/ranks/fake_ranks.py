@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final, NoReturn, cast
 
 from protos.steps import Decode, StepPlan, StepResult, Work
-from worker_svc.execution.engine import PlanRefused
+from worker_svc.execution.lockstep import PlanRefused
 from worker_svc.pending_step import PendingStep
 from worker_svc.ranks.group import Channel
 from worker_svc.ranks.layout import RankLayout

@@ -18,7 +18,7 @@ from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer
 from worker_svc.api.watchdog import FailedSteps
 from worker_svc.execution import worker as worker_module
-from worker_svc.execution.generation import GenerationEngine
+from worker_svc.execution.engine import GenerationEngine
 from worker_svc.execution.worker import Worker
 from worker_svc.phases import Phases
 from worker_svc.ranks.layout import RankLayout

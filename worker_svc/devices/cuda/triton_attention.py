@@ -334,17 +334,7 @@ class _Launch:
 def _launch(
     params: AttentionParams, rows: int, query_len: int, block_size: int, width: int, item: int, count: int
 ) -> _Launch:
-    """Divides a step into programs.
-
-    Args:
-        params: the layer's.
-        rows: of the step.
-        query_len: tokens of a row.
-        block_size: tokens of a block.
-        width: entries of a row of the block table.
-        item: bytes of an element.
-        count: processors of the GPU.
-    """
+    """Divides a step into programs; `item` is the bytes of an element, `count` the GPU's processors."""
     group = params.num_heads // params.num_kv_heads
     elements = max(16, _power_of_two(params.head_size))
     keys = min(64, max(16, _TILE_BYTES // (elements * item)))

@@ -24,12 +24,7 @@ class TensorMemory:
     def __init__(
         self, allocate: Allocate, resolve: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     ) -> None:
-        """Allocates nothing.
-
-        Args:
-            allocate: returns zeroed memory.
-            resolve: returns the memory of a result of `allocate` or of a view of it.
-        """
+        """Allocates nothing; `resolve` returns the memory of a result of `allocate`, or of a view of it."""
         self.allocate = allocate
         self._resolve = resolve
 
@@ -87,12 +82,7 @@ class RuntimeMemory:
     """
 
     def __init__(self, context: Any, runtimes: list[Any]) -> None:
-        """Allocates nothing.
-
-        Args:
-            context: the `rebel.CompileContext` of all graphs; learns which inputs stay where they are.
-            runtimes: filled by the compiler with the runtime of each graph.
-        """
+        """Allocates nothing. `context` learns which inputs stay in place; the compiler fills `runtimes`."""
         self._context = context
         self._runtimes = runtimes
         self._count = 0

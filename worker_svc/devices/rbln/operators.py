@@ -261,15 +261,9 @@ def register(namespace: Namespace, operators: Iterable[str]) -> None:
 
 
 def emit(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> torch.Tensor:
-    """Calls an operator.
+    """Calls an operator; missing arguments become `None`.
 
-    Args:
-        namespace: the operator's.
-        operator: its name, with its `_prefill` or `_decode`.
-        by_role: its arguments; missing ones become `None`.
-
-    Returns:
-        The operator's result [batch, kv_heads, groups, q_len, head_size].
+    Returns [batch, kv_heads, groups, q_len, head_size].
     """
     arguments = [by_role.get(argument.role) for argument in SIGNATURES[namespace][operator]]
     result: torch.Tensor = getattr(getattr(torch.ops, namespace), operator)(*arguments)
@@ -440,18 +434,10 @@ def _attention(
     scale: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attends with grouped queries. A token that sees nothing gets zeros.
+    """Attends with grouped queries [rows, kv_heads, groups, q_len, head_size].
 
-    Args:
-        query: [rows, kv_heads, groups, q_len, head_size].
-        key: [rows, kv_heads, context, head_size].
-        value: like `key`.
-        visible: bool [rows, q_len, context].
-        scale: scalar.
-        sinks: [heads, sinks].
-
-    Returns:
-        Like `query`.
+    Keys and values are [rows, kv_heads, context, head_size], `visible` is bool [rows, q_len, context]. A
+    token that sees nothing gets zeros.
     """
     rows, kv_heads, groups, query_len, head_size = query.shape
     unseen = ~visible.any(dim=1)[:, None, :, None]
@@ -510,11 +496,7 @@ def emit_experts(
 
 
 def _register_experts(library: torch.library.Library) -> None:
-    """Registers the reference and a fake, unless the vendor has registered the operator.
-
-    Args:
-        library: of the namespace `rbln_custom_ops`.
-    """
+    """Registers the reference and a fake, unless the vendor has registered the operator."""
     if hasattr(torch.ops.rbln_custom_ops, EXPERTS):
         return
     library.define(_EXPERTS_SCHEMA)

@@ -126,12 +126,7 @@ class Vendor:
     def compile(
         self, function: Callable[..., torch.Tensor], folder: Path | None
     ) -> Callable[..., torch.Tensor]:
-        """Returns a function that compiles a static graph for each new shape.
-
-        Args:
-            function: the function.
-            folder: folder of compiled code; `None` to keep none.
-        """
+        """Returns a function that compiles a static graph for each new shape, with code in the folder."""
         return _compiled(function, self._compile_options(folder))
 
     def compile_sampler(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

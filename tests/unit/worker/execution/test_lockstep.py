@@ -9,8 +9,7 @@ import pytest
 from protos.errors import ConfigurationRefused, Internal, Unavailable
 from protos.steps import Decode, StepPlan, StepResult
 from tests.support.ranks.fake_ranks import FakeGroup, FakeSteps, Ranks
-from worker_svc.execution.engine import PlanRefused
-from worker_svc.execution.lockstep import Follower, Leader
+from worker_svc.execution.lockstep import Follower, Leader, PlanRefused
 from worker_svc.pending_step import PendingStep
 
 PLAN = StepPlan(1, work=Decode((0,), (0,), 1, 1))

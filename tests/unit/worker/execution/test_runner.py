@@ -10,7 +10,7 @@ from protos.errors import Internal
 from protos.steps import Admission, BlockCopy, Decode, Growth, Prefill, StepPlan
 from tests.support.sampling_params import sampling_params
 from tests.support.worker.layerless import GROUPS, LayerlessModel, PlainDevice
-from worker_svc.execution.engine import PlanRefused
+from worker_svc.execution.lockstep import PlanRefused
 from worker_svc.execution.runner import Runner
 from worker_svc.graphs.graph_runner import GraphOptions
 from worker_svc.sampling.state import SamplingVocabulary

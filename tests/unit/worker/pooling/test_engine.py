@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -10,10 +12,11 @@ from protos.errors import ConfigurationRefused, Internal
 from protos.steps import PoolShape, StepPlan
 from tests.support.worker.layerless import Echo
 from worker_svc.devices import open_device
+from worker_svc.execution.engine import PoolingEngine
+from worker_svc.execution.memory_budget import MemoryBudget
 from worker_svc.graphs.compilation import Compilation, graph_options
 from worker_svc.graphs.compile_cache import MANIFEST
 from worker_svc.phases import Phases
-from worker_svc.pooling import PoolingEngine
 from worker_svc.settings import Settings
 from worker_svc.shapes import ModelDescription, PoolingDescription, PoolShapeConfig, ShapeConfig
 
@@ -51,9 +54,8 @@ def make_engine(
     )
     options = graph_options(settings, device)
     compilation = Compilation(settings, device, options, folder=folder, description=DESCRIPTION, groups=())
-    return PoolingEngine(
-        model, device, DESCRIPTION, check_memory=check_memory, compilation=compilation, options=options
-    )
+    budget = cast("MemoryBudget", SimpleNamespace(check_pooling=check_memory))
+    return PoolingEngine(model, device, DESCRIPTION, budget=budget, compilation=compilation, options=options)
 
 
 def test_sizes_of_a_generating_model_are_refused(folder: Path) -> None:
