@@ -1,7 +1,7 @@
 """The operators that rebel-compiler lowers to NPU kernels: arguments, checks of shapes, references in torch.
 
 Each argument of the attention operators has a role, which is the same in every operator (`q`, `scale`, …),
-and a name, which differs between the namespaces. The order of mask, scale and position also differs, so only
+and a name, which differs between the namespaces. The order of scale and position also differs, so only
 `emit` passes arguments by position. The sources are the wheels vllm-rbln 0.12.0 and 0.11.2;
 `tests/contract/worker/test_rbln_wheels.py` compares with them.
 
@@ -57,8 +57,6 @@ _STATES: Final = "q k v kv_cache"
 _FULL: Final = {
     "flash_causal_attention_naive": ("scale seq_idx block_tables dummy", "sinks k_quantize_scale v_quantize_scale cache_dtype"),
     "causal_attention_naive": ("seq_idx scale block_tables dummy", "sinks"),
-    "flash_attention_naive": ("mask scale seq_idx block_tables dummy", "sinks"),
-    "attention_naive": ("mask seq_idx scale block_tables dummy", "sinks"),
 }  # fmt: skip
 _WINDOW: Final = "cache_seq_len cache_offset scale block_tables dummy"
 _TRITON_NAMES: Final = {
@@ -147,13 +145,6 @@ def check(namespace: Namespace, operator: str, by_role: Mapping[str, Any]) -> No
     else:
         expect("q", "of one token a row", query_len == 1)
     _check_positions(namespace, operator, by_role, expect, prefill=prefill)
-    if "mask" in by_role:
-        mask: torch.Tensor = by_role["mask"]
-        expect(
-            "mask",
-            f"[1 or {batch}, 1, 1, {query_len}, max_model_len]",
-            mask.dim() == 5 and mask.shape[0] in (1, batch) and mask.shape[1:4] == (1, 1, query_len),
-        )
     if by_role.get("sinks") is not None:
         sinks: torch.Tensor = by_role["sinks"]
         expect(
@@ -180,7 +171,7 @@ def _check_positions(
         expect("block_tables", "[1]" if in_place else "[partitions]", tables.dim() == 1)
     else:
         expect("block_tables", f"[{batch}, partitions]", tables.dim() == 2 and tables.shape[0] == batch)
-    if in_place or operator.startswith(("causal", "attention")):
+    if in_place or operator.startswith("causal"):
         expect("block_tables", "of one partition", tables.shape[-1] == 1)
     for role in ("seq_idx", "cache_seq_len", "cache_offset"):
         if role in by_role:
@@ -196,7 +187,7 @@ def _check_has_reference(namespace: Namespace, operator: str, by_role: Mapping[s
     unsupported = {
         "an 8-bit KV cache": by_role.get("cache_dtype") is not None,
         "attention without causality": not by_role.get("is_causal", True),
-        "a mask over paged blocks": "window_size" in by_role and by_role.get("attn_mask") is not None,
+        "masks": by_role.get("attn_mask") is not None,
     }
     for what, needed in unsupported.items():
         if needed:
@@ -298,13 +289,11 @@ def _reference(namespace: Namespace, operator: str) -> Callable[..., torch.Tenso
         query, key, value, scale, tables = (given[role] for role in ("q", "k", "v", "scale", "block_tables"))
         sinks = given.get("sinks")
         if "cache_seq_len" in given:
-            return sliding_reference(
-                query, key, value, cache, given["cache_seq_len"], given["cache_offset"], scale, tables,
-                mask=given.get("attn_mask"), sinks=sinks,
-            )  # fmt: skip
+            before, after = given["cache_seq_len"], given["cache_offset"]
+            return sliding_reference(query, key, value, cache, before, after, scale, tables, sinks=sinks)
         return paged_reference(
             query, key, value, cache, scale, given["seq_idx"], tables,
-            mask=given.get("mask"), window=given.get("window_size", 0), sinks=sinks,
+            window=given.get("window_size", 0), sinks=sinks,
         )  # fmt: skip
 
     return run
@@ -319,7 +308,6 @@ def paged_reference(
     start: torch.Tensor,
     tables: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
     window: int = 0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -336,9 +324,7 @@ def paged_reference(
         scale: scalar.
         start: integers [rows, 1], the position of each row's first token.
         tables: integers [rows, partitions], or [partitions] for a single row.
-        mask: [1 or rows, 1, 1, q_len, positions] of 0 and 1, the visible positions of each token; `None` for
-            causal attention.
-        window: without a mask, the number of visible tokens of each token, itself included; 0 for all.
+        window: the number of visible tokens of each token, itself included; 0 for all.
         sinks: [heads, sinks], scores of extra positions without a value.
 
     Returns:
@@ -357,15 +343,10 @@ def paged_reference(
     # Shape: rows, partitions, 2, kv_heads, block, head_size; then 2, rows, kv_heads, context, head_size.
     context = cache[table][:, :, :, :, 0].permute(2, 0, 3, 1, 4, 5)
     context = context.reshape(2, rows, -1, partitions * block_size, head_size)
-    length = context.shape[3]
-    if mask is None:
-        seen = torch.arange(length, device=query.device)
-        visible = seen <= positions[:, :, None]
-        if window:
-            visible = visible & (seen > positions[:, :, None] - window)
-    else:
-        given = (mask != 0)[:, 0, 0, :, :length].expand(rows, -1, -1)
-        visible = torch.nn.functional.pad(given, (0, length - given.shape[-1]))
+    seen = torch.arange(context.shape[3], device=query.device)
+    visible = seen <= positions[:, :, None]
+    if window:
+        visible = visible & (seen > positions[:, :, None] - window)
     return _attention(query, context[0], context[1], visible, scale, sinks)
 
 
@@ -379,7 +360,6 @@ def sliding_reference(
     scale: torch.Tensor,
     tables: torch.Tensor,
     *,
-    mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Appends to each row's block, attends over a window, and keeps the last window in the block.
@@ -394,7 +374,6 @@ def sliding_reference(
             padding and gets zeros.
         scale: scalar.
         tables: integers [rows, 1], or [1] for a single row.
-        mask: [rows, 1, 1, window] of 0 and 1, the visible places of a row's only token, itself appended.
         sinks: [heads, sinks].
 
     Returns:
@@ -420,8 +399,6 @@ def sliding_reference(
     source = source[:, None, None, :, None].expand(-1, 2, cache.shape[2], -1, head_size)
     slid = context.gather(3, source).masked_fill((kept >= after)[:, None, None, :, None], 0)
     cache[blocks] = slid[:, :, :, None]
-    if mask is not None:
-        return _attention(query, slid[:, 0], slid[:, 1], (mask != 0)[:, 0], scale, sinks)
     attended = _attention(query, context[:, 0], context[:, 1], visible, scale, sinks)
     return attended.masked_fill((after <= before)[:, :, None, None, None], 0)
 

@@ -361,12 +361,3 @@ def test_an_accepted_graph_computes_the_functions_result() -> None:
         for node in graph.graph.nodes
         if node.op == "call_function"
     }
-
-
-def test_an_npu_has_no_eager_mode() -> None:
-    """Eager attention on an NPU is refused, and the refusal names the backend that has it."""
-    group = group_of(GroupKind.FULL)
-    npu = RblnDevice(DeviceOptions("rbln"))
-    states = torch.zeros(1, HEADS, SIZE)
-    with pytest.raises(ConfigurationRefused, match="--backend eager needs --rbln-backend rbln-check"):
-        npu.attend(AttentionCall(params_of(group), states, states, states, torch.zeros(1), states), None)  # type: ignore[arg-type]

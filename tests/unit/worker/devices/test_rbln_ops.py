@@ -13,7 +13,7 @@ from worker_svc.devices.rbln.operators import CUSTOM, NAMESPACES, SIGNATURES, TR
 
 SIZE = 8
 SCALE = 0.4
-PAGED = ("flash_causal_attention_naive", "causal_attention_naive", "flash_attention_naive", "attention_naive")
+PAGED = ("flash_causal_attention_naive", "causal_attention_naive")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -88,8 +88,6 @@ class Checker:
     def naive(self, query: torch.Tensor, sequence: History, seen: Sequence[int]) -> torch.Tensor:
         """Attends one token's query [kv_heads, groups, size] over the positions that it sees."""
         result = torch.zeros_like(query)
-        if not seen:
-            return result
         keys = torch.stack([sequence.keys[position] for position in seen], dim=1)
         values = torch.stack([sequence.values[position] for position in seen], dim=1)
         for head, group in itertools.product(range(self.kv_heads), range(self.groups)):
@@ -108,7 +106,7 @@ def paged_step(
     checker: Checker, operator: str, sequences: Sequence[History], counts: Sequence[int], query_len: int,
     *, partitions: int, padded_rows: int = 0, window: int = 0,
 ) -> torch.Tensor:  # fmt: skip
-    """Runs and checks one step of an operator over paged blocks. Masks are random."""
+    """Runs and checks one step of an operator over paged blocks."""
     rows = len(sequences) + padded_rows
     given = checker.states(rows, query_len)
     starts = [len(sequence.keys) for sequence in sequences] + [0] * padded_rows
@@ -119,13 +117,6 @@ def paged_step(
     given["block_tables"] = checker.integers(tables[0] if prefill else tables)
     if window:
         given |= {"window_size": window, "is_causal": True}
-    length = partitions * checker.block - 1
-    mask = (torch.rand((rows, 1, 1, query_len, length), generator=checker.generator) < 0.6).float()
-    for row, token in itertools.product(range(rows), range(query_len)):
-        mask[row, 0, 0, token, starts[row] + token + 1 :] = 0
-    mask[0, 0, 0, 0] = 0  # sees nothing
-    given["mask"] = mask
-    masked = operator.startswith(("flash_attention", "attention"))
     name = operator if window else f"{operator}_{'prefill' if prefill else 'decode'}"
     output = operators.emit(checker.namespace, name, given)
     assert output.shape == given["q"].shape
@@ -134,8 +125,6 @@ def paged_step(
             checker.append(sequence, given, row, token)
             position = len(sequence.keys) - 1
             seen = range(max(0, position - window + 1) if window else 0, position + 1)
-            if masked:
-                seen = [at for at in seen if at < length and mask[row, 0, 0, token, at]]  # type: ignore[assignment]
             checker.check(output, given, row, token, sequence, seen)
         for position, (key, value) in enumerate(zip(sequence.keys, sequence.values, strict=True)):
             place = checker.content(sequence.blocks[position // checker.block])[
@@ -214,7 +203,7 @@ def test_windows_in_paged_blocks(window: int, sinks: int) -> None:
 
 def sliding_step(
     checker: Checker, sequences: Sequence[History], counts: Sequence[int], query_len: int,
-    *, padded_rows: int = 0, masked: bool = False,
+    *, padded_rows: int = 0,
 ) -> None:  # fmt: skip
     """Runs and checks one step of the operator for windows that slide in place."""
     window, rows = checker.block, len(sequences) + padded_rows
@@ -226,9 +215,6 @@ def sliding_step(
     given["cache_seq_len"] = checker.integers(before)[:, None]
     given["cache_offset"] = checker.integers(after)[:, None]
     given["block_tables"] = checker.integers(tables[0] if prefill else tables)
-    if masked:
-        places = torch.arange(window)
-        given["attn_mask"] = (places <= given["cache_seq_len"]).float()[:, None, None, :]
     name = f"sliding_window_attention_naive_{'prefill' if prefill else 'decode'}"
     output = operators.emit(checker.namespace, name, given)
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
@@ -255,9 +241,7 @@ def test_windows_that_slide_in_place(namespace: Namespace, chunk: int, sinks: in
             sliding_step(checker, sequences[-1:], [min(chunk, prompt - start)], chunk)
     for step in range(10):
         rotated = sequences[step % 4 :] + sequences[: step % 4]
-        sliding_step(
-            checker, rotated, [1] * 4, 1, padded_rows=step % 3, masked=not step % 2 and namespace == CUSTOM
-        )
+        sliding_step(checker, rotated, [1] * 4, 1, padded_rows=step % 3)
 
 
 def test_results_have_the_querys_type() -> None:
@@ -289,7 +273,6 @@ WRONG: list[tuple[str, str, Any, str]] = [
     ("flash_causal_attention_naive_prefill", "k", torch.zeros((1, 2, 3, 4, SIZE)), "k must be"),
     ("flash_causal_attention_naive_decode", "q", torch.zeros((1, 2, 3, 4, SIZE)), "one token a row"),
     ("causal_attention_naive_prefill", "block_tables", torch.zeros(2, dtype=torch.int32), "one partition"),
-    ("attention_naive_prefill", "mask", torch.zeros((1, 4, 32)), "mask must be"),
 ]  # fmt: skip
 
 
@@ -303,7 +286,6 @@ def test_wrong_shapes_are_refused(
     given = checker.states(1, 4) | {
         "seq_idx": checker.integers([[0]]),
         "block_tables": checker.integers([1]),
-        "mask": torch.ones((1, 1, 1, 4, 8)),
         role: value,
     }
     with pytest.raises(ValueError, match=message):
@@ -331,6 +313,7 @@ def test_cache_layouts_are_not_mixed_up() -> None:
     [
         ("flash_causal_attention_naive_prefill", "cache_dtype", torch.float8_e4m3fn, "8-bit"),
         ("sliding_window_attention_v1", "is_causal", False, "causality"),
+        ("sliding_window_attention_v1", "attn_mask", torch.ones(4), "masks"),
     ],
 )
 def test_options_without_a_reference_are_refused(operator: str, role: str, value: Any, message: str) -> None:
@@ -352,7 +335,7 @@ def test_every_operator_is_a_valid_torch_operator(namespace: Namespace) -> None:
         tables: Any = [[1]] if query_len == 1 else [1]
         given = checker.states(1, query_len) | {
             "seq_idx": checker.integers([[2]]), "block_tables": checker.integers(tables),
-            "mask": torch.ones((1, 1, 1, query_len, 8)), "window_size": 4, "is_causal": True,
+            "window_size": 4, "is_causal": True,
             "cache_seq_len": checker.integers([[2]]), "cache_offset": checker.integers([[2 + query_len]]),
         }  # fmt: skip
         arguments = tuple(given.get(argument.role) for argument in SIGNATURES[namespace][operator])
