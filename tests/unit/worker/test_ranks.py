@@ -1,4 +1,4 @@
-"""Hidden states between stages: over their devices' own backend, or over the host where a GPU is shared."""
+"""Ranks: layout, agreement, and hidden states over their devices' backend, or the host for a shared GPU."""
 
 from typing import Any
 
@@ -7,8 +7,59 @@ import torch
 from torch import distributed
 
 from protos.errors import ConfigurationRefused
-from worker_svc.ranks.group import Links, _refuse_shared_devices
+from worker_svc.ranks.group import Links, _refuse_shared_devices, refuse_differences
 from worker_svc.ranks.layout import RankLayout
+
+
+def test_ranks_are_numbered_stage_by_stage() -> None:
+    """Rank 3 of two stages of two is the second rank of the last stage."""
+    layout = RankLayout(3, 2, 2)
+    assert (layout.stage, layout.tensor_rank, layout.peers) == (1, 1, (2, 3))
+    assert layout.is_last_stage
+    assert not layout.is_first_stage
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "chooser"), [(1, 1, 0), (4, 1, 0), (1, 3, 2), (2, 3, 4)])
+def test_one_rank_leads_and_one_chooses(tensor: int, pipeline: int, chooser: int) -> None:
+    """Rank 0 takes plans; the first rank of the last stage chooses tokens."""
+    layouts = [RankLayout(rank, tensor, pipeline) for rank in range(tensor * pipeline)]
+    assert [layout.rank for layout in layouts if layout.leads] == [0]
+    assert [layout.rank for layout in layouts if layout.chooses] == [chooser]
+
+
+def test_compiled_code_is_a_ranks_own() -> None:
+    """The words that enter the key of compiled code differ between ranks and between splits."""
+    layouts = [
+        RankLayout(),
+        RankLayout(0, 2),
+        RankLayout(1, 2),
+        RankLayout(0, 1, 2),
+        RankLayout(0, 2, 1, True),
+    ]
+    assert len(set(map(str, layouts))) == len(layouts)
+
+
+def test_equal_facts_are_accepted() -> None:
+    """Also if there are none."""
+    refuse_differences([{"dtype": "bfloat16"}] * 3)
+    refuse_differences([{}, {}])
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ([{"-O": "1"}, {"-O": "2"}], "rank 0 of the replica has -O 1 and rank 1 has 2;"),
+        ([{"-O": "1"}, {"-O": "1"}, {"-O": "2"}, {"-O": "2"}],
+         "ranks 0, 1 of the replica have -O 1 and ranks 2, 3 have 2;"),
+        ([{"version of triton": "3"}, {}],
+         "rank 0 of the replica has version of triton 3 and rank 1 has none;"),
+        ([{"device": "H100"}, {"device": "H200"}], "rank 0 of the replica has device H100 and rank 1 has H200;"),
+    ],
+)  # fmt: skip
+def test_a_difference_is_named(facts: list[dict[str, str]], text: str) -> None:
+    """With the ranks that have each value."""
+    with pytest.raises(ConfigurationRefused, match=text):
+        refuse_differences(facts)
 
 
 class Done:
