@@ -46,19 +46,9 @@ def _loaded() -> Kernels:
     return loaded
 
 
-def _linear(out: Any, x: torch.Tensor, packed: torch.Tensor, bias: Result, *_: Any) -> Program:
-    return _loaded().linear(x, packed, bias, out)
-
-
 def _empty_product(x: torch.Tensor, packed: torch.Tensor, bias: Result, columns: int, wide: bool) -> Result:
     del packed, bias
     return x.new_empty((x.shape[0], columns), dtype=torch.float32 if wide else x.dtype)
-
-
-def _quantized_linear(
-    out: Any, x: torch.Tensor, packed: torch.Tensor, factor: float, bits: int, bias: Result, *_: Any
-) -> Program:
-    return _loaded().quantized(x, packed, factor, bits, bias, out)
 
 
 def _empty_quantized(
@@ -68,28 +58,8 @@ def _empty_quantized(
     return _empty_product(x, packed, bias, columns, wide)
 
 
-def _rms_norm(out: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> Program:
-    return _loaded().norm(x, weight, epsilon, out)
-
-
 def _empty_like_x(x: torch.Tensor, *_: Any) -> Result:
     return x.new_empty(x.shape)
-
-
-def _add_rms_norm(_: Any, *args: Any) -> Program:
-    return _loaded().add_norm(*args)
-
-
-def _layer_norm(out: Any, x: torch.Tensor, weight: torch.Tensor, bias: Result, epsilon: float) -> Program:
-    return _loaded().layer_norm(x, weight, bias, epsilon, out)
-
-
-def _gelu(out: Any, x: torch.Tensor) -> Program:
-    return _loaded().gelu(x, out)
-
-
-def _gate(out: Any, x: torch.Tensor, activation: str) -> Program:
-    return _loaded().gate(x, activation, out)
 
 
 def _empty_half(x: torch.Tensor, activation: str) -> Result:
@@ -97,21 +67,9 @@ def _empty_half(x: torch.Tensor, activation: str) -> Result:
     return x.new_empty((x.shape[0], x.shape[1] // 2))
 
 
-def _rotate(_: Any, *args: Any) -> Program:
-    return _loaded().rotate(*args)
-
-
-def _shrink(out: Any, x: torch.Tensor, packed: torch.Tensor, slots: torch.Tensor, *_: Any) -> Program:
-    return _loaded().shrink(x, packed, slots, out)
-
-
 def _empty_columns(x: torch.Tensor, packed: torch.Tensor, slots: torch.Tensor, columns: int) -> Result:
     del packed, slots
     return x.new_empty((x.shape[0], columns))
-
-
-def _expand(_: Any, *args: Any) -> Program:
-    return _loaded().expand(*args)
 
 
 def _no_result(*_: Any) -> Result:
@@ -139,46 +97,56 @@ def _define(
 _define(
     "linear",
     "(Tensor x, Tensor packed, Tensor? bias, int columns, bool wide) -> Tensor",
-    _linear,
+    lambda out, x, packed, bias, *_: _loaded().linear(x, packed, bias, out),
     _empty_product,
 )
 _define(
     "quantized_linear",
     "(Tensor x, Tensor packed, float factor, int bits, Tensor? bias, int columns, bool wide) -> Tensor",
-    _quantized_linear,
+    lambda out, x, packed, factor, bits, bias, *_: _loaded().quantized(x, packed, factor, bits, bias, out),
     _empty_quantized,
 )
-_define("rms_norm", "(Tensor x, Tensor weight, float epsilon) -> Tensor", _rms_norm, _empty_like_x)
+_define(
+    "rms_norm",
+    "(Tensor x, Tensor weight, float epsilon) -> Tensor",
+    lambda out, x, weight, epsilon: _loaded().norm(x, weight, epsilon, out),
+    _empty_like_x,
+)
 _define(
     "add_rms_norm_",
     "(Tensor(a!) x, Tensor(b!) residual, Tensor weight, float epsilon) -> ()",
-    _add_rms_norm,
+    lambda _, *args: _loaded().add_norm(*args),
     _no_result,
 )
 _define(
     "layer_norm",
     "(Tensor x, Tensor weight, Tensor? bias, float epsilon) -> Tensor",
-    _layer_norm,
+    lambda out, x, weight, bias, epsilon: _loaded().layer_norm(x, weight, bias, epsilon, out),
     _empty_like_x,
 )
-_define("gelu", "(Tensor x) -> Tensor", _gelu, _empty_like_x)
-_define("gate", "(Tensor x, str activation) -> Tensor", _gate, _empty_half)
+_define("gelu", "(Tensor x) -> Tensor", lambda out, x: _loaded().gelu(x, out), _empty_like_x)
+_define(
+    "gate",
+    "(Tensor x, str activation) -> Tensor",
+    lambda out, x, activation: _loaded().gate(x, activation, out),
+    _empty_half,
+)
 _define(
     "rotate_",
     "(Tensor positions, Tensor(a!) query, Tensor(b!)? key, int head_size, Tensor cos_sin) -> ()",
-    _rotate,
+    lambda _, *args: _loaded().rotate(*args),
     _no_result,
 )
 _define(
     "lora_shrink",
     "(Tensor x, Tensor packed, Tensor slots, int columns) -> Tensor",
-    _shrink,
+    lambda out, x, packed, slots, _: _loaded().shrink(x, packed, slots, out),
     _empty_columns,
 )
 _define(
     "lora_expand_",
     "(Tensor(a!) out, Tensor shrunk, Tensor packed, Tensor slots, int[] sizes) -> ()",
-    _expand,
+    lambda _, *args: _loaded().expand(*args),
     _no_result,
 )
 
