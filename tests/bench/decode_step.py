@@ -25,7 +25,7 @@ from safetensors import safe_open
 from protos.errors import ConfigurationRefused
 from protos.steps import Prefill
 from tests.bench.support.report import report
-from tests.bench.support.step_parts import StepParts, TimedModel
+from tests.bench.support.step_parts import StepParts, TimedModel, time_kernels
 from tests.support.worker.harness import Harness
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
@@ -112,7 +112,7 @@ class StepBench:
     def _note(self, parts: StepParts | None) -> None:
         """Turns the kernel clocks of the model and its graphs on or off."""
         self._model.parts = parts
-        self._harness.runner.graphs.observe = None if parts is None else parts.add
+        time_kernels(parts, self._model.synchronize)
 
     def _measure(
         self, step: Callable[[], list[int]], before: Callable[[], None], after: Callable[[], None]

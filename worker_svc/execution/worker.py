@@ -199,11 +199,6 @@ class Worker:
             import_s=round(imported - started, 2), build_s=round(time.monotonic() - imported, 2),
         )  # fmt: skip
 
-    @property
-    def is_configured(self) -> bool:
-        """Whether steps can run."""
-        return self._ready is not None
-
     def is_configured_as(self, shapes: ShapeConfig | PoolShapeConfig) -> bool:
         """Whether `configure` with these shapes would change nothing."""
         return self._ready is not None and shapes == self._requested

@@ -139,9 +139,6 @@ class GraphRunner:
     """Graphs that were built while serving; each made a request wait."""
     build_times: dict[GraphSignature, BuildTimes]
     """By signature, the cost of building its graph."""
-    observe: Callable[[str, float], None] | None
-    """If set, called with each kernel's operator and seconds while a step is replayed. It slows the step
-    down."""
 
     def __init__(
         self,
@@ -171,7 +168,6 @@ class GraphRunner:
         self._log = get_logger()
         self.build_times = {}
         self.num_late = 0
-        self.observe = None
 
     @property
     def num_compiled(self) -> int:
@@ -210,13 +206,7 @@ class GraphRunner:
         graph = self._graphs.get(signature)
         if graph is None:
             return self._model.forward(tokens, places, plans, *adapters)
-        inputs = (tokens, places, *adapters)
-        if self.observe is None or not isinstance(graph, KernelGraph):
-            return graph.replay(inputs, plans)
-        hidden, timed = graph.profile(inputs, plans, self._device.synchronize)
-        for operator, seconds in timed:
-            self.observe(operator, seconds)
-        return hidden
+        return graph.replay((tokens, places, *adapters), plans)
 
     def count_late(self, signature: GraphSignature) -> None:
         """Counts the signature's graph as late if it is still to be built although the worker serves.

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_iter, tree_map
 from worker_svc.devices.attention import AttentionCall
 from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import ALLOCATIONS, LayerAttention, Recording, TracedCall, storage_id
-from worker_svc.graphs.replay import HasPlan
 
 
 @dataclass(frozen=True)
@@ -292,7 +291,7 @@ class InductorGraph:
         self.num_bytes = 0
 
     @torch.inference_mode()
-    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, HasPlan]) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
         """Runs the step; see `replay.KernelGraph.replay`."""
         values = list(self._initial)
         for index, tensor in zip(self._inputs, inputs, strict=True):

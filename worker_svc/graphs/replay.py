@@ -6,11 +6,10 @@ forward, so the results are equal to the bit. No code is generated, so there is 
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
@@ -20,19 +19,10 @@ from worker_svc.devices.base import Device
 from worker_svc.graphs.capture import KernelCall, LayerAttention, Recording, storage_id
 
 ATTENTION = "attention"
-"""The name of the device's attention in a profile, however many kernels it consists of."""
+"""The name of the device's attention among kernels, however many it consists of."""
 
 _aten: Any = torch.ops.aten
 _COPIES = frozenset({_aten._to_copy, _aten.clone})  # noqa: SLF001 - an operator's name
-
-
-class HasPlan(Protocol):
-    """A layer's attention metadata."""
-
-    @property
-    def plan(self) -> Any:
-        """The device's plan of this step."""
-        ...
 
 
 @torch.inference_mode()
@@ -96,7 +86,7 @@ class KernelGraph:
         return len(self.operators)
 
     @torch.inference_mode()
-    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, HasPlan]) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
         """Runs the step.
 
         Args:
@@ -111,31 +101,6 @@ class KernelGraph:
         for kernel in self._fused:
             kernel.run(*[plans[layer].plan for layer in kernel.layers])
         return self._output
-
-    @torch.inference_mode()
-    def profile(
-        self,
-        inputs: Sequence[torch.Tensor],
-        plans: Mapping[str, HasPlan],
-        synchronize: Callable[[], None] = lambda: None,
-    ) -> tuple[torch.Tensor, list[tuple[str, float]]]:
-        """Does the same as `replay`, with a clock around each kernel; `synchronize` waits for the device.
-
-        Returns:
-            The result, and for each kernel in order its operator (or `ATTENTION`) and its seconds.
-            Copying the inputs does not count as a kernel.
-        """
-        timed: list[tuple[str, float]] = []
-        for static, tensor in zip(self._inputs, inputs, strict=True):
-            static.copy_(tensor)
-        synchronize()
-        for kernel in self._kernels:
-            given = [plans[layer].plan for layer in kernel.layers]
-            started = time.perf_counter()
-            kernel.run(*given)
-            synchronize()
-            timed.append((kernel.name, time.perf_counter() - started))
-        return self._output, timed
 
 
 def _without_constants(

@@ -2,14 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from worker_svc.graphs.replay import ATTENTION
+from worker_svc.graphs.replay import ATTENTION, KernelGraph
 from worker_svc.vllm_adapter.model import VllmModel
 
 HEAD: Final = "output head"
@@ -46,6 +46,29 @@ class StepParts:
     def other(self) -> float:
         """Seconds of norms, activations, rotary positions and embedding rows."""
         return sum(self.by_operator.values()) - self.linear - self.attention
+
+
+_REPLAY: Final = KernelGraph.replay
+
+
+def time_kernels(parts: StepParts | None, synchronize: Callable[[], None]) -> None:
+    """Puts a clock around each kernel of all graphs' replays; `None` takes the clocks away."""
+
+    @torch.inference_mode()
+    def replay(graph: KernelGraph, inputs: Sequence[torch.Tensor], plans: Mapping[str, Any]) -> torch.Tensor:
+        assert parts is not None
+        for static, tensor in zip(graph._inputs, inputs, strict=True):
+            static.copy_(tensor)
+        synchronize()
+        for kernel in graph._kernels:
+            given = [plans[layer].plan for layer in kernel.layers]
+            started = time.perf_counter()
+            kernel.run(*given)
+            synchronize()
+            parts.add(kernel.name, time.perf_counter() - started)
+        return graph._output
+
+    KernelGraph.replay = _REPLAY if parts is None else replay  # type: ignore[method-assign]
 
 
 class TimedModel(VllmModel):

@@ -44,6 +44,7 @@ def test_levels(flags: tuple[str, ...], level: int) -> None:
     [
         (("-O", "4"), "--optimization-level"),
         (("-O", "fast"), "--optimization-level"),
+        (("--backend", "magic"), "--backend"),
         (("-O", "1", "--compilation-config", '{"level": 2}'), "set one of them"),
         (("--backend", "compiled", "-O", "0"), "contradict"),
         (("--require-precompiled", "--no-compile-cache", "-O", "1"), "omit one of them"),

@@ -11,7 +11,7 @@ from torch.nn import functional
 from worker_svc.devices.attention import AttentionCall, AttentionParams
 from worker_svc.devices.cuda.device import CudaDevice
 from worker_svc.graphs.capture import NotStatic, Recorder
-from worker_svc.graphs.replay import ATTENTION, KernelGraph, build_kernel_graph
+from worker_svc.graphs.replay import KernelGraph, build_kernel_graph
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 PARAMS = AttentionParams(1, 1, 4, 1.0, 0, 0.0, writes=True)
@@ -184,28 +184,6 @@ def test_a_step_that_depends_on_data_is_refused(step: Step, operator: str) -> No
     """The refusal names the operator."""
     with pytest.raises(NotStatic, match=operator):
         record(step, torch.ones(2, 4))
-
-
-def test_a_profile_is_a_replay_with_each_kernels_seconds() -> None:
-    """A profile lists the operators in order and synchronizes with the device after each kernel."""
-    waited = 0
-
-    def wait() -> None:
-        nonlocal waited
-        waited += 1
-
-    def step(x: torch.Tensor, recorder: Recorder) -> torch.Tensor:
-        output = torch.empty_like(x)
-        recorder.attend("a", AttentionCall(PARAMS, functional.silu(x * 2), x, x, torch.zeros(1), output))
-        return output + 1
-
-    graph = record_attending(step, torch.ones(2, 4))
-    inputs, plans = (torch.full((2, 4), 3.0),), {"a": Metadata(10.0)}
-    result, timed = graph.profile(inputs, plans, wait)
-    assert torch.equal(result.clone(), graph.replay(inputs, plans))
-    assert [name for name, _ in timed] == ["aten::mul.Tensor", "aten::silu", ATTENTION, "aten::add.Tensor"]
-    assert all(seconds > 0 for _, seconds in timed)
-    assert waited == 1 + len(timed)
 
 
 def test_products_of_weights_alone_are_computed_while_recording() -> None:

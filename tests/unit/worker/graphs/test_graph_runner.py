@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused, Internal
-from protos.service.settings import load
 from worker_svc.devices.cpu.device import CpuDevice
 from worker_svc.devices.rbln.device import RblnDevice
 from worker_svc.devices.registry import DeviceOptions
 from worker_svc.graphs.capture import NotStatic, Recorder, Recording
 from worker_svc.graphs.graph_runner import GraphOptions, GraphRunner, GraphSignature
 from worker_svc.graphs.replay import KernelGraph, build_kernel_graph
-from worker_svc.settings import Settings
 
 DECODE = GraphSignature("decode", 4, 1)
 TOKENS, POSITIONS = torch.arange(4), torch.arange(4)
@@ -234,10 +232,3 @@ def test_a_compiler_error_names_the_signature(monkeypatch: pytest.MonkeyPatch) -
         "the graph for decode of 4 rows does not compile (RuntimeError: no registers left); use -O 1,"
         " which needs no compiler"
     )
-
-
-def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal is one line that names the setting."""
-    monkeypatch.setenv("VLLM_SPYRE_DYNAMO_BACKEND", "magic")
-    with pytest.raises(ConfigurationRefused, match="--backend"):
-        load(Settings, ["--model", "m"])
