@@ -68,7 +68,7 @@ def time_kernels(parts: StepParts | None, synchronize: Callable[[], None]) -> No
             parts.add(kernel.name, time.perf_counter() - started)
         return graph._output
 
-    KernelGraph.replay = _REPLAY if parts is None else replay  # type: ignore[method-assign]
+    KernelGraph.replay = _REPLAY if parts is None else replay  # type: ignore[assignment, method-assign]
 
 
 class TimedModel(VllmModel):
