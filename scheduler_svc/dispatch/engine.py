@@ -17,7 +17,6 @@ from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
 from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, Queues
 from scheduler_svc.policy.order import OrderPolicy
-from scheduler_svc.policy.rules import PlacementPolicy, PrefixAndLoad
 from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
@@ -32,7 +31,6 @@ class Engine:
 
     def __init__(
         self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: OrderPolicy,
-        placement: PlacementPolicy | None = None,
         max_worker_losses: int = 2, max_step_failures: int = 4,
         expected_adapters: Collection[str] = (),
     ) -> None:  # fmt: skip
@@ -43,7 +41,6 @@ class Engine:
             max_waiting_tokens: prompt tokens that may wait at once.
             clock: monotonic seconds.
             order: decides which waiting request is next.
-            placement: ranks the replicas that have room for a request.
             max_worker_losses: workers that may be lost in a row while they run the same request.
             max_step_failures: steps that may fail in a row with the same request in them.
             expected_adapters: names of LoRA adapters that are going to be loaded.
@@ -69,7 +66,7 @@ class Engine:
             self._queues, expected_adapters, fail=self._fail, released=self.released, dispatch=self.dispatch
         )
         """The LoRA adapters of the deployment."""
-        self._placer = Placer(placement or PrefixAndLoad(), self.grammars, self._queues.adapters)
+        self._placer = Placer(self.grammars, self._queues.adapters)
         self.replicas = self._placer.replicas
         """Ready replicas by id."""
         self.prefixes = PrefixControl(self.replicas, self.dispatch)

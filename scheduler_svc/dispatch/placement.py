@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.dispatch.adapter_queue import AdapterHost, AdapterQueue
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
-from scheduler_svc.policy.rules import PlacementPolicy
+from scheduler_svc.policy.rules import placement_cost
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request
@@ -40,17 +40,10 @@ class Placer:
     for, or it would never find room there.
     """
 
-    def __init__(self, policy: PlacementPolicy, grammars: GrammarQueue, adapters: AdapterQueue) -> None:
-        """Starts without replicas.
-
-        Args:
-            policy: ranks the replicas that have room.
-            grammars: which replicas have which grammars.
-            adapters: which replicas have which LoRA adapters.
-        """
+    def __init__(self, grammars: GrammarQueue, adapters: AdapterQueue) -> None:
+        """Starts without replicas; the queues know which replicas have which grammars and adapters."""
         self.replicas: dict[str, AttachedReplica] = {}
         """Ready replicas by id."""
-        self._policy = policy
         self._grammars = grammars
         self._adapters = adapters
         # Replicas that skipped requests wait for, each with the rank of the first such request.
@@ -172,7 +165,7 @@ class Placer:
                 key=lambda item: (
                     item[1].failing(),
                     not item[1].scheduler.shares_prompt(request),
-                    self._policy.cost(request, item[1].scheduler),
+                    placement_cost(request, item[1].scheduler),
                 )
             )
         for name, replica in free:

@@ -8,7 +8,7 @@ from scheduler_svc.requests.request import Request
 
 
 class PlacementTarget(Protocol):
-    """The facts about a replica that a placement policy reads."""
+    """The facts about a replica that decide its cost."""
 
     @property
     def num_running(self) -> int:
@@ -26,31 +26,21 @@ class PlacementTarget(Protocol):
         """Returns how many leading tokens of the request are cached or being computed."""
 
 
-class PlacementPolicy(Protocol):
-    """Compares replicas that have a free slot."""
+# Costs in tokens of prefill: of a running request, which makes every later step slightly longer, and of an
+# adapter to copy to a device, where it displaces another one.
+_TOKENS_PER_RUNNING = 16.0
+_TOKENS_PER_ADAPTER = 512.0
 
-    def cost(self, request: Request, replica: PlacementTarget) -> float:
-        """Returns the cost of running the request on the replica; the lowest wins."""
 
+def placement_cost(request: Request, replica: PlacementTarget) -> float:
+    """Returns the cost of a request on a replica with a free slot, in tokens; the lowest wins.
 
-class PrefixAndLoad:
-    """Counts the tokens to prefill before the request's first token: backlog and own uncached tokens.
-
-    A running request makes every later step slightly longer; its cost is expressed in the same unit, tokens.
-    So is that of copying the request's LoRA adapter to a device, where it displaces another one.
+    It counts the tokens to prefill before the request's first token: backlog and own uncached tokens.
     """
-
-    def __init__(self, tokens_per_running: float = 16.0, tokens_per_adapter: float = 512.0) -> None:
-        """Counts each running request, and a copied adapter, as so many tokens of prefill."""
-        self._tokens_per_running = tokens_per_running
-        self._tokens_per_adapter = tokens_per_adapter
-
-    def cost(self, request: Request, replica: PlacementTarget) -> float:
-        """See :class:`PlacementPolicy`."""
-        load = replica.prefill_backlog + self._tokens_per_running * replica.num_running
-        if not replica.adapters.holds(request.adapter):
-            load += self._tokens_per_adapter
-        return load + len(request.token_ids) - replica.cached_tokens(request)
+    load = replica.prefill_backlog + _TOKENS_PER_RUNNING * replica.num_running
+    if not replica.adapters.holds(request.adapter):
+        load += _TOKENS_PER_ADAPTER
+    return load + len(request.token_ids) - replica.cached_tokens(request)
 
 
 StepKind = Literal["prefill", "decode"]
@@ -103,27 +93,14 @@ class Interleave:
         self._decodes -= 1
 
 
-class PreemptionPolicy(Protocol):
-    """Chooses among running requests. A preempted request loses its blocks, keeps its tokens."""
-
-    def victim(self, running: Iterable[Request]) -> Request | None:
-        """Returns the running request to preempt; None if none runs."""
-
-    def outranks(self, waiting: Request, running: Request) -> bool:
-        """Whether a waiting request may preempt a running one; only if its ``priority`` is a lower number."""
+def preemption_victim(running: Iterable[Request]) -> Request | None:
+    """Returns the running request with the largest rank, so that the first in order always makes progress."""
+    return max(running, key=lambda request: request.rank, default=None)
 
 
-class LatestOfLeastUrgent:
-    """Preempts the running request with the largest rank, so that the first in order always makes progress.
+def outranks(waiting: Request, running: Request) -> bool:
+    """Whether a waiting request may preempt a running one: of lower priority, and not promoted by ageing.
 
-    A waiting request preempts only requests of lower priority that ageing has not promoted before it: a later
-    arrival does not undo a promotion.
+    A later arrival does not undo a promotion.
     """
-
-    def victim(self, running: Iterable[Request]) -> Request | None:
-        """See :class:`PreemptionPolicy`."""
-        return max(running, key=lambda request: request.rank, default=None)
-
-    def outranks(self, waiting: Request, running: Request) -> bool:
-        """See :class:`PreemptionPolicy`."""
-        return waiting.priority < running.priority and waiting.rank < running.rank
+    return waiting.priority < running.priority and waiting.rank < running.rank

@@ -12,7 +12,7 @@ from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.adapters.device_slots import AdapterSlots
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.rules import Interleave, LatestOfLeastUrgent, PreemptionPolicy
+from scheduler_svc.policy.rules import Interleave, outranks, preemption_victim
 from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
 from scheduler_svc.replica.outputs import Outputs
 from scheduler_svc.replica.plans import BatchRows, InFlight, PlanBuilder, StepsInFlight
@@ -41,7 +41,7 @@ class ReplicaScheduler:
 
     def __init__(
         self, shapes: ShapeConfig, kv: KvCache, owner: ReplicaOwner, interleave: Interleave, *,
-        clock: Callable[[], float], preemption: PreemptionPolicy | None = None,
+        clock: Callable[[], float],
         observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1, plans_ahead: bool = False,
         adapter_slots: int = 0,
     ) -> None:  # fmt: skip
@@ -53,7 +53,6 @@ class ReplicaScheduler:
             owner: takes the requests that leave.
             interleave: chooses between prefill and decode.
             clock: monotonic seconds.
-            preemption: chooses the request to preempt.
             observe_batch: receives the number of rows of each decode step.
             max_lease: decode steps that one plan may allow.
             plans_ahead: whether the worker takes a plan before the last result of the one before.
@@ -67,8 +66,6 @@ class ReplicaScheduler:
         """The adapter slots of the device."""
         self.stats = SchedulerStats()
         """Counters."""
-        self.preemption = preemption or LatestOfLeastUrgent()
-        """Chooses the request to preempt."""
         self._owner = owner
         kv.on_release = owner.released
         self._interleave = interleave
@@ -191,8 +188,8 @@ class ReplicaScheduler:
         """
         if not self._plan.has_room(request) or not self.fits(request):
             return False
-        lesser = [one for one in self._slots.requests if self.preemption.outranks(request, one)]
-        victim = self.preemption.victim(self._slots.in_the_way(request, lesser))
+        lesser = [one for one in self._slots.requests if outranks(request, one)]
+        victim = preemption_victim(self._slots.in_the_way(request, lesser))
         if victim is None or not self.kv.could_admit(request.kv, [one.kv for one in lesser]):
             return False
         self._slots.preempt(victim, "priority")
@@ -395,7 +392,7 @@ class ReplicaScheduler:
                 if self._in_flight:
                     return False
                 raise Internal("out of KV blocks with no request to preempt")
-            victim = self.preemption.victim(running)
+            victim = preemption_victim(running)
             assert victim is not None
             self._slots.preempt(victim, "memory")
             if victim is request:

@@ -43,13 +43,6 @@ def test_a_request_that_returns_keeps_its_place(order: type[OrderPolicy]) -> Non
     assert len(queue) == 2
 
 
-def test_removing_an_unknown_request_returns_false() -> None:
-    """The counts do not change."""
-    queue = queue_of(make_request())
-    assert not queue.remove(make_request())
-    assert (len(queue), queue.num_tokens) == (1, 3)
-
-
 def test_waiting_tokens_are_counted_exactly() -> None:
     """The token count follows every addition and removal."""
     one, two = make_request([5] * 5), make_request([5] * 7)
