@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from protos.errors import Overloaded, Unavailable
 from tests.support.gateway.serving import Stack, running_stack
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -100,9 +101,7 @@ async def test_a_client_that_leaves_is_an_abort(stack: Stack) -> None:
         )
         await reader.readuntil(b"data: ")
         writer.close()
-        async with asyncio.timeout(10):
-            while not any(each["event"] == "request" for each in lines):
-                await asyncio.sleep(0.01)
+        await until(lambda: any(each["event"] == "request" for each in lines))
     (line,) = [each for each in lines if each["event"] == "request"]
     assert line["client_gone"] is True
     assert await metric(stack, start) == before + 2

@@ -14,6 +14,7 @@ from tests.support.gateway.serving import smollm2_folder
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import RunningScheduler, joined, run_scheduler
 from tests.support.service import running_service
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 
@@ -55,12 +56,6 @@ async def read(stack: Stack, lines: list[str]) -> None:
         lines.extend([line async for line in response.aiter_lines()])
 
 
-async def until_running(stack: Stack) -> None:
-    async with asyncio.timeout(20):
-        while not stack.scheduler.engine.num_running:
-            await asyncio.sleep(0.01)
-
-
 async def test_the_blocks_of_a_killed_gateway_return_within_a_second(stack: Stack) -> None:
     """Its client sees a broken connection."""
     lines: list[str] = []
@@ -69,15 +64,11 @@ async def test_the_blocks_of_a_killed_gateway_return_within_a_second(stack: Stac
     free = stack.num_free()
     stack.worker.hold_at_step = stack.worker.steps + 30
     reading = asyncio.create_task(read(stack, []))
-    async with asyncio.timeout(20):
-        while stack.worker.steps < stack.worker.hold_at_step:
-            await asyncio.sleep(0.01)
+    await until(lambda: not stack.worker.gate.is_set())
     stack.gateway.kill()
     with pytest.raises(httpx.HTTPError):
         await reading
-    async with asyncio.timeout(1):
-        while stack.scheduler.engine.num_running:
-            await asyncio.sleep(0.01)
+    await until(lambda: not stack.scheduler.engine.num_running, timeout_s=1)
     assert stack.num_free() == free
     stack.worker.gate.set()
 
@@ -86,7 +77,7 @@ async def test_the_blocks_of_a_killed_gateway_return_within_a_second(stack: Stac
 async def test_a_frozen_gateway_keeps_nothing_beyond_the_keepalive(stack: Stack) -> None:
     """Its requests end without a reset: a ping is sent after 10 s and waits 5 s for its answer."""
     reading = asyncio.create_task(read(stack, []))
-    await until_running(stack)
+    await until(lambda: stack.scheduler.engine.num_running)
     stack.worker.gate.clear()
     stack.gateway.send_signal(signal.SIGSTOP)
     async with asyncio.timeout(20):

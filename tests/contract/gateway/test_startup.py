@@ -11,6 +11,7 @@ import pytest
 from protos.errors import Unavailable
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import CHAT, Gateway, running_gateway, smollm2_folder, stack_over
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 
@@ -100,16 +101,12 @@ async def test_a_new_tokenizer_is_loaded(scheduler: FakeScheduler, tmp_path: Pat
 
 async def parked(gateway: Gateway, count: int) -> None:
     """Waits until ``count`` requests are parked."""
-    async with asyncio.timeout(10):
-        while len(gateway.client.startup_queue) != count:
-            await asyncio.sleep(0.01)
+    await until(lambda: len(gateway.client.startup_queue) == count)
 
 
 async def lost(gateway: Gateway) -> None:
     """Waits until the gateway has noticed that its scheduler left."""
-    async with asyncio.timeout(10):
-        while gateway.client._outbox.is_open:
-            await asyncio.sleep(0.01)
+    await until(lambda: not gateway.client._outbox.is_open)
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -20,8 +20,8 @@ from tests.support.scheduler.running_scheduler import (
     joined,
     run_scheduler,
     tokens_of,
-    until,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 PROMPT = [5, 6, 7]
@@ -151,8 +151,7 @@ async def test_a_later_worker_serves_the_adapters_of_the_settings(monkeypatch: p
                 assert isinstance(error, Unavailable)
         assert isinstance(error, NotFound)
         async with joined(scheduler, lora_worker(), "adapted"):
-            while not await names(scheduler):
-                await asyncio.sleep(0.01)
+            await until(lambda: names(scheduler))
             assert await running(scheduler, "a") == wanted("/a")
 
 
@@ -270,8 +269,7 @@ async def test_the_name_of_an_adapter_of_the_settings_is_kept(monkeypatch: pytes
             assert isinstance(error, Unavailable)
             assert "--lora-modules" in error.message
         del worker.sources["/a"]
-        while not await names(scheduler):
-            await asyncio.sleep(0.01)
+        await until(lambda: names(scheduler))
         assert await running(scheduler, "a") == wanted("/a")
         assert (await load(scheduler, "a", "other", in_place=True)).source == "other"
 

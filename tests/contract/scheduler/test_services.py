@@ -33,8 +33,8 @@ from tests.support.scheduler.running_scheduler import (
     joined,
     run_scheduler,
     tokens_of,
-    until,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 

@@ -30,8 +30,8 @@ from tests.support.scheduler.running_scheduler import (
     run_scheduler,
     run_worker,
     tokens_of,
-    until,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 

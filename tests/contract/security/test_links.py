@@ -27,6 +27,7 @@ from protos.triptych.v1 import (
     worker_pb2_grpc,
 )
 from tests.support.security.certificates import OTHER_TOKEN, TOKEN, service_files
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 
@@ -177,9 +178,7 @@ async def refusal(client: LinkSecurity, address: str) -> str:
     async with client.open_channel(address) as channel:
         with capture_logs() as logs:
             ready = asyncio.ensure_future(channels.wait_until_ready(channel, address))
-            async with asyncio.timeout(10):
-                while not logs:
-                    await asyncio.sleep(0.01)
+            await until(lambda: logs)
             ready.cancel()
     assert (logs[0]["event"], logs[0]["address"]) == ("not_connected", address)
     return str(logs[0]["reason"])
@@ -219,9 +218,7 @@ async def test_waiting_for_a_peer_ends_when_its_ca_arrives(
     async with serving(tls(tmp_path / "server")) as address, client.open_channel(address) as channel:
         ready = asyncio.ensure_future(channels.wait_until_ready(channel, address))
         with capture_logs() as logs:
-            async with asyncio.timeout(10):
-                while not logs:
-                    await asyncio.sleep(0.01)
+            await until(lambda: logs)
         service_files(tmp_path / "client")
         async with asyncio.timeout(10):
             await ready

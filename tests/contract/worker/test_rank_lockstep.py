@@ -17,6 +17,7 @@ from protos.steps import StepPlan
 from protos.triptych.v1 import worker_pb2
 from tests.support.ranks.fake_ranks import ApartError
 from tests.support.ranks.rank_server import RankServers, rank_servers
+from tests.support.waiting import until
 from worker_svc.api import following
 from worker_svc.pending_step import PendingStep
 
@@ -190,8 +191,7 @@ async def test_a_rank_that_nothing_asks_to_follow_rank_0_ends(monkeypatch: pytes
     async with rank_servers(2, 1, monkeypatch) as servers:
         await servers.configure(sizes(0))
         alone = servers.configure_rank(0, sizes(1))
-        while not servers.reasons:
-            await asyncio.sleep(0.01)
+        await until(lambda: servers.reasons)
         assert servers.reasons == ["rank 0 has begun a configuration that this rank was not asked for"]
         with contextlib.suppress(ApartError):
             servers.ranks.fail("the rank ends")

@@ -22,6 +22,7 @@ from protos.errors import (
 )
 from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from tests.support.waiting import until
 from tests.support.worker.fake_worker import FakeWorker
 from worker_svc.api.model_thread import ModelThread
 from worker_svc.api.servicer import WorkerServicer
@@ -240,9 +241,7 @@ async def test_another_configuration_waits_for_the_end_of_the_stream(stub: Any, 
     assert list((await steps.read()).token_ids) == [3]
     await steps.done_writing()
     assert await steps.read() is grpc.aio.EOF
-    async with asyncio.timeout(5):
-        while worker.resets == 0:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.resets)
     assert len(await configure(stub, other)) == 2
 
 

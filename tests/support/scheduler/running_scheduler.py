@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,13 +151,6 @@ def num_live(scheduler: RunningScheduler) -> int:
     """Returns how many requests wait or run."""
     load = scheduler.deployment.load()
     return load.num_waiting + load.num_running
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Waits until a condition holds; it may return something to await."""
-    async with asyncio.timeout(20):
-        while not (await found if isinstance(found := condition(), Awaitable) else found):
-            await asyncio.sleep(0.005)
 
 
 async def failure(call: object) -> TriptychError:

@@ -18,6 +18,7 @@ from protos.triptych.v1 import common_pb2 as pb
 from tests.support.gateway.documented import check_answer
 from tests.support.gateway.fake_scheduler import FakeScheduler
 from tests.support.gateway.serving import Stack, running_stack, smollm2_folder, stack_over
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
 
@@ -178,9 +179,7 @@ async def test_a_client_that_disconnects_cancels_its_requests(stack: Stack) -> N
     await stack.scheduler.until(lambda: len(stack.scheduler.pooled) == 2)
     assert stack.scheduler.pooling
     asking.cancel()
-    async with asyncio.timeout(10):
-        while stack.scheduler.pooling:
-            await asyncio.sleep(0.01)
+    await until(lambda: not stack.scheduler.pooling)
 
 
 async def test_the_wrong_kind_of_model_names_the_right_endpoint(stack: Stack) -> None:

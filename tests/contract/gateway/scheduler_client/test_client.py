@@ -30,6 +30,7 @@ from protos.triptych.v1 import inference_pb2 as inference
 from tests.support.gateway.clients import EventReader, request, started, tokens_of
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import smollm2_folder
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 
@@ -83,8 +84,7 @@ async def test_a_restarted_scheduler_is_a_pause(scheduler: FakeScheduler) -> Non
             group = EventReader(client.submit([request("a")]))
             reader = asyncio.create_task(tokens_of(group))
             await scheduler.until(lambda: bool(scheduler.requests))
-            while len(group.requests[0].received[0]) < 4:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(group.requests[0].received[0]) >= 4)
             await server.stop(0)
             successor = FakeScheduler(smollm2_folder(), REPLY)
             refusals = iter([Unavailable("no replica yet", retry_after_ms=50)] * 2)

@@ -17,6 +17,7 @@ from tests.support.gateway.clients import EventReader, started
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.scheduler.running_scheduler import RunningScheduler, joined, run_scheduler
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 
@@ -177,8 +178,7 @@ async def test_a_gateway_that_could_not_read_sends_its_requests_again(
                 )
                 for number in range(5, 5 + count)
             ]
-            while len(scheduler.engine.live()) < count:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(scheduler.engine.live()) == count)
             link.silence()
             worker.gate.set()
             await until_dropped(scheduler)

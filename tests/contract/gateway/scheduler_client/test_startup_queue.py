@@ -1,13 +1,12 @@
 """New requests that wait in the client while no scheduler with a ready worker is there, over real gRPC."""
 
-import asyncio
-
 import pytest
 
 from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import Overloaded, Unavailable
 from tests.support.gateway.clients import EventReader, pool_request, request, started, tokens_of
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 
@@ -45,9 +44,7 @@ async def test_a_request_that_the_scheduler_has_taken_frees_its_place(
         group = EventReader(client.submit([request()]))
         async with serving(scheduler, port):
             await scheduler.until(lambda: len(scheduler.requests) == 1)
-            async with asyncio.timeout(10):
-                while len(client.startup_queue):
-                    await asyncio.sleep(0.01)
+            await until(lambda: not len(client.startup_queue))
             assert client.num_pending == 1
         scheduler.pause_after = None
         async with serving(scheduler, port):

@@ -28,8 +28,8 @@ from tests.support.scheduler.running_scheduler import (
     registration,
     run_scheduler,
     run_worker,
-    until,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 

@@ -16,8 +16,8 @@ from tests.support.scheduler.running_scheduler import (
     joined,
     num_live,
     run_scheduler,
-    until,
 )
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
 
