@@ -125,7 +125,7 @@ def _proposal(path: Path, recorded: RecordedBatches, plan: BucketPlan) -> dict[s
 def _usage(usage: BucketUsage) -> dict[str, Any]:
     return {
         "buckets": list(usage.buckets),
-        "rows": usage.num_rows + usage.padded_rows,
+        "rows": usage.rows_run,
         "padded_rows": usage.padded_rows,
         "padding_share": usage.padding_share,
     }

@@ -71,9 +71,8 @@ _LOG_EVERY_S: Final = 10.0
 class TokenCheck(grpc.aio.ServerInterceptor):
     """Admits calls with a token of the service, and health checks."""
 
-    def __init__(self, tokens: ServiceTokens, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, tokens: ServiceTokens) -> None:
         self._tokens = tokens
-        self._clock = clock
         self._log_next_s = -_LOG_EVERY_S
         self._num_unlogged = 0
         self._log = get_logger()
@@ -110,7 +109,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _log_refusal(self, method: str, peer: str, fault: str) -> None:
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s < self._log_next_s:
             self._num_unlogged += 1
             return

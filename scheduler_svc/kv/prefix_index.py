@@ -4,7 +4,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from scheduler_svc.kv.block_pool import BlockKey
 from scheduler_svc.kv.copies import CopyQueue, PendingCopy
@@ -49,6 +49,9 @@ class KeepPolicy(Protocol):
         """Returns the worth of the window at ``boundary`` of a prompt with these other boundaries."""
 
 
+_MOST_SEEN: Final = 65_536
+
+
 class KeepJunctions:
     """Keeps the end of every prompt, where a conversation continues, and boundaries where prompts diverge.
 
@@ -57,10 +60,9 @@ class KeepJunctions:
     an end.
     """
 
-    def __init__(self, max_seen: int = 65_536) -> None:
-        """Remembers the ``max_seen`` most recent boundaries of prompts."""
+    def __init__(self) -> None:
+        # The most recent boundaries of prompts.
         self._seen: OrderedDict[BlockKey, None] = OrderedDict()
-        self._max_seen = max_seen
 
     def observe(self, keys: Sequence[BlockKey], boundaries: Sequence[int]) -> int:
         """See :class:`KeepPolicy`."""
@@ -72,7 +74,7 @@ class KeepJunctions:
                 self._seen.move_to_end(key)
             else:
                 self._seen[key] = None
-        while len(self._seen) > self._max_seen:
+        while len(self._seen) > _MOST_SEEN:
             self._seen.popitem(last=False)
         return junction
 

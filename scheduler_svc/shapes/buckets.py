@@ -88,16 +88,6 @@ def bucket_for(batch: int, buckets: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
-    """Cost of a decode step, in any unit: ``fixed + per_row * bucket``."""
-
-    fixed: float = 0.0
-    """Cost of a step regardless of its rows; not negative. It affects the gain, not the choice of buckets."""
-    per_row: float = 1.0
-    """Cost of each row of the bucket, padding included; positive."""
-
-
-@dataclass(frozen=True, slots=True)
 class BucketUsage:
     """How the steps of a histogram use a set of buckets."""
 
@@ -109,14 +99,16 @@ class BucketUsage:
     """Rows that belong to requests."""
     padded_rows: int
     """Rows that are padding."""
-    cost: float
-    """Cost of all steps."""
+
+    @property
+    def rows_run(self) -> int:
+        """Rows that run, padding included."""
+        return self.num_rows + self.padded_rows
 
     @property
     def padding_share(self) -> float:
         """Share of padding among all rows, 0 to 1."""
-        total = self.num_rows + self.padded_rows
-        return self.padded_rows / total if total else 0.0
+        return self.padded_rows / self.rows_run if self.rows_run else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +120,11 @@ class BucketPlan:
 
     @property
     def gain(self) -> float:
-        """Share of the cost that the best buckets save, 0 to 1; negative if they are too few."""
-        return 1 - self.best.cost / self.current.cost if self.current.cost else 0.0
+        """Share of the rows that the best buckets save, 0 to 1; negative if they are too few."""
+        return 1 - self.best.rows_run / self.current.rows_run if self.current.rows_run else 0.0
 
 
-def usage_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost = StepCost()) -> BucketUsage:
+def usage_of(counts: Mapping[int, int], buckets: Sequence[int]) -> BucketUsage:
     """Returns how steps with these numbers of rows use these buckets.
 
     Raises:
@@ -143,28 +135,25 @@ def usage_of(counts: Mapping[int, int], buckets: Sequence[int], cost: StepCost =
         num_steps += steps
         num_rows += steps * rows
         total += steps * bucket_for(rows, buckets)
-    return BucketUsage(
-        tuple(buckets), num_steps, num_rows, total - num_rows, cost.fixed * num_steps + cost.per_row * total
-    )
+    return BucketUsage(tuple(buckets), num_steps, num_rows, total - num_rows)
 
 
 def plan_buckets(
-    counts: Mapping[int, int], current: Sequence[int], *, max_batch: int, graphs: int, cost: StepCost = StepCost()
-) -> BucketPlan:  # fmt: skip
-    """Returns the current and the best buckets, with their costs.
+    counts: Mapping[int, int], current: Sequence[int], *, max_batch: int, graphs: int
+) -> BucketPlan:
+    """Returns the current and the best buckets.
 
     Args:
         counts: maps rows of a step (1 to ``max_batch``) to steps.
         current: the current buckets, ascending; the last holds ``max_batch`` rows.
         max_batch: most rows of a step; the last bucket.
         graphs: most buckets to choose.
-        cost: cost of a step.
 
     Raises:
         ValueError: naming the bad value and the rule.
     """
     best = best_buckets(counts, max_batch=max_batch, graphs=graphs)
-    return BucketPlan(current=usage_of(counts, current, cost), best=usage_of(counts, best, cost))
+    return BucketPlan(current=usage_of(counts, current), best=usage_of(counts, best))
 
 
 def best_buckets(counts: Mapping[int, int], *, max_batch: int, graphs: int) -> tuple[int, ...]:

@@ -37,16 +37,14 @@ _SHARED_FACTS = ("source", "architecture", "vocab_size", "dtype", "pool_tasks", 
 class Deployment:
     """Joins settings, engine and replicas."""
 
-    def __init__(
-        self, settings: Settings, engine: Engine | None = None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, settings: Settings, engine: Engine | None = None) -> None:
         """Starts without replicas.
 
         Args:
             settings: the scheduler's settings.
             engine: the engine for generating models. Default: one that the settings describe.
-            clock: monotonic seconds.
         """
+        clock = time.monotonic
         self._settings = settings
         self._log = get_logger()
         self._give_up: asyncio.TimerHandle | None = None

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from protos.errors import Internal
@@ -71,7 +71,6 @@ class FileReceiver:
 
 def describe_served(
     model: ModelDescription, files: Mapping[str, bytes], *, served_names: Sequence[str], max_model_len: int,
-    now: Callable[[], float] = time.time,
 ) -> ServedFiles:  # fmt: skip
     """Completes a worker's description of its model with what the deployment decides."""
     digest = hashlib.sha256()
@@ -82,7 +81,7 @@ def describe_served(
         aliases=tuple(dict.fromkeys(name for name in served_names[1:] if name != served_names[0])),
         model=model,
         max_model_len=max_model_len,
-        created_unix_s=int(now()),
+        created_unix_s=int(time.time()),
         tokenizer_sha256=digest.hexdigest(),
         files=files,
     )

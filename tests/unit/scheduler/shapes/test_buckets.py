@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from scheduler_svc.shapes.buckets import (
     BucketStrategy,
     BucketUsage,
-    StepCost,
     best_buckets,
     bucket_for,
     decode_buckets,
@@ -90,7 +89,7 @@ def test_a_batch_beyond_the_largest_bucket_is_an_error() -> None:
 def test_work_counts_rows_and_padding() -> None:
     """Every step runs at the smallest bucket that holds it."""
     usage = usage_of({1: 3, 3: 2, 4: 1}, (2, 4))
-    assert usage == BucketUsage((2, 4), num_steps=6, num_rows=13, padded_rows=5, cost=18)
+    assert usage == BucketUsage((2, 4), num_steps=6, num_rows=13, padded_rows=5)
     assert usage.padding_share == 5 / 18
     assert usage_of({}, (2, 4)).padding_share == 0
 
@@ -115,12 +114,9 @@ def test_the_best_buckets(
 
 
 def test_a_plan_compares_current_and_best_buckets() -> None:
-    """The gain is the saved share of the cost; a fixed cost per step dilutes it."""
+    """The gain is the saved share of the rows."""
     plan = plan_buckets({3: 10}, (1, 2, 4), max_batch=4, graphs=3)
     assert (plan.current.padded_rows, plan.best.padded_rows, plan.gain) == (10, 0, 0.25)
-    diluted = plan_buckets({3: 10}, (1, 2, 4), max_batch=4, graphs=3, cost=StepCost(fixed=4, per_row=1))
-    assert diluted.best.buckets == plan.best.buckets
-    assert diluted.gain == 0.125
     assert plan_buckets({3: 10}, (3, 4), max_batch=4, graphs=1).gain < 0
     assert plan_buckets({}, (4,), max_batch=4, graphs=1).gain == 0
 
