@@ -50,99 +50,72 @@ class SecuritySettings(ServiceSettings):
     }
     reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {"api_key": "VLLM_API_KEY"}
 
-    api_key: Annotated[
-        tuple[SecretStr, ...],
-        NoDecode,
-        Field(
-            description="Keys of which every request needs one, as bearer token or in the header x-api-key. Several"
-            " follow one another; the variable takes one key, or a JSON list of keys. Prefer the variable: other"
-            " users of the machine see flags."
-        ),
-    ] = ()
-    api_key_file: Annotated[
-        Path | None,
-        Field(
-            description="YAML or JSON file with further keys, each with its tenant, rights and limits, for example"
-            " /etc/triptych/keys.yaml. A changed file counts from the next"
-            " request on."
-        ),
-    ] = None
-    admin_api_key: Annotated[
-        SecretStr | None,
-        Field(
-            min_length=1,
-            description="A key with admin rights: with it, clients load and unload LoRA adapters. Alone, it does not"
-            " make other requests need a key. Prefer the variable: other users of the machine see flags.",
-        ),
-    ] = None
+    api_key: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        (),
+        description="Keys of which every request needs one, as bearer token or in the header x-api-key. Several"
+        " follow one another; the variable takes one key, or a JSON list of keys. Prefer the variable: other"
+        " users of the machine see flags.",
+    )
+    api_key_file: Path | None = Field(
+        None,
+        description="YAML or JSON file with further keys, each with its tenant, rights and limits, for example"
+        " /etc/triptych/keys.yaml. A changed file counts from the next"
+        " request on.",
+    )
+    admin_api_key: SecretStr | None = Field(
+        None,
+        min_length=1,
+        description="A key with admin rights: with it, clients load and unload LoRA adapters. Alone, it does not"
+        " make other requests need a key. Prefer the variable: other users of the machine see flags.",
+    )
 
-    metrics_access: Annotated[
-        Literal["open", "admin"],
-        Field(
-            description="Whether /metrics, on every port, is open, or needs a key with admin rights; it shows names of"
-            " keys and what they use."
-        ),
-    ] = "open"
-    ssl_certfile: Annotated[
-        Path | None,
-        Field(
-            description="PEM file with the server's certificate, followed by its chain, for example"
-            " /etc/triptych/tls/tls.crt. With it, the HTTP ports serve TLS."
-        ),
-    ] = None
-    ssl_keyfile: Annotated[
-        Path | None,
-        Field(
-            description="PEM file with the certificate's key, without a passphrase; if unset, --ssl-certfile has"
-            " the key."
-        ),
-    ] = None
-    ssl_ca_certs: Annotated[
-        Path | None,
-        Field(description="PEM file with the certificates that sign those of clients; see --ssl-cert-reqs."),
-    ] = None
-    ssl_cert_reqs: Annotated[
-        Literal[0, 1, 2],
-        Field(
-            description="Whether clients show a certificate: 0 no, 1 they may, 2 they must. A shown certificate must"
-            " be signed by one of --ssl-ca-certs."
-        ),
-    ] = 0
-    ssl_ciphers: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Ciphers for TLS 1.2 in OpenSSL's words, for example ECDHE+AESGCM; TLS 1.3 has its own.",
-        ),
-    ] = None
-    enable_ssl_refresh: Annotated[
-        bool,
-        Field(description="Read the files of --ssl-* again when they change; new connections use them."),
-    ] = True
+    metrics_access: Literal["open", "admin"] = Field(
+        "open",
+        description="Whether /metrics, on every port, is open, or needs a key with admin rights; it shows names of"
+        " keys and what they use.",
+    )
+    ssl_certfile: Path | None = Field(
+        None,
+        description="PEM file with the server's certificate, followed by its chain, for example"
+        " /etc/triptych/tls/tls.crt. With it, the HTTP ports serve TLS.",
+    )
+    ssl_keyfile: Path | None = Field(
+        None,
+        description="PEM file with the certificate's key, without a passphrase; if unset, --ssl-certfile has"
+        " the key.",
+    )
+    ssl_ca_certs: Path | None = Field(
+        None, description="PEM file with the certificates that sign those of clients; see --ssl-cert-reqs."
+    )
+    ssl_cert_reqs: Literal[0, 1, 2] = Field(
+        0,
+        description="Whether clients show a certificate: 0 no, 1 they may, 2 they must. A shown certificate must"
+        " be signed by one of --ssl-ca-certs.",
+    )
+    ssl_ciphers: str | None = Field(
+        None,
+        min_length=1,
+        description="Ciphers for TLS 1.2 in OpenSSL's words, for example ECDHE+AESGCM; TLS 1.3 has its own.",
+    )
+    enable_ssl_refresh: bool = Field(
+        True, description="Read the files of --ssl-* again when they change; new connections use them."
+    )
 
-    allowed_origins: Annotated[
-        tuple[str, ...],
-        NoDecode,
-        Field(
-            description="Origins whose web pages may call the API from a browser, for example"
-            " https://chat.example.com; * allows all. Without it, browsers refuse all of them (no CORS headers)."
-        ),
-    ] = ()
-    allowed_methods: Annotated[
-        tuple[str, ...],
-        NoDecode,
-        Field(description="Methods that these pages may use, for example GET POST."),
-    ] = ("*",)
-    allowed_headers: Annotated[
-        tuple[str, ...],
-        NoDecode,
-        Field(
-            description="Request headers that these pages may send, for example Authorization Content-Type."
-        ),
-    ] = ("*",)
-    allow_credentials: Annotated[
-        bool, Field(description="Let browsers send these pages' cookies and client certificates.")
-    ] = False
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Origins whose web pages may call the API from a browser, for example"
+        " https://chat.example.com; * allows all. Without it, browsers refuse all of them (no CORS headers).",
+    )
+    allowed_methods: Annotated[tuple[str, ...], NoDecode] = Field(
+        ("*",), description="Methods that these pages may use, for example GET POST."
+    )
+    allowed_headers: Annotated[tuple[str, ...], NoDecode] = Field(
+        ("*",),
+        description="Request headers that these pages may send, for example Authorization Content-Type.",
+    )
+    allow_credentials: bool = Field(
+        False, description="Let browsers send these pages' cookies and client certificates."
+    )
 
     @field_validator("api_key", mode="before")
     @classmethod
@@ -245,237 +218,181 @@ class Settings(CallSecuritySettings, SecuritySettings):
         "dev_mode": "VLLM_SERVER_DEV_MODE",
     }
 
-    host: Annotated[str, Field(min_length=1, description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[
-        int, Field(ge=0, le=65535, description="HTTP port; 0 picks a free one, which the log names.")
-    ] = 8000
-    uds: Annotated[
-        Path | None,
-        Field(
-            description="Unix socket to listen on instead of --host and --port, for example"
-            " /run/triptych/http.sock."
-        ),
-    ] = None
-    root_path: Annotated[
-        str,
-        Field(
-            pattern=r"^(/[^/\s]+)*$",
-            description="Path of a proxy that leads here, for example /llm; requests may have it or not.",
-        ),
-    ] = ""
-    reuse_port: Annotated[
-        bool,
-        Field(
-            description="Let other gateways of this machine listen on the same port. Linux spreads connections"
-            " over all of them."
-        ),
-    ] = False
-    metrics_port: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=65535,
-            description="A second HTTP port, which only this process has: for /metrics and /health of one of"
-            " several gateways that share a port. `triptych up` adds the gateway's number.",
-        ),
-    ] = None
-    metrics_folder: Annotated[
-        Path | None,
-        Field(
-            description="A folder that all gateways behind a shared port have in common, for example"
-            " /run/triptych/metrics. `/metrics` on that port is then the sum over all of them, and the limits of"
-            " keys hold for all together."
-        ),
-    ] = None
-    scheduler_address: Annotated[
-        str, Field(description="Address of the scheduler, host:port or unix:PATH.")
-    ] = "127.0.0.1:50051"
-    log_level: Annotated[LogLevel, Field(description="Least severe level that is logged.")] = "info"
-    log_format: Annotated[LogFormat, Field(description="'json' for machines, 'console' for people.")] = "json"
-    otlp_traces_endpoint: Annotated[
-        OtlpEndpoint | None,
-        Field(
-            description="OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."
-        ),
-    ] = None
-    max_body_bytes: Annotated[
-        int,
-        Field(
-            ge=1024, le=14 * 1024 * 1024, description="Largest request body, bytes; a larger one gets 413."
-        ),
-    ] = 8 * 1024 * 1024
-    max_prompts: Annotated[
-        int,
-        Field(
-            ge=1,
-            le=4096,
-            description="Most prompts in one completions request, and most conversations in one batch of chats.",
-        ),
-    ] = 128
-    max_logprobs: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=MAX_LOGPROBS,
-            description="Most log-probabilities that a request may ask for with each token.",
-        ),
-    ] = MAX_LOGPROBS
-    max_inputs: Annotated[
-        int, Field(ge=1, le=65536, description="Most texts in one request to a pooling model.")
-    ] = 2048
-    max_pooled_values: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="Most values in the results of one request to a pooling model: its inputs, or their tokens"
-            " for tasks of tokens, times the size of a vector.",
-        ),
-    ] = 8 * 1024 * 1024
-    resume_timeout_s: Annotated[
-        float,
-        Field(ge=0, le=3600, description="How long running requests wait for a lost scheduler, seconds."),
-    ] = 60.0
-    park_timeout_s: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=3600,
-            description="How long new requests wait for a scheduler with a ready worker before they get 503,"
-            " seconds; 0: not at all.",
-        ),
-    ] = 60.0
-    max_parked_requests: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=65536,
-            description="Most new requests that wait for a scheduler with a ready worker, each prompt counted;"
-            " the next one gets 503.",
-        ),
-    ] = 1024
-    model_poll_s: Annotated[
-        float, Field(gt=0, le=3600, description="How often to look up the served model, seconds.")
-    ] = 5.0
-    call_timeout_s: Annotated[
-        float, Field(gt=0, le=600, description="Deadline of short calls to the scheduler, seconds.")
-    ] = 5.0
-    drain_timeout_s: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=3600,
-            description="How long running requests may continue after SIGTERM or SIGINT, seconds.",
-        ),
-    ] = 30.0
-    keep_alive_s: Annotated[
-        int, Field(ge=0, le=3600, description="How long an idle HTTP connection is kept, seconds; 0: not.")
-    ] = 75
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port; 0 picks a free one, which the log names.")
+    uds: Path | None = Field(
+        None,
+        description="Unix socket to listen on instead of --host and --port, for example"
+        " /run/triptych/http.sock.",
+    )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[^/\s]+)*$",
+        description="Path of a proxy that leads here, for example /llm; requests may have it or not.",
+    )
+    reuse_port: bool = Field(
+        False,
+        description="Let other gateways of this machine listen on the same port. Linux spreads connections"
+        " over all of them.",
+    )
+    metrics_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="A second HTTP port, which only this process has: for /metrics and /health of one of"
+        " several gateways that share a port. `triptych up` adds the gateway's number.",
+    )
+    metrics_folder: Path | None = Field(
+        None,
+        description="A folder that all gateways behind a shared port have in common, for example"
+        " /run/triptych/metrics. `/metrics` on that port is then the sum over all of them, and the limits of"
+        " keys hold for all together.",
+    )
+    scheduler_address: str = Field(
+        "127.0.0.1:50051", description="Address of the scheduler, host:port or unix:PATH."
+    )
+    log_level: LogLevel = Field("info", description="Least severe level that is logged.")
+    log_format: LogFormat = Field("json", description="'json' for machines, 'console' for people.")
+    otlp_traces_endpoint: OtlpEndpoint | None = Field(
+        None,
+        description="OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces.",
+    )
+    max_body_bytes: int = Field(
+        8 * 1024 * 1024,
+        ge=1024,
+        le=14 * 1024 * 1024,
+        description="Largest request body, bytes; a larger one gets 413.",
+    )
+    max_prompts: int = Field(
+        128,
+        ge=1,
+        le=4096,
+        description="Most prompts in one completions request, and most conversations in one batch of chats.",
+    )
+    max_logprobs: int = Field(
+        MAX_LOGPROBS,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Most log-probabilities that a request may ask for with each token.",
+    )
+    max_inputs: int = Field(2048, ge=1, le=65536, description="Most texts in one request to a pooling model.")
+    max_pooled_values: int = Field(
+        8 * 1024 * 1024,
+        ge=1,
+        description="Most values in the results of one request to a pooling model: its inputs, or their tokens"
+        " for tasks of tokens, times the size of a vector.",
+    )
+    resume_timeout_s: float = Field(
+        60.0, ge=0, le=3600, description="How long running requests wait for a lost scheduler, seconds."
+    )
+    park_timeout_s: float = Field(
+        60.0,
+        ge=0,
+        le=3600,
+        description="How long new requests wait for a scheduler with a ready worker before they get 503,"
+        " seconds; 0: not at all.",
+    )
+    max_parked_requests: int = Field(
+        1024,
+        ge=0,
+        le=65536,
+        description="Most new requests that wait for a scheduler with a ready worker, each prompt counted;"
+        " the next one gets 503.",
+    )
+    model_poll_s: float = Field(
+        5.0, gt=0, le=3600, description="How often to look up the served model, seconds."
+    )
+    call_timeout_s: float = Field(
+        5.0, gt=0, le=600, description="Deadline of short calls to the scheduler, seconds."
+    )
+    drain_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        le=3600,
+        description="How long running requests may continue after SIGTERM or SIGINT, seconds.",
+    )
+    keep_alive_s: int = Field(
+        75, ge=0, le=3600, description="How long an idle HTTP connection is kept, seconds; 0: not."
+    )
 
-    sse_keep_alive_interval: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=3600,
-            description="Seconds without an event after which a streamed answer gets a comment, so that proxies keep"
-            " its connection, also before its first token; 0: never.",
-        ),
-    ] = 0.0
+    sse_keep_alive_interval: float = Field(
+        0.0,
+        ge=0,
+        le=3600,
+        description="Seconds without an event after which a streamed answer gets a comment, so that proxies keep"
+        " its connection, also before its first token; 0: never.",
+    )
 
-    read_timeout_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="How long a client may take to send a request's headers, and again its body, seconds.",
-        ),
-    ] = 60.0
-    write_timeout_s: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=3600,
-            description="How long an answer may wait for a client that does not read it, seconds; then its"
-            " request is aborted.",
-        ),
-    ] = 60.0
-    max_connections: Annotated[
-        int,
-        Field(ge=1, le=1_000_000, description="Most HTTP connections at a time; one more request gets 503."),
-    ] = 4096
-    max_waiting_texts: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=65536,
-            description="Most long texts that wait for one of the two threads that read them; the next request"
-            " gets 429.",
-        ),
-    ] = 256
+    read_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="How long a client may take to send a request's headers, and again its body, seconds.",
+    )
+    write_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="How long an answer may wait for a client that does not read it, seconds; then its"
+        " request is aborted.",
+    )
+    max_connections: int = Field(
+        4096, ge=1, le=1_000_000, description="Most HTTP connections at a time; one more request gets 503."
+    )
+    max_waiting_texts: int = Field(
+        256,
+        ge=0,
+        le=65536,
+        description="Most long texts that wait for one of the two threads that read them; the next request"
+        " gets 429.",
+    )
 
-    max_unread_answer_bytes: Annotated[
-        int,
-        Field(
-            ge=4096,
-            description="Most bytes of streams not yet read by slow clients, all together; beyond them the stream"
-            " with the most unread bytes ends with an error, and its request is aborted.",
-        ),
-    ] = 64 << 20
+    max_unread_answer_bytes: int = Field(
+        64 << 20,
+        ge=4096,
+        description="Most bytes of streams not yet read by slow clients, all together; beyond them the stream"
+        " with the most unread bytes ends with an error, and its request is aborted.",
+    )
 
-    chat_template: Annotated[
-        str | None,
-        Field(
-            min_length=1,
-            description="Chat template to use instead of the model's own: a file, or the Jinja text itself.",
-        ),
-    ] = None
-    default_chat_template_kwargs: Annotated[
-        dict[str, Any],
-        NoDecode,
-        Field(
-            description='JSON with variables of the chat template, for example {"enable_thinking": false}. A'
-            " request's chat_template_kwargs and reasoning_effort come before them."
-        ),
-    ] = {}  # noqa: RUF012 - pydantic copies defaults
-    enable_log_requests: Annotated[
-        bool,
-        Field(description="Log each request's parameters and number of tokens; its texts are never logged."),
-    ] = False
-    tool_call_parser: Annotated[
-        str,
-        Field(
-            description="How the model writes tool calls: auto (as its chat template shows), none, "
-            f"{', '.join(TOOL_FORMATS)}, or vllm:NAME for a parser of an installed vLLM."
-        ),
-    ] = "auto"
-    reasoning_parser: Annotated[
-        str,
-        Field(
-            description="How the model marks its thinking: auto (as its chat template shows), none, "
-            "qwen3 (between <think> and </think>), deepseek_r1 (the same, but <think> may be missing), "
-            "or vllm:NAME for a parser of an installed vLLM."
-        ),
-    ] = "auto"
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Chat template to use instead of the model's own: a file, or the Jinja text itself.",
+    )
+    default_chat_template_kwargs: Annotated[dict[str, Any], NoDecode] = Field(
+        {},
+        description='JSON with variables of the chat template, for example {"enable_thinking": false}. A'
+        " request's chat_template_kwargs and reasoning_effort come before them.",
+    )
+    enable_log_requests: bool = Field(
+        False, description="Log each request's parameters and number of tokens; its texts are never logged."
+    )
+    tool_call_parser: str = Field(
+        "auto",
+        description="How the model writes tool calls: auto (as its chat template shows), none, "
+        f"{', '.join(TOOL_FORMATS)}, or vllm:NAME for a parser of an installed vLLM.",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        description="How the model marks its thinking: auto (as its chat template shows), none, "
+        "qwen3 (between <think> and </think>), deepseek_r1 (the same, but <think> may be missing), "
+        "or vllm:NAME for a parser of an installed vLLM.",
+    )
 
-    enable_force_include_usage: Annotated[
-        bool,
-        Field(
-            description="Put token counts into every chunk of streamed chats and completions, and into one at the end,"
-            " whatever the request's stream_options say."
-        ),
-    ] = False
-    dev_mode: Annotated[
-        bool,
-        Field(
-            description="Let requests without admin rights use /server_info, /tokenizer_info and /reset_prefix_cache;"
-            " for machines that only you reach."
-        ),
-    ] = False
-    enable_tokenizer_info_endpoint: Annotated[
-        bool, Field(description="Let requests without admin rights use /tokenizer_info.")
-    ] = False
-    disable_fastapi_docs: Annotated[
-        bool, Field(description="Do not serve /docs, /redoc and /openapi.json.")
-    ] = False
+    enable_force_include_usage: bool = Field(
+        False,
+        description="Put token counts into every chunk of streamed chats and completions, and into one at the end,"
+        " whatever the request's stream_options say.",
+    )
+    dev_mode: bool = Field(
+        False,
+        description="Let requests without admin rights use /server_info, /tokenizer_info and /reset_prefix_cache;"
+        " for machines that only you reach.",
+    )
+    enable_tokenizer_info_endpoint: bool = Field(
+        False, description="Let requests without admin rights use /tokenizer_info."
+    )
+    disable_fastapi_docs: bool = Field(False, description="Do not serve /docs, /redoc and /openapi.json.")
 
     @field_validator("default_chat_template_kwargs", mode="before")
     @classmethod

@@ -39,7 +39,7 @@ class _Strict(BaseModel):
 class KeyEntry(_Strict):
     """A key of the file."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Shown in logs and metrics."""
     key: Annotated[SecretStr, Field(min_length=1)] | None = None
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
@@ -86,7 +86,7 @@ class KeyEntry(_Strict):
 
 
 class _KeyFile(_Strict):
-    keys: Annotated[list[KeyEntry], Field(min_length=1)]
+    keys: list[KeyEntry] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _are_distinct(self) -> Self:
