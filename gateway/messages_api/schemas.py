@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from gateway.quoting import clip, omitted, quote
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import MAX_MESSAGES, TEMPLATE_UNSERVED
-from gateway.schemas.sampling import UINT32_MAX, ModelName, in_bounds, or_default
+from gateway.schemas.sampling import UINT32_MAX, ModelName, in_bounds
 from gateway.schemas.structured import Schema
 from gateway.schemas.tools import bounded, object_schema
 from protos import limits
@@ -144,33 +144,24 @@ class Block(RequestModel):
     """A block of a turn's content, with the fields of its type."""
 
     type: BlockType
-    text: Annotated[str | None, Field(description="With the type text.")] = None
-    thinking: Annotated[
-        str | None, Field(description="With the type thinking: thinking of an earlier turn.")
-    ] = None
-    signature: Annotated[str | None, Field(description="With the type thinking; not verified.")] = None
-    data: Annotated[str | None, Field(description="With the type redacted_thinking; not read.")] = None
-    id: Annotated[
-        str | None, Field(min_length=1, max_length=256, description="With the type tool_use: the call's id.")
-    ] = None
-    name: Annotated[
-        str | None, Field(min_length=1, max_length=256, description="With the type tool_use: the tool.")
-    ] = None
-    input: Annotated[
-        dict[str, Any] | None, Field(description="With the type tool_use: the call's arguments.")
-    ] = None
-    tool_use_id: Annotated[
-        str | None,
-        Field(min_length=1, max_length=256, description="With the type tool_result: the call's id."),
-    ] = None
-    content: Annotated[
-        ResultBlocks,
-        or_default([]),
-        Field(description="With the type tool_result. Texts of documents count; a line stands for an image."),
-    ] = Field(default_factory=list)
-    is_error: Annotated[
-        bool, or_default(False), Field(description="With the type tool_result: whether the call failed.")
-    ] = False
+    text: str | None = Field(None, description="With the type text.")
+    thinking: str | None = Field(None, description="With the type thinking: thinking of an earlier turn.")
+    signature: str | None = Field(None, description="With the type thinking; not verified.")
+    data: str | None = Field(None, description="With the type redacted_thinking; not read.")
+    id: str | None = Field(
+        None, min_length=1, max_length=256, description="With the type tool_use: the call's id."
+    )
+    name: str | None = Field(
+        None, min_length=1, max_length=256, description="With the type tool_use: the tool."
+    )
+    input: dict[str, Any] | None = Field(None, description="With the type tool_use: the call's arguments.")
+    tool_use_id: str | None = Field(
+        None, min_length=1, max_length=256, description="With the type tool_result: the call's id."
+    )
+    content: ResultBlocks = Field(
+        [], description="With the type tool_result. Texts of documents count; a line stands for an image."
+    )
+    is_error: bool = Field(False, description="With the type tool_result: whether the call failed.")
 
     @model_validator(mode="after")
     def _complete(self) -> "Block":
@@ -210,7 +201,7 @@ class Turn(RequestModel):
     """A turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: Annotated[Blocks, Field(description="Text, or a list of blocks.")]
+    content: Blocks = Field(description="Text, or a list of blocks.")
 
     @model_validator(mode="after")
     def _blocks_belong_to_roles(self) -> "Turn":
@@ -253,19 +244,13 @@ def _limit_system(system: Any) -> Any:
 class AnthropicTool(RequestModel):
     """A tool. Custom tools are served; others are skipped and named in a header of the answer."""
 
-    type: Annotated[
-        str | None, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$", description="custom, or omitted.")
-    ] = None
-    name: Annotated[str | None, Field(max_length=128)] = None
-    description: Annotated[str | None, Field(description="What the tool does, for the model.")] = None
-    input_schema: Annotated[
-        dict[str, Any] | None,
-        BeforeValidator(object_schema),
-        Field(description="JSON schema of the tool's input, of type object."),
-    ] = None
-    strict: Annotated[bool | None, Field(description="Enforce the schema even if the call is optional.")] = (
-        None
+    type: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]{1,128}$", description="custom, or omitted.")
+    name: str | None = Field(None, max_length=128)
+    description: str | None = Field(None, description="What the tool does, for the model.")
+    input_schema: Annotated[dict[str, Any] | None, BeforeValidator(object_schema)] = Field(
+        None, description="JSON schema of the tool's input, of type object."
     )
+    strict: bool | None = Field(None, description="Enforce the schema even if the call is optional.")
 
     @property
     def custom(self) -> bool:
@@ -308,10 +293,8 @@ class AnthropicToolChoice(RequestModel):
     """The choice among the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Annotated[str | None, Field(max_length=128, description="With the type tool.")] = None
-    disable_parallel_tool_use: Annotated[
-        bool, or_default(False), Field(description="Whether an answer has at most one call.")
-    ] = False
+    name: str | None = Field(None, max_length=128, description="With the type tool.")
+    disable_parallel_tool_use: bool = Field(False, description="Whether an answer has at most one call.")
 
     @model_validator(mode="after")
     def _named(self) -> "AnthropicToolChoice":
@@ -323,44 +306,38 @@ class AnthropicToolChoice(RequestModel):
 class ThinkingConfig(RequestModel):
     """Whether the model thinks before it answers."""
 
-    type: Annotated[
-        Literal["enabled", "disabled", "adaptive", "between_tools"],
-        Field(
-            description="enabled and disabled switch the thinking of chat templates that have a switch; the"
-            " others leave it to the template."
-        ),
-    ]
-    budget_tokens: Annotated[
-        int | None, Field(ge=0, le=UINT32_MAX, description="Ignored: max_tokens bounds thinking and answer.")
-    ] = None
-    display: Annotated[
-        str | None, Field(max_length=64, description="omitted: the answer has thinking blocks without text.")
-    ] = None
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
+        description="enabled and disabled switch the thinking of chat templates that have a switch; the"
+        " others leave it to the template."
+    )
+    budget_tokens: int | None = Field(
+        None, ge=0, le=UINT32_MAX, description="Ignored: max_tokens bounds thinking and answer."
+    )
+    display: str | None = Field(
+        None, max_length=64, description="omitted: the answer has thinking blocks without text."
+    )
 
 
 class JsonOutput(RequestModel):
     """A JSON schema of the answer's text."""
 
     type: Literal["json_schema"]
-    schema_: Annotated[Schema, Field(alias="schema", description="A JSON schema.")]
+    schema_: Schema = Field(alias="schema", description="A JSON schema.")
 
 
 class OutputConfig(RequestModel):
     """The form of the answer."""
 
-    effort: Annotated[
-        Literal["low", "medium", "high", "xhigh", "max"] | None,
-        Field(description="For chat templates that know reasoning_effort."),
-    ] = None
-    format: Annotated[JsonOutput | None, Field(description="Constrains the answer's text.")] = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For chat templates that know reasoning_effort."
+    )
+    format: JsonOutput | None = Field(None, description="Constrains the answer's text.")
 
 
 class Metadata(RequestModel):
     """Facts about the request."""
 
-    user_id: Annotated[
-        str | None, Field(max_length=512, description="Your end user, for the access log.")
-    ] = None
+    user_id: str | None = Field(None, max_length=512, description="Your end user, for the access log.")
 
 
 _ONLY_THIS_MODEL: Final = "it is not served by this deployment; omit it"
@@ -375,40 +352,26 @@ class PromptRequest(RequestModel):
         "mcp_servers": Unserved(([],), "the client must call its MCP servers itself"),
         "thread": Unserved((), "nothing is stored; send all turns in 'messages'"),
     }
-    model: Annotated[ModelName, Field(description="A name from /v1/models; omitted: the served model.")] = (
-        None
+    model: ModelName = Field(None, description="A name from /v1/models; omitted: the served model.")
+    messages: Annotated[list[Turn], Field(min_length=1, fail_fast=True), BeforeValidator(_limit_turns)] = (
+        Field(description="The conversation; a last turn of the assistant is continued.")
     )
-    messages: Annotated[
-        list[Turn],
-        Field(
-            min_length=1,
-            fail_fast=True,
-            description="The conversation; a last turn of the assistant is continued.",
-        ),
-        BeforeValidator(_limit_turns),
-    ]
-    system: Annotated[
-        TextBlocks,
-        or_default([]),
-        BeforeValidator(_limit_system),
-        Field(description="The system prompt."),
-    ] = Field(default_factory=list)
+    system: Annotated[TextBlocks, BeforeValidator(_limit_system)] = Field(
+        [], description="The system prompt."
+    )
     tools: Annotated[
         list[AnthropicTool],
-        Field(fail_fast=True, description="Tools that the model may call."),
+        Field(fail_fast=True),
         AfterValidator(_distinct),
         BeforeValidator(bounded),
         BeforeValidator(_without_settings_of_server_tools),
-        or_default([]),
-    ] = Field(default_factory=list)
+    ] = Field([], description="Tools that the model may call.")
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    output_format: Annotated[
-        JsonOutput | None, Field(description="The older form of output_config.format.")
-    ] = None
-    chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
-        default_factory=dict, description="Further variables for the model's chat template, as with vLLM."
+    output_format: JsonOutput | None = Field(None, description="The older form of output_config.format.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Further variables for the model's chat template, as with vLLM."
     )
 
     @model_validator(mode="after")
@@ -454,26 +417,23 @@ class MessagesRequest(PromptRequest):
         "compaction": Unserved((), "ask for a summary in a turn of the user"),
     }
 
-    max_tokens: Annotated[int, Field(ge=1, le=UINT32_MAX, description="Maximum number of new tokens.")]
-    stream: Annotated[
-        bool, or_default(False), Field(description="Send the answer in pieces, as server-sent events.")
-    ] = False
-    temperature: Annotated[
-        float | None,
-        in_bounds("temperature", description="0: greedy; omitted: as the model recommends."),
-    ] = None
-    top_p: Annotated[float | None, in_bounds("top_p", description="Nucleus sampling.")] = None
-    top_k: Annotated[
-        int | None, Field(ge=-1, le=2**31 - 1, description="Keep this many of the likeliest tokens.")
-    ] = None
-    stop_sequences: Annotated[
-        list[Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_STRING_LENGTH)]],
-        Field(max_length=limits.MAX_STOP_STRINGS, fail_fast=True, description="Texts that end the answer."),
-        or_default([]),
-    ] = Field(default_factory=list)
+    max_tokens: int = Field(ge=1, le=UINT32_MAX, description="Maximum number of new tokens.")
+    stream: bool = Field(False, description="Send the answer in pieces, as server-sent events.")
+    temperature: float | None = in_bounds(
+        "temperature", None, description="0: greedy; omitted: as the model recommends."
+    )
+    top_p: float | None = in_bounds("top_p", None, description="Nucleus sampling.")
+    top_k: int | None = Field(
+        None, ge=-1, le=2**31 - 1, description="Keep this many of the likeliest tokens."
+    )
+    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_STRING_LENGTH)]] = (
+        Field(
+            [], max_length=limits.MAX_STOP_STRINGS, fail_fast=True, description="Texts that end the answer."
+        )
+    )
     metadata: Metadata | None = None
-    priority: Annotated[int, or_default(0), Field(ge=-(2**31), le=2**31 - 1)] = 0
-    cache_salt: Annotated[str | None, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)] = None
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    cache_salt: str | None = Field(None, min_length=1, max_length=limits.MAX_NAME_BYTES)
 
     @property
     def user(self) -> str | None:

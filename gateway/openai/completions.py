@@ -25,7 +25,6 @@ from gateway.schemas.sampling import (
     UINT32_MAX,
     SamplingRequest,
     as_prompts,
-    or_default,
 )
 from protos import limits
 from protos.errors import InvalidArgument
@@ -47,27 +46,21 @@ class CompletionRequest(SamplingRequest):
     prompt: Annotated[
         list[str | list[int]],
         BeforeValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-        Field(description="One prompt or several, as text or as token ids."),
-    ]
+    ] = Field(description="One prompt or several, as text or as token ids.")
 
-    max_tokens: Annotated[
-        int | None,
-        Field(
-            ge=0, le=UINT32_MAX, description="Maximum number of new tokens, 16 by default; 0 only with echo."
-        ),
-    ] = None
-    logprobs: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=limits.MAX_LOGPROBS,
-            description="Report each token's log-probability, and those of this many of the likeliest"
-            " tokens.",
-        ),
-    ] = None
-    echo: Annotated[
-        bool, or_default(False), Field(description="Repeat the prompt at the beginning of each choice.")
-    ] = False
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=UINT32_MAX,
+        description="Maximum number of new tokens, 16 by default; 0 only with echo.",
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=limits.MAX_LOGPROBS,
+        description="Report each token's log-probability, and those of this many of the likeliest tokens.",
+    )
+    echo: bool = Field(False, description="Repeat the prompt at the beginning of each choice.")
 
     @model_validator(mode="after")
     def _zero_tokens_need_echo(self) -> "CompletionRequest":

@@ -14,7 +14,6 @@ from gateway.auth.middleware import check_admin
 from gateway.generation.context import context_of, find_lora
 from gateway.http.openapi import api_router
 from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.sampling import or_default
 from protos.errors import TriptychError, Unavailable
 from protos.limits import MAX_NAME_BYTES
 from protos.triptych.v1 import common_pb2 as pb
@@ -176,31 +175,25 @@ class LoadLoraRequest(RequestModel):
         "is_3d_lora_weight": Unserved((False,), "adapters of experts' stacked weights are not served"),
     }
 
-    lora_name: Annotated[
-        str, Field(min_length=1, max_length=MAX_NAME_BYTES, description="The name that requests will use.")
-    ]
-    lora_path: Annotated[
-        str,
-        Field(
-            min_length=1,
-            max_length=4096,
-            description="A folder or hub id that the workers can read; an id may end with @revision.",
-        ),
-    ]
-    load_inplace: Annotated[
-        bool,
-        or_default(False),
-        Field(
-            description="Whether it may replace an adapter of the same name, whose running requests go on"
-            " undisturbed."
-        ),
-    ] = False
+    lora_name: str = Field(
+        min_length=1, max_length=MAX_NAME_BYTES, description="The name that requests will use."
+    )
+    lora_path: str = Field(
+        min_length=1,
+        max_length=4096,
+        description="A folder or hub id that the workers can read; an id may end with @revision.",
+    )
+    load_inplace: bool = Field(
+        False,
+        description="Whether it may replace an adapter of the same name, whose running requests go on"
+        " undisturbed.",
+    )
 
 
 class UnloadLoraRequest(RequestModel):
     """A LoRA adapter to unload."""
 
-    lora_name: Annotated[str, Field(description="Its name.")]
+    lora_name: str = Field(description="Its name.")
 
 
 @contextmanager

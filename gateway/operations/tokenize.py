@@ -12,7 +12,7 @@ from gateway.generation.context import context_of, known_model
 from gateway.http.openapi import api_router
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput
-from gateway.schemas.sampling import ModelName, TokenIds, or_default
+from gateway.schemas.sampling import ModelName, TokenIds
 from protos.validation import check_ids
 
 router = api_router("Tokens")
@@ -27,17 +27,12 @@ class TokenizeRequest(TemplateInput):
         "tool_choice": Unserved(("none", "auto"), "it does not change the prompt; omit it"),
     }
     model: ModelName = None
-    prompt: Annotated[str | None, Field(description="A text.")] = None
-    messages: Annotated[
-        Messages | None, Field(description="A conversation, for the model's chat template.")
-    ] = None
-    add_special_tokens: Annotated[
-        bool | None,
-        Field(description="Add the model's special tokens; by default for a prompt, not for messages."),
-    ] = None
-    return_token_strs: Annotated[
-        bool, or_default(False), Field(description="Also return the vocabulary's spelling of each token.")
-    ] = False
+    prompt: str | None = Field(None, description="A text.")
+    messages: Messages | None = Field(None, description="A conversation, for the model's chat template.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add the model's special tokens; by default for a prompt, not for messages."
+    )
+    return_token_strs: bool = Field(False, description="Also return the vocabulary's spelling of each token.")
 
     @model_validator(mode="after")
     def _one_input(self) -> "TokenizeRequest":

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 from gateway.quoting import quote
 from gateway.schemas.base import RequestModel, Unserved, ignore
 from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput
-from gateway.schemas.sampling import UINT32_MAX, ModelName, as_prompts, or_default
+from gateway.schemas.sampling import UINT32_MAX, ModelName, as_prompts
 
 
 def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:
@@ -76,25 +76,15 @@ Texts = Annotated[
 class PoolingBody(RequestModel):
     """The fields of all requests to pooling models."""
 
-    model: Annotated[ModelName, Field(description="A name from /v1/models; omitted: the served model.")] = (
-        None
+    model: ModelName = Field(None, description="A name from /v1/models; omitted: the served model.")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        description="Keep at most so many tokens of each input, special ones included. -1: as many as fit.",
     )
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        Field(
-            ge=-1,
-            description="Keep at most so many tokens of each input, special ones included. -1: as many as fit.",
-        ),
-    ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"], or_default("right"), Field(description="Where inputs lose tokens.")
-    ] = "right"
-    priority: Annotated[
-        int, or_default(0), Field(ge=-(2**31), le=2**31 - 1, description="Lower values run first.")
-    ] = 0
-    user: Annotated[str | None, Field(max_length=512, description="Your end user, for the access log.")] = (
-        None
-    )
+    truncation_side: Literal["left", "right"] = Field("right", description="Where inputs lose tokens.")
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1, description="Lower values run first.")
+    user: str | None = Field(None, max_length=512, description="Your end user, for the access log.")
 
 
 # Fields of chats other than messages.
@@ -115,21 +105,17 @@ class InputBody(TemplateInput, PoolingBody):
     )
     unserved: ClassVar[Mapping[str, Unserved]] = _NOT_READ
 
-    messages: Annotated[
-        Messages | None,
-        Field(description="One conversation instead of input, for the model's chat template."),
-    ] = None
+    messages: Messages | None = Field(
+        None, description="One conversation instead of input, for the model's chat template."
+    )
     # Behind messages, because its validator looks at them.
     input: Inputs = None  # type: ignore[assignment]
-    add_generation_prompt: Annotated[
-        bool,
-        or_default(False),
-        Field(description="End a conversation with the header of the assistant's turn."),
-    ] = False
-    add_special_tokens: Annotated[
-        bool | None,
-        Field(description="Add the model's special tokens; by default to texts, not to conversations."),
-    ] = None
+    add_generation_prompt: bool = Field(
+        False, description="End a conversation with the header of the assistant's turn."
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="Add the model's special tokens; by default to texts, not to conversations."
+    )
 
     @model_validator(mode="after")
     def _one_kind_of_input(self) -> "InputBody":
@@ -141,24 +127,17 @@ class InputBody(TemplateInput, PoolingBody):
 class EncodedBody(InputBody):
     """A request with a choice of the form of its results."""
 
-    encoding_format: Annotated[
-        Literal["float", "base64", "bytes", "bytes_only"],
-        or_default("float"),
-        Field(
-            description="base64: the bytes of all numbers, as OpenAI's client asks for. bytes: all results one after"
-            " the other as the body, described in the header `metadata`; bytes_only: without that header."
-        ),
-    ] = "float"
-    embed_dtype: Annotated[
-        Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"],
-        or_default("float32"),
-        Field(description="The type of numbers in base64 and bytes."),
-    ] = "float32"
-    endianness: Annotated[
-        Literal["native", "big", "little"],
-        or_default("native"),
-        Field(description="The order of bytes in base64 and bytes; native is little."),
-    ] = "native"
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] = Field(
+        "float",
+        description="base64: the bytes of all numbers, as OpenAI's client asks for. bytes: all results one after"
+        " the other as the body, described in the header `metadata`; bytes_only: without that header.",
+    )
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "float32", description="The type of numbers in base64 and bytes."
+    )
+    endianness: Literal["native", "big", "little"] = Field(
+        "native", description="The order of bytes in base64 and bytes; native is little."
+    )
     dimensions: Dimensions = None
 
 
@@ -181,10 +160,9 @@ class PoolingRequest(EncodedBody):
 
     unserved: ClassVar[Mapping[str, Unserved]] = {**_NOT_READ, **_RENAMED}
 
-    task: Annotated[
-        Literal["embed", "classify", "score", "token_embed", "token_classify"] | None,
-        Field(description="Must be one that the model serves; omitted: the model's own."),
-    ] = None
+    task: Literal["embed", "classify", "score", "token_embed", "token_classify"] | None = Field(
+        None, description="Must be one that the model serves; omitted: the model's own."
+    )
     use_activation: Activation = None
 
 
@@ -194,34 +172,26 @@ class _PairBody(PoolingBody):
     unserved: ClassVar[Mapping[str, Unserved]] = TEMPLATE_UNSERVED
 
     use_activation: Activation = None
-    instruction: Annotated[
-        str | None,
-        Field(
-            description="The task, for models whose chat template writes pairs and has a variable 'instruction'."
-        ),
-    ] = None
-    chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
-        default_factory=dict, description="Further variables for a chat template that writes pairs."
+    instruction: str | None = Field(
+        None,
+        description="The task, for models whose chat template writes pairs and has a variable 'instruction'.",
     )
-    max_tokens_per_query: Annotated[
-        int, or_default(0), Field(ge=0, description="Keep at most so many tokens of each query. 0: all.")
-    ] = 0
-    max_tokens_per_doc: Annotated[
-        int, or_default(0), Field(ge=0, description="Keep at most so many tokens of each document. 0: all.")
-    ] = 0
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Further variables for a chat template that writes pairs."
+    )
+    max_tokens_per_query: int = Field(
+        0, ge=0, description="Keep at most so many tokens of each query. 0: all."
+    )
+    max_tokens_per_doc: int = Field(
+        0, ge=0, description="Keep at most so many tokens of each document. 0: all."
+    )
 
 
 class ScoreRequest(_PairBody):
     """A request to score pairs: a text with each of several, or text by text."""
 
-    text_1: Annotated[
-        Texts,
-        Field(validation_alias=AliasChoices("text_1", "queries", "data_1"), description="One query, or one for each document. Also called queries or data_1."),
-    ]  # fmt: skip
-    text_2: Annotated[
-        Texts,
-        Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"), description="The documents. Also called documents, items or data_2."),
-    ]  # fmt: skip
+    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"), description="One query, or one for each document. Also called queries or data_1.")  # fmt: skip
+    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"), description="The documents. Also called documents, items or data_2.")  # fmt: skip
 
     @model_validator(mode="after")
     def _lengths_match(self) -> "ScoreRequest":
@@ -239,35 +209,27 @@ class RerankRequest(_PairBody):
         **TEMPLATE_UNSERVED,
         "rank_fields": Unserved((["text"],), "send the text of each document"),
     }
-    query: Annotated[str, Field(description="The query.")]
-    documents: Annotated[Texts, Field(description="Texts, or objects with `text`.")]
-    top_n: Annotated[
-        int, or_default(0), Field(ge=0, description="Return only so many documents, the best. 0: all.")
-    ] = 0
-    return_documents: Annotated[
-        bool, or_default(True), Field(description="Repeat the documents in the answer.")
-    ] = True
+    query: str = Field(description="The query.")
+    documents: Texts = Field(description="Texts, or objects with `text`.")
+    top_n: int = Field(0, ge=0, description="Return only so many documents, the best. 0: all.")
+    return_documents: bool = Field(True, description="Repeat the documents in the answer.")
 
 
 class EmbeddingRequest(EncodedBody):
     """A request for embeddings of texts."""
 
-    use_activation: Annotated[
-        bool | None,
-        Field(
-            validation_alias=AliasChoices("use_activation", "normalize"),
-            description="Scale embeddings to length 1; omitted: as the model's authors do. Also called normalize.",
-        ),
-    ] = None
-    prompt_name: Annotated[
-        str | None,
-        Field(
-            description="Put this prompt of the model's config_sentence_transformers.json in front of each text."
-        ),
-    ] = None
-    prompt: Annotated[
-        str | None, Field(description="Put this text in front of each text, for example an instruction.")
-    ] = None
+    use_activation: bool | None = Field(
+        None,
+        validation_alias=AliasChoices("use_activation", "normalize"),
+        description="Scale embeddings to length 1; omitted: as the model's authors do. Also called normalize.",
+    )
+    prompt_name: str | None = Field(
+        None,
+        description="Put this prompt of the model's config_sentence_transformers.json in front of each text.",
+    )
+    prompt: str | None = Field(
+        None, description="Put this text in front of each text, for example an instruction."
+    )
 
     @model_validator(mode="after")
     def _one_prompt(self) -> "EmbeddingRequest":

@@ -251,11 +251,9 @@ class FunctionCall(RequestModel):
 
     type: Literal["function_call"]
     call_id: Id
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    namespace: Annotated[str | None, Field(max_length=256, description="The function's, if it has one.")] = (
-        None
-    )
-    arguments: Annotated[str, Field(max_length=MAX_ARGUMENTS, description="A JSON object, as text.")]
+    name: str = Field(min_length=1, max_length=256)
+    namespace: str | None = Field(None, max_length=256, description="The function's, if it has one.")
+    arguments: str = Field(max_length=MAX_ARGUMENTS, description="A JSON object, as text.")
     id: Echoed = None
     status: Echoed = None
 
@@ -264,9 +262,9 @@ class FunctionCallOutput(RequestModel):
     """The result of an earlier call."""
 
     type: Literal["function_call_output"]
-    call_id: Annotated[Id, Field(description="The call that it answers.")]
+    call_id: Id = Field(description="The call that it answers.")
     output: ResultText
-    name: Annotated[str | None, Field(max_length=256, description="The function.")] = None
+    name: str | None = Field(None, max_length=256, description="The function.")
     namespace: Echoed = None
     id: Echoed = None
     status: Echoed = None
@@ -286,10 +284,8 @@ class ReasoningItem(RequestModel):
     """Thinking of an earlier turn."""
 
     type: Literal["reasoning"]
-    content: Annotated[Pieces | None, Field(description="The thinking.")] = None
-    summary: Annotated[Pieces | None, Field(description="Stands in for the thinking if there is none.")] = (
-        None
-    )
+    content: Pieces | None = Field(None, description="The thinking.")
+    summary: Pieces | None = Field(None, description="Stands in for the thinking if there is none.")
     id: Echoed = None
     status: Echoed = None
 

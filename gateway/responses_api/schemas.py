@@ -17,7 +17,7 @@ from gateway.quoting import clip, quote
 from gateway.responses_api.input_items import InputItems
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import TEMPLATE_UNSERVED
-from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions, or_default
+from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions
 from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat
 from gateway.schemas.tools import INPUT_SCHEMA, MAX_TOOLS, Function, NamedChoice, ToolName, bounded, describe
 from protos import limits
@@ -39,9 +39,9 @@ class CustomTool(RequestModel):
     type: Literal["custom"]
     name: ToolName
     description: str | None = None
-    format: Annotated[
-        dict[str, Any] | None, Field(description="A grammar of the text is shown to the model, not enforced.")
-    ] = None
+    format: dict[str, Any] | None = Field(
+        None, description="A grammar of the text is shown to the model, not enforced."
+    )
 
     def as_function(self, name: str) -> FunctionTool:
         """Returns the tool as a function named ``name``."""
@@ -84,9 +84,7 @@ class Namespace(RequestModel):
     type: Literal["namespace"]
     name: ToolName
     description: str | None = None
-    tools: Annotated[
-        list[Annotated[CallableTool | SkippedTool, PlainValidator(_callable)]], Field(fail_fast=True)
-    ]
+    tools: list[Annotated[CallableTool | SkippedTool, PlainValidator(_callable)]] = Field(fail_fast=True)
 
     @property
     def functions(self) -> list[tuple[str, CallableTool]]:
@@ -159,7 +157,6 @@ ResponseTools = Annotated[
     Field(fail_fast=True),
     AfterValidator(_distinct),
     BeforeValidator(bounded),
-    or_default([]),
 ]
 
 
@@ -246,12 +243,12 @@ class TextFormat(RequestModel):
     """The form of the answer's text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Annotated[str | None, Field(max_length=256, description="Ignored.")] = None
-    description: Annotated[str | None, Field(max_length=MAX_TEXT, description="Ignored.")] = None
-    schema_: Annotated[
-        dict[str, Any] | None, Field(alias="schema", description="With type json_schema: a JSON schema.")
-    ] = None
-    strict: Annotated[bool | None, Field(description="As in response_format of chats.")] = None
+    name: str | None = Field(None, max_length=256, description="Ignored.")
+    description: str | None = Field(None, max_length=MAX_TEXT, description="Ignored.")
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="With type json_schema: a JSON schema."
+    )
+    strict: bool | None = Field(None, description="As in response_format of chats.")
 
     @model_validator(mode="after")
     def _complete(self) -> "TextFormat":
@@ -270,24 +267,22 @@ class TextFormat(RequestModel):
 class TextOptions(RequestModel):
     """Options of the answer's text."""
 
-    format: Annotated[TextFormat | None, Field(description="Constrains the answer.")] = None
-    verbosity: Annotated[Literal["low", "medium", "high"] | None, Field(description="Ignored.")] = None
+    format: TextFormat | None = Field(None, description="Constrains the answer.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Ignored.")
 
 
 class ReasoningOptions(RequestModel):
     """Options of the model's thinking."""
 
-    effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-        Field(description="For the model's chat template, which may not read it."),
-    ] = None
-    summary: Annotated[
-        Literal["auto", "concise", "detailed"] | None,
-        Field(description="Ignored: the answer has the thinking itself."),
-    ] = None
-    generate_summary: Annotated[
-        Literal["auto", "concise", "detailed"] | None, Field(description="The same under its older name.")
-    ] = None
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For the model's chat template, which may not read it."
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="Ignored: the answer has the thinking itself."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="The same under its older name."
+    )
 
 
 class ResponsesRequest(SamplingRequest):
@@ -319,59 +314,48 @@ class ResponsesRequest(SamplingRequest):
         "previous_input_messages": Unserved((), "send them in 'input'"),
         "enable_response_messages": Unserved((False,)),
     }
-    input: Annotated[InputItems, Field(description="A text, or items of a conversation.")]
-    instructions: Annotated[str | None, Field(description="A system message before the input.")] = None
-    max_output_tokens: Annotated[
-        int | None, Field(ge=1, le=UINT32_MAX, description="Maximum number of new tokens.")
-    ] = None
-    tools: Annotated[
-        ResponseTools, Field(description="Functions that the model may call; other tools are skipped.")
-    ] = Field(default_factory=list)
-    tool_choice: Annotated[ResponseToolChoice, Field(description='Omitted: "auto".')] = None
-    parallel_tool_calls: Annotated[
-        bool, or_default(True), Field(description="Whether an answer may have more than one call.")
-    ] = True
-    max_tool_calls: Annotated[
-        int | None, Field(ge=0, description="Ignored: it bounds calls that OpenAI's servers make.")
-    ] = None
-    text: Annotated[TextOptions | None, Field(description="The form of the answer's text.")] = None
-    reasoning: Annotated[ReasoningOptions | None, Field(description="Options of the thinking.")] = None
-    include: Annotated[
-        list[Annotated[str, Field(max_length=64)]] | None,
-        Field(
-            max_length=32,
-            fail_fast=True,
-            description=f"{_LOGPROBS} adds log-probabilities; other values add nothing.",
-        ),
-    ] = None
-    top_logprobs: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=limits.MAX_LOGPROBS,
-            description=f"With {_LOGPROBS}: also this many of the likeliest tokens in each place.",
-        ),
-    ] = None
-    truncation: Annotated[
-        Literal["auto", "disabled"] | None,
-        Field(description="auto: an input that is too long loses its oldest tokens."),
-    ] = None
-    chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
-        default_factory=dict, description="Further variables for the model's chat template."
+    input: InputItems = Field(description="A text, or items of a conversation.")
+    instructions: str | None = Field(None, description="A system message before the input.")
+    max_output_tokens: int | None = Field(
+        None, ge=1, le=UINT32_MAX, description="Maximum number of new tokens."
     )
-    include_reasoning: Annotated[
-        bool, or_default(True), Field(description="Whether the answer includes the model's thinking.")
-    ] = True
-    stream_options: Annotated[StreamOptions | None, Field(description="Only with stream=true.")] = None
-    store: Annotated[bool | None, Field(description="Ignored: nothing is stored.")] = None
+    tools: ResponseTools = Field(
+        [], description="Functions that the model may call; other tools are skipped."
+    )
+    tool_choice: ResponseToolChoice = Field(None, description='Omitted: "auto".')
+    parallel_tool_calls: bool = Field(True, description="Whether an answer may have more than one call.")
+    max_tool_calls: int | None = Field(
+        None, ge=0, description="Ignored: it bounds calls that OpenAI's servers make."
+    )
+    text: TextOptions | None = Field(None, description="The form of the answer's text.")
+    reasoning: ReasoningOptions | None = Field(None, description="Options of the thinking.")
+    include: list[Annotated[str, Field(max_length=64)]] | None = Field(
+        None,
+        max_length=32,
+        fail_fast=True,
+        description=f"{_LOGPROBS} adds log-probabilities; other values add nothing.",
+    )
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=limits.MAX_LOGPROBS,
+        description=f"With {_LOGPROBS}: also this many of the likeliest tokens in each place.",
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: an input that is too long loses its oldest tokens."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="Further variables for the model's chat template."
+    )
+    include_reasoning: bool = Field(True, description="Whether the answer includes the model's thinking.")
+    stream_options: StreamOptions | None = Field(None, description="Only with stream=true.")
+    store: bool | None = Field(None, description="Ignored: nothing is stored.")
     metadata: Annotated[
-        dict[str, str] | None,
-        AfterValidator(lambda value: value and _bounded_metadata(value)),
-        Field(description="The answer repeats it."),
-    ] = None
-    prompt_cache_key: Annotated[Label, Field(description="Ignored: equal prefixes are always shared.")] = None
-    safety_identifier: Annotated[Label, Field(description="Ignored.")] = None
-    service_tier: Annotated[Label, Field(description="Ignored: there is one tier.")] = None
+        dict[str, str] | None, AfterValidator(lambda value: value and _bounded_metadata(value))
+    ] = Field(None, description="The answer repeats it.")
+    prompt_cache_key: Label = Field(None, description="Ignored: equal prefixes are always shared.")
+    safety_identifier: Label = Field(None, description="Ignored.")
+    service_tier: Label = Field(None, description="Ignored: there is one tier.")
 
     @model_validator(mode="after")
     def _choice_names_functions(self) -> "ResponsesRequest":

@@ -31,10 +31,7 @@ _MAX_IGNORED: Final = 32
 
 
 class Unserved(NamedTuple):
-    """A parameter out of habit, accepted only with values without effect.
-
-    ``null`` is always accepted.
-    """
+    """A parameter out of habit, accepted only with values without effect."""
 
     neutral: tuple[Any, ...] = ()
     """The accepted values."""
@@ -66,7 +63,7 @@ def ignore(info: ValidationInfo, name: str) -> None:
 
 
 class RequestModel(BaseModel):
-    """A request body, or an object in one, with strict types."""
+    """A request body, or an object in one, with strict types. A field that is null is unset."""
 
     model_config = ConfigDict(strict=True, frozen=True, hide_input_in_errors=True)
 
@@ -91,9 +88,8 @@ class RequestModel(BaseModel):
             return data
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"is an object of {len(data)} fields; send at most {_MAX_FIELDS}")
-        if any(type(value) is float and value.is_integer() for value in data.values()):
-            # JSON has one kind of number: 5.0 is an integer, and some clients write integers so.
-            data = {name: _as_number(value) for name, value in data.items()}
+        # Clients that write every field they know send null for those that they leave unset.
+        data = {name: _as_number(value) for name, value in data.items() if value is not None}
         if data.keys() <= _served_names(cls):
             return data
         # In the body's order, so that the same body is always refused in the same words.
@@ -103,13 +99,12 @@ class RequestModel(BaseModel):
     def _takes(cls, name: str, value: Any, info: ValidationInfo) -> bool:
         """Returns whether the class reads a field; raises if dropping it would change the output."""
         if (row := cls.unserved.get(name)) is not None:
-            if value is not None and not any(_same(value, neutral) for neutral in row.neutral):
+            if not any(_same(value, neutral) for neutral in row.neutral):
                 raise ValueError(f"{name}={quote(value)} is not supported: {row.hint}")
             return False
         if name in _served_names(cls):
             return True
-        if value is not None:
-            ignore(info, name)
+        ignore(info, name)
         return False
 
 
@@ -127,6 +122,7 @@ def _served_names(cls: type[RequestModel]) -> frozenset[str]:
 
 
 def _as_number(value: Any) -> Any:
+    # JSON has one kind of number: 5.0 is an integer, and some clients write integers so.
     return int(value) if type(value) is float and value.is_integer() else value
 
 

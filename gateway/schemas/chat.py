@@ -7,12 +7,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved, ignore
-from gateway.schemas.sampling import (
-    COMMON_UNSERVED,
-    UINT32_MAX,
-    SamplingRequest,
-    or_default,
-)
+from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest
 from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCalls, NamedChoice, ToolChoice, Tools, limit_calls
 from protos import limits
 
@@ -86,47 +81,30 @@ class Message(RequestModel):
         "function_call": Unserved((), "it is OpenAI's older form; send 'tool_calls'"),
         "audio": Unserved(),
     }
-    role: Annotated[
-        str,
-        Field(
-            min_length=1,
-            max_length=64,
-            description="system, developer, user, assistant or tool, or any other that the chat template shows.",
-        ),
-        BeforeValidator(_role),
-    ]
+    role: Annotated[str, Field(min_length=1, max_length=64), BeforeValidator(_role)] = Field(
+        description="system, developer, user, assistant or tool, or any other that the chat template shows."
+    )
     content: Annotated[
         str | list[dict[str, Any]],
         BeforeValidator(_content, json_schema_input_type=str | list[dict[str, str]]),
-        Field(
-            description="Text, or a list of parts of type text. A template that handles parts gets them one by"
-            " one, with their further fields; any other gets them joined with line breaks."
-        ),
-    ]
-    tool_calls: Annotated[
-        EarlierCalls,
-        Field(description="Calls of an assistant's earlier turn."),
-        BeforeValidator(limit_calls),
-        or_default([]),
-    ] = Field(default_factory=list)
-    tool_call_id: Annotated[
-        str | None,
-        Field(
-            max_length=256, description="With the role tool: the id of the call that this message answers."
-        ),
-    ] = None
-    name: Annotated[
-        str | None,
-        Field(
-            max_length=256,
-            description="With the role tool: the function's name. With others, few chat templates show it.",
-        ),
-    ] = None
-    refusal: Annotated[
-        str | None, Field(description="With the role assistant: stands for an empty content.")
-    ] = None
-    reasoning: Annotated[str | None, Field(description="Thinking of an assistant's earlier turn.")] = None
-    reasoning_content: Annotated[str | None, Field(description="The same under DeepSeek's name.")] = None
+    ] = Field(
+        description="Text, or a list of parts of type text. A template that handles parts gets them one by"
+        " one, with their further fields; any other gets them joined with line breaks."
+    )
+    tool_calls: Annotated[EarlierCalls, BeforeValidator(limit_calls)] = Field(
+        [], description="Calls of an assistant's earlier turn."
+    )
+    tool_call_id: str | None = Field(
+        None, max_length=256, description="With the role tool: the id of the call that this message answers."
+    )
+    name: str | None = Field(
+        None,
+        max_length=256,
+        description="With the role tool: the function's name. With others, few chat templates show it.",
+    )
+    refusal: str | None = Field(None, description="With the role assistant: stands for an empty content.")
+    reasoning: str | None = Field(None, description="Thinking of an assistant's earlier turn.")
+    reasoning_content: str | None = Field(None, description="The same under DeepSeek's name.")
 
     @model_validator(mode="before")
     @classmethod
@@ -199,35 +177,27 @@ class TemplateInput(RequestModel):
     unserved: ClassVar[Mapping[str, Unserved]] = TEMPLATE_UNSERVED
 
     tools: Tools = Field(
-        default_factory=list,
+        [],
         description="Functions that the model may call; a custom tool becomes a function with one string, `input`.",
     )
-    add_generation_prompt: Annotated[
-        bool, or_default(True), Field(description="End the prompt with the header of the assistant's turn.")
-    ] = True
-    continue_final_message: Annotated[
-        bool,
-        or_default(False),
-        Field(description="End the prompt within the last message, which the answer continues."),
-    ] = False
-    documents: Annotated[
-        list[dict[str, Any]] | None,
-        Field(
-            max_length=4096,
-            description="Texts that the model may refer to, for templates that show them; usually with `title`"
-            " and `text`.",
-        ),
-    ] = None
-    reasoning_effort: Annotated[
-        Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
-        Field(
-            description="How much to think, for templates with a variable `reasoning_effort` or"
-            " `enable_thinking` (off with none)."
-        ),
-    ] = None
-    chat_template_kwargs: Annotated[dict[str, Any], or_default({})] = Field(
-        default_factory=dict, description="Further variables for the chat template."
+    add_generation_prompt: bool = Field(
+        True, description="End the prompt with the header of the assistant's turn."
     )
+    continue_final_message: bool = Field(
+        False, description="End the prompt within the last message, which the answer continues."
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        None,
+        max_length=4096,
+        description="Texts that the model may refer to, for templates that show them; usually with `title`"
+        " and `text`.",
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None,
+        description="How much to think, for templates with a variable `reasoning_effort` or"
+        " `enable_thinking` (off with none).",
+    )
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables for the chat template.")
 
     @model_validator(mode="after")
     def _ends_in_one_way(self) -> "TemplateInput":
@@ -261,28 +231,19 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         "audio": Unserved((), "only text is served"),
         "web_search_options": Unserved(),
     }
-    tool_choice: Annotated[ToolChoice, Field(description='Omitted: "auto" if there are tools.')] = None
-    parallel_tool_calls: Annotated[
-        bool, or_default(True), Field(description="Whether an answer may have more than one call.")
-    ] = True
-    include_reasoning: Annotated[
-        bool, or_default(True), Field(description="Whether the answer includes the model's thinking.")
-    ] = True
-    max_completion_tokens: Annotated[
-        int | None,
-        Field(ge=1, le=UINT32_MAX, description="Maximum number of new tokens; wins over max_tokens."),
-    ] = None
-    logprobs: Annotated[
-        bool, or_default(False), Field(description="Report the log-probability of each new token.")
-    ] = False
-    top_logprobs: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=limits.MAX_LOGPROBS,
-            description="Also report this many of the likeliest tokens in each place.",
-        ),
-    ] = None
+    tool_choice: ToolChoice = Field(None, description='Omitted: "auto" if there are tools.')
+    parallel_tool_calls: bool = Field(True, description="Whether an answer may have more than one call.")
+    include_reasoning: bool = Field(True, description="Whether the answer includes the model's thinking.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=UINT32_MAX, description="Maximum number of new tokens; wins over max_tokens."
+    )
+    logprobs: bool = Field(False, description="Report the log-probability of each new token.")
+    top_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=limits.MAX_LOGPROBS,
+        description="Also report this many of the likeliest tokens in each place.",
+    )
 
     @model_validator(mode="after")
     def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":

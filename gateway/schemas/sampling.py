@@ -35,17 +35,16 @@ ModelName = Annotated[
 
 
 def _stop_strings(value: Any) -> list[str]:
-    stops = [] if value is None else [value] if isinstance(value, str) else value
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
         raise ValueError("must be a string or a list of strings")  # noqa: TRY004 - pydantic's signal
     return _strings(stops, limits.MAX_STOP_STRINGS, limits.MAX_STOP_STRING_LENGTH)
 
 
 def _bad_words(value: Any) -> list[str]:
-    words = [] if value is None else value
-    if not isinstance(words, list):
+    if not isinstance(value, list):
         raise ValueError("must be a list of strings")  # noqa: TRY004 - pydantic's signal
-    return _strings(words, MAX_BAD_WORDS, limits.MAX_BAD_WORD_LENGTH)
+    return _strings(value, MAX_BAD_WORDS, limits.MAX_BAD_WORD_LENGTH)
 
 
 def _strings(strings: list[Any], most: int, longest: int) -> list[str]:
@@ -59,11 +58,6 @@ def _strings(strings: list[Any], most: int, longest: int) -> list[str]:
     if any(len(string) > longest for string in strings):
         raise ValueError(f"takes strings of at most {longest} characters")
     return strings
-
-
-def or_default(default: Any) -> BeforeValidator:
-    """Returns a validator that replaces ``null`` with ``default``, as in OpenAI's API."""
-    return BeforeValidator(lambda value: default if value is None else value)
 
 
 def _token_keys(value: Any) -> Any:
@@ -80,31 +74,24 @@ def _token_keys(value: Any) -> Any:
     return {int(key): bias for key, bias in value.items()}
 
 
-def in_bounds(parameter: str, **overrides: Any) -> Any:
-    """Returns a field with the wire schema's bounds of a sampling parameter.
-
-    Args:
-        parameter: its name on the wire.
-        overrides: other arguments of ``Field``; they win over the bounds.
-    """
+def in_bounds(parameter: str, default: Any = ..., **others: Any) -> Any:
+    """Returns a field with the wire schema's bounds of a sampling parameter."""
     bounds = limits.SAMPLING[parameter]
     known: dict[str, Any] = {}
     if bounds.HasField("min"):
         known["gt" if bounds.above_min else "ge"] = bounds.min
     if bounds.HasField("max"):
         known["le"] = bounds.max
-    return Field(**{**known, **overrides})
+    return Field(default, **known, **others)
 
 
 class StreamOptions(RequestModel):
     """Options of a stream."""
 
-    include_usage: Annotated[
-        bool, or_default(False), Field(description="End the stream with a chunk of token counts.")
-    ] = False
-    continuous_usage_stats: Annotated[
-        bool, or_default(False), Field(description="With include_usage: token counts in every chunk.")
-    ] = False
+    include_usage: bool = Field(False, description="End the stream with a chunk of token counts.")
+    continuous_usage_stats: bool = Field(
+        False, description="With include_usage: token counts in every chunk."
+    )
 
 
 # Accepted by both endpoints, with values without effect.
@@ -137,142 +124,104 @@ class SamplingRequest(RequestModel):
     prompt_param: ClassVar[str] = "prompt"
     """The client's name for the prompt, in errors."""
 
-    model: Annotated[ModelName, Field(description="A name from /v1/models; omitted: the served model.")] = (
-        None
+    model: ModelName = Field(None, description="A name from /v1/models; omitted: the served model.")
+    temperature: float | None = in_bounds(
+        "temperature", None, description=f"0: greedy; omitted: {_RECOMMENDED}, else 1."
     )
-    temperature: Annotated[
-        float | None,
-        in_bounds("temperature", description=f"0: greedy; omitted: {_RECOMMENDED}, else 1."),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        in_bounds(
-            "top_p",
-            description="Nucleus sampling: keep the smallest set of tokens with this probability mass. 1:"
-            f" off; omitted: {_RECOMMENDED}, else off.",
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        Field(
-            ge=-1,
-            le=2**31 - 1,
-            description="Keep this many of the likeliest tokens. -1 and 0: off; omitted:"
-            f" {_RECOMMENDED}, else off.",
-        ),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        in_bounds(
-            "min_p",
-            description="Drop tokens less likely than this fraction of the likeliest one. 0: off; omitted:"
-            f" {_RECOMMENDED}, else off.",
-        ),
-    ] = None
-    seed: Annotated[int | None, Field(ge=-(2**63), le=2**63 - 1)] = None
-    frequency_penalty: Annotated[float | None, in_bounds("frequency_penalty")] = None
-    presence_penalty: Annotated[float | None, in_bounds("presence_penalty")] = None
-    repetition_penalty: Annotated[
-        float | None,
-        in_bounds(
-            "repetition_penalty",
-            description="Above 1: tokens that have appeared become less likely. 1: off; omitted:"
-            f" {_RECOMMENDED}, else off.",
-        ),
-    ] = None
+    top_p: float | None = in_bounds(
+        "top_p",
+        None,
+        description="Nucleus sampling: keep the smallest set of tokens with this probability mass. 1:"
+        f" off; omitted: {_RECOMMENDED}, else off.",
+    )
+    top_k: int | None = Field(
+        None,
+        ge=-1,
+        le=2**31 - 1,
+        description="Keep this many of the likeliest tokens. -1 and 0: off; omitted:"
+        f" {_RECOMMENDED}, else off.",
+    )
+    min_p: float | None = in_bounds(
+        "min_p",
+        None,
+        description="Drop tokens less likely than this fraction of the likeliest one. 0: off; omitted:"
+        f" {_RECOMMENDED}, else off.",
+    )
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    frequency_penalty: float | None = in_bounds("frequency_penalty", None)
+    presence_penalty: float | None = in_bounds("presence_penalty", None)
+    repetition_penalty: float | None = in_bounds(
+        "repetition_penalty",
+        None,
+        description="Above 1: tokens that have appeared become less likely. 1: off; omitted:"
+        f" {_RECOMMENDED}, else off.",
+    )
     logit_bias: Annotated[
-        dict[TokenId, Annotated[float, in_bounds("logit_bias")]] | None,
-        BeforeValidator(_token_keys),
+        dict[TokenId, Annotated[float, in_bounds("logit_bias")]] | None, BeforeValidator(_token_keys)
     ] = None
-    allowed_token_ids: Annotated[
-        TokenIds | None, Field(min_length=1, max_length=limits.MAX_ALLOWED_TOKEN_IDS)
-    ] = None
-    bad_words: Annotated[
-        list[str],
-        BeforeValidator(_bad_words, json_schema_input_type=list[str] | None),
-        Field(description="Texts that must not be produced, at the start of a word or within a text."),
-    ] = Field(default_factory=list)
-    n: Annotated[
-        int, or_default(1), Field(ge=1, le=limits.MAX_SEQUENCES, description="Choices for each prompt.")
-    ] = 1
-    best_of: Annotated[
-        int | None, Field(ge=1, description="Must equal n: no choices are generated and discarded.")
-    ] = None
-    prompt_logprobs: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            le=limits.MAX_LOGPROBS,
-            description="Log-probabilities of the prompt's tokens; not streamed.",
-        ),
-    ] = None
-    return_tokens_as_token_ids: Annotated[
-        bool, or_default(False), Field(description="Write tokens in log-probabilities as token_id:5.")
-    ] = False
-    return_token_ids: Annotated[
-        bool, or_default(False), Field(description="Add the ids of the prompt's and the answer's tokens.")
-    ] = False
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        Field(
-            ge=-1,
-            le=UINT32_MAX,
-            description="Keep only this many tokens of a prompt; -1: as many as leave room for the answer.",
-        ),
-    ] = None
-    truncation_side: Annotated[
-        Literal["left", "right"] | None, Field(description="Which end loses tokens; left by default.")
-    ] = None
-    max_tokens: Annotated[int | None, Field(ge=1, le=UINT32_MAX)] = None
-    min_tokens: Annotated[int, or_default(0), Field(ge=0, le=UINT32_MAX)] = 0
+    allowed_token_ids: TokenIds | None = Field(None, min_length=1, max_length=limits.MAX_ALLOWED_TOKEN_IDS)
+    bad_words: Annotated[list[str], BeforeValidator(_bad_words, json_schema_input_type=list[str] | None)] = (
+        Field([], description="Texts that must not be produced, at the start of a word or within a text.")
+    )
+    n: int = Field(1, ge=1, le=limits.MAX_SEQUENCES, description="Choices for each prompt.")
+    best_of: int | None = Field(
+        None, ge=1, description="Must equal n: no choices are generated and discarded."
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=limits.MAX_LOGPROBS,
+        description="Log-probabilities of the prompt's tokens; not streamed.",
+    )
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Write tokens in log-probabilities as token_id:5."
+    )
+    return_token_ids: bool = Field(False, description="Add the ids of the prompt's and the answer's tokens.")
+    truncate_prompt_tokens: int | None = Field(
+        None,
+        ge=-1,
+        le=UINT32_MAX,
+        description="Keep only this many tokens of a prompt; -1: as many as leave room for the answer.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Which end loses tokens; left by default."
+    )
+    max_tokens: int | None = Field(None, ge=1, le=UINT32_MAX)
+    min_tokens: int = Field(0, ge=0, le=UINT32_MAX)
     stop: Annotated[
-        list[str],
-        BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None),
-        Field(
-            description=f"Texts that end the answer: at most {limits.MAX_STOP_STRINGS} of"
-            f" {limits.MAX_STOP_STRING_LENGTH:,} characters each."
-        ),
-    ] = Field(default_factory=list)
-    stop_token_ids: Annotated[TokenIds, or_default([]), Field(max_length=limits.MAX_STOP_TOKEN_IDS)] = Field(
-        default_factory=list
+        list[str], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None)
+    ] = Field(
+        [],
+        description=f"Texts that end the answer: at most {limits.MAX_STOP_STRINGS} of"
+        f" {limits.MAX_STOP_STRING_LENGTH:,} characters each.",
     )
-    include_stop_str_in_output: Annotated[
-        bool, or_default(False), Field(description="Keep the stop string at the end of the answer.")
-    ] = False
-    ignore_eos: Annotated[bool, or_default(False)] = False
-    skip_special_tokens: Annotated[
-        bool, or_default(True), Field(description="Omit special tokens from the text.")
-    ] = True
-    spaces_between_special_tokens: Annotated[
-        bool,
-        or_default(True),
-        Field(
-            description="With skip_special_tokens=false: spaces around special tokens, if the tokenizer"
-            " writes them."
-        ),
-    ] = True
-    add_special_tokens: Annotated[
-        bool | None,
-        Field(
-            description="Add the tokenizer's own special tokens to prompts. Default: yes for texts, no for"
-            " chats."
-        ),
-    ] = None
-    response_format: Annotated[
-        ResponseFormat | None, Field(description="Constrains the answer, in OpenAI's form.")
-    ] = None
-    structured_outputs: Annotated[
-        StructuredOutputs | None, Field(description="Constrains the answer, in vLLM's form.")
-    ] = None
-    stream: Annotated[
-        bool, or_default(False), Field(description="Send the answer in pieces, as server-sent events.")
-    ] = False
-    stream_options: Annotated[StreamOptions | None, Field(description="Only with stream=true.")] = None
-    priority: Annotated[int, or_default(0), Field(ge=-(2**31), le=2**31 - 1)] = 0
-    cache_salt: Annotated[str | None, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)] = None
-    user: Annotated[str | None, Field(max_length=512, description="Your end user, for the access log.")] = (
-        None
+    stop_token_ids: TokenIds = Field([], max_length=limits.MAX_STOP_TOKEN_IDS)
+    include_stop_str_in_output: bool = Field(
+        False, description="Keep the stop string at the end of the answer."
     )
+    ignore_eos: bool = False
+    skip_special_tokens: bool = Field(True, description="Omit special tokens from the text.")
+    spaces_between_special_tokens: bool = Field(
+        True,
+        description="With skip_special_tokens=false: spaces around special tokens, if the tokenizer"
+        " writes them.",
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Add the tokenizer's own special tokens to prompts. Default: yes for texts, no for"
+        " chats.",
+    )
+    response_format: ResponseFormat | None = Field(
+        None, description="Constrains the answer, in OpenAI's form."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Constrains the answer, in vLLM's form."
+    )
+    stream: bool = Field(False, description="Send the answer in pieces, as server-sent events.")
+    stream_options: StreamOptions | None = Field(None, description="Only with stream=true.")
+    priority: int = Field(0, ge=-(2**31), le=2**31 - 1)
+    cache_salt: str | None = Field(None, min_length=1, max_length=limits.MAX_NAME_BYTES)
+    user: str | None = Field(None, max_length=512, description="Your end user, for the access log.")
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "SamplingRequest":

@@ -105,31 +105,28 @@ Schema = Annotated[dict[str, Any] | bool, BeforeValidator(_schema)]
 class JsonSchema(RequestModel):
     """OpenAI's wrapping of a schema."""
 
-    name: Annotated[str | None, Field(max_length=256, description="Ignored.")] = None
-    description: Annotated[str | None, Field(max_length=MAX_TEXT, description="Ignored.")] = None
-    schema_: Annotated[Schema, Field(alias="schema", description="A JSON schema.")]
-    strict: Annotated[
-        bool | None,
-        Field(description="Ignored: a schema that cannot be enforced as a whole is always refused."),
-    ] = None
+    name: str | None = Field(None, max_length=256, description="Ignored.")
+    description: str | None = Field(None, max_length=MAX_TEXT, description="Ignored.")
+    schema_: Schema = Field(alias="schema", description="A JSON schema.")
+    strict: bool | None = Field(
+        None, description="Ignored: a schema that cannot be enforced as a whole is always refused."
+    )
 
 
 class ResponseFormat(RequestModel):
     """OpenAI's constraint on the form of an answer."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
-    json_schema: Annotated[JsonSchema | None, Field(description="With type json_schema.")] = None
-    format: Annotated[
-        dict[str, Any] | None,
-        Field(description="With type structural_tag: the format, as xgrammar defines it."),
-    ] = None
-    structures: Annotated[
-        list[dict[str, Any]] | None,
-        Field(description="With type structural_tag, in its older form: objects with begin, schema and end."),
-    ] = None
-    triggers: Annotated[
-        list[str] | None, Field(description="With structures: texts that begin a structure in free text.")
-    ] = None
+    json_schema: JsonSchema | None = Field(None, description="With type json_schema.")
+    format: dict[str, Any] | None = Field(
+        None, description="With type structural_tag: the format, as xgrammar defines it."
+    )
+    structures: list[dict[str, Any]] | None = Field(
+        None, description="With type structural_tag, in its older form: objects with begin, schema and end."
+    )
+    triggers: list[str] | None = Field(
+        None, description="With structures: texts that begin a structure in free text."
+    )
 
     @model_validator(mode="after")
     def _complete(self) -> "ResponseFormat":
@@ -176,24 +173,20 @@ class StructuredOutputs(RequestModel):
         "whitespace_pattern": Unserved((), "the model chooses the white space between the parts of JSON"),
     }
 
-    json_: Annotated[
-        dict[str, Any] | bool | Text | None,
-        BeforeValidator(_schema_or_text),
-        Field(alias="json", description="A JSON schema, as an object or as text."),
-    ] = None
-    regex: Annotated[Text | None, Field(description="A regular expression for the whole answer.")] = None
-    choice: Annotated[
-        list[Text] | None,
-        Field(
-            min_length=1,
-            max_length=MAX_CHOICES,
-            fail_fast=True,
-            description="The answer is one of these texts.",
-        ),
-    ] = None
-    grammar: Annotated[Text | None, Field(description="A grammar in EBNF.")] = None
-    structural_tag: Annotated[Text | None, Field(description="A structural tag, as JSON text.")] = None
-    json_object: Annotated[bool | None, Field(description="Any JSON object.")] = None
+    json_: Annotated[dict[str, Any] | bool | Text | None, BeforeValidator(_schema_or_text)] = Field(
+        None, alias="json", description="A JSON schema, as an object or as text."
+    )
+    regex: Text | None = Field(None, description="A regular expression for the whole answer.")
+    choice: list[Text] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_CHOICES,
+        fail_fast=True,
+        description="The answer is one of these texts.",
+    )
+    grammar: Text | None = Field(None, description="A grammar in EBNF.")
+    structural_tag: Text | None = Field(None, description="A structural tag, as JSON text.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> "StructuredOutputs":

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from gateway.quoting import clip, quote
 from gateway.schemas.base import RequestModel, Unserved
-from gateway.schemas.sampling import or_default
 from gateway.schemas.structured import BY_NAME
 
 INPUT_SCHEMA: Final[dict[str, Any]] = {
@@ -151,15 +150,11 @@ class Function(RequestModel):
     """The definition of a tool."""
 
     name: ToolName
-    description: Annotated[str | None, Field(description="What the function does, for the model.")] = None
-    parameters: Annotated[
-        dict[str, Any] | None,
-        BeforeValidator(object_schema),
-        Field(description="JSON schema of the arguments, of type object; omitted: no parameters."),
-    ] = None
-    strict: Annotated[bool | None, Field(description="Enforce the schema even if the call is optional.")] = (
-        None
+    description: str | None = Field(None, description="What the function does, for the model.")
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(object_schema)] = Field(
+        None, description="JSON schema of the arguments, of type object; omitted: no parameters."
     )
+    strict: bool | None = Field(None, description="Enforce the schema even if the call is optional.")
 
     @property
     def has_no_parameters(self) -> bool:
@@ -170,8 +165,6 @@ class Function(RequestModel):
 
 
 def _function_only(value: Any) -> Any:
-    if value is None:
-        return "function"
     if value != "function":
         raise ValueError(f"{quote(value)} is not served; only tools of type 'function' or 'custom' are")
     return value
@@ -262,7 +255,6 @@ Tools = Annotated[
     Field(fail_fast=True),
     AfterValidator(_distinct),
     BeforeValidator(bounded),
-    or_default([]),
 ]
 ToolChoice = Annotated[
     NamedChoice | Literal["none", "auto", "required"] | None,
@@ -284,12 +276,12 @@ class EarlierFunction(RequestModel):
     """The name and arguments of an earlier call."""
 
     # Any name: a model may have made it up, and refusing it would end the conversation.
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: str = Field(min_length=1, max_length=256)
     arguments: Annotated[
         str | None,
-        Field(max_length=MAX_ARGUMENTS, description="A JSON object, usually as text."),
+        Field(max_length=MAX_ARGUMENTS),
         BeforeValidator(_as_text, json_schema_input_type=str | dict[str, Any] | None),
-    ] = None
+    ] = Field(None, description="A JSON object, usually as text.")
 
 
 class EarlierCall(RequestModel):
@@ -298,7 +290,7 @@ class EarlierCall(RequestModel):
     # Streams carry it, so clients that collect a stream send it back.
     unserved: ClassVar[Mapping[str, Unserved]] = {"index": Unserved(tuple(range(MAX_CALLS)))}
 
-    id: Annotated[str, Field(min_length=1, max_length=256, description="The call's id.")]
+    id: str = Field(min_length=1, max_length=256, description="The call's id.")
     type: FunctionType = "function"
     function: EarlierFunction
 

@@ -188,7 +188,7 @@ def test_calls_that_cannot_be_shown(block: dict[str, Any], reason: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"max_tokens": None}, InvalidArgument, "'max_tokens' should be a valid integer"),
+        ({"max_tokens": None}, InvalidArgument, "'max_tokens' is required"),
         ({"temperature": 101}, InvalidArgument, "'temperature' should be less than or equal to 100"),
         ({"max_tokens": 0}, InvalidArgument, "'max_tokens' should be greater than or equal to 1"),
         ({"messages": [user({"type": "image", "source": {}})]}, InvalidArgument, "'messages[0].content' block 0 is not served"),

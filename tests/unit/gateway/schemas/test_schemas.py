@@ -150,7 +150,7 @@ def test_the_first_unserved_parameter_is_refused() -> None:
         ([{"role": "function", "content": "x"}], "messages[0].role", "older form"),
         ([{"role": "user", "content": "x", "tool_call_id": "a"}], "messages[0].tool_call_id", "role 'tool'"),
         ([{"role": "user", "content": "x", "reasoning": "a"}], "messages[0].reasoning", "role 'assistant'"),
-        ([{"role": "user", "content": None}], "messages[0].content", "string or a list"),
+        ([{"role": "user", "content": None}], "messages[0].content", "is required"),
         ([{"role": "assistant", "content": 0}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": 5}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": []}], "messages[0].content", "string or a list"),
@@ -267,7 +267,7 @@ def test_prompts_have_four_shapes(prompt: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, 5, [None], [1, "a"], ["a", 1], [-1], [True], [1.5], [[1], "a"], [[2**32]], {}]
+    "prompt", [5, [None], [1, "a"], ["a", 1], [-1], [True], [1.5], [[1], "a"], [[2**32]], {}]
 )
 def test_other_prompts_are_refused(prompt: Any) -> None:
     """The error names the accepted shapes."""
