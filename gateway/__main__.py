@@ -19,7 +19,7 @@ from gateway.app import create_app
 from gateway.http.listeners import ServerTls, listen, unix_listener
 from gateway.http.protocol import BoundedProtocol
 from gateway.scheduler_client.client import InferenceClient
-from gateway.scheduler_client.startup_queue import StartupQueue
+from gateway.scheduler_client.in_flight import StartupQueue
 from gateway.settings import Settings
 from gateway.tools import vllm_parsers
 from protos.errors import ConfigurationRefused, TriptychError, Unavailable, print_end

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from gateway import VERSION
 from gateway.auth.key_store import KeyStore
 from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
-from gateway.generation.chat_prompts import ChatEncoder
-from gateway.generation.context import Context
+from gateway.generation.request_builder import ChatEncoder
+from gateway.generation.respond import Context
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import RequestMiddleware
 from gateway.messages_api import routes as messages
@@ -27,7 +27,6 @@ from gateway.operations import pages, tokenize
 from gateway.operations import routes as operations
 from gateway.operations.routes import UNSERVED
 from gateway.pooling import routes as pooling
-from gateway.pooling import scoring
 from gateway.responses_api import routes as responses
 from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.served_model import ServedModelWatcher, load_text
@@ -50,7 +49,7 @@ _DESCRIPTION: Final = (
 )
 
 _FAMILIES: Final = (
-    chat, completions, messages, responses, pooling, scoring, models, tokenize, operations,
+    chat, completions, messages, responses, pooling, models, tokenize, operations,
 )  # fmt: skip
 
 

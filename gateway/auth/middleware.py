@@ -9,8 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.auth.identity import caller_of, set_caller
-from gateway.auth.key_store import Key, KeyStore
+from gateway.auth.key_store import Key, KeyStore, caller_of, set_caller
 from gateway.auth.rate_limits import set_admission
 from gateway.http.errors import ClientGone, Forbidden, Unauthorized, error_response
 from gateway.http.middleware import Outcome, add_headers, note, outcome_of

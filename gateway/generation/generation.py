@@ -11,7 +11,7 @@ from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.sequence_text import Delta, Prompt, SequenceText, ThinkingMeter
 from gateway.http.errors import internal
 from gateway.metrics import Metrics
-from gateway.scheduler_client.pending_request import SequenceEvent, Subscription
+from gateway.scheduler_client.in_flight import SequenceEvent, Subscription
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.sampling import SamplingRequest
 from gateway.text.detokenizer import Detokenizer

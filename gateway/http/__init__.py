@@ -2,7 +2,6 @@
 
 ``listeners`` opens the ports and reads their certificates. ``protocol`` bounds a connection and keeps it to
 HTTP/1.1. ``middleware`` wraps the application, logs and traces; ``bodies`` bounds and decodes request bodies
-for it. ``errors`` turns the error tree into OpenAI's errors. ``openapi`` reads bodies for the routes,
-``event_streams`` writes the headers and comments of streams. This room imports ``schemas``, ``metrics`` and
-the settings.
+for it. ``errors`` turns the error tree into OpenAI's errors. ``openapi`` reads bodies for the routes. This
+room imports ``schemas``, ``metrics`` and the settings.
 """

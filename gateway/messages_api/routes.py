@@ -1,33 +1,203 @@
-"""The routes of the Messages API."""
+"""The routes of the Messages API, which turn a body into a chat request.
 
-from typing import Final
+Validated parts of bodies are not validated again.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.answer_plan import AnswerPlan
-from gateway.generation.context import context_of, generating_model
 from gateway.generation.generation import Usage
-from gateway.generation.respond import chat_prompt, kept_alive, respond_to_chat
+from gateway.generation.respond import chat_prompt, context_of, generating_model, kept_alive, respond_to_chat
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.errors import UnknownRoute, shape_errors
 from gateway.http.openapi import api_router, documented, media
-from gateway.messages_api.conversion import ConvertedRequest, to_chat
 from gateway.messages_api.schemas import (
     AnthropicErrorAnswer,
+    AnthropicTool,
+    AnthropicToolChoice,
+    Block,
     CountTokensRequest,
     MessageAnswer,
     MessagesRequest,
     PromptRequest,
+    TextBlock,
     TokenCount,
 )
 from gateway.messages_api.writer import ID_PREFIX, MessageStreamWriter, error_event, message_body, shape
 from gateway.scheduler_client.served_model import ServedModel
+from gateway.schemas.chat import ChatCompletionRequest, Message
+from gateway.schemas.structured import JsonSchema, ResponseFormat
+from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, NamedChoice, Tool
 from gateway.text.chat_template import ChatTemplate
 from gateway.tools.custom_tools import skipped_tools_header
+from protos.errors import InvalidArgument
 from protos.service.logs import request_id
+
+# Names of the variable that switches thinking, in the order of their frequency in templates.
+_SWITCHES: Final = ("enable_thinking", "thinking")
+
+# Claude Code begins its system prompts with a block of this form, whose text differs in every request. It is
+# not part of the prompt: requests could share no prefix beyond it.
+_BILLING: Final = "x-anthropic-billing-header"
+
+
+class ConvertedRequest(ChatCompletionRequest):
+    """A chat request with the parameter names of Anthropic's API."""
+
+    @property
+    def constraint_param(self) -> str:
+        """The parameter that constrains the answer."""
+        return "output_config.format"
+
+
+def to_chat(body: PromptRequest, template: ChatTemplate | None) -> ConvertedRequest:
+    """Returns the chat request for ``body`` and the model's chat template.
+
+    Raises:
+        InvalidArgument: if the last turn cannot be continued.
+    """
+    messages = _messages(body, merge_system=template is not None and template.wants_system_first)
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "tools": [_tool(tool) for tool in body.tools if tool.custom],
+        "chat_template_kwargs": _variables(body, template),
+        "reasoning_effort": body.output_config and body.output_config.effort,
+        "include_reasoning": body.thinking is None or body.thinking.type != "disabled",
+    }
+    if messages and messages[-1].role == "assistant":
+        if messages[-1].tool_calls:
+            raise InvalidArgument(
+                "'messages' ends with a call: send its result as a 'tool_result' of the user's next turn",
+                param="messages",
+            )
+        fields |= {"add_generation_prompt": False, "continue_final_message": True}
+    if body.tool_choice is not None:
+        fields["tool_choice"] = _choice(body.tool_choice)
+        fields["parallel_tool_calls"] = not body.tool_choice.disable_parallel_tool_use
+    if (schema := body.schema_of_answer) is not None:
+        wrapped = JsonSchema.model_construct(schema_=schema)
+        fields["response_format"] = ResponseFormat.model_construct(type="json_schema", json_schema=wrapped)
+    if isinstance(body, MessagesRequest):
+        fields |= _sampling(body)
+    return ConvertedRequest.model_construct(**fields)
+
+
+def _sampling(body: MessagesRequest) -> dict[str, Any]:
+    return {
+        "max_tokens": body.max_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "priority": body.priority,
+        "cache_salt": body.cache_salt,
+        "user": body.user,
+    }
+
+
+def _variables(body: PromptRequest, template: ChatTemplate | None) -> dict[str, Any]:
+    known = template.variables if template is not None else frozenset()
+    variables: dict[str, Any] = {}
+    if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        on = body.thinking.type == "enabled"
+        variables |= {name: on for name in _SWITCHES if name in known}
+    return {**variables, **body.chat_template_kwargs}
+
+
+def _messages(body: PromptRequest, *, merge_system: bool) -> list[Message]:
+    texts, turns = [_text_of(body.system)], body.messages
+    if merge_system:
+        texts += [_text_of(turn.content) for turn in turns if turn.role == "system"]
+        turns = [turn for turn in turns if turn.role != "system"]
+    system = "\n".join(filter(None, texts))
+    messages = [Message.model_construct(role="system", content=system)] if system else []
+    names = {block.id: block.name for turn in turns for block in turn.content if block.type == "tool_use"}
+    for role, group in itertools.groupby(turns, key=lambda turn: turn.role):
+        blocks = [block for turn in group for block in turn.content]
+        if role == "user":
+            messages += _user_turns(blocks, names)
+        elif role == "assistant":
+            messages.append(_assistant_turn(blocks))
+        elif text := _text_of(blocks):
+            messages.append(Message.model_construct(role="system", content=text))
+    return messages
+
+
+def _text_of(blocks: Iterable[TextBlock | Block]) -> str:
+    texts = [block.text for block in blocks if block.type == "text" and block.text]
+    return "\n".join(text for text in texts if not text.startswith(_BILLING))
+
+
+def _user_turns(blocks: Sequence[Block], names: dict[str | None, str | None]) -> Iterator[Message]:
+    for block in blocks:
+        if block.type == "tool_result":
+            call = block.tool_use_id
+            yield Message.model_construct(
+                role="tool", content=_result(block), tool_call_id=call, name=names.get(call)
+            )
+    said = [block for block in blocks if block.type == "text"]
+    if said or not blocks:
+        yield Message.model_construct(role="user", content="\n".join(block.text or "" for block in said))
+
+
+def _result(block: Block) -> str:
+    text = "\n".join(part.text for part in block.content)
+    return text if not block.is_error or text[:5].lower() == "error" else f"Error: {text}"
+
+
+def _assistant_turn(blocks: Sequence[Block]) -> Message:
+    calls = [
+        EarlierCall.model_construct(
+            id=block.id or "",
+            function=EarlierFunction.model_construct(name=block.name or "", arguments=_json(block.input)),
+        )
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    thinking = [block.thinking or "" for block in blocks if block.type == "thinking"]
+    text = "\n".join(block.text or "" for block in blocks if block.type == "text")
+    return Message.model_construct(
+        role="assistant", content=text, tool_calls=calls, reasoning="\n".join(filter(None, thinking)) or None
+    )
+
+
+def _json(arguments: dict[str, Any] | None) -> str:
+    try:
+        return orjson.dumps(arguments).decode()
+    except orjson.JSONEncodeError as error:
+        raise InvalidArgument(
+            "the 'input' of a call in 'messages' is nested too deep; flatten it", param="messages"
+        ) from error
+
+
+def _tool(tool: AnthropicTool) -> Tool:
+    fields: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        fields["description"] = tool.description
+    fields["parameters"] = {"type": "object", **(tool.input_schema or {})}
+    if tool.strict is not None:
+        fields["strict"] = tool.strict
+    return Tool.model_construct(type="function", function=Function.model_construct(**fields))
+
+
+def _choice(choice: AnthropicToolChoice) -> str | NamedChoice:
+    match choice.type:
+        case "any":
+            return "required"
+        case "tool":
+            return NamedChoice(choice.name or "")
+        case _:
+            return choice.type
+
 
 PATH: Final = "/v1/messages"
 

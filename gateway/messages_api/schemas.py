@@ -8,8 +8,7 @@ import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
-from gateway.quoting import clip, omitted, quote
-from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.base import RequestModel, Unserved, clip, omitted, quote
 from gateway.schemas.chat import MAX_MESSAGES, TEMPLATE_UNSERVED
 from gateway.schemas.sampling import UINT32_MAX, ModelName, in_bounds
 from gateway.schemas.structured import Schema

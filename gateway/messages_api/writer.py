@@ -9,8 +9,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import orjson
 
-from gateway.generation.answer_plan import AnswerPlan
-from gateway.generation.answer_reader import DeltaReader
+from gateway.generation.answer_plan import AnswerPlan, DeltaReader
 from gateway.generation.generation import Usage
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, ResponseWriter

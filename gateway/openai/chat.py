@@ -10,14 +10,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.answer_plan import AnswerPlan
-from gateway.generation.context import context_of
 from gateway.generation.generation import Usage
-from gateway.generation.respond import kept_alive, respond_to_chat
+from gateway.generation.respond import context_of, kept_alive, respond_to_chat
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.openapi import api_router, documented, event_stream
-from gateway.openai.answers import AssistantMessage, ChatChunk, ChatCompletion, ToolCall
-from gateway.openai.chunks import ChatChunks, finish_reason, last_error
+from gateway.openai.answers import (
+    AssistantMessage,
+    ChatChunk,
+    ChatChunks,
+    ChatCompletion,
+    ToolCall,
+    finish_reason,
+    last_error,
+)
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.schemas.chat import ChatCompletionRequest
 

@@ -10,15 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.generation.answer_plan import AnswerPlan
-from gateway.generation.context import context_of, generating_model
 from gateway.generation.generation import Usage
 from gateway.generation.request_builder import encode_prompts, truncated
-from gateway.generation.respond import kept_alive, respond
+from gateway.generation.respond import context_of, generating_model, kept_alive, respond
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.openapi import api_router, documented, event_stream
-from gateway.openai.answers import Completion, CompletionChunk
-from gateway.openai.chunks import CompletionChunks, last_error
+from gateway.openai.answers import Completion, CompletionChunk, CompletionChunks, last_error
 from gateway.schemas.base import Unserved
 from gateway.schemas.sampling import (
     COMMON_UNSERVED,

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from gateway.auth.middleware import check_admin
-from gateway.generation.context import context_of, find_lora
+from gateway.generation.respond import context_of, find_lora
 from gateway.http.openapi import api_router
 from gateway.schemas.base import RequestModel, Unserved
 from protos.errors import TriptychError, Unavailable

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from gateway import VERSION
 from gateway.auth.middleware import check_admin
-from gateway.generation.context import context_of
+from gateway.generation.respond import context_of
 from gateway.http.openapi import api_router, documented
 from gateway.scheduler_client.served_model import ServedModel
 from protos.errors import TriptychError, Unavailable, Unsupported

@@ -7,8 +7,8 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from typing_extensions import TypedDict
 
-from gateway.generation.chat_prompts import ChatInput
-from gateway.generation.context import context_of, known_model
+from gateway.generation.request_builder import ChatInput
+from gateway.generation.respond import context_of, known_model
 from gateway.http.openapi import api_router
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput

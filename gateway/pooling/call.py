@@ -1,29 +1,129 @@
-"""Encodes the inputs of a request to a pooling model, and asks the scheduler for their results."""
+"""Encodes the inputs of a request to a pooling model, and asks the scheduler for their results.
+
+Truncation cuts texts, never the special tokens around them, as in transformers.
+"""
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
+from tokenizers import Encoding, Tokenizer
 
-from gateway.auth.identity import account_of
+from gateway.auth.key_store import account_of
 from gateway.auth.rate_limits import charge
-from gateway.generation.chat_prompts import ChatInput
-from gateway.generation.context import Context, context_of
-from gateway.generation.respond import unique_wire_id
+from gateway.generation.request_builder import ChatInput
+from gateway.generation.respond import Context, context_of, unique_wire_id
 from gateway.generation.streaming import while_client_waits
 from gateway.http.middleware import note, pass_on
 from gateway.http.openapi import media
 from gateway.pooling.encoding import as_bytes, as_json, description
-from gateway.pooling.inputs import Cuts, PoolInput, encode_text
 from gateway.pooling.schemas import EmbeddingUsage, EncodedBody, InputBody, ListHead, PoolingBody
 from gateway.scheduler_client.served_model import ServedModel
+from gateway.text.tokenization import token_ids
 from protos.errors import ContextExceeded, InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import check_ids, count_values
+
+# Any text with a token: it stands for texts while the tokenizer puts special tokens around them.
+_SAMPLE: Final = "a"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInput:
+    """An input of a pooling model."""
+
+    token_ids: list[int]
+    second_text_at: int = 0
+    """Index of the first token of the second type; 0 if all tokens are of the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How many tokens to keep; ``None`` for all."""
+
+    total: int | None = None
+    """Tokens of the whole input, special tokens included."""
+    first: int | None = None
+    """Tokens of the first text."""
+    second: int | None = None
+    """Tokens of the second text."""
+    side: Literal["left", "right"] = "right"
+    """Where texts lose tokens."""
+
+    def cut_ids(self, token_ids: list[int]) -> list[int]:
+        """Returns the tokens to keep of token ids."""
+        if self.total is None or len(token_ids) <= self.total:
+            return token_ids
+        return token_ids[: self.total] if self.side == "right" else token_ids[len(token_ids) - self.total :]
+
+
+def encode_text(tokenizer: Tokenizer, text: str, cuts: Cuts, *, add_special_tokens: bool = True) -> PoolInput:
+    """Returns the tokens of a text."""
+    found = _kept(text_ids(tokenizer, text), cuts.first, cuts)
+    if not add_special_tokens:
+        return PoolInput(_kept(found, cuts.total, cuts))
+    if cuts.total is not None:
+        found = _kept(found, cuts.total - tokenizer.num_special_tokens_to_add(is_pair=False), cuts)
+    return _framed(tokenizer.encode(_SAMPLE), (found,))
+
+
+def encode_pair(tokenizer: Tokenizer, first: str | Sequence[int], second: str, cuts: Cuts) -> PoolInput:
+    """Returns the tokens of a pair, joined as the tokenizer joins pairs.
+
+    A pair that is too long loses tokens of its longer text, as with transformers' ``truncation=True``.
+
+    Args:
+        tokenizer: the model's.
+        first: the first text, or its tokens.
+        second: the second text.
+        cuts: how many tokens to keep.
+    """
+    one = _kept(text_ids(tokenizer, first) if isinstance(first, str) else list(first), cuts.first, cuts)
+    two = _kept(text_ids(tokenizer, second), cuts.second, cuts)
+    if cuts.total is not None:
+        room = max(0, cuts.total - tokenizer.num_special_tokens_to_add(is_pair=True))
+        if len(one) + len(two) > room:
+            kept = min(len(one), len(two), room // 2)
+            count = kept if len(one) <= len(two) else room - kept
+            one, two = _kept(one, count, cuts), _kept(two, room - count, cuts)
+    return _framed(tokenizer.encode(_SAMPLE, _SAMPLE), (one, two))
+
+
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the tokens of a text without special tokens."""
+    return token_ids(tokenizer, text, add_special_tokens=False)
+
+
+def _kept(ids: list[int], count: int | None, cuts: Cuts) -> list[int]:
+    if count is None or len(ids) <= count:
+        return ids
+    count = max(0, count)
+    return ids[:count] if cuts.side == "right" else ids[len(ids) - count :]
+
+
+def _framed(sample: Encoding, texts: Sequence[list[int]]) -> PoolInput:
+    """Puts texts where the tokenizer puts those of a sample, between its special tokens.
+
+    The texts themselves are never post-processed: truncated encodings keep the rest, and a pair is made of
+    every combination.
+    """
+    ids: list[int] = []
+    types: list[int] = []
+    done: set[int] = set()
+    for token, kind, text in zip(sample.ids, sample.type_ids, sample.sequence_ids, strict=True):
+        if text is None:
+            ids.append(token)
+            types.append(kind)
+        elif text not in done:
+            done.add(text)
+            ids += texts[text]
+            types += [kind] * len(texts[text])
+    return PoolInput(ids, types.index(1) if 1 in types else 0)
+
 
 # The most characters for the tokenizer per request, several times the longest body.
 _MOST_CHARACTERS: Final = 32 * 1024 * 1024

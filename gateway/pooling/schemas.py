@@ -6,8 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from typing_extensions import TypedDict
 
-from gateway.quoting import quote
-from gateway.schemas.base import RequestModel, Unserved, ignore
+from gateway.schemas.base import RequestModel, Unserved, ignore, quote
 from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput
 from gateway.schemas.sampling import UINT32_MAX, ModelName, as_prompts
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from gateway.quoting import omitted, quote
-from gateway.schemas.base import RequestModel, ignore
+from gateway.schemas.base import RequestModel, ignore, omitted, quote
 from gateway.schemas.chat import MAX_MESSAGES
 from gateway.schemas.tools import MAX_ARGUMENTS, arguments_of
 

@@ -12,10 +12,9 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, NotRequ
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 from typing_extensions import TypedDict
 
-from gateway.generation.logprobs import ChatToken
-from gateway.quoting import clip, quote
+from gateway.generation.sequence_text import ChatToken
 from gateway.responses_api.input_items import InputItems
-from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.base import RequestModel, Unserved, clip, quote
 from gateway.schemas.chat import TEMPLATE_UNSERVED
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions
 from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat

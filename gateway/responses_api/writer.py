@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Final, Literal
 
 import orjson
 
-from gateway.generation.answer_reader import DeltaReader
+from gateway.generation.answer_plan import DeltaReader
 from gateway.generation.generation import Usage
-from gateway.generation.logprobs import ChatToken, Reporter, TokenReport
-from gateway.generation.sequence_text import Delta
+from gateway.generation.sequence_text import ChatToken, Delta, Reporter, TokenReport
 from gateway.generation.streaming import ResponseWriter
 from gateway.http.errors import row_of
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text, settled

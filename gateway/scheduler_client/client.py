@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import grpc.aio
 
 from gateway.scheduler_client.connection import Connection
-from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
-from gateway.scheduler_client.pending_request import Subscription
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, StartupQueue, Subscription
 from gateway.scheduler_client.pool_calls import pool_all
-from gateway.scheduler_client.startup_queue import StartupQueue
 from protos.errors import ConfigurationRefused, TriptychError, Unavailable, from_rpc_error
 from protos.service.channels import PLAIN, LinkSecurity
 from protos.triptych.v1 import common_pb2 as pb

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
-from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
-from gateway.scheduler_client.startup_queue import jittered
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, jittered
 from protos.errors import (
     SchemaMismatch,
     TriptychError,

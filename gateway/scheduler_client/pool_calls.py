@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
-from gateway.scheduler_client.startup_queue import StartupQueue, jittered
+from gateway.scheduler_client.in_flight import StartupQueue, jittered
 from protos.errors import Overloaded, from_rpc_error
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import count_values

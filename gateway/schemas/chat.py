@@ -5,8 +5,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
-from gateway.quoting import clip, quote
-from gateway.schemas.base import RequestModel, Unserved, ignore
+from gateway.schemas.base import RequestModel, Unserved, clip, ignore, quote
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest
 from gateway.schemas.tools import FUNCTIONS_HINT, EarlierCalls, NamedChoice, ToolChoice, Tools, limit_calls
 from protos import limits

@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.quoting import quote
-from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.base import RequestModel, Unserved, quote
 from gateway.schemas.structured import ResponseFormat, StructuredOutputs
 from protos import limits
 from protos.triptych.v1 import common_pb2 as pb

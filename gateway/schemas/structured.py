@@ -11,8 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
 
-from gateway.quoting import quote
-from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.base import RequestModel, Unserved, quote
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 

@@ -11,8 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
-from gateway.quoting import clip, quote
-from gateway.schemas.base import RequestModel, Unserved
+from gateway.schemas.base import RequestModel, Unserved, clip, quote
 from gateway.schemas.structured import BY_NAME
 
 INPUT_SCHEMA: Final[dict[str, Any]] = {

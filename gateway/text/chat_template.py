@@ -18,7 +18,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from gateway.quoting import clip
+from gateway.schemas.base import clip
 from gateway.settings import ToolFormat
 from protos.errors import ConfigurationRefused, InvalidArgument
 

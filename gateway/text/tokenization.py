@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import jinja2
 from tokenizers import Tokenizer
 
-from gateway.quoting import clip
+from gateway.schemas.base import clip
 from gateway.settings import ToolFormat
 from gateway.text.chat_template import ChatTemplate, thinks, tool_format
 from gateway.text.detokenizer import DetokenizerFactory

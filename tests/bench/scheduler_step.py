@@ -29,8 +29,7 @@ from typing import Final, Protocol
 
 import structlog
 
-from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
-from gateway.scheduler_client.startup_queue import StartupQueue
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, StartupQueue
 from protos.errors import Unavailable
 from protos.service.backpressure import UnreadLimits
 from protos.steps import Decode, GroupKind, Prefill, StepResult

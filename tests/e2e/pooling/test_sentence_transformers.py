@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from gateway.pooling.inputs import Cuts, PoolInput, encode_pair, encode_text
+from gateway.pooling.call import Cuts, PoolInput, encode_pair, encode_text
 from gateway.text.tokenization import TextCodec
 from protos.steps import PoolShape
 from tests.support.pooling import tiny_classifiers, tiny_embedders

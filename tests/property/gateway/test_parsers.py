@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.generation.answer_reader import AnswerReader
+from gateway.generation.answer_plan import AnswerReader
 from gateway.openai.chat import CollectedMessage
 from gateway.parsers import events
 from gateway.parsers.json_scan import ValueScanner

@@ -19,7 +19,7 @@ from gateway.__main__ import HttpServer, http_config
 from gateway.app import create_app
 from gateway.http.listeners import listen
 from gateway.scheduler_client.client import InferenceClient
-from gateway.scheduler_client.startup_queue import StartupQueue
+from gateway.scheduler_client.in_flight import StartupQueue
 from gateway.settings import Settings
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from worker_svc.model_files import loader as models

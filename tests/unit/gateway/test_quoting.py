@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.quoting import quote
+from gateway.schemas.base import quote
 
 
 @pytest.mark.parametrize(

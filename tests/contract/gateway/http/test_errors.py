@@ -6,7 +6,7 @@ import json
 import pytest
 
 from gateway.generation.sequence_text import Delta
-from gateway.openai.chunks import ChatChunks
+from gateway.openai.answers import ChatChunks
 from protos.errors import (
     ContextExceeded,
     Internal,

@@ -14,8 +14,7 @@ from structlog.testing import capture_logs
 
 from gateway.scheduler_client import client as client_module
 from gateway.scheduler_client.client import InferenceClient
-from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
-from gateway.scheduler_client.startup_queue import StartupQueue
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, StartupQueue
 from protos.errors import (
     Aborted,
     ConfigurationRefused,

@@ -5,8 +5,7 @@ import asyncio
 import pytest
 
 from gateway.scheduler_client.client import InferenceClient
-from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
-from gateway.scheduler_client.startup_queue import StartupQueue
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, StartupQueue
 from protos.errors import NotFound
 from protos.service.grpc_options import CHANNEL_OPTIONS
 from protos.triptych.v1 import common_pb2 as pb

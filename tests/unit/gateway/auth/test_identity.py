@@ -3,7 +3,7 @@
 import pytest
 from starlette.datastructures import Headers
 
-from gateway.auth.identity import ANYONE, Account, Caller
+from gateway.auth.key_store import ANYONE, Account, Caller
 
 A = Caller(name="a", tenant="tenant-a", may_name_tenant=False, priorities=(0, 5), is_isolated=True)
 PROXY = Caller(name="proxy", tenant="proxy", may_name_tenant=True, is_isolated=True)

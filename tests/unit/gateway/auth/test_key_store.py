@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.auth import key_store
-from gateway.auth.identity import ANY_PRIORITY, Caller
-from gateway.auth.key_store import KeyStore, read_key_file
+from gateway.auth.key_store import ANY_PRIORITY, Caller, KeyStore, read_key_file
 from gateway.auth.rate_limits import KeyLimiter
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused, Overloaded

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.generation.chat_prompts import ChatEncoder, ChatInput
+from gateway.generation.request_builder import ChatEncoder, ChatInput
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest

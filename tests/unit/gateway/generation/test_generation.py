@@ -3,8 +3,8 @@
 import pytest
 
 from gateway.generation.sequence_text import Delta, SequenceText
-from gateway.scheduler_client.pending_request import SequenceEvent
-from gateway.text.stop_strings import StopStrings
+from gateway.scheduler_client.in_flight import SequenceEvent
+from gateway.text.detokenizer import StopStrings
 from protos.triptych.v1 import common_pb2 as pb
 
 END = 99

@@ -4,11 +4,9 @@ import math
 
 import pytest
 
-from gateway.generation.logprobs import MIN_LOGPROB, Reporter, TokenReport
-from gateway.generation.sequence_text import Delta, SequenceText
-from gateway.scheduler_client.pending_request import SequenceEvent
-from gateway.text.detokenizer import WindowedDetokenizer
-from gateway.text.stop_strings import StopStrings
+from gateway.generation.sequence_text import MIN_LOGPROB, Delta, Reporter, SequenceText, TokenReport
+from gateway.scheduler_client.in_flight import SequenceEvent
+from gateway.text.detokenizer import StopStrings, WindowedDetokenizer
 from protos.triptych.v1 import common_pb2 as pb
 
 BYTES = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b" b", 5: b"<end>"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.auth.identity import Account
+from gateway.auth.key_store import Account
 from gateway.generation.request_builder import (
     check_length,
     encode_prompts,

@@ -9,8 +9,7 @@ import pytest
 
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.generation import Generation, Usage
-from gateway.generation.logprobs import Reporter
-from gateway.generation.sequence_text import Delta
+from gateway.generation.sequence_text import Delta, Reporter
 from gateway.generation.streaming import AnswerHead
 from gateway.messages_api.schemas import MessageAnswer
 from gateway.messages_api.writer import MessageStreamWriter, message_body, shape

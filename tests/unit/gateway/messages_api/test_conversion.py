@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.messages_api.conversion import to_chat
+from gateway.messages_api.routes import to_chat
 from gateway.messages_api.schemas import MessagesRequest
 from gateway.schemas.base import IgnoredFields, parse
 from gateway.schemas.tools import NamedChoice

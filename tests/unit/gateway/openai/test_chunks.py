@@ -8,10 +8,9 @@ import pytest
 
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.generation import Generation, Usage
-from gateway.generation.logprobs import Reporter, TokenReport
-from gateway.generation.sequence_text import Delta
+from gateway.generation.sequence_text import Delta, Reporter, TokenReport
 from gateway.generation.streaming import AnswerHead
-from gateway.openai.chunks import DONE, ChatChunks, ChunkWriter, CompletionChunks, last_error
+from gateway.openai.answers import DONE, ChatChunks, ChunkWriter, CompletionChunks, last_error
 from gateway.parsers.reasoning import Thinking, ThinkParser
 from gateway.schemas.sampling import SamplingRequest, StreamOptions
 from protos.errors import Unavailable

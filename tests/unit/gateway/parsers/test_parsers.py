@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.generation.answer_reader import AnswerReader
-from gateway.openai.answers import AssistantMessage
+from gateway.generation.answer_plan import AnswerReader
+from gateway.openai.answers import AssistantMessage, finish_reason
 from gateway.openai.chat import CollectedMessage
-from gateway.openai.chunks import finish_reason
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.parsers.json_scan import MAX_DEPTH
 from gateway.parsers.parser_base import NamedToolParser

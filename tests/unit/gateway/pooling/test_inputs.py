@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from gateway.pooling.inputs import Cuts, encode_pair, encode_text
+from gateway.pooling.call import Cuts, encode_pair, encode_text
 
 WORDS = [f"w{number}" for number in range(50)]
 

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.responses_api.conversion import ResponseAsChat, to_chat
+from gateway.responses_api.routes import ResponseAsChat, to_chat
 from gateway.responses_api.schemas import ResponsesRequest
 from gateway.schemas.base import IgnoredFields, parse
 from gateway.text.chat_template import ChatTemplate

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from gateway.generation.answer_reader import AnswerReader, DeltaReader
+from gateway.generation.answer_plan import AnswerReader, DeltaReader
 from gateway.generation.generation import Usage
-from gateway.generation.logprobs import Reporter, TokenReport
-from gateway.generation.sequence_text import Delta
+from gateway.generation.sequence_text import Delta, Reporter, TokenReport
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.responses_api.schemas import ResponsesRequest
 from gateway.responses_api.writer import Output, ResponseObject, ResponseStreamWriter, collected

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from gateway.scheduler_client import in_flight
-from gateway.scheduler_client.in_flight import InFlightRequests, Outbox
-from gateway.scheduler_client.pending_request import SequenceEvent
-from gateway.scheduler_client.startup_queue import StartupQueue
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, SequenceEvent, StartupQueue
 from protos.errors import InvalidArgument, TimedOut, Unavailable
 from protos.triptych.v1 import inference_pb2 as inference
 from tests.support.gateway.clients import EventReader

@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 
 from gateway.scheduler_client import pool_calls
-from gateway.scheduler_client.startup_queue import StartupQueue
+from gateway.scheduler_client.in_flight import StartupQueue
 from protos.errors import Unavailable
 from protos.triptych.v1 import inference_pb2 as inference
 

@@ -7,8 +7,7 @@ import pytest
 
 from gateway.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from gateway.operations.tokenize import TokenizeRequest
-from gateway.quoting import quote
-from gateway.schemas.base import IgnoredFields, parse, path_of
+from gateway.schemas.base import IgnoredFields, parse, path_of, quote
 from gateway.schemas.chat import ChatCompletionRequest
 from protos.errors import InvalidArgument, Unsupported
 

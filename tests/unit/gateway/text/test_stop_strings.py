@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.text.stop_strings import StopStrings
+from gateway.text.detokenizer import StopStrings
 
 
 def run(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[list[str], str | None]:

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from gateway.generation.chat_prompts import show_tools_in_words
+from gateway.generation.request_builder import show_tools_in_words
 from gateway.parsers.events import CallStart
 from gateway.parsers.reasoning import Thinking
 from gateway.settings import TOOL_FORMATS
 from gateway.text.chat_template import ChatTemplate
-from gateway.tools.formats import FORMATS, LIST
-from gateway.tools.tags import Callee, Shape, behind_thinking, json_schema, structural
+from gateway.tools.formats import FORMATS, LIST, Callee, Shape, behind_thinking, json_schema, structural
 from tests.support.gateway.tool_requests import accepts
 from tests.support.gateway.tool_templates import TEMPLATES, TIME
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.__main__ import main
-from gateway.generation.answer_plan import plan_answer
-from gateway.generation.answer_reader import AnswerReader
+from gateway.generation.answer_plan import AnswerReader, plan_answer
 from gateway.openai.chat import CollectedMessage
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.text.tokenization import TextCodec
