@@ -2,22 +2,33 @@
 
 When the stream breaks, its requests are not lost. As soon as a scheduler answers again, they are sent with
 the tokens received so far, and their clients see a pause. After ``resume_timeout_s`` they fail. New requests
-wait, too, as long as ``startup_queue`` has places and time for them.
+wait, too, as long as the startup queue has places and time for them.
 """
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc.aio
 
-from gateway.scheduler_client.connection import Connection
-from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, StartupQueue, Subscription
+from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, StartupQueue, Subscription, jittered
 from gateway.scheduler_client.pool_calls import pool_all
-from protos.errors import ConfigurationRefused, TriptychError, Unavailable, from_rpc_error
-from protos.service.channels import PLAIN, LinkSecurity
+from protos.errors import (
+    ConfigurationRefused,
+    SchemaMismatch,
+    TriptychError,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+    from_rpc_error,
+)
+from protos.service.channels import PLAIN, LinkSecurity, wait_until_ready
+from protos.service.grpc_options import SCHEMA_REVISION
+from protos.service.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceStub
@@ -35,8 +46,24 @@ _METRICS_TIMEOUT_S: Final = 2.0
 # A tokenizer is megabytes: it gets this many times the deadline of other calls.
 _TOKENIZER_TIMEOUT_FACTOR: Final = 12
 
+# Today's largest tokenizers take 40 MB in a handful of files.
+MAX_TOKENIZER_BYTES: Final = 256 * 2**20
+MAX_TOKENIZER_FILES: Final = 64
+
 # Workers read an adapter from a disk or a hub; the scheduler bounds how long.
 _LOAD_TIMEOUT_S: Final = 600.0
+
+# Pauses between attempts to open the stream, seconds: doubled from the first up to the longest.
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 2.0
+
+# A message has waited for the gateway if it comes within this part of the time that the one before it took.
+_WAITED_PART: Final = 0.25
+
+# `Unimplemented` comes from another service.
+_REFUSALS: Final = (Unauthenticated, SchemaMismatch, Unimplemented)
+
+_HELLO: Final = inference.ConnectRequest(schema_revision=SCHEMA_REVISION)
 
 
 class InferenceClient:
@@ -73,7 +100,12 @@ class InferenceClient:
         self._outbox = Outbox()
         self.startup_queue = startup_queue if startup_queue is not None else StartupQueue()
         self._table = InFlightRequests(self._outbox, self.startup_queue, resume_timeout_s)
-        self._connection = Connection(address, self._outbox, self._table, clock)
+        # Why no stream was open the last time, and when the last one ended.
+        self._down: TriptychError = Unavailable(f"the scheduler at {address} has not been reached yet")
+        self._closed_s = -math.inf
+        self._refusal = ""
+        self._on_connect: list[Callable[[], None]] = []
+        self._log = get_logger(scheduler=address)
         self._task: asyncio.Task[None] | None = None
         self._channel: grpc.aio.Channel
         self._stub: InferenceAsyncStub
@@ -82,9 +114,7 @@ class InferenceClient:
         """Starts to connect and returns at once: a gateway may start before its scheduler."""
         self._channel = self._security.open_channel(self._address)
         self._stub = InferenceStub(self._channel)
-        self._task = asyncio.create_task(
-            self._connection.run(self._channel, self._stub), name="inference-connect"
-        )
+        self._task = asyncio.create_task(self._connect(), name="inference-connect")
 
     async def close(self) -> None:
         """Ends all requests and the connection."""
@@ -96,7 +126,7 @@ class InferenceClient:
 
     def on_connect(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` at each opening of a stream."""
-        self._connection.on_open(callback)
+        self._on_connect.append(callback)
 
     @property
     def num_pending(self) -> int:
@@ -104,12 +134,9 @@ class InferenceClient:
         return len(self._table)
 
     def submit(self, requests: Sequence[inference.GenerateRequest]) -> Subscription:
-        """Sends requests with a common subscription.
+        """Sends requests, whose ids are unique in this process, with a common subscription.
 
         While no scheduler is connected, or the scheduler has no ready worker, the requests wait.
-
-        Args:
-            requests: complete, with ids unique in this process.
 
         Raises:
             Unavailable: if no scheduler is connected and the startup queue is full.
@@ -144,16 +171,14 @@ class InferenceClient:
             vector_size=vector_size,
             resume_timeout_s=self._resume_timeout_s,
             is_new=not self._outbox.is_open,
-            last_connected_s=self._connection.last_open_s,
+            last_connected_s=lambda: self._clock() if self._outbox.is_open else self._closed_s,
             clock=self._clock,
         )
 
     def _check_may_wait(self, count: int) -> None:
         """Checks for a connected scheduler, or room for `count` waiting requests."""
-        if self._outbox.is_open:
-            return
-        if not self.startup_queue.has_room(count):
-            raise self.startup_queue.full(str(self._connection.down))
+        if not self._outbox.is_open and not self.startup_queue.has_room(count):
+            raise self.startup_queue.full(str(self._down))
 
     async def get_model(self) -> pb.ModelInfo:
         """Returns the served model.
@@ -204,13 +229,128 @@ class InferenceClient:
         return response.text
 
     async def get_tokenizer(self, folder: Path) -> None:
-        """Writes the model's tokenizer files into ``folder``.
+        """Writes the model's tokenizer files into ``folder``, which is empty.
 
         Raises:
             ConfigurationRefused: if the stream cannot be a tokenizer.
             TriptychError: as :meth:`get_model`.
         """
-        await download_tokenizer(self._stub, folder, _TOKENIZER_TIMEOUT_FACTOR * self._call_timeout_s)
+        timeout_s = _TOKENIZER_TIMEOUT_FACTOR * self._call_timeout_s
+        call = self._stub.GetTokenizer(inference.GetTokenizerRequest(), timeout=timeout_s)
+        names: set[str] = set()
+        bytes_left = MAX_TOKENIZER_BYTES
+        try:
+            async for chunk in call:
+                name = chunk.name
+                if Path(name).name != name or name in {"", ".", ".."} or "\0" in name:
+                    raise ConfigurationRefused(
+                        f"the scheduler sent a tokenizer file with the name {name[:80]!r}"
+                    )
+                names.add(name)
+                bytes_left -= len(chunk.data)
+                if len(names) > MAX_TOKENIZER_FILES or bytes_left < 0:
+                    raise ConfigurationRefused(
+                        f"the scheduler sent more than {MAX_TOKENIZER_FILES} tokenizer files or"
+                        f" {MAX_TOKENIZER_BYTES >> 20} MiB of them; check that the model's folder holds no other"
+                        " files"
+                    )
+                # The folder is temporary: the write ends in the page cache and does not block for long.
+                with (folder / name).open("ab") as file:
+                    file.write(chunk.data)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def _connect(self) -> None:
+        """Opens stream after stream until it is cancelled."""
+        pause = _FIRST_PAUSE_S
+        while True:
+            began = self._clock()
+            error = await self._session()
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # grpc.aio loses a cancellation when the stream breaks at the same moment.
+                raise asyncio.CancelledError
+            was_open = self._outbox.is_open
+            self._outbox.close()
+            self._down = error
+            if was_open:
+                self._closed_s = self._clock()
+                self._log.warning("connection lost", error=str(error), pending=len(self._table))
+            self._log_refusal(error)
+            if self._clock() - began > _LONGEST_PAUSE_S:
+                pause = _FIRST_PAUSE_S
+            self._table.mark_all_lost()
+            await asyncio.sleep(jittered(pause))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _log_refusal(self, error: TriptychError) -> None:
+        """Logs once that the scheduler wants another service token or another release."""
+        refusal = error.message if isinstance(error, _REFUSALS) else ""
+        if refusal and refusal != self._refusal:
+            self._log.error("refused", reason=refusal, retry="until it succeeds")
+        self._refusal = refusal
+
+    async def _session(self) -> TriptychError:
+        """Runs a stream to its end; returns the reason."""
+        writer = None
+        call = None
+        try:
+            # A stream opened on a dead channel fails only after its first write. A ready channel has a
+            # scheduler.
+            await wait_until_ready(self._channel, self._address)
+            call = self._stub.Connect()
+            await call.write(_HELLO)
+            self._outbox.open()
+            self._table.resubmit_all()
+            writer = asyncio.create_task(self._write(call), name="inference-write")
+            self._log.info("connected", resubmitted=len(self._table))
+            for callback in self._on_connect:
+                callback()
+            await self._deliver(call)
+            return Unavailable("the scheduler closed the connection")
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+            return Unavailable(f"the stream to the scheduler broke: {error}")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return Unavailable("the stream to the scheduler was cut off")
+        except Exception as error:  # noqa: BLE001 - any bug
+            # The requests on this stream must not hang, whatever the bug: the next stream starts from a clean
+            # state.
+            self._log.exception("the stream to the scheduler failed")
+            return Unavailable(f"the gateway failed on the stream to the scheduler ({type(error).__name__})")
+        finally:
+            if writer is not None:
+                writer.cancel()
+            if call is not None:
+                call.cancel()
+
+    async def _deliver(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+        """Hands the stream's messages to the table, until the stream ends."""
+        began = ended = time.perf_counter()
+        async for response in call:
+            # A message that came at once has waited, if reading took a part of the time that writing did.
+            busy_s, now = ended - began, time.perf_counter()
+            more_waits, began = now - ended < _WAITED_PART * busy_s, now
+            self._table.deliver(response, more_waits=more_waits)
+            ended = time.perf_counter()
+
+    async def _write(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
+        try:
+            # A failed write means a broken stream, which the reader reports.
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+                while True:
+                    message = await self._outbox.pop()
+                    await call.write(message)
+        except Exception:  # noqa: BLE001 - any bug
+            self._log.exception("the stream to the scheduler could not be written")
+            # Ends the reader, too.
+            call.cancel()
 
 
 async def _typed(call: Awaitable[T]) -> T:
@@ -219,49 +359,3 @@ async def _typed(call: Awaitable[T]) -> T:
         return await call
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
-
-
-if TYPE_CHECKING:
-    from protos.triptych.v1.inference_pb2_grpc import InferenceAsyncStub
-
-# Today's largest tokenizers take 40 MB in a handful of files.
-MAX_TOKENIZER_BYTES: Final = 256 * 2**20
-MAX_TOKENIZER_FILES: Final = 64
-
-
-async def download_tokenizer(stub: "InferenceAsyncStub", folder: Path, timeout_s: float) -> None:
-    """Writes the model's tokenizer files into ``folder``.
-
-    Args:
-        stub: the scheduler.
-        folder: an empty folder.
-        timeout_s: for the whole download.
-
-    Raises:
-        ConfigurationRefused: if the stream cannot be a tokenizer: it has unsafe file names, too many files or
-            too many bytes.
-        TriptychError: if the scheduler is away or refuses.
-    """
-    names: set[str] = set()
-    bytes_left = MAX_TOKENIZER_BYTES
-    call = stub.GetTokenizer(inference.GetTokenizerRequest(), timeout=timeout_s)
-    try:
-        async for chunk in call:
-            name = chunk.name
-            if Path(name).name != name or name in {"", ".", ".."} or "\0" in name:
-                raise ConfigurationRefused(f"the scheduler sent a tokenizer file with the name {name[:80]!r}")
-            names.add(name)
-            bytes_left -= len(chunk.data)
-            if len(names) > MAX_TOKENIZER_FILES or bytes_left < 0:
-                raise ConfigurationRefused(
-                    f"the scheduler sent more than {MAX_TOKENIZER_FILES} tokenizer files or"
-                    f" {MAX_TOKENIZER_BYTES >> 20} MiB of them; check that the model's folder holds no other"
-                    " files"
-                )
-            # The folder is temporary: the write ends in the page cache and does not block for long.
-            with (folder / name).open("ab") as file:
-                file.write(chunk.data)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
-    finally:
-        call.cancel()
