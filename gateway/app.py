@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from gateway import VERSION
 from gateway.auth.key_store import KeyStore
-from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
+from gateway.auth.middleware import PAGE_FOLDER, AuthMiddleware, KeyUsage, document_keys
 from gateway.generation.request_builder import ChatEncoder
 from gateway.generation.respond import Context
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
@@ -23,8 +24,8 @@ from gateway.http.middleware import RequestMiddleware
 from gateway.messages_api import routes as messages
 from gateway.metrics import Metrics, SharedMetrics
 from gateway.openai import chat, completions, models
-from gateway.operations import pages, tokenize
 from gateway.operations import routes as operations
+from gateway.operations import tokenize
 from gateway.operations.routes import UNSERVED
 from gateway.pooling import routes as pooling
 from gateway.responses_api import routes as responses
@@ -83,22 +84,21 @@ def create_app(
         ConfigurationRefused: if the chat template of the settings cannot be used.
     """
     context = _assemble(settings, client, new_id, clock, wall_clock, on_unusable)
-    app = FastAPI(
-        title="Triptych",
-        description=_DESCRIPTION,
-        version=VERSION,
-        lifespan=_lifespan(context),
-        openapi_url=None if settings.disable_fastapi_docs else "/openapi.json",
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        root_path=settings.root_path,
-    )
+    options: dict[str, Any] = {
+        "title": "Triptych",
+        "description": _DESCRIPTION,
+        "version": VERSION,
+        "lifespan": _lifespan(context),
+        "redirect_slashes": False,
+        "root_path": settings.root_path,
+    }
+    if settings.disable_fastapi_docs:
+        app = FastAPI(openapi_url=None, **options)
+    else:
+        app = FastAPIOffline(static_url=PAGE_FOLDER, **options)
     app.state.context = context
     for family in _FAMILIES:
         app.include_router(family.router)
-    if not settings.disable_fastapi_docs:
-        app.include_router(pages.router)
     app.add_exception_handler(TriptychError, _on_triptych_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     if context.keys.guards:
@@ -141,7 +141,7 @@ def _assemble(
         unread,
         text_worker,
         ChatEncoder(settings, text_worker),
-        KeyStore.of(settings, clock, shared and shared / "keys"),
+        KeyStore.from_settings(settings, clock, shared and shared / "keys"),
         SharedMetrics(shared, measured.text) if shared else None,
         new_id=new_id,
         clock=clock,

@@ -15,15 +15,11 @@ from gateway.http.errors import ClientGone, Forbidden, Unauthorized, error_respo
 from gateway.http.middleware import Outcome, add_headers, note, outcome_of
 from protos.errors import Overloaded
 
-PAGE_FOLDER: Final = "/docs/"
-PAGE_FILES: Final = frozenset(
-    {"swagger-ui-bundle.js", "swagger-ui.css", "redoc.standalone.js", "favicon.png"}
-)
-"""Files of the documentation pages."""
+PAGE_FOLDER: Final = "/docs/files"
+"""Scripts and styles of the documentation pages."""
 
 OPEN_PATHS: Final = frozenset({
     "/health", "/live", "/ready", "/ping", "/load", "/version", "/metrics", "/docs", "/redoc", "/openapi.json",
-    *(PAGE_FOLDER + name for name in PAGE_FILES),
 })  # fmt: skip
 """Paths without keys: they show neither prompts nor answers; probes and scrapers send no keys."""
 
@@ -123,7 +119,7 @@ class AuthMiddleware:
             set_caller(scope, key.caller)
             note(scope, key=key.caller.name)
             await self._run(key, scope, receive, send)
-        elif self._keys.guards and _path(scope) not in OPEN_PATHS:
+        elif self._keys.guards and not _is_open(_path(scope)):
             await error_response(_refusal(headers), path=scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
@@ -148,6 +144,10 @@ class AuthMiddleware:
                 # A refused request used nothing, whatever it has been charged; one whose client left did.
                 refused = outcome.status >= 400 and outcome.status != ClientGone.http_status
                 admission.end(0 if refused else outcome.prompt_tokens + outcome.completion_tokens)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(f"{PAGE_FOLDER}/")
 
 
 def _path(scope: Scope) -> str:
