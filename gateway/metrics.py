@@ -174,7 +174,7 @@ class _Engines(Collector):
         self._max_model_len = max_model_len
         self._engines: dict[tuple[str, str], EngineMetrics] = {}
 
-    def of(self, model_name: str, engine: str) -> EngineMetrics:
+    def find(self, model_name: str, engine: str) -> EngineMetrics:
         """Returns the metrics of an engine."""
         found = self._engines.get((model_name, engine))
         if found is None:
@@ -304,7 +304,7 @@ class Metrics:
 
     def engine(self, replica_id: str) -> EngineMetrics:
         """Returns the metrics of a replica; without an id, those of requests before any replica."""
-        return self._engines.of(self._model_name(), replica_id)
+        return self._engines.find(self._model_name(), replica_id)
 
     def answered(self, handler: str, method: str, status: int, seconds: float, error: str | None) -> None:
         """Records an HTTP answer.

@@ -279,7 +279,9 @@ class KeyStore:
             self._adopt(self._file.get(), must_share=True)
 
     @classmethod
-    def of(cls, settings: SecuritySettings, clock: Callable[[], float], shared: Path | None = None) -> Self:
+    def from_settings(
+        cls, settings: SecuritySettings, clock: Callable[[], float], shared: Path | None = None
+    ) -> Self:
         """Returns the keys of a gateway.
 
         Args:

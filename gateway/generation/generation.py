@@ -41,7 +41,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class RequestTimings:
     """The clock and the metrics of an answer."""
 
     metrics: Metrics
@@ -81,7 +81,7 @@ class Generation:
     make_detokenizer: Callable[[], Detokenizer]
     """Makes a detokenizer for a prompt."""
     worker: TextWorker
-    timing: Timing
+    timing: RequestTimings
     constraint_param: str = ""
     first_token_s: float | None = None
     """Time from the request's arrival to the first token of any sequence."""
@@ -103,7 +103,7 @@ class Generation:
         body: SamplingRequest,
         served: ServedModel,
         worker: TextWorker,
-        timing: Timing,
+        timing: RequestTimings,
         plan: AnswerPlan,
         *,
         echoes: Sequence[str] | None = None,

@@ -1,6 +1,6 @@
 """The common parts of all routes, and of generating routes: submit prompts, then answer."""
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from gateway.auth.key_store import KeyStore, account_of
 from gateway.auth.rate_limits import charge
 from gateway.generation.answer_plan import AnswerPlan, plan_answer
-from gateway.generation.generation import Generation, Timing
+from gateway.generation.generation import Generation, RequestTimings
 from gateway.generation.request_builder import (
     ChatEncoder,
     ChatInput,
@@ -34,6 +34,7 @@ from gateway.settings import Settings
 from gateway.text.tokenization import TextWorker
 from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
+from protos.service.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2 import LoraInfo
@@ -136,6 +137,22 @@ async def known_model(request: Request, name: str | None) -> ServedModel:
 
 # Hexadecimal digits that make a client's request id unique among its retries.
 _UNIQUE_DIGITS: Final = 8
+
+
+SKIPPED_TOOLS: Final = "x-skipped-tools"
+
+# Types that are named. Proxies refuse answers with long headers.
+_MAX_NAMED: Final = 16
+
+
+def skipped_tools_header(types: Iterable[str]) -> dict[str, str]:
+    """Returns the header that names the types of skipped tools, each once; logs them, too."""
+    if not (skipped := list(dict.fromkeys(types))):
+        return {}
+    if (more := len(skipped) - _MAX_NAMED) > 0:
+        skipped[_MAX_NAMED:] = [f"and {more} more"]
+    get_logger().info("the request has tools that are not served", skipped=skipped)
+    return {SKIPPED_TOOLS: ", ".join(skipped)}
 
 
 NewWriter: TypeAlias = Callable[[AnswerHead], ResponseWriter]
@@ -246,7 +263,7 @@ async def respond(
         body,
         served,
         context.text_worker,
-        Timing(context.metrics, context.clock, request.scope["triptych.arrived"]),
+        RequestTimings(context.metrics, context.clock, request.scope["triptych.arrived"]),
         plan,
         echoes=echoes,
     )

@@ -407,7 +407,7 @@ class Answer(Response):
         generation = self._generation
         with generation, noted(scope, generation):
             async with ends_with_client(receive, generation):
-                self._connection = BodyWriter.of(scope)
+                self._connection = BodyWriter.from_scope(scope)
                 if self._keep_alive_s and self._writer.streams:
                     self._idle = IdleWatch(self._keep_alive_s, self._keep_alive)
                 try:

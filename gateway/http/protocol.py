@@ -50,7 +50,7 @@ class BodyWriter:
         self._cycle = cycle
 
     @staticmethod
-    def of(scope: Scope) -> "BodyWriter | None":
+    def from_scope(scope: Scope) -> "BodyWriter | None":
         """Returns the writer of a request's response; ``None`` on servers other than ours."""
         writer: BodyWriter | None = scope.get(_BODY_WRITER)
         return writer

@@ -13,7 +13,14 @@ from starlette.responses import Response
 
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.generation import Usage
-from gateway.generation.respond import chat_prompt, context_of, generating_model, kept_alive, respond_to_chat
+from gateway.generation.respond import (
+    chat_prompt,
+    context_of,
+    generating_model,
+    kept_alive,
+    respond_to_chat,
+    skipped_tools_header,
+)
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.errors import UnknownRoute, shape_errors
@@ -36,7 +43,6 @@ from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.structured import JsonSchema, ResponseFormat
 from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, NamedChoice, Tool
 from gateway.text.chat_template import ChatTemplate
-from gateway.tools.custom_tools import skipped_tools_header
 from protos.errors import InvalidArgument
 from protos.service.logs import request_id
 

@@ -30,22 +30,15 @@ class _StopReason(NamedTuple):
     """The stop sequence at the end of the answer."""
 
     @classmethod
-    def of(cls, delta: Delta, *, called: bool, complete: bool) -> "_StopReason":
-        """Returns the reason for the end of a sequence.
-
-        A call cut short by a stop sequence must not run, so the stop sequence is the reason.
-
-        Args:
-            delta: the last delta.
-            called: whether there are calls in the answer.
-            complete: whether the last call's input is complete.
-        """
-        if delta.finish_reason == "length":
+    def from_delta(cls, last: Delta, *, called: bool, complete: bool) -> "_StopReason":
+        """Returns the reason for an end with calls, of which the last may be incomplete."""
+        if last.finish_reason == "length":
             return cls("max_tokens")
         if called and complete:
             return cls("tool_use")
-        if isinstance(delta.stop_reason, str):
-            return cls("stop_sequence", delta.stop_reason)
+        if isinstance(last.stop_reason, str):
+            # A call cut short by a stop sequence must not run.
+            return cls("stop_sequence", last.stop_reason)
         return cls("tool_use" if called else "end_turn")
 
 
@@ -121,7 +114,7 @@ def message_body(
     for block, pieces in calls.values():
         found = _input_of("".join(pieces))
         complete, block["input"] = found is not None, found or {}
-    stop = _StopReason.of(end, called=bool(calls), complete=complete)
+    stop = _StopReason.from_delta(end, called=bool(calls), complete=complete)
     return {
         **_message_head(head.answer_id, head.model),
         # An answer without text has an empty block: clients read the first one.
@@ -216,7 +209,7 @@ class MessageStreamWriter(ResponseWriter):
             return out
         called = self._reader is not None and self._reader.num_calls > 0
         complete = _input_of("".join(self._arguments)) is not None
-        self._stop = _StopReason.of(delta, called=called, complete=complete)
+        self._stop = _StopReason.from_delta(delta, called=called, complete=complete)
         if self._index < 0:
             out += self._start(Text, _text_block(""))
         return out + self._close()

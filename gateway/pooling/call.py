@@ -149,14 +149,13 @@ class PoolCall:
     """One HTTP request to a pooling model."""
 
     request: Request
-    context: Context
     served: ServedModel
     body: PoolingBody
 
-    @classmethod
-    def of(cls, request: Request, served: ServedModel, body: PoolingBody) -> "PoolCall":
-        """Returns the call of a request and its body."""
-        return cls(request, context_of(request), served, body)
+    @property
+    def context(self) -> Context:
+        """The gateway."""
+        return context_of(self.request)
 
     def check_count(self, count: int, param: str) -> None:
         """Refuses too many inputs.

@@ -60,7 +60,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """
     served = await served_model(request, body.model)
     served.check_serves(pb.POOL_TASK_EMBED)
-    call = PoolCall.of(request, served, body)
+    call = PoolCall(request, served, body)
     is_text = bool(body.input) and isinstance(body.input[0], str)
     prompt = served.text.prompts.choose(body.prompt_name, body.prompt) if is_text else ""
     inputs = await encode_inputs(call, body, prompt)
@@ -91,7 +91,7 @@ async def classify(request: Request, body: ClassificationRequest) -> Classificat
     """Returns the probability of each of the model's classes for each input, and the likeliest class."""
     served = await served_model(request, body.model)
     served.check_serves(pb.POOL_TASK_CLASSIFY)
-    call = PoolCall.of(request, served, body)
+    call = PoolCall(request, served, body)
     inputs = await encode_inputs(call, body)
     responses = await call.pool(
         inputs, pb.POOL_TASK_CLASSIFY, param="input", use_activation=body.use_activation
@@ -121,7 +121,7 @@ async def pooling(request: Request, body: PoolingRequest) -> Response:
         task = served.check_serves(*served.model.pool_tasks)
     else:
         task = served.check_serves(pb.PoolTask.Value(f"POOL_TASK_{body.task.upper()}"))
-    call = PoolCall.of(request, served, body)
+    call = PoolCall(request, served, body)
     inputs = await encode_inputs(call, body)
     responses = await call.pool(
         inputs, task, param="input", use_activation=body.use_activation, dimensions=body.dimensions
@@ -248,7 +248,7 @@ async def score(request: Request, body: ScoreRequest) -> ScoreList:
     with a vector for each token (ColBERT) gives MaxSim: the sum, over the tokens of the first text, of the
     largest product with a token of the second.
     """
-    call = PoolCall.of(request, await served_model(request, body.model), body)
+    call = PoolCall(request, await served_model(request, body.model), body)
     scores, inputs = await _scores(call, body, body.text_1, body.text_2, param="text_2")
     data: list[Score] = [
         {"index": index, "object": "score", "score": value} for index, value in enumerate(scores)
@@ -263,7 +263,7 @@ async def rerank(request: Request, body: RerankRequest) -> RerankAnswer:
 
     See /score for how a model scores.
     """
-    call = PoolCall.of(request, await served_model(request, body.model), body)
+    call = PoolCall(request, await served_model(request, body.model), body)
     scores, inputs = await _scores(call, body, [body.query], body.documents, param="documents")
     results = list[RerankResult]()
     for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]:

@@ -14,7 +14,14 @@ from starlette.responses import Response
 
 from gateway.generation.answer_plan import AnswerPlan, DeltaReader
 from gateway.generation.generation import Usage
-from gateway.generation.respond import chat_prompt, context_of, generating_model, kept_alive, respond_to_chat
+from gateway.generation.respond import (
+    chat_prompt,
+    context_of,
+    generating_model,
+    kept_alive,
+    respond_to_chat,
+    skipped_tools_header,
+)
 from gateway.generation.sequence_text import ChatToken, Delta, Reporter, TokenReport
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.errors import UnknownRoute
@@ -42,7 +49,6 @@ from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.sampling import SamplingRequest
 from gateway.schemas.tools import EarlierCall, EarlierFunction, Function, Tool
 from gateway.text.chat_template import ChatTemplate, joined
-from gateway.tools.custom_tools import skipped_tools_header
 from protos.errors import NotFound
 
 _SYSTEM: Final = ("system", "developer")

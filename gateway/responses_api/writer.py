@@ -1,7 +1,9 @@
 """Writes responses: their items, the response object, and the events of a stream."""
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
@@ -38,12 +40,63 @@ from gateway.responses_api.schemas import (
     scoped_names,
 )
 from gateway.schemas.tools import NamedChoice
-from gateway.tools.custom_tools import InputReader
 from protos.errors import InvalidArgument, Overloaded, TriptychError
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 _UNNAMED: Final = ScopedName("")
+
+
+_HEAD: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_PART_OF_HEAD: Final = re.compile(r'\s*(\{\s*("(i(n(p(u(t("\s*(:\s*)?)?)?)?)?)?)?)?)?')
+_CHARACTERS: Final = re.compile(r'(?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
+# The first half of a surrogate pair at the end of a text, as an escape.
+_HALF_PAIR: Final = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
+
+
+class InputReader:
+    """Reads the input out of a call's arguments as they arrive.
+
+    Arguments of another form, which a model may write without a grammar, are the input as they stand.
+    """
+
+    def __init__(self) -> None:
+        self._rest = ""
+        self._step: Callable[[], str] = self._head
+
+    def feed(self, arguments: str) -> str:
+        """Returns the piece of the input settled by further arguments."""
+        self._rest += arguments
+        return self._step()
+
+    def _head(self) -> str:
+        if (head := _HEAD.match(self._rest)) is not None:
+            self._rest, self._step = self._rest[head.end() :], self._text
+        elif _PART_OF_HEAD.fullmatch(self._rest) is not None:
+            return ""
+        else:
+            self._step = self._anything
+        return self._step()
+
+    def _text(self) -> str:
+        match = _CHARACTERS.match(self._rest)
+        assert match is not None
+        text, end = match.group(), match.end()
+        if end < len(self._rest) and self._rest[end] == '"':
+            self._step = self._end
+        elif half := _HALF_PAIR.search(text):
+            text, end = text[: half.start()], half.start()
+        self._rest = self._rest[end:]
+        found: str = json.loads(f'"{text}"', strict=False)
+        # A half of a surrogate pair alone cannot be sent.
+        return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _anything(self) -> str:
+        text, self._rest = self._rest, ""
+        return text
+
+    def _end(self) -> str:
+        return ""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ keys:
 
 
 def ring(*flags: str) -> KeyStore:
-    return KeyStore.of(load(Settings, [*flags]), lambda: 0.0)
+    return KeyStore.from_settings(load(Settings, [*flags]), lambda: 0.0)
 
 
 def caller(keys: KeyStore, *shown: str) -> Caller | None:
@@ -125,7 +125,7 @@ async def test_a_revoked_key_is_refused_though_limits_cannot_be_shared(
         return new.limiter
 
     path.write_text(YAML)
-    keys = KeyStore.of(load(Settings, flags), lambda: 0.0, shared)
+    keys = KeyStore.from_settings(load(Settings, flags), lambda: 0.0, shared)
     shared.rename(tmp_path / "aside")
     alone = await change()
     log = capsys.readouterr().out
@@ -141,7 +141,7 @@ async def test_a_revoked_key_is_refused_though_limits_cannot_be_shared(
     shared.rename(tmp_path / "aside")
     shared.write_text("no folder")
     with pytest.raises(ConfigurationRefused, match="cannot count in"):
-        KeyStore.of(load(Settings, flags), lambda: 0.0, shared)
+        KeyStore.from_settings(load(Settings, flags), lambda: 0.0, shared)
 
 
 async def test_all_requests_wait_for_a_changed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
