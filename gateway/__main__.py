@@ -87,11 +87,7 @@ class HttpServer(uvicorn.Server):
 
 
 def http_config(settings: Settings, app: Any) -> uvicorn.Config:
-    """Returns uvicorn's configuration for ``app``.
-
-    Raises:
-        ConfigurationRefused: if the files of TLS cannot be used.
-    """
+    """Returns uvicorn's configuration for ``app``."""
     tls = ServerTls.from_settings(settings)
     protocol = functools.partial(
         BoundedProtocol, read_timeout_s=settings.read_timeout_s, write_timeout_s=settings.write_timeout_s
@@ -123,11 +119,7 @@ def allow_files(count: int) -> None:
 
 
 def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
-    """Builds the gateway's server, which listens nowhere yet.
-
-    Raises:
-        ConfigurationRefused: if a setting cannot be used.
-    """
+    """Builds the gateway's server, which listens nowhere yet."""
     vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
     vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
     client = InferenceClient(
@@ -147,11 +139,7 @@ def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
 
 
 def check(settings: Settings) -> None:
-    """Makes the checks of a start without serving.
-
-    Raises:
-        ConfigurationRefused: if a setting cannot be used, or an address is not available.
-    """
+    """Makes the checks of a start without serving."""
     tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
     build(settings, tracer)
     with listening(settings) as listeners:
@@ -162,14 +150,7 @@ def check(settings: Settings) -> None:
 
 
 def serve(settings: Settings) -> int:
-    """Runs the gateway until a signal ends it, or the served model's text files cannot be used.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        ConfigurationRefused: if a setting cannot be used.
-    """
+    """Runs the gateway until a signal or an unusable model ends it; returns the exit code."""
     tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
     try:
         server = build(settings, tracer)
@@ -184,11 +165,7 @@ def serve(settings: Settings) -> int:
 
 @contextlib.contextmanager
 def listening(settings: Settings) -> Iterator[list[socket.socket]]:
-    """Yields the socket of the API, and that of ``--metrics-port`` if it is set.
-
-    Raises:
-        ConfigurationRefused: if an address is not available.
-    """
+    """Yields the socket of the API, and that of ``--metrics-port`` if it is set."""
     with contextlib.ExitStack() as stack:
         if settings.uds is None:
             listeners = [listen(settings.host, settings.port, reuse_port=settings.reuse_port)]

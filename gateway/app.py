@@ -79,9 +79,6 @@ def create_app(
         wall_clock: seconds since the epoch.
         tracer: writes the spans of requests, if anything does.
         on_unusable: called if the first model's text files cannot be used.
-
-    Raises:
-        ConfigurationRefused: if the chat template of the settings cannot be used.
     """
     context = _assemble(settings, client, new_id, clock, wall_clock, on_unusable)
     options: dict[str, Any] = {
@@ -202,11 +199,7 @@ def _preparation(settings: Settings) -> Callable[[TextCodec], None]:
 
 
 def check_text(settings: Settings, folder: Path) -> TextCodec:
-    """Loads a model's tokenizer and chat template as a gateway with these settings would.
-
-    Raises:
-        TriptychError: the gateway would end.
-    """
+    """Loads a model's tokenizer and chat template as a gateway with these settings would."""
     return load_text(folder, read_template(settings.chat_template), _preparation(settings))
 
 

@@ -134,15 +134,7 @@ class EngineMetrics:
     def finished(
         self, reason: str, seconds: float, *, prompt: int, generated: int = 0, per_token: float = 0.0
     ) -> None:
-        """Records the end of a sequence.
-
-        Args:
-            reason: "stop" or "length".
-            seconds: time since the request's arrival.
-            prompt: tokens of its prompt.
-            generated: its tokens.
-            per_token: mean time between them, seconds.
-        """
+        """Records the end of a sequence: time since arrival, tokens, and mean seconds between them."""
         self.finished_by_reason[reason] += 1
         self.histograms["e2e"].observe(seconds)
         self.histograms["prompt"].observe(prompt)
@@ -241,15 +233,7 @@ class Metrics:
         unread: UnreadLimits,
         max_model_len: Callable[[], int],
     ) -> None:
-        """Creates the metrics.
-
-        Args:
-            model_name: returns the served model's name, for labels.
-            num_pending: returns the number of unfinished requests, parked requests included.
-            num_parked: returns the number of requests waiting for a scheduler with a ready worker.
-            unread: output not yet read by clients.
-            max_model_len: returns the length of the longest served sequence, in tokens.
-        """
+        """Creates the metrics."""
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
@@ -307,15 +291,7 @@ class Metrics:
         return self._engines.find(self._model_name(), replica_id)
 
     def answered(self, handler: str, method: str, status: int, seconds: float, error: str | None) -> None:
-        """Records an HTTP answer.
-
-        Args:
-            handler: the route's pattern.
-            method: the HTTP method.
-            status: the HTTP status; 0 if the client left first.
-            seconds: time from the request's head to the end of the answer.
-            error: the code of its error.
-        """
+        """Records an HTTP answer. The status is 0 if the client left first."""
         self._http.labels(handler, method, str(status)).inc()
         self._durations.labels(handler, method).observe(seconds)
         if error is not None:
@@ -347,12 +323,7 @@ class SharedMetrics:
     """A gateway's part in the metrics of all."""
 
     def __init__(self, folder: Path, own_text: Callable[[], bytes]) -> None:
-        """Prepares the part; :meth:`start` makes it readable.
-
-        Args:
-            folder: where the gateways have their sockets; made if missing.
-            own_text: returns this process's metrics in Prometheus' text format.
-        """
+        """Prepares the part, with a socket in ``folder``; :meth:`start` makes it readable."""
         self._folder = folder
         self._own_text = own_text
         self._path = folder / f"{uuid.uuid4().hex[:12]}.sock"
@@ -423,11 +394,7 @@ class _Families(Collector):
 
 
 def merged(texts: Iterable[bytes]) -> bytes:
-    """Returns the sum of metrics in Prometheus' text format, sample by sample.
-
-    Args:
-        texts: the metrics of each process.
-    """
+    """Returns the sum of metrics in Prometheus' text format, sample by sample."""
     values: dict[tuple[str, str, tuple[tuple[str, str], ...]], float] = {}
     families: dict[str, Metric] = {}
     count = 0

@@ -51,12 +51,7 @@ class Caller:
     """Whether its tenant shares cached prefixes with no other tenant."""
 
     def account(self, headers: Headers, priority: int, cache_salt: str | None) -> Account:
-        """Returns how the scheduler treats a request of the caller.
-
-        Args:
-            headers: the request's.
-            priority: the requested priority, clamped to the caller's range.
-            cache_salt: the request's own salt.
+        """Returns how the scheduler treats a request; ``priority`` is clamped to the caller's range.
 
         Raises:
             InvalidArgument: if the header X-Tenant counts and is invalid.
@@ -282,16 +277,7 @@ class KeyStore:
     def from_settings(
         cls, settings: SecuritySettings, clock: Callable[[], float], shared: Path | None = None
     ) -> Self:
-        """Returns the keys of a gateway.
-
-        Args:
-            settings: the gateway's.
-            clock: monotonic seconds.
-            shared: the folder in which several gateways count together.
-
-        Raises:
-            ConfigurationRefused: if the file of keys is wrong.
-        """
+        """Returns the keys of a gateway; several gateways count together in the folder ``shared``."""
         fixed = []
         for number, key in enumerate(settings.api_key, start=1):
             name = f"api-key-{number}"

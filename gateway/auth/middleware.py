@@ -47,12 +47,7 @@ def _text(value: str) -> str:
 
 
 def check_admin(request: Request, keys: KeyStore) -> None:
-    """Lets only requests with admin rights pass.
-
-    Raises:
-        Forbidden: if the key of the request, or every key, lacks them.
-        Unauthorized: if the request shows no key, or a wrong key.
-    """
+    """Lets only requests with admin rights pass."""
     caller = caller_of(request)
     if caller.is_admin:
         return

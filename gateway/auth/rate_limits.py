@@ -97,11 +97,7 @@ class SharedLedger:
         )
 
     def page(self, name: str) -> Page:
-        """Returns the page of a key.
-
-        Raises:
-            ConfigurationRefused: if its file cannot be made.
-        """
+        """Returns the page of a key."""
         found = self._pages.get(name)
         if found is None:
             try:

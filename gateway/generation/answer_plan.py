@@ -117,14 +117,7 @@ class AnswerReader:
         one_call: bool = False,
         show_thinking: bool = True,
     ) -> None:
-        """Combines two parsers: the second reads the content found by the first.
-
-        Args:
-            thinking: finds thinking, if the model thinks.
-            calls: finds tool calls, if the answer may have some.
-            one_call: drop calls after the first.
-            show_thinking: whether the client wants to see the thinking.
-        """
+        """Combines two parsers: the second reads the content found by the first."""
         self._thinking = thinking
         self._calls = calls
         self._one_call = one_call
@@ -279,12 +272,6 @@ def plan_answer(
     settings: Settings, served: ServedModel, body: ChatCompletionRequest, prompt: Sequence[int]
 ) -> AnswerPlan:
     """Plans the answer to ``body``. The effort grows with the request's tools and schemas.
-
-    Args:
-        settings: name the parsers, or leave the choice to the chat template.
-        served: the model.
-        body: the request.
-        prompt: its token ids; their end shows whether the model is already thinking.
 
     Raises:
         Unsupported: if calls are optional and no parser finds them, or strict and no grammar constrains them.

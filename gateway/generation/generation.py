@@ -108,17 +108,7 @@ class Generation:
         *,
         echoes: Sequence[str] | None = None,
     ) -> "Generation":
-        """Returns the answer to submitted requests.
-
-        Args:
-            subscription: the requests, one per prompt.
-            body: their HTTP request.
-            served: the model.
-            worker: runs long work.
-            timing: measures the answer.
-            plan: how the answer is read.
-            echoes: for each prompt, the text before its answers; ``None``: answers do not repeat the prompt.
-        """
+        """Returns the answer to requests, one per prompt; ``echoes`` are the texts before answers."""
         prompts = [
             Prompt.from_request(pending, echoes[index] if echoes is not None else None)
             for index, pending in enumerate(subscription.requests)

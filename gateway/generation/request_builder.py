@@ -66,11 +66,7 @@ class ChatInput:
         )
 
     def write(self, template: ChatTemplate) -> ChatPrompt:
-        """Returns the prompt written by ``template``.
-
-        Raises:
-            InvalidArgument: if the template refuses the conversation.
-        """
+        """Returns the prompt written by ``template``."""
         variables = {name: value for name, value in self._all_variables() if name in template.variables}
         turns = show_tools_in_words(template, self.turns, self.tools if self.may_call else ())
         text = template.render(
@@ -115,8 +111,7 @@ class ChatEncoder:
             served: the model.
             chat: the conversation.
             special: whether to add BOS and its like; usually not, because chat templates bring their own.
-            size: bytes of the request's body, which bound the effort: a template visits every message,
-                however short.
+            size: bytes of the request's body: a template visits every message, however short.
 
         Raises:
             InvalidArgument: if there is no chat template, or it refuses the messages.
@@ -154,13 +149,7 @@ _INTRODUCTION: Final = (
 def show_tools_in_words(
     template: ChatTemplate, turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns ``turns`` with descriptions of the tools and calls that ``template`` would not show.
-
-    Args:
-        template: the model's.
-        turns: the conversation, in the template's form.
-        tools: the tools to describe.
-    """
+    """Returns ``turns`` with descriptions of the tools and calls that ``template`` would not show."""
     described = [_calls_in_words(turn) if not template.knows_calls else turn for turn in turns]
     if not tools or template.knows_tools:
         return described
@@ -213,13 +202,7 @@ async def encode_prompts(
 ) -> list[list[int]]:
     """Returns the token ids of each prompt; prompts given as ids stay unchanged.
 
-    Args:
-        served: the model.
-        worker: runs long work.
-        prompts: texts or token ids.
-        special: whether texts get the model's special tokens around them.
-        size: bytes of the request's body, which bound the effort.
-        param: the client's name for the prompts.
+    The bytes of the request's body, ``size``, bound the effort. Errors call the prompts ``param``.
 
     Raises:
         InvalidArgument: if an id is beyond the vocabulary.
@@ -241,14 +224,7 @@ async def encode_prompts(
 
 
 def check_length(served: ServedModel, prompt: Sequence[int], limit: int | None, *, param: str) -> None:
-    """Refuses a prompt that cannot run.
-
-    The scheduler would refuse it, too, but does not know the client's names of parameters.
-
-    Raises:
-        InvalidArgument: if the prompt is empty.
-        ContextExceeded: if prompt and output do not fit the context.
-    """
+    """Refuses a prompt that cannot run, in the client's names of parameters, unknown to the scheduler."""
     context, count = served.model.max_model_len, len(prompt)
     if count == 0:
         raise InvalidArgument(f"'{param}' is empty: it must give at least one token", param=param)
@@ -272,11 +248,7 @@ def check_length(served: ServedModel, prompt: Sequence[int], limit: int | None, 
 
 
 def truncated(served: ServedModel, body: SamplingRequest, prompt: list[int]) -> list[int]:
-    """Returns the tokens of ``prompt`` kept by truncate_prompt_tokens.
-
-    Raises:
-        InvalidArgument: if it keeps more than fit into the context.
-    """
+    """Returns the tokens of ``prompt`` kept by truncate_prompt_tokens."""
     keep = body.truncate_prompt_tokens
     if keep is None:
         return prompt
@@ -299,9 +271,6 @@ def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
 
     A word gets a sequence for the start of a text, and a second for the position after a space if that
     begins with another token and is as long, as in vLLM.
-
-    Raises:
-        InvalidArgument: if a word is no token at all.
     """
     found: list[list[int]] = []
     for word in words:
@@ -318,11 +287,7 @@ def bad_word_tokens(text: TextCodec, words: Sequence[str]) -> list[list[int]]:
 
 
 def check_logprobs(body: SamplingRequest, most: int) -> None:
-    """Refuses a request for more log-probabilities than the deployment allows.
-
-    Raises:
-        InvalidArgument: if it asks for more than ``most`` with each token.
-    """
+    """Refuses a request for more log-probabilities than the deployment allows."""
     own = "top_logprobs" if hasattr(body, "top_logprobs") else "logprobs"
     for param, count in ((own, body.num_logprobs), ("prompt_logprobs", body.num_prompt_logprobs)):
         if count is not None and count > most:
@@ -356,14 +321,7 @@ def sampling_of(
     """Returns the body's sampling parameters; the model's recommended values replace unset ones.
 
     A value that switches a filter off stays unset, so a worker without the filter does not refuse it.
-
-    Args:
-        body: the HTTP request.
-        model: the model.
-        constraint: the grammar of the whole output, thinking and calls included.
-
-    Raises:
-        InvalidArgument: if a token id is beyond the vocabulary.
+    ``constraint`` is the grammar of the whole output, thinking and calls included.
     """
     params = pb.SamplingParams()
     params.CopyFrom(model.default_sampling)
@@ -420,19 +378,10 @@ def generate_requests(
     bad_words: Sequence[Sequence[int]] = (),
     constraint: pb.StructuredOutput | None = None,
 ) -> list[inference.GenerateRequest]:
-    """Returns a wire request per prompt.
-
-    Args:
-        served: the model.
-        body: the HTTP request; each prompt is continued ``n`` times.
-        prompts: token ids, one list per prompt.
-        request_id: unique in this process; several prompts append their index to it.
-        account: how the scheduler treats the requests.
-        bad_words: see :func:`bad_word_tokens`.
-        constraint: see :func:`sampling_of`.
+    """Returns a wire request per prompt; several append their index to ``request_id``.
 
     Raises:
-        InvalidArgument: see :func:`check_length` and :func:`sampling_of`.
+        InvalidArgument: if a prompt cannot run, or a token id is beyond the vocabulary.
     """
     for prompt in prompts:
         check_length(served, prompt, body.output_limit, param=body.prompt_param)

@@ -72,10 +72,6 @@ def context_of(request: Request) -> Context:
 async def served_model(request: Request, name: str | None) -> ServedModel:
     """Returns the served model; waits until a model is ready.
 
-    Args:
-        request: the HTTP request, its body read.
-        name: the request's name of the model, if any.
-
     Raises:
         Unavailable: if too many requests wait, or none was ready in time.
         UnknownModel: if another model is served.
@@ -108,12 +104,7 @@ async def generating_model(request: Request, name: str | None) -> ServedModel:
 
 
 async def find_lora(request: Request, name: str) -> LoraInfo:
-    """Returns the LoRA adapter with that name.
-
-    Raises:
-        UnknownModel: if there is none.
-        TriptychError: if the scheduler cannot be asked.
-    """
+    """Returns the LoRA adapter with that name."""
     context = context_of(request)
     served = context.watcher.served()
     for lora in await context.client.list_loras():
@@ -123,12 +114,7 @@ async def find_lora(request: Request, name: str) -> LoraInfo:
 
 
 async def known_model(request: Request, name: str | None) -> ServedModel:
-    """Returns the served model; ``name`` may be a LoRA adapter's, which shares its tokenizer.
-
-    Raises:
-        UnknownModel: if there is no such model or adapter.
-        TriptychError: if no model is known yet, or the scheduler cannot be asked.
-    """
+    """Returns the served model; ``name`` may be a LoRA adapter's, which shares its tokenizer."""
     served = context_of(request).watcher.served()
     if name is not None and not served.has_name(name):
         await find_lora(request, name)
@@ -169,12 +155,7 @@ async def kept_alive(
 ) -> Response:
     """Returns the response of ``answer``; before a model is known, a stream kept open by comments.
 
-    Args:
-        request: the HTTP request.
-        answer: answers it.
-        write_error: writes the last events of a stream that failed before its answer began.
-        streams: whether the answer is a stream.
-        headers: the headers of such a stream, which do not depend on the model.
+    ``headers`` are those of such a stream; ``write_error`` writes its last events if its answer never begins.
     """
     context = context_of(request)
     every_s = context.settings.sse_keep_alive_interval
@@ -192,18 +173,9 @@ async def respond_to_chat(
     headers: Mapping[str, str] | None = None,
     prompt: list[int] | None = None,
 ) -> Response:
-    """Answers a conversation in the form of a protocol.
+    """Answers a conversation, in the form that ``new_writer`` gives the planned answer.
 
-    Args:
-        request: the HTTP request.
-        body: the conversation; protocols other than chat completions convert theirs.
-        new_writer: makes the writer of the planned answer.
-        id_prefix: begins the answer's id.
-        headers: further headers of the response.
-        prompt: the result of an earlier :func:`chat_prompt`, if any.
-
-    Raises:
-        TriptychError: if the request is refused or fails before the first byte of the answer.
+    ``prompt`` is the result of an earlier :func:`chat_prompt`, if any.
     """
     context = context_of(request)
     served = await generating_model(request, body.model)
@@ -237,22 +209,9 @@ async def respond(
     headers: Mapping[str, str] | None = None,
     echoes: Sequence[str] | None = None,
 ) -> Response:
-    """Runs ``prompts`` and answers as ``body`` asks for.
-
-    Args:
-        request: the HTTP request.
-        body: the parsed request body.
-        served: the model.
-        prompts: token ids, one list per prompt.
-        plan: constrains and reads the answer.
-        new_writer: makes the writer of the answer.
-        id_prefix: begins the answer's id.
-        headers: further headers of the response.
-        echoes: for each prompt, the text before its answers; ``None``: answers do not repeat the prompt.
+    """Runs ``prompts`` and answers as ``body`` asks for; ``echoes`` are the texts before the answers.
 
     Raises:
-        Unavailable: if no scheduler is connected.
-        InvalidArgument: if the X-Tenant header is invalid.
         TriptychError: if the request is refused or fails before the first byte of the answer.
     """
     context = context_of(request)

@@ -287,13 +287,8 @@ class SequenceText:
     ) -> "SequenceText":
         """Returns a sequence without tokens.
 
-        Args:
-            index: its number in the answer.
-            body: the HTTP request.
-            served: the model.
-            prompt: its prompt.
-            markers: special tokens shown even if special tokens are skipped; ``None``: all of them.
-            first: whether it is the prompt's first sequence, which counts the prompt's tokens.
+        The ``first`` of a prompt counts the prompt's tokens. ``markers`` are shown even if special tokens are
+        skipped; ``None``: all of them.
         """
         stops = (
             StopStrings(body.stop, include_in_output=body.include_stop_str_in_output) if body.stop else None

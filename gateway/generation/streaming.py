@@ -58,14 +58,7 @@ class EarlyStream(Response):
         write_error: Callable[[TriptychError], bytes],
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """Prepares the stream.
-
-        Args:
-            answer: returns the response to the request, a stream.
-            every_s: seconds between two comments.
-            write_error: writes the last events of a failed stream.
-            headers: further headers, known before the answer.
-        """
+        """Prepares the stream, with a comment every ``every_s`` seconds."""
         super().__init__(status_code=200)
         self._answer = answer
         self._every_s = every_s
@@ -118,12 +111,7 @@ class IdleWatch:
     __slots__ = ("_after_s", "_loop", "_on_idle", "_timer", "_wrote_s")
 
     def __init__(self, after_s: float, on_idle: Callable[[], None]) -> None:
-        """Starts to watch.
-
-        Args:
-            after_s: seconds.
-            on_idle: what to call.
-        """
+        """Starts to watch."""
         self._after_s = after_s
         self._on_idle = on_idle
         self._loop = asyncio.get_running_loop()
@@ -285,11 +273,7 @@ async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIte
 
 
 async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of ``work``; cancels it if the client disconnects meanwhile.
-
-    Raises:
-        ClientGone: if the client disconnected.
-    """
+    """Returns the result of ``work``; cancels it if the client disconnects meanwhile."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -343,15 +327,7 @@ class Answer(Response):
         *,
         keep_alive_s: float = 0,
     ) -> None:
-        """Prepares the answer.
-
-        Args:
-            generation: the running answer.
-            writer: writes its body.
-            unread: bounds the bytes not yet read by clients.
-            headers: further headers.
-            keep_alive_s: seconds without an event after which a stream gets a comment; 0: never.
-        """
+        """Prepares the answer; a stream gets a comment after ``keep_alive_s`` idle seconds (0: never)."""
         super().__init__(status_code=200)
         self._generation = generation
         self._writer = writer

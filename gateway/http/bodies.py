@@ -26,14 +26,7 @@ class BoundedBody:
     """Receives a request's body, decoded and bounded in size and time."""
 
     def __init__(self, receive: Receive, headers: Headers, max_bytes: int, timeout_s: float) -> None:
-        """Wraps ``receive``.
-
-        Args:
-            receive: ASGI's channel.
-            headers: those of the request.
-            max_bytes: bound on the body, both as sent and decoded.
-            timeout_s: seconds from now until the body must be complete.
-        """
+        """Bounds the bytes of a body, both as sent and decoded, and the seconds until it is complete."""
         self._receive = receive
         self._headers = headers
         self._max_bytes = max_bytes
@@ -44,15 +37,7 @@ class BoundedBody:
         self._complete = False
 
     async def __call__(self) -> Message:
-        """Returns the next message. The first call checks the headers, after the check of keys.
-
-        Raises:
-            PayloadTooLarge: if the body is too long.
-            RequestTooSlow: if it takes too long.
-            UnsupportedEncoding: for an unknown content encoding.
-            InvalidArgument: if the body does not match its content encoding.
-            ClientGone: if the client closed the connection.
-        """
+        """Returns the next message. The first call checks the headers, after the check of keys."""
         if self._complete:
             return await self._receive()
         if self._decoders is None:

@@ -189,11 +189,6 @@ def error_response(
 
     Retry-After says when a retry makes sense. X-Should-Retry tells OpenAI's clients when it makes none: they
     would otherwise retry every 5xx and 408.
-
-    Args:
-        error: the error.
-        headers: further headers.
-        path: the request's path, which decides the form of the answer.
     """
     headers = dict(headers or {})
     if error.retryable:

@@ -17,11 +17,7 @@ _ADVICE: Final = "check that they are PEM files, belong together and may be read
 
 
 def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
-    """Returns a listening socket; with ``reuse_port``, others may listen on the same port.
-
-    Raises:
-        ConfigurationRefused: if the address is not available; one line with the reason.
-    """
+    """Returns a listening socket; with ``reuse_port``, others may listen on the same port."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
@@ -42,9 +38,6 @@ def unix_listener(path: Path) -> Iterator[socket.socket]:
     """Yields a listening socket at ``path``; removes the file at the end.
 
     The file of a dead process is replaced.
-
-    Raises:
-        ConfigurationRefused: if the path is in use or cannot be written; one line with the reason.
     """
     if _answers(path):
         raise ConfigurationRefused(f"--uds {path}: another process listens there; choose another path")
@@ -80,10 +73,6 @@ class ServerTls:
     def __init__(self, settings: SecuritySettings, certfile: Path) -> None:
         """Reads the files.
 
-        Args:
-            settings: the gateway's.
-            certfile: the server's certificate and its chain.
-
         Raises:
             ConfigurationRefused: if a file cannot be read, or two do not belong together.
         """
@@ -98,11 +87,7 @@ class ServerTls:
 
     @classmethod
     def from_settings(cls, settings: SecuritySettings) -> Self | None:
-        """Returns the TLS of a gateway; ``None`` if it speaks plain HTTP.
-
-        Raises:
-            ConfigurationRefused: as the constructor.
-        """
+        """Returns the TLS of a gateway; ``None`` if it speaks plain HTTP."""
         return None if settings.ssl_certfile is None else cls(settings, settings.ssl_certfile)
 
     def _choose(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:

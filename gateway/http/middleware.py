@@ -63,15 +63,7 @@ class HttpTraces:
         error: str | None,
         noted: Mapping[str, Any],
     ) -> None:
-        """Writes the span of a sampled request.
-
-        Args:
-            scope: the request.
-            route: its route's pattern.
-            status: the HTTP status; 0 if the client left first.
-            error: the code of its error.
-            noted: its fields in the access log.
-        """
+        """Writes the span of a sampled request."""
         begun = scope.pop(_SPAN, None)
         if begun is None:
             return
@@ -170,11 +162,7 @@ def outcome_of(scope: MutableMapping[str, Any]) -> Outcome:
 
 
 def security_headers(given: RawHeaders) -> RawHeaders:
-    """Returns the headers to add to an answer. A page's own policy stays.
-
-    Args:
-        given: the answer's headers, names in lower case.
-    """
+    """Returns the headers to add to an answer with the headers ``given``. A page's own policy stays."""
     found = dict(given)
     if not found.get(b"content-type", b"").startswith(b"text/html"):
         return _ALWAYS

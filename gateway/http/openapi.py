@@ -55,10 +55,7 @@ def documented(
 ) -> dict[int | str, dict[str, Any]]:
     """Returns ``responses`` for a route whose endpoint returns a :class:`Response`.
 
-    Args:
-        answer: the type of the JSON of a 200; ``None``: the route answers with something else.
-        description: of the 200.
-        content: further media types of the 200.
+    ``answer`` is the type of the JSON of a 200, ``content`` its further media types.
     """
     success: dict[str, Any] = {"description": description}
     if answer is not None:
@@ -97,11 +94,7 @@ M = TypeVar("M", bound=RequestModel)
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """Parses the request's body as ``model``; a debug line names the fields without effect.
-
-    Raises:
-        InvalidArgument: as :func:`gateway.schemas.base.parse`.
-    """
+    """Parses the request's body as ``model``; a debug line names the fields without effect."""
     ignored = IgnoredFields()
     body = parse(model, await request.body(), ignored)
     if ignored.names:

@@ -88,11 +88,7 @@ class DecliningParser:
         return bool(self._parser.should_upgrade()) and self._parser.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:
-        """Parses ``data``.
-
-        Raises:
-            HttpParserError: if it is not HTTP, or asks for a tunnel.
-        """
+        """Parses ``data``."""
         while True:
             try:
                 self._parser.feed_data(data)

@@ -64,11 +64,7 @@ class ConvertedRequest(ChatCompletionRequest):
 
 
 def to_chat(body: PromptRequest, template: ChatTemplate | None) -> ConvertedRequest:
-    """Returns the chat request for ``body`` and the model's chat template.
-
-    Raises:
-        InvalidArgument: if the last turn cannot be continued.
-    """
+    """Returns the chat request for ``body`` and the model's chat template."""
     messages = _messages(body, merge_system=template is not None and template.wants_system_first)
     fields: dict[str, Any] = {
         "model": body.model,

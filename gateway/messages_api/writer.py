@@ -89,15 +89,7 @@ def _input_of(arguments: str) -> dict[str, Any] | None:
 def message_body(
     head: AnswerHead, end: Delta, events: Sequence[Event], usage: Usage, *, omit_thinking: bool
 ) -> MessageAnswer:
-    """Returns the message of a whole answer.
-
-    Args:
-        head: its id and model.
-        end: the answer's only delta.
-        events: thinking, text and calls in the answer.
-        usage: token counts.
-        omit_thinking: leave the text of thinking blocks empty.
-    """
+    """Returns the message of a whole answer."""
     content, calls, complete = list[AnswerBlock](), dict[int, tuple[AnswerBlock, list[str]]](), True
     for event in settled(events):
         match event:

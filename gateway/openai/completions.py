@@ -142,11 +142,7 @@ async def _respond(request: Request, body: CompletionRequest) -> Response:
 
 
 def _check_counts(body: CompletionRequest, max_prompts: int) -> None:
-    """Refuses too many prompts or choices.
-
-    Raises:
-        InvalidArgument: naming the limit.
-    """
+    """Refuses too many prompts or choices."""
     if len(body.prompt) > max_prompts:
         raise InvalidArgument(
             f"'prompt' has {len(body.prompt)} prompts; send at most {max_prompts} at once", param="prompt"

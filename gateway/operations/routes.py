@@ -39,11 +39,7 @@ _FILES: Final = frozenset({"vocab_file", "merges_file", "tokenizer_file", "name_
 
 
 def require_admin(request: Request) -> None:
-    """Lets requests with admin rights pass, with ``--dev-mode`` all requests.
-
-    Raises:
-        TriptychError: as :func:`gateway.auth.middleware.check_admin`.
-    """
+    """Lets requests with admin rights pass, with ``--dev-mode`` all requests."""
     context = context_of(request)
     if not context.settings.dev_mode:
         check_admin(request, context.keys)

@@ -75,12 +75,6 @@ def encode_pair(tokenizer: Tokenizer, first: str | Sequence[int], second: str, c
     """Returns the tokens of a pair, joined as the tokenizer joins pairs.
 
     A pair that is too long loses tokens of its longer text, as with transformers' ``truncation=True``.
-
-    Args:
-        tokenizer: the model's.
-        first: the first text, or its tokens.
-        second: the second text.
-        cuts: how many tokens to keep.
     """
     one = _kept(text_ids(tokenizer, first) if isinstance(first, str) else list(first), cuts.first, cuts)
     two = _kept(text_ids(tokenizer, second), cuts.second, cuts)
@@ -158,11 +152,7 @@ class PoolCall:
         return context_of(self.request)
 
     def check_count(self, count: int, param: str) -> None:
-        """Refuses too many inputs.
-
-        Raises:
-            InvalidArgument: with the limit.
-        """
+        """Refuses too many inputs."""
         most = self.context.settings.max_inputs
         if (
             isinstance(self.body, EncodedBody)
@@ -178,11 +168,7 @@ class PoolCall:
             raise InvalidArgument(f"'{param}' has {count} texts; send at most {most} at once", param=param)
 
     def cuts(self, *, first: int | None = None, second: int | None = None) -> Cuts:
-        """Returns the truncation of the request's inputs.
-
-        Raises:
-            InvalidArgument: if it keeps more tokens than the model is served for, or none.
-        """
+        """Returns the truncation of the request's inputs."""
         keep, longest = self.body.truncate_prompt_tokens, self.served.longest_input
         if keep == 0 or (keep is not None and keep > longest):
             raise InvalidArgument(
@@ -194,11 +180,7 @@ class PoolCall:
         return Cuts(total, first or None, second or None, self.body.truncation_side)
 
     async def encode(self, size: int, work: Callable[[], list[PoolInput]]) -> list[PoolInput]:
-        """Runs the tokenizer on texts of `size` characters in all, repetitions included.
-
-        Raises:
-            InvalidArgument: if the texts are far longer than a body.
-        """
+        """Runs the tokenizer on texts of `size` characters in all, repetitions included."""
         if size > _MOST_CHARACTERS:
             raise InvalidArgument(
                 f"the request has {size} characters once its query or prompt stands before each text;"
@@ -215,20 +197,7 @@ class PoolCall:
         use_activation: bool | None = None,
         dimensions: int | None = None,
     ) -> list[inference.PoolResponse]:
-        """Returns the results of inputs, in their order.
-
-        Args:
-            inputs: token ids.
-            task: the use of the results.
-            param: the client's name for the inputs.
-            use_activation: see `PoolRequest`.
-            dimensions: see `PoolRequest`.
-
-        Raises:
-            InvalidArgument: if an input is empty, or the results would have too many values.
-            ContextExceeded: if an input is longer than the model's shapes.
-            TriptychError: the scheduler's error.
-        """
+        """Returns the results of inputs, in their order; errors call the inputs ``param``."""
         self._check_lengths(inputs, param)
         self._check_values(inputs, pb.PoolingParams(task=task, dimensions=dimensions or 0), param)
         scope, started = self.request.scope, self.request.scope["triptych.arrived"]
@@ -292,14 +261,7 @@ class PoolCall:
         responses: Sequence[inference.PoolResponse],
         write: Callable[[list[Any]], Response],
     ) -> Response:
-        """Returns results in the form of the request's choice.
-
-        Args:
-            body: the request.
-            inputs: the model's input.
-            responses: its results.
-            write: writes the answer around the results as JSON.
-        """
+        """Returns results in the form of the request's choice."""
         results = await self.encoded(responses, body)
         if body.encoding_format in ("float", "base64"):
             return write(results)
@@ -343,12 +305,7 @@ class PoolCall:
 
 
 async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> list[PoolInput]:
-    """Returns the tokens of each input, or of a conversation; ``prompt`` is put in front of texts.
-
-    Raises:
-        InvalidArgument: if there are too many inputs, an id is beyond the vocabulary, or the chat template
-            refuses the conversation.
-    """
+    """Returns the tokens of each input, or of a conversation; ``prompt`` is put in front of texts."""
     cuts, served = call.cuts(), call.served
     if body.messages is not None:
         if served.text.chat_template is None:

@@ -148,20 +148,9 @@ async def compare(
     task: "pb.PoolTask.ValueType",
     param: str,
 ) -> tuple[list[float], list[PoolInput]]:
-    """Returns a score for each document, and the inputs.
+    """Returns a score for each document, and the inputs; one query, or a query for each document.
 
-    Args:
-        call: the request.
-        body: its body.
-        queries: a common query for all documents, or a query for each.
-        documents: the texts to compare.
-        cuts: how many tokens to keep of each text.
-        task: ``embed`` for the cosines of embeddings, ``token_embed`` for MaxSim of the vectors of tokens.
-        param: the client's name for the documents.
-
-    Raises:
-        Unsupported: if an option belongs to models that read pairs.
-        TriptychError: as :meth:`PoolCall.pool`.
+    The task ``embed`` compares by the cosine of embeddings, ``token_embed`` by MaxSim of tokens' vectors.
     """
     _check_options(body, task)
     inputs = await _encode(call, queries, documents, cuts)

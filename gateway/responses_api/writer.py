@@ -421,13 +421,7 @@ class ResponseStreamWriter(ResponseWriter):
     """Writes typed, numbered events, without a terminator."""
 
     def __init__(self, response: ResponseObject, reader: DeltaReader | None, reporter: Reporter) -> None:
-        """Creates a writer.
-
-        Args:
-            response: writes the response object.
-            reader: finds the events in the text; ``None``: all of it is the message.
-            reporter: writes log-probabilities, if they were asked for.
-        """
+        """Creates a writer; without a ``reader``, all of the text is the message."""
         self._response = response
         self._reader = reader
         self._reporter = reporter

@@ -151,13 +151,9 @@ class InferenceClient:
     async def pool(
         self, requests: Sequence[inference.PoolRequest], *, vector_size: int
     ) -> list[inference.PoolResponse]:
-        """Returns the results of a pooling model, in the order of ``requests``.
+        """Returns a pooling model's results, in the order of ``requests``, whose ids are unique here.
 
         A lost scheduler costs a pause. All inputs together take a single place in the startup queue.
-
-        Args:
-            requests: complete, with ids unique in this process.
-            vector_size: values of each of the model's vectors.
 
         Raises:
             Unavailable: if no scheduler is connected and the startup queue is full.
@@ -194,22 +190,11 @@ class InferenceClient:
         return (await _typed(call)).loras
 
     async def load_lora(self, request: inference.LoadLoraRequest) -> inference.LoraInfo:
-        """Loads a LoRA adapter; takes as long as the workers read it.
-
-        Raises:
-            InvalidArgument: if a worker refuses it.
-            NotFound: if the workers do not find it.
-            TriptychError: as :meth:`get_model`.
-        """
+        """Loads a LoRA adapter; takes as long as the workers read it."""
         return await _typed(self._stub.LoadLora(request, timeout=_LOAD_TIMEOUT_S))
 
     async def unload_lora(self, name: str) -> None:
-        """Frees the name of a LoRA adapter.
-
-        Raises:
-            NotFound: if there is no such adapter.
-            TriptychError: as :meth:`get_model`.
-        """
+        """Frees the name of a LoRA adapter."""
         request = inference.UnloadLoraRequest(name=name)
         await _typed(self._stub.UnloadLora(request, timeout=self._call_timeout_s))
 

@@ -36,12 +36,7 @@ class StartupQueue:
     """How long a request may wait."""
 
     def __init__(self, max_requests: int = 1024, timeout_s: float = 60.0) -> None:
-        """Starts without requests.
-
-        Args:
-            max_requests: the number of places.
-            timeout_s: how long a request may wait, seconds; 0: no request waits.
-        """
+        """Starts without requests."""
         self.timeout_s = timeout_s
         self._max_requests = max_requests
         self._parked: set[object] = set()
@@ -83,11 +78,7 @@ class StartupQueue:
         )
 
     async def wait_for(self, work: Coroutine[Any, Any, T], reason: str) -> T:
-        """Returns the result of ``work``, which waits for a scheduler, and holds a place meanwhile.
-
-        Raises:
-            Unavailable: if there is no place, or the time is up.
-        """
+        """Returns the result of ``work``, which waits for a scheduler, and holds a place meanwhile."""
         place = object()
         if not self.enter(place):
             work.close()
@@ -355,13 +346,7 @@ class Subscription:
         requests: Sequence[inference.GenerateRequest],
         abort: Callable[[PendingRequest, int | None], None],
     ) -> None:
-        """Creates a subscription without a receiver.
-
-        Args:
-            requests: the requests to send.
-            abort: drops a request, or a single sequence of it, here and at the scheduler; no effect after
-                its end.
-        """
+        """Creates a subscription; ``abort`` drops a request, or a single sequence of it."""
         self.requests = []
         self._sequences: list[tuple[PendingRequest, int]] = []
         for request in requests:
@@ -383,14 +368,9 @@ class Subscription:
             receiver.end(self._error)
 
     def push(self, index: int, event: SequenceEvent | int, *, hold: bool = False) -> None:
-        """Pushes an event of sequence ``index``, or a plain token.
+        """Pushes an event of sequence ``index``, or a plain token; with ``hold``, at the next :meth:`flush`.
 
         Events wait for all log-probabilities of their prompt, with which an answer begins.
-
-        Args:
-            index: the sequence's number.
-            event: the event, or a token's id.
-            hold: keep the event for the next :meth:`flush`, which must follow soon.
         """
         if not isinstance(event, int) and event.finish_reason:
             self._unfinished.discard(index)
@@ -492,13 +472,7 @@ class InFlightRequests:
     """The unfinished requests of this process."""
 
     def __init__(self, outbox: Outbox, startup_queue: StartupQueue, resume_timeout_s: float) -> None:
-        """Creates an empty table.
-
-        Args:
-            outbox: takes messages for the scheduler.
-            startup_queue: the places of new requests that wait for a scheduler with a ready worker.
-            resume_timeout_s: how long an interrupted request waits for a scheduler before it fails.
-        """
+        """Creates an empty table."""
         self._outbox = outbox
         self._startup_queue = startup_queue
         self._resume_timeout_s = resume_timeout_s
@@ -553,15 +527,8 @@ class InFlightRequests:
     def deliver(self, response: inference.ConnectResponse, *, more_waits: bool = False) -> None:
         """Hands a step's events to their requests.
 
-        The hot path: runs once per step, a few operations per token.
-
-        Args:
-            response: the events.
-            more_waits: whether the next message waits already. For a moment, tokens are then collected, so
-                that each client gets several in a part, at little more cost than a single token.
-
-        Raises:
-            ValueError: if the columns differ in length.
+        The hot path: runs once per step, a few operations per token. If more waits already, tokens are
+        collected for a moment: each client then gets several in a part, at little more cost than one.
         """
         if more_waits and self._release is None:
             self._release = asyncio.get_running_loop().call_later(_HOLD_S, self._release_tokens)

@@ -56,9 +56,6 @@ async def pool_all(
         is_new: whether the requests wait as new requests, because no scheduler is connected.
         last_connected_s: returns when a scheduler was connected last, on `clock`.
         clock: monotonic seconds.
-
-    Raises:
-        TriptychError: the first failure; the other requests are cancelled.
     """
     place = object()
     if is_new:

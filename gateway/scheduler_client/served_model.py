@@ -57,12 +57,9 @@ class ServedModel:
         return name == self.model.served_name or name in self.model.aliases
 
     def adapter_of(self, name: str | None) -> str:
-        """Returns the name of a request's LoRA adapter; empty for the model itself.
+        """Returns the name of a request's LoRA adapter; empty for the model itself, also without a name.
 
         Only the scheduler knows the loaded adapters.
-
-        Args:
-            name: the request's model; ``None``: any.
 
         Raises:
             UnknownModel: if that cannot be an adapter's name.
@@ -74,11 +71,7 @@ class ServedModel:
         return name
 
     def check_generates(self) -> None:
-        """Checks that the model generates text.
-
-        Raises:
-            Unsupported: for a pooling model.
-        """
+        """Refuses a pooling model."""
         if self.model.pool_tasks:
             raise Unsupported(
                 f"'{self.model.served_name}' serves {_names(self.model.pool_tasks)} and does not generate text;"
@@ -87,11 +80,7 @@ class ServedModel:
             )
 
     def check_serves(self, *tasks: "pb.PoolTask.ValueType") -> "pb.PoolTask.ValueType":
-        """Returns the first of these tasks served by the model.
-
-        Raises:
-            Unsupported: if it serves none of them; names those served.
-        """
+        """Returns the first of these tasks served by the model."""
         served = self.model.pool_tasks
         if not served:
             raise Unsupported(
@@ -159,15 +148,7 @@ class ServedModelWatcher:
         template: str | None = None,
         on_unusable: Callable[[TriptychError], None] = lambda _: None,
     ) -> None:
-        """Prepares the watcher; :meth:`start` starts it.
-
-        Args:
-            client: the client of the scheduler.
-            poll_s: how often to look, seconds.
-            prepare: further preparation of a tokenizer before it is used; may take seconds.
-            template: the chat template to use instead of the model's own.
-            on_unusable: called if the first model's text files cannot be used, so that no retry helps.
-        """
+        """Prepares the watcher; :meth:`start` starts it."""
         self._template = template
         self._on_unusable = on_unusable
         self._client = client

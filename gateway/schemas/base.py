@@ -63,12 +63,7 @@ def clip(name: str) -> str:
 
 
 def omitted(kind: str, name: Any = None) -> str:
-    """Returns the line that stands for a part of a conversation that no model here can read.
-
-    Args:
-        kind: the part's type, for example ``input_image``.
-        name: its name, if it has one.
-    """
+    """Returns the line that stands for a part of a conversation that no model here can read."""
     words = clip(kind).removeprefix("input_").replace("_", " ")
     return f"[{words} {quote(name)} omitted]" if isinstance(name, str) and name else f"[{words} omitted]"
 
@@ -192,12 +187,7 @@ def path_of(location: tuple[int | str, ...]) -> str:
 
 
 def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> M:
-    """Parses a JSON body.
-
-    Args:
-        model: the body's.
-        body: JSON text.
-        ignored: collects fields without effect.
+    """Parses a JSON body; ``ignored`` collects fields without effect.
 
     Raises:
         InvalidArgument: names the first invalid parameter and the remedy.

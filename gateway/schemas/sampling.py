@@ -274,11 +274,7 @@ class SamplingRequest(RequestModel):
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def constraint(self) -> pb.StructuredOutput | None:
-        """Returns the answer's constraint for the scheduler; ``None`` for any text.
-
-        Raises:
-            InvalidArgument: if the constraint cannot be sent.
-        """
+        """Returns the answer's constraint for the scheduler; ``None`` for any text."""
         asked = self.structured_outputs or self.response_format
         return None if asked is None else asked.to_proto()
 
@@ -334,11 +330,7 @@ def is_token_ids(value: Any) -> bool:
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
-    """Returns a list of prompts, each text or token ids, from any shape of OpenAI's API.
-
-    Raises:
-        ValueError: names the shapes.
-    """
+    """Returns a list of prompts, each text or token ids, from any shape of OpenAI's API."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list):

@@ -138,11 +138,7 @@ class ResponseFormat(RequestModel):
         return self
 
     def to_proto(self) -> pb.StructuredOutput | None:
-        """Returns the constraint for the wire; ``None`` if the answer may be any text.
-
-        Raises:
-            InvalidArgument: if the constraint is too deep or too large to send.
-        """
+        """Returns the constraint for the wire; ``None`` if the answer may be any text."""
         match self.type:
             case "text":
                 return None
@@ -199,11 +195,7 @@ class StructuredOutputs(RequestModel):
         return self
 
     def to_proto(self) -> pb.StructuredOutput:
-        """Returns the constraint for the wire.
-
-        Raises:
-            InvalidArgument: if a schema is too deep or too large to send.
-        """
+        """Returns the constraint for the wire."""
         if self.json_ is not None:
             text = (
                 self.json_ if isinstance(self.json_, str) else _json(closed(self.json_), "structured_outputs")

@@ -23,12 +23,7 @@ INPUT_SCHEMA: Final[dict[str, Any]] = {
 
 
 def describe(description: str | None, form: dict[str, Any] | None) -> str | None:
-    """Returns a custom tool's description, with the grammar of its input, if any.
-
-    Args:
-        description: as the client wrote it.
-        form: the tool's ``format``; either protocol's.
-    """
+    """Returns a custom tool's description, with the grammar of its input, if any."""
     grammar = (form or {}).get("grammar", form or {})
     definition = grammar.get("definition") if isinstance(grammar, dict) else None
     if not isinstance(definition, str):

@@ -51,11 +51,7 @@ class ContentForm:
         self._shows = functools.lru_cache(_MAX_KEPT)(self._probe)
 
     def fit(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns ``turn`` with its content in a form that the template shows.
-
-        Raises:
-            InvalidArgument: if the template would drop the turn because it does not know the role.
-        """
+        """Returns ``turn`` with its content in a form that the template shows."""
         role, content = turn["role"], turn["content"]
         if isinstance(content, str):
             if not content or self._shows(role, parts=False):
@@ -132,11 +128,7 @@ class ChatTemplate:
     """The Jinja text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """Compiles ``source``.
-
-        Args:
-            source: Jinja text.
-            special_tokens: ``bos_token``, ``eos_token`` and so on, for the template's use.
+        """Compiles a Jinja text for use with ``bos_token``, ``eos_token`` and so on.
 
         Raises:
             jinja2.TemplateSyntaxError: if ``source`` is not a template.
@@ -245,11 +237,7 @@ _JINJA = ("{", "}", "\n")
 
 
 def read_template(setting: str | None) -> str | None:
-    """Returns the template of ``--chat-template``, a file or the text itself.
-
-    Raises:
-        ConfigurationRefused: if there is no such file, or the text is no template.
-    """
+    """Returns the template of ``--chat-template``, a file or the text itself."""
     if setting is None:
         return None
     source = setting

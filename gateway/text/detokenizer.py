@@ -241,12 +241,7 @@ class StopStrings:
     """The stop string that was found. Feed no more text afterwards."""
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool) -> None:
-        """Watches for ``stops``.
-
-        Args:
-            stops: at least one string, none of them empty.
-            include_in_output: whether the matched string itself is emitted.
-        """
+        """Watches for ``stops``, at least one string, none of them empty."""
         # Longest first: of matches that end together, the loop then keeps the longest.
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._longest = len(self._stops[0])

@@ -58,11 +58,7 @@ class TextPrompts:
         return cls(prompts, prompts.get(str(config.get("default_prompt_name")), ""))
 
     def choose(self, name: str | None, text: str | None) -> str:
-        """Returns the prompt of a request, by name or its own.
-
-        Raises:
-            InvalidArgument: if the model has no prompt of that name; lists its prompts.
-        """
+        """Returns the prompt of a request, by name or its own."""
         if name is None:
             return self.default if text is None else text
         if name not in self.by_name:
@@ -138,11 +134,7 @@ class TextCodec:
 
     @classmethod
     def load(cls, folder: Path, template: str | None = None) -> "TextCodec":
-        """Reads a model's tokenizer and chat template from ``folder``. Takes 0.1 s or more.
-
-        Args:
-            folder: has the model's files.
-            template: replaces the model's chat template, also for conversations with tools.
+        """Reads a model's tokenizer and chat template, unless given, from ``folder``. Takes 0.1 s or more.
 
         Raises:
             Internal: if a file is missing or cannot be read; the message names it.
@@ -185,11 +177,9 @@ class TextCodec:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of ``text``. Recognizes special tokens in it, as transformers does.
 
-        Args:
-            text: the text.
-            add_special_tokens: also add the tokens that the model expects around a text (BOS), as
-                tokenizer.json says. Like transformers 5, this ignores ``add_bos_token`` in the configuration.
-                Chat templates bring their own.
+        ``add_special_tokens`` adds those that the model expects around a text (BOS), as tokenizer.json says.
+        Like transformers 5, this ignores ``add_bos_token`` in the configuration. Chat templates bring their
+        own.
         """
         return token_ids(self.tokenizer, text, add_special_tokens=add_special_tokens)
 
@@ -211,11 +201,7 @@ class TextWorker:
     """
 
     def __init__(self, max_waiting: int = 256) -> None:
-        """Starts its threads when they are needed.
-
-        Args:
-            max_waiting: slow work of requests that may wait for a thread.
-        """
+        """Starts its threads when they are needed; ``max_waiting`` slow requests may wait for one."""
         self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="text")
         self._max_waiting = max_waiting
         self._unfinished = 0

@@ -148,13 +148,7 @@ def structural(form: Tag) -> pb.StructuredOutput:
 
 
 def behind_thinking(at: Thinking, content: Tag, marks: Marks = THINK) -> Tag:
-    """Returns ``content`` after the thinking that a grammar must allow before an answer.
-
-    Args:
-        at: beginning of the answer.
-        content: the grammar of the answer.
-        marks: the markers around the thinking.
-    """
+    """Returns ``content`` after the thinking that a grammar must allow before an answer."""
     if at is Thinking.OVER:
         return content
     blank: Tag = {"type": "regex", "pattern": r"\n{0,2}"}
@@ -170,11 +164,6 @@ def place_constraint(
     asked: pb.StructuredOutput, place: Callable[[Tag], Tag], param: str
 ) -> pb.StructuredOutput:
     """Returns a constraint for the whole output, in which ``asked`` covers only the answer.
-
-    Args:
-        asked: the client's constraint.
-        place: puts the constraint's tag where it belongs; may return it unchanged.
-        param: the client's name for the constraint.
 
     Raises:
         InvalidArgument: if the constraint is invalid JSON, incomplete, or nested too deep.

@@ -30,10 +30,6 @@ def check(setting: str, value: str) -> None:
 
     Importing vLLM takes seconds and loads torch.
 
-    Args:
-        setting: the setting's flag, for the error.
-        value: its value.
-
     Raises:
         ConfigurationRefused: if vLLM is not installed or lacks the parser.
     """
@@ -230,13 +226,7 @@ class ReasoningParser:
 
 
 def tool_parsers(value: str, text: TextCodec, tools: Sequence[Mapping[str, Any]]) -> Callable[[], ToolParser]:
-    """Returns a function that makes parsers for the sequences of a request.
-
-    Args:
-        value: the setting, accepted by :func:`check`.
-        text: the model's text side.
-        tools: the request's.
-    """
+    """Returns a function that makes parsers for the sequences of a request."""
     request, tokenizer = _request(tools), _tokenizer(text)
     cls = _class(_manager("--tool-call-parser"), value)
     return lambda: _VllmToolParser(cls(tokenizer, request.tools), request, text)
