@@ -1,9 +1,9 @@
 """The common parts of all routes, and of generating routes: submit prompts, then answer."""
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,7 +22,7 @@ from gateway.generation.request_builder import (
     truncated,
 )
 from gateway.generation.sequence_text import Reporter
-from gateway.generation.streaming import Answer, AnswerHead, EarlyStream, ResponseWriter, while_client_waits
+from gateway.generation.streaming import Answer, AnswerHead, ResponseWriter, while_client_waits
 from gateway.http.middleware import note, pass_on
 from gateway.metrics import Metrics, SharedMetrics
 from gateway.scheduler_client.client import InferenceClient
@@ -32,7 +32,6 @@ from gateway.schemas.chat import ChatCompletionRequest
 from gateway.schemas.sampling import SamplingRequest
 from gateway.settings import Settings
 from gateway.text.tokenization import TextWorker
-from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
@@ -143,25 +142,6 @@ def skipped_tools_header(types: Iterable[str]) -> dict[str, str]:
 
 NewWriter: TypeAlias = Callable[[AnswerHead], ResponseWriter]
 """Makes the writer of an answer, streamed or collected."""
-
-
-async def kept_alive(
-    request: Request,
-    answer: Coroutine[Any, Any, Response],
-    write_error: Callable[[TriptychError], bytes],
-    *,
-    streams: bool,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    """Returns the response of ``answer``; before a model is known, a stream kept open by comments.
-
-    ``headers`` are those of such a stream; ``write_error`` writes its last events if its answer never begins.
-    """
-    context = context_of(request)
-    every_s = context.settings.sse_keep_alive_interval
-    if streams and every_s and context.watcher.awaits_model:
-        return EarlyStream(answer, every_s, write_error, headers)
-    return await answer
 
 
 async def respond_to_chat(

@@ -17,7 +17,6 @@ from gateway.generation.respond import (
     chat_prompt,
     context_of,
     generating_model,
-    kept_alive,
     respond_to_chat,
     skipped_tools_header,
 )
@@ -37,7 +36,7 @@ from gateway.messages_api.schemas import (
     TextBlock,
     TokenCount,
 )
-from gateway.messages_api.writer import ID_PREFIX, MessageStreamWriter, error_event, message_body, shape
+from gateway.messages_api.writer import ID_PREFIX, MessageStreamWriter, message_body, shape
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest, Message
 from gateway.schemas.structured import JsonSchema, ResponseFormat
@@ -225,11 +224,6 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
     arrives as server-sent events.
     """
     headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
-    answer = _respond(request, body, headers)
-    return await kept_alive(request, answer, error_event, streams=body.stream, headers=headers)
-
-
-async def _respond(request: Request, body: MessagesRequest, headers: dict[str, str]) -> Response:
     served = await generating_model(request, body.model)
     omit_thinking = body.thinking is not None and body.thinking.display == "omitted"
 

@@ -158,11 +158,6 @@ def _encode_event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
 
 
-def error_event(error: TriptychError) -> bytes:
-    """Returns the last event of a failed stream."""
-    return _encode_event("error", **error_body(error))
-
-
 class MessageStreamWriter(ResponseWriter):
     """Writes the blocks of a message, each closed before the next."""
 
@@ -215,7 +210,7 @@ class MessageStreamWriter(ResponseWriter):
 
     def error(self, error: TriptychError) -> bytes:
         """Returns the last event of a failed stream."""
-        return error_event(error)
+        return _encode_event("error", **error_body(error))
 
     def keep_alive(self) -> bytes:
         """Returns a ping: Anthropic's API has no comments."""

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.generation import Usage
-from gateway.generation.respond import context_of, kept_alive, respond_to_chat
+from gateway.generation.respond import context_of, respond_to_chat
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.openapi import api_router, documented, event_stream
@@ -22,7 +22,6 @@ from gateway.openai.answers import (
     ChatCompletion,
     ToolCall,
     finish_reason,
-    last_error,
 )
 from gateway.parsers.events import CallArguments, CallRevoked, CallStart, Event, Reasoning, Text
 from gateway.schemas.chat import ChatCompletionRequest
@@ -43,8 +42,7 @@ async def chat_completions(request: Request, body: ChatCompletionRequest) -> Res
     """
     if context_of(request).settings.enable_force_include_usage:
         body = body.with_forced_usage()
-    answer = respond_to_chat(request, body, _writer, id_prefix="chatcmpl-")
-    return await kept_alive(request, answer, last_error, streams=body.stream)
+    return await respond_to_chat(request, body, _writer, id_prefix="chatcmpl-")
 
 
 def _writer(plan: AnswerPlan, head: AnswerHead) -> ResponseWriter:

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.generation import Usage
 from gateway.generation.request_builder import encode_prompts, truncated
-from gateway.generation.respond import context_of, generating_model, kept_alive, respond
+from gateway.generation.respond import context_of, generating_model, respond
 from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.openapi import api_router, documented, event_stream
-from gateway.openai.answers import Completion, CompletionChunk, CompletionChunks, last_error
+from gateway.openai.answers import Completion, CompletionChunk, CompletionChunks
 from gateway.schemas.base import Unserved
 from gateway.schemas.sampling import (
     COMMON_UNSERVED,
@@ -109,13 +109,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     Choices are numbered prompt by prompt: with `n=2`, choices 0 and 1 continue the first prompt. With
     `stream`, the answer arrives as server-sent events that end with `data: [DONE]`.
     """
-    if context_of(request).settings.enable_force_include_usage:
-        body = body.with_forced_usage()
-    return await kept_alive(request, _respond(request, body), last_error, streams=body.stream)
-
-
-async def _respond(request: Request, body: CompletionRequest) -> Response:
     context = context_of(request)
+    if context.settings.enable_force_include_usage:
+        body = body.with_forced_usage()
     served = await generating_model(request, body.model)
     _check_counts(body, context.settings.max_prompts)
     prompts = await encode_prompts(

@@ -18,7 +18,6 @@ from gateway.generation.respond import (
     chat_prompt,
     context_of,
     generating_model,
-    kept_alive,
     respond_to_chat,
     skipped_tools_header,
 )
@@ -41,7 +40,6 @@ from gateway.responses_api.writer import (
     ResponseStreamWriter,
     chat_logprobs,
     collected,
-    only_error,
 )
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import quote
@@ -217,8 +215,9 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     server-sent events.
     """
     headers = skipped_tools_header(body.skipped_tools)
-    answer = _respond(request, body, headers)
-    return await kept_alive(request, answer, only_error, streams=body.stream, headers=headers)
+    served = await generating_model(request, body.model)
+    chat, writer = await _chat(request, body, served), partial(_writer, body)
+    return await respond_to_chat(request, chat, writer, id_prefix=ID_PREFIX, headers=headers)
 
 
 @router.post(
@@ -238,13 +237,6 @@ async def _chat(request: Request, body: ResponsesRequest, served: ServedModel) -
     size = len(await request.body())
     template = served.text.tool_template if body.functions else served.text.chat_template
     return await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
-
-
-async def _respond(request: Request, body: ResponsesRequest, headers: dict[str, str]) -> Response:
-    served = await generating_model(request, body.model)
-
-    chat, writer = await _chat(request, body, served), partial(_writer, body)
-    return await respond_to_chat(request, chat, writer, id_prefix=ID_PREFIX, headers=headers)
 
 
 def _writer(body: ResponsesRequest, plan: AnswerPlan, head: AnswerHead) -> ResponseWriter:

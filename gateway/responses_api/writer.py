@@ -348,11 +348,6 @@ class ResponseObject:
         }
 
 
-def error_event(error: TriptychError) -> dict[str, Any]:
-    """Returns the fields of the event for an error in mid-stream."""
-    return {"code": row_of(error).code, "message": error.message, "param": error.param or None}
-
-
 def _usage(usage: Usage) -> ResponseUsage:
     return {
         "input_tokens": usage.prompt_tokens,
@@ -428,13 +423,11 @@ class ResponseStreamWriter(ResponseWriter):
         self._output = response.output()
         self._open: _OutputItem | None = None
         self._delta_head = b""
-        self._began = False
         self._cut = False
         self._count = 0
 
     def begin(self) -> bytes:
         """Returns the events of the empty response object."""
-        self._began = True
         response = self._response.in_progress()
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
@@ -472,10 +465,9 @@ class ResponseStreamWriter(ResponseWriter):
         return self._event(f"response.{response['status']}", response=response)
 
     def error(self, error: TriptychError) -> bytes:
-        """Returns the event for the error; after the stream's start also the failed response."""
-        if not self._began:
-            return only_error(error)
-        event = self._event("error", **error_event(error))
+        """Returns the event for the error, and the failed response."""
+        details = {"code": row_of(error).code, "message": error.message, "param": error.param or None}
+        event = self._event("error", **details)
         response = self._response.failed(self._output.bodies(cut=True), error)
         return event + self._event("response.failed", response=response)
 
@@ -538,18 +530,9 @@ class ResponseStreamWriter(ResponseWriter):
         return out + self._event("response.output_item.done", output_index=item.index, item=item.body(status))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
+        data = orjson.dumps({"type": kind, "sequence_number": self._count, **fields})
         self._count += 1
-        return _encode_event(kind, self._count - 1, **fields)
-
-
-def only_error(error: TriptychError) -> bytes:
-    """Returns the event for an error before the response object is known."""
-    return _encode_event("error", 0, **error_event(error))
-
-
-def _encode_event(kind: str, number: int, **fields: Any) -> bytes:
-    data = orjson.dumps({"type": kind, "sequence_number": number, **fields})
-    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
 
 def chat_logprobs(reporter: Reporter, tokens: Sequence[TokenReport]) -> list[ChatToken]:

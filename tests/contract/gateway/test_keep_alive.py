@@ -1,26 +1,19 @@
 """Streams that have nothing to say for a time: what keeps proxies from closing them."""
 
 import asyncio
-import contextlib
 import re
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 import pytest_asyncio
-from structlog.testing import capture_logs
 
 from protos.errors import Internal
-from tests.support.gateway.fake_scheduler import FakeScheduler, serving
 from tests.support.gateway.serving import (
     CHAT,
     TEXT,
-    Gateway,
     Stack,
-    running_gateway,
     running_stack,
-    smollm2_folder,
 )
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]
@@ -115,66 +108,3 @@ async def test_a_client_that_leaves_before_the_first_token_ends_its_request(stac
     async with stack.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as response:
         await until_alive(response.aiter_lines(), COMMENT)
     await stack.scheduler.until(lambda: len(stack.scheduler.aborted) == 1)
-
-
-@contextlib.asynccontextmanager
-async def waiting_gateway(
-    **changes: Any,
-) -> AsyncIterator[tuple[Gateway, FakeScheduler, int, httpx.AsyncClient]]:
-    """Runs a gateway that has no scheduler yet; yields it, a scheduler to serve, its port, and a client."""
-    scheduler = FakeScheduler(smollm2_folder(), [504, 505, 2])
-    async with serving(scheduler) as server:
-        port = server.port
-    async with (
-        running_gateway(
-            port, wait=False, sse_keep_alive_interval=0.02, model_poll_s=0.1, **changes
-        ) as gateway,
-        httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http,
-    ):
-        yield gateway, scheduler, port, http
-
-
-async def test_streams_that_wait_for_the_first_model_get_comments() -> None:
-    """Their answers follow in the same response, whatever the protocol; the others wait for their status."""
-    async with waiting_gateway() as (gateway, scheduler, port, http), contextlib.AsyncExitStack() as calls:
-        plain = asyncio.create_task(http.post(PROTOCOLS[0][0], json=CHAT))
-        waiting = []
-        for path, body, _, last in PROTOCOLS:
-            call = http.stream("POST", path, json={**body, "stream": True})
-            response = await calls.enter_async_context(call)
-            lines = response.aiter_lines()
-            assert response.status_code == 200
-            await until_alive(lines, COMMENT)
-            waiting.append((lines, last))
-        assert not plain.done()
-        async with serving(scheduler, port):
-            assert (await plain).status_code == 200
-            for lines, last in waiting:
-                rest = [line async for line in lines if line]
-                assert last in rest[-1]
-        assert len(gateway.client.startup_queue) == 0
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "error"),
-    [
-        (PROTOCOLS[0][0], PROTOCOLS[0][1], 'data: {"error":{"message":"no worker became ready within'),
-        (PROTOCOLS[1][0], PROTOCOLS[1][1], 'data: {"error":{"message":"no worker became ready within'),
-        (
-            PROTOCOLS[2][0],
-            PROTOCOLS[2][1],
-            'data: {"type":"error","sequence_number":0,"code":"service_unavailable"',
-        ),
-        (PROTOCOLS[3][0], PROTOCOLS[3][1], 'data: {"type":"error","error":{"type":"overloaded_error"'),
-    ],
-)
-async def test_a_stream_that_waits_for_a_model_in_vain_ends_with_an_error(
-    path: str, body: dict[str, Any], error: str
-) -> None:
-    """The error is an event in the protocol's form, and the log has it."""
-    async with waiting_gateway(park_timeout_s=0.1) as (_, _, _, http):
-        with capture_logs() as logs:
-            response = await http.post(path, json={**body, "stream": True})
-        assert response.status_code == 200
-        assert error in response.text
-        assert [line["error"] for line in logs if line["event"] == "request"] == ["service_unavailable"]
