@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from gateway.scheduler_client import connection
+from gateway.scheduler_client import client
 from tests.support.gateway.serving import TEXT, Stack, running_stack
 from tests.support.gateway.tool_templates import folder_with
 
@@ -34,4 +34,4 @@ def stack(running: Stack) -> Stack:
 @pytest.fixture(autouse=True)
 def short_reconnect_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps the pause before a reconnect short, however often a module's tests break the stream."""
-    monkeypatch.setattr(connection, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(client, "_LONGEST_PAUSE_S", 0.1)
