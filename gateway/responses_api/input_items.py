@@ -5,165 +5,105 @@ output that call's result. A line of text stands for any other item.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from gateway.schemas.base import RequestModel, ignore, omitted, quote
+from gateway.schemas.base import RequestModel, clip, ignore, omitted, quote
 from gateway.schemas.chat import MAX_MESSAGES
 from gateway.schemas.tools import MAX_ARGUMENTS, arguments_of
 
 Item = dict[str, Any]
-Words = str
-"""A line within the assistant's turn."""
+
+# Types of items without a call's name, by the role of the line that stands for them.
+_BY_USER: Final = frozenset({
+    "additional_tools", "compaction", "compaction_summary", "compaction_trigger", "configuration_update",
+    "context_compaction", "mcp_approval_response",
+})  # fmt: skip
+_BY_MODEL: Final = frozenset(
+    {"mcp_approval_request", "mcp_list_tools", "program", "program_output", "tool_search_output"}
+)
+
+# Fields with the arguments of a call, and fields that say what an item or its action did.
+_ARGUMENTS: Final = ("arguments", "action", "operation")
+_DONE: Final = (
+    "server_label", "name", "arguments", "query", "queries", "url", "pattern", "code", "revised_prompt", "approve",
+)  # fmt: skip
 
 
-def in_served_form(kind: str, item: Item) -> Item | Words:
-    """Returns a served item, or words of the assistant, in place of an item; unknown items stay."""
-    convert = _FORMS.get(kind)
-    return item if convert is None else convert(item)
+def in_served_form(kind: str, item: Item) -> Item | str:
+    """Returns a served item, or words of the assistant, in place of an item; unknown items stay.
+
+    A type that a later SDK brings is read by the end of its name.
+    """
+    call_id = item.get("call_id") or item.get("id")
+    if kind == "tool_search_output" and call_id:
+        return {"type": "function_call_output", "call_id": call_id, "output": omitted(kind)}
+    if kind.endswith("_call_output"):
+        return {"type": "function_call_output", "call_id": call_id, "output": _output(item)}
+    if kind.endswith("_call") and item.get("call_id"):
+        return _call(kind, item)
+    if kind in _BY_USER:
+        return {"type": "message", "role": "user", "content": _in_words(kind, item)}
+    return _in_words(kind, item) if kind in _BY_MODEL or kind.endswith("_call") else item
 
 
-def _call(name: str, field: str) -> Callable[[Item], Item]:
-    """Returns a converter of calls with the arguments in ``field``."""
-    return lambda item: {
-        "type": "function_call",
-        "call_id": _call_id(item),
-        "name": name,
-        "arguments": _json(item.get(field)),
-    }
+def _call(kind: str, item: Item) -> Item:
+    arguments: Any = next((item[name] for name in _ARGUMENTS if item.get(name) is not None), {})
+    if kind == "custom_tool_call":
+        given = item.get("input")
+        arguments = arguments_of(given) if isinstance(given, str) else given
+    elif not isinstance(arguments, str):
+        arguments = _json(arguments)
+    kept = {name: item[name] for name in ("call_id", "name", "namespace") if name in item}
+    return {"type": "function_call", "name": kind.removesuffix("_call"), "arguments": arguments, **kept}
 
 
-def _custom_call(item: Item) -> Item:
-    given = item.get("input")
-    arguments = arguments_of(given) if isinstance(given, str) else given
-    kept: Item = {name: item[name] for name in ("call_id", "name", "namespace") if name in item}
-    return {"type": "function_call", "arguments": arguments, **kept}
-
-
-def _output(item: Item) -> Item:
+def _output(item: Item) -> Any:
     output = item.get("output")
     if isinstance(output, dict):
         output = [output]
     if isinstance(output, list):
-        output = [part for each in output for part in _parts(each)]
-    elif not isinstance(output, str):
-        output = _field(item, "status") or "completed"
-    return {"type": "function_call_output", "call_id": _call_id(item), "output": output}
+        return [part for each in output for part in _parts(each)]
+    return output if isinstance(output, str) else "\n".join(_texts(item, ("status",))) or "completed"
 
 
 def _parts(output: Any) -> list[Any]:
     if not isinstance(output, dict) or "type" in output:
         return [output]
-    streams = (_field(output, "stdout"), _field(output, "stderr"))
     outcome = output.get("outcome")
     code = outcome.get("exit_code") if isinstance(outcome, dict) else None
-    ended = f"exit code {code}" if isinstance(code, int) and code else ""
-    return [{"type": "text", "text": text} for text in (*streams, ended) if text]
+    ended = [f"exit code {code}"] if isinstance(code, int) and code else []
+    return [{"type": "text", "text": text} for text in (*_texts(output, ("stdout", "stderr")), *ended)]
 
 
-def _tool_search(item: Item) -> Item | Words:
-    return _call("tool_search", "arguments")(item) if _call_id(item) else omitted("tool search")
+def _in_words(kind: str, item: Item) -> str:
+    """Returns what an item did, and the text that came of it."""
+    done = [*_texts(item, _DONE), *_texts(item.get("action"), _DONE)]
+    results = [*_texts(item, ("output", "error")), *_texts(item.get("results"), ("text",))]
+    results += _texts(item.get("outputs"), ("logs",))
+    words = clip(kind).removesuffix("_call").replace("_", " ")
+    return "\n".join((f"[{words}: {' '.join(done)}]" if done else omitted(kind), *results))
 
 
-def _tools_found(item: Item) -> Item | Words:
-    if not _call_id(item):
-        return omitted("tools found")
-    return {"type": "function_call_output", "call_id": _call_id(item), "output": omitted("tools found")}
-
-
-def _user(words: Callable[[Item], str]) -> Callable[[Item], Item]:
-    return lambda item: {"type": "message", "role": "user", "content": words(item)}
-
-
-def _web_search(item: Item) -> Words:
-    action = item.get("action")
-    texts = [_field(action, name) for name in ("query", "url", "pattern")] if isinstance(action, dict) else []
-    return f"[web search: {' '.join(filter(None, texts))}]" if any(texts) else omitted("web search")
-
-
-def _file_search(item: Item) -> Words:
-    results = item.get("results")
-    texts = (
-        [_field(one, "text") for one in results if isinstance(one, dict)] if isinstance(results, list) else []
-    )
-    queries = item.get("queries")
-    asked = "; ".join(map(str, queries)) if isinstance(queries, list) else ""
-    return "\n".join((f"[file search: {asked}]", *filter(None, texts)))
-
-
-def _code(item: Item) -> Words:
-    outputs = item.get("outputs")
-    found = outputs if isinstance(outputs, list) else []
-    logs = [_field(one, "logs") or omitted("image") for one in found if isinstance(one, dict)]
-    return "\n".join(filter(None, (omitted("code run by OpenAI") + " " + _field(item, "code"), *logs)))
-
-
-def _mcp_call(item: Item) -> Words:
-    result = item.get("output") if isinstance(item.get("output"), str) else _json(item.get("error"))
-    return f"[MCP call: {_field(item, 'name')} {_field(item, 'arguments')}]\n{result}"
-
-
-def _approval(item: Item) -> str:
-    return "[approval given]" if item.get("approve") is True else "[approval denied]"
-
-
-def _omitted(kind: str, field: str = "") -> Callable[[Item], Words]:
-    return lambda item: omitted(kind, item.get(field))
-
-
-def _call_id(item: Item) -> Any:
-    return item.get("call_id") or item.get("id")
-
-
-def _field(item: Item, name: str) -> str:
-    value = item.get(name)
-    return value if isinstance(value, str) else ""
+def _texts(value: Any, names: Iterable[str]) -> list[str]:
+    """Returns the fields of an object, or of each object in a list, as text."""
+    objects = value if isinstance(value, list) else [value]
+    return [
+        each[name] if isinstance(each[name], str) else _json(each[name])
+        for each in objects
+        if isinstance(each, dict)
+        for name in names
+        if each.get(name) not in (None, "", [])
+    ]
 
 
 def _json(value: Any) -> str:
-    if isinstance(value, str):
-        return value
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError as error:
         raise ValueError("is nested too deep; flatten it") from error
-
-
-_COMPACTED: Final = _user(lambda _: omitted("compacted conversation"))
-
-_FORMS: Final[Mapping[str, Callable[[Item], Item | Words]]] = {
-    "custom_tool_call": _custom_call,
-    "custom_tool_call_output": _output,
-    "local_shell_call": _call("local_shell", "action"),
-    "local_shell_call_output": _output,
-    "shell_call": _call("shell", "action"),
-    "shell_call_output": _output,
-    "apply_patch_call": _call("apply_patch", "operation"),
-    "apply_patch_call_output": _output,
-    "computer_call": _call("computer", "action"),
-    "computer_call_output": _output,
-    "tool_search_call": _tool_search,
-    "tool_search_output": _tools_found,
-    "web_search_call": _web_search,
-    "file_search_call": _file_search,
-    "code_interpreter_call": _code,
-    "image_generation_call": _omitted("image", "revised_prompt"),
-    "mcp_call": _mcp_call,
-    "mcp_list_tools": _omitted("tools of the MCP server", "server_label"),
-    "mcp_approval_request": _omitted("request to approve a call of", "name"),
-    "mcp_approval_response": _user(_approval),
-    "program": _omitted("program"),
-    "program_output": _omitted("output of a program"),
-    "compaction": _COMPACTED,
-    "compaction_summary": _COMPACTED,
-    "context_compaction": _COMPACTED,
-    "compaction_trigger": _COMPACTED,
-    "additional_tools": _user(lambda _: omitted("additional tools")),
-    "configuration_update": _user(lambda _: omitted("update of the configuration")),
-}
-"""The converter of each type of item in the openai package and in Codex."""
 
 
 MAX_ITEMS: Final = MAX_MESSAGES
