@@ -17,7 +17,6 @@ from starlette.responses import Response
 from gateway import VERSION
 from gateway.auth.key_store import KeyStore
 from gateway.auth.middleware import PAGE_FOLDER, AuthMiddleware, KeyUsage, document_keys
-from gateway.generation.request_builder import ChatEncoder
 from gateway.generation.respond import Context
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import RequestMiddleware
@@ -128,7 +127,6 @@ def _assemble(
         unread,
         lambda: watcher.max_model_len,
     )
-    text_worker = TextWorker(settings.max_waiting_texts)
     shared = settings.metrics_folder
     return Context(
         settings,
@@ -136,8 +134,7 @@ def _assemble(
         watcher,
         measured,
         unread,
-        text_worker,
-        ChatEncoder(settings, text_worker),
+        TextWorker(settings.max_waiting_texts),
         KeyStore.from_settings(settings, clock, shared and shared / "keys"),
         SharedMetrics(shared, measured.text) if shared else None,
         new_id=new_id,

@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final
 
 from gateway.auth.key_store import NO_ACCOUNT, Account
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import clip, quote
 from gateway.schemas.chat import Message, TemplateInput
 from gateway.schemas.sampling import SamplingRequest
-from gateway.settings import Settings
 from gateway.text.chat_template import ChatTemplate, joined
 from gateway.text.tokenization import TextCodec, TextWorker
 from protos.errors import ContextExceeded, InvalidArgument
@@ -22,122 +20,81 @@ from protos.triptych.v1 import inference_pb2 as inference
 from protos.validation import check_ids, check_token_ids
 
 
-class ChatPrompt(NamedTuple):
-    """The text of a prompt."""
+async def encode_chat(
+    served: ServedModel,
+    worker: TextWorker,
+    messages: Sequence[Message],
+    body: TemplateInput,
+    *,
+    defaults: Mapping[str, Any],
+    may_call: bool,
+    special: bool,
+    size: int,
+) -> list[int]:
+    """Returns the token ids of a conversation.
 
-    text: str
-    ignored: Sequence[str]
-    """The client's parameters not read by the template."""
+    Args:
+        served: the model.
+        worker: runs long work.
+        messages: the conversation.
+        body: further input of the template.
+        defaults: the deployment's values of the template's variables.
+        may_call: whether the model may call the tools; if not, a template that does not show tools gets no
+            description of them.
+        special: whether to add BOS and its like; usually not, because chat templates bring their own.
+        size: bytes of the request's body: a template visits every message, however short.
 
-
-@dataclass(frozen=True, slots=True)
-class ChatInput:
-    """A conversation, and further input of its template."""
-
-    turns: Sequence[dict[str, Any]]
-    tools: Sequence[dict[str, Any]] = ()
-    may_call: bool = True
-    """Whether the model may call the tools; if not, a template that does not show tools gets no description
-    of them."""
-    add_generation_prompt: bool = True
-    """Whether the prompt ends with the header of the assistant's turn."""
-    continue_final_message: bool = False
-    """Whether the prompt ends within the last turn."""
-    documents: Sequence[Mapping[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """The template's own variables, as the client names them."""
-    effort: str | None = None
-    """How much the model shall think."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """The deployment's values of variables, unless the client sets them."""
-
-    @classmethod
-    def from_request(cls, messages: Sequence[Message], body: TemplateInput, *, may_call: bool = True) -> Self:
-        """Returns the input of a conversation."""
-        return cls(
-            [message.for_template() for message in messages],
-            [tool.for_template() for tool in body.tools],
-            may_call,
-            body.add_generation_prompt and not body.continue_final_message,
-            body.continue_final_message,
-            body.documents,
-            body.chat_template_kwargs,
-            body.reasoning_effort,
+    Raises:
+        InvalidArgument: if there is no chat template, or it refuses the messages.
+    """
+    template = served.text.tool_template if body.tools else served.text.chat_template
+    if template is None:
+        raise InvalidArgument(
+            f"the model '{served.model.served_name}' has no chat template; use /v1/completions",
+            param="messages",
         )
-
-    def write(self, template: ChatTemplate) -> ChatPrompt:
-        """Returns the prompt written by ``template``."""
-        variables = {name: value for name, value in self._all_variables() if name in template.variables}
-        turns = show_tools_in_words(template, self.turns, self.tools if self.may_call else ())
-        text = template.render(
-            turns,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            variables=variables,
-            tools=self.tools,
-            documents=self.documents,
-        )
-        return ChatPrompt(text, list(self._ignored(template.variables)))
-
-    def _all_variables(self) -> Iterator[tuple[str, Any]]:
-        """Yields the template's variables: the deployment's first, the client's own last."""
-        yield from self.defaults.items()
-        if self.effort is not None:
-            yield "reasoning_effort", self.effort
-            # The switch of templates that know no degrees.
-            yield "enable_thinking", self.effort != "none"
-        yield from self.variables.items()
-
-    def _ignored(self, known: frozenset[str]) -> Iterator[str]:
-        if self.effort is not None and known.isdisjoint(("reasoning_effort", "enable_thinking")):
-            yield "reasoning_effort"
-        if self.documents and "documents" not in known:
-            yield "documents"
-        yield from (f"chat_template_kwargs.{name}" for name in self.variables if name not in known)
-
-
-class ChatEncoder:
-    """Turns conversations into token ids."""
-
-    def __init__(self, settings: Settings, worker: TextWorker) -> None:
-        """Takes the templates' default variables from ``settings``; ``worker`` runs long work."""
-        self._variables = settings.default_chat_template_kwargs
-        self._worker = worker
-
-    async def encode(self, served: ServedModel, chat: ChatInput, *, special: bool, size: int) -> list[int]:
-        """Returns the token ids of a conversation.
-
-        Args:
-            served: the model.
-            chat: the conversation.
-            special: whether to add BOS and its like; usually not, because chat templates bring their own.
-            size: bytes of the request's body: a template visits every message, however short.
-
-        Raises:
-            InvalidArgument: if there is no chat template, or it refuses the messages.
-        """
-        if self._variables:
-            chat = replace(chat, defaults=self._variables)
-        prompt = await self._worker.run(size, partial(self._write, served, chat))
-        self._check(prompt)
-        encode = partial(served.text.encode, prompt.text, add_special_tokens=special)
-        return await self._worker.run(len(prompt.text), encode)
-
-    def _write(self, served: ServedModel, chat: ChatInput) -> ChatPrompt:
-        template = served.text.tool_template if chat.tools else served.text.chat_template
-        if template is None:
-            raise InvalidArgument(
-                f"the model '{served.model.served_name}' has no chat template; use /v1/completions",
-                param="messages",
-            )
-        return chat.write(template)
-
-    def _check(self, prompt: ChatPrompt) -> None:
-        """Logs parameters not read by the template."""
-        if not prompt.ignored:
-            return
-        names = [clip(name) for name in prompt.ignored[:32]]
+    write = partial(_write_chat, template, messages, body, defaults, may_call=may_call)
+    text = await worker.run(size, write)
+    if ignored := list(_ignored(body, template.variables)):
+        names = [clip(name) for name in ignored[:32]]
         get_logger().debug("the chat template does not read some parameters", fields=names)
+    return await worker.run(len(text), partial(served.text.encode, text, add_special_tokens=special))
+
+
+def _write_chat(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    body: TemplateInput,
+    defaults: Mapping[str, Any],
+    *,
+    may_call: bool,
+) -> str:
+    tools = [tool.for_template() for tool in body.tools]
+    turns = [message.for_template() for message in messages]
+    variables = {**defaults, **_effort(body), **body.chat_template_kwargs}
+    return template.render(
+        show_tools_in_words(template, turns, tools if may_call else ()),
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        variables={name: value for name, value in variables.items() if name in template.variables},
+        tools=tools,
+        documents=body.documents,
+    )
+
+
+def _effort(body: TemplateInput) -> dict[str, Any]:
+    if body.reasoning_effort is None:
+        return {}
+    # The second is the switch of templates that know no degrees.
+    return {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+
+
+def _ignored(body: TemplateInput, known: frozenset[str]) -> Iterator[str]:
+    if body.reasoning_effort is not None and known.isdisjoint(("reasoning_effort", "enable_thinking")):
+        yield "reasoning_effort"
+    if body.documents and "documents" not in known:
+        yield "documents"
+    yield from (f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs if name not in known)
 
 
 _INTRODUCTION: Final = (

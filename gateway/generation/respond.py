@@ -13,10 +13,9 @@ from gateway.auth.rate_limits import charge
 from gateway.generation.answer_plan import AnswerPlan, plan_answer
 from gateway.generation.generation import Generation, RequestTimings
 from gateway.generation.request_builder import (
-    ChatEncoder,
-    ChatInput,
     bad_word_tokens,
     check_logprobs,
+    encode_chat,
     generate_requests,
     log_requests,
     truncated,
@@ -28,7 +27,7 @@ from gateway.metrics import Metrics, SharedMetrics
 from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.in_flight import MAX_REQUEST_ID
 from gateway.scheduler_client.served_model import ServedModel, ServedModelWatcher
-from gateway.schemas.chat import ChatCompletionRequest
+from gateway.schemas.chat import ChatCompletionRequest, Message, TemplateInput
 from gateway.schemas.sampling import SamplingRequest
 from gateway.settings import Settings
 from gateway.text.tokenization import TextWorker
@@ -50,7 +49,6 @@ class Context:
     unread: UnreadLimits
     """Bytes of answers not yet read by clients."""
     text_worker: TextWorker
-    chat_encoder: ChatEncoder
     keys: KeyStore
     shared_metrics: SharedMetrics | None
     """With several gateways on a port."""
@@ -151,17 +149,11 @@ async def respond_to_chat(
     *,
     id_prefix: str,
     headers: Mapping[str, str] | None = None,
-    prompt: list[int] | None = None,
 ) -> Response:
-    """Answers a conversation, in the form that ``new_writer`` gives the planned answer.
-
-    ``prompt`` is the result of an earlier :func:`chat_prompt`, if any.
-    """
+    """Answers a conversation, in the form that ``new_writer`` gives the planned answer."""
     context = context_of(request)
     served = await generating_model(request, body.model)
-    if prompt is None:
-        prompt = await chat_prompt(request, served, body)
-    prompt = truncated(served, body, prompt)
+    prompt = truncated(served, body, await prompt_of(request, served, body))
     size = len(await request.body())
     effort = size if body.tools or body.constrained else 0
     plan = await context.text_worker.run(effort, lambda: plan_answer(context.settings, served, body, prompt))
@@ -169,12 +161,33 @@ async def respond_to_chat(
     return await respond(request, body, served, [prompt], plan, writer, id_prefix=id_prefix, headers=headers)
 
 
-async def chat_prompt(request: Request, served: ServedModel, body: ChatCompletionRequest) -> list[int]:
-    """Returns the token ids of a conversation; raises as :meth:`ChatEncoder.encode`."""
-    chat = ChatInput.from_request(body.messages, body, may_call=body.tool_choice != "none")
-    size = len(await request.body())
-    encoder = context_of(request).chat_encoder
-    return await encoder.encode(served, chat, special=bool(body.add_special_tokens), size=size)
+async def prompt_of(request: Request, served: ServedModel, body: ChatCompletionRequest) -> list[int]:
+    """Returns the token ids of the conversation in ``body``."""
+    special, may_call = bool(body.add_special_tokens), body.tool_choice != "none"
+    return await chat_prompt(request, served, body.messages, body, special=special, may_call=may_call)
+
+
+async def chat_prompt(
+    request: Request,
+    served: ServedModel,
+    messages: Sequence[Message],
+    body: TemplateInput,
+    *,
+    special: bool,
+    may_call: bool = True,
+) -> list[int]:
+    """Returns the token ids of a conversation; see :func:`encode_chat`."""
+    context = context_of(request)
+    return await encode_chat(
+        served,
+        context.text_worker,
+        messages,
+        body,
+        defaults=context.settings.default_chat_template_kwargs,
+        may_call=may_call,
+        special=special,
+        size=len(await request.body()),
+    )
 
 
 async def respond(

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from gateway.generation.answer_plan import AnswerPlan
 from gateway.generation.generation import Usage
 from gateway.generation.respond import (
-    chat_prompt,
     context_of,
     generating_model,
+    prompt_of,
     respond_to_chat,
     skipped_tools_header,
 )
@@ -238,10 +238,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
         return CollectedWriter(head, collected)
 
     chat = await _chat(request, body, served)
-    prompt = await chat_prompt(request, served, chat)
-    return await respond_to_chat(
-        request, chat, new_writer, id_prefix=ID_PREFIX, headers=headers, prompt=prompt
-    )
+    return await respond_to_chat(request, chat, new_writer, id_prefix=ID_PREFIX, headers=headers)
 
 
 @router.post(
@@ -252,7 +249,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
 async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     """Returns the number of prompt tokens of the same messages, system prompt and tools."""
     served = await generating_model(request, body.model)
-    prompt = await chat_prompt(request, served, await _chat(request, body, served))
+    prompt = await prompt_of(request, served, await _chat(request, body, served))
     headers = {"request-id": request_id(), **skipped_tools_header(body.skipped_tools)}
     return Response(orjson.dumps({"input_tokens": len(prompt)}), 200, headers, "application/json")
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Final, Literal, Required
 
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -339,9 +339,6 @@ class Metadata(RequestModel):
     user_id: str | None = Field(None, max_length=512, description="Your end user, for the access log.")
 
 
-_ONLY_THIS_MODEL: Final = "it is not served by this deployment; omit it"
-
-
 class PromptRequest(RequestModel):
     """The fields of both bodies for the prompt."""
 
@@ -455,24 +452,18 @@ class AnthropicErrorAnswer(TypedDict):
     request_id: Annotated[str, Field(description="The same as the headers Request-Id and X-Request-Id.")]
 
 
-class AnswerBlock(TypedDict):
+class AnswerBlock(TypedDict, total=False):
     """A block of an answer, with the fields of its type."""
 
-    type: Literal["text", "thinking", "tool_use"]
-    text: NotRequired[Annotated[str | None, Field(description="With the type text.")]]
-    thinking: NotRequired[Annotated[str | None, Field(description="With the type thinking.")]]
-    signature: NotRequired[
-        Annotated[str | None, Field(description="With the type thinking: send it back with it.")]
-    ]
-    id: NotRequired[Annotated[str | None, Field(description="With the type tool_use: the call's id.")]]
-    name: NotRequired[Annotated[str | None, Field(description="With the type tool_use: the tool.")]]
-    input: NotRequired[
-        Annotated[
-            dict[str, Any] | None,
-            Field(
-                description="With the type tool_use: the call's arguments; empty if max_tokens cut them off."
-            ),
-        ]
+    type: Required[Literal["text", "thinking", "tool_use"]]
+    text: Annotated[str | None, Field(description="With the type text.")]
+    thinking: Annotated[str | None, Field(description="With the type thinking.")]
+    signature: Annotated[str | None, Field(description="With the type thinking: send it back with it.")]
+    id: Annotated[str | None, Field(description="With the type tool_use: the call's id.")]
+    name: Annotated[str | None, Field(description="With the type tool_use: the tool.")]
+    input: Annotated[
+        dict[str, Any] | None,
+        Field(description="With the type tool_use: the call's arguments; empty if max_tokens cut them off."),
     ]
 
 

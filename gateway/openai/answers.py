@@ -69,6 +69,9 @@ PromptLogprobs = Annotated[
 
 
 TokenIdList = Annotated[list[int] | None, Field(description="With return_token_ids.")]
+Thinking = Annotated[str | None, Field(description="The thinking of a reasoning model (vLLM's name).")]
+ReasoningContent = Annotated[str | None, Field(description="The same under DeepSeek's name.")]
+StreamedUsage = Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")]
 
 
 class CalledFunction(TypedDict):
@@ -92,12 +95,8 @@ class AssistantMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    reasoning: NotRequired[
-        Annotated[str | None, Field(description="The thinking of a reasoning model (vLLM's name).")]
-    ]
-    reasoning_content: NotRequired[
-        Annotated[str | None, Field(description="The same under DeepSeek's name.")]
-    ]
+    reasoning: NotRequired[Thinking]
+    reasoning_content: NotRequired[ReasoningContent]
     tool_calls: NotRequired[list[ToolCall]]
 
 
@@ -168,19 +167,15 @@ class ToolCallDelta(TypedDict):
     function: FunctionDelta
 
 
-class MessageDelta(TypedDict):
+class MessageDelta(TypedDict, total=False):
     """An update of the assistant's message."""
 
-    role: NotRequired[
-        Annotated[Literal["assistant"] | None, Field(description="In the first chunk of a choice.")]
-    ]
-    content: NotRequired[str | None]
-    refusal: NotRequired[None]
-    reasoning: NotRequired[Annotated[str | None, Field(description="Thinking (vLLM's name).")]]
-    reasoning_content: NotRequired[
-        Annotated[str | None, Field(description="The same under DeepSeek's name.")]
-    ]
-    tool_calls: NotRequired[list[ToolCallDelta] | None]
+    role: Annotated[Literal["assistant"] | None, Field(description="In the first chunk of a choice.")]
+    content: str | None
+    refusal: None
+    reasoning: Thinking
+    reasoning_content: ReasoningContent
+    tool_calls: list[ToolCallDelta] | None
 
 
 class ChatChunkChoice(TypedDict):
@@ -202,9 +197,7 @@ class ChatChunk(TypedDict):
     created: int
     model: str
     choices: Annotated[list[ChatChunkChoice], Field(description="None in the chunk with the usage.")]
-    usage: NotRequired[
-        Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")]
-    ]
+    usage: NotRequired[StreamedUsage]
     service_tier: NotRequired[Annotated[Literal["default"] | None, Field(description="In last chunks.")]]
     system_fingerprint: NotRequired[Annotated[str | None, Field(description="In last chunks.")]]
     prompt_token_ids: NotRequired[TokenIdList]
@@ -230,9 +223,7 @@ class CompletionChunk(TypedDict):
     created: int
     model: str
     choices: Annotated[list[CompletionChunkChoice], Field(description="None in the chunk with the usage.")]
-    usage: NotRequired[
-        Annotated[CompletionUsage | None, Field(description="With stream_options.include_usage.")]
-    ]
+    usage: NotRequired[StreamedUsage]
     system_fingerprint: NotRequired[Annotated[str | None, Field(description="In last chunks.")]]
 
 

@@ -7,8 +7,7 @@ from pydantic import Field, model_validator
 from starlette.requests import Request
 from typing_extensions import TypedDict
 
-from gateway.generation.request_builder import ChatInput
-from gateway.generation.respond import context_of, known_model
+from gateway.generation.respond import chat_prompt, context_of, known_model
 from gateway.http.openapi import api_router
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput
@@ -74,9 +73,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
     context = context_of(request)
     served = await known_model(request, body.model)
     if body.messages is not None:
-        chat, size = ChatInput.from_request(body.messages, body), len(await request.body())
         special = bool(body.add_special_tokens)
-        ids = await context.chat_encoder.encode(served, chat, special=special, size=size)
+        ids = await chat_prompt(request, served, body.messages, body, special=special)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
         ids = await context.text_worker.run(

@@ -14,8 +14,7 @@ from tokenizers import Encoding, Tokenizer
 
 from gateway.auth.key_store import account_of
 from gateway.auth.rate_limits import charge
-from gateway.generation.request_builder import ChatInput
-from gateway.generation.respond import Context, context_of, unique_wire_id
+from gateway.generation.respond import Context, chat_prompt, context_of, unique_wire_id
 from gateway.generation.streaming import while_client_waits
 from gateway.http.middleware import note, pass_on
 from gateway.http.openapi import media
@@ -313,9 +312,8 @@ async def encode_inputs(call: PoolCall, body: InputBody, prompt: str = "") -> li
                 f"the model '{served.model.served_name}' has no chat template; send the text as 'input'",
                 param="messages",
             )
-        chat, size = ChatInput.from_request(body.messages, body), len(await call.request.body())
         special = bool(body.add_special_tokens)
-        ids = await call.context.chat_encoder.encode(served, chat, special=special, size=size)
+        ids = await chat_prompt(call.request, served, body.messages, body, special=special)
         return [PoolInput(cuts.cut_ids(ids))]
     call.check_count(len(body.input), "input")
     special = body.add_special_tokens is not False

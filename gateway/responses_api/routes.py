@@ -15,9 +15,9 @@ from starlette.responses import Response
 from gateway.generation.answer_plan import AnswerPlan, DeltaReader
 from gateway.generation.generation import Usage
 from gateway.generation.respond import (
-    chat_prompt,
     context_of,
     generating_model,
+    prompt_of,
     respond_to_chat,
     skipped_tools_header,
 )
@@ -228,7 +228,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
 async def count_input_tokens(request: Request, body: ResponsesRequest) -> Response:
     """Returns the number of prompt tokens of the same instructions, input and functions."""
     served = await generating_model(request, body.model)
-    prompt = await chat_prompt(request, served, await _chat(request, body, served))
+    prompt = await prompt_of(request, served, await _chat(request, body, served))
     content = orjson.dumps({"object": "response.input_tokens", "input_tokens": len(prompt)})
     return Response(content, 200, skipped_tools_header(body.skipped_tools), "application/json")
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from gateway.generation.request_builder import ChatEncoder, ChatInput
+from gateway.generation.request_builder import encode_chat
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.settings import Settings
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.tokenization import TextCodec, TextWorker
 from protos.errors import InvalidArgument
@@ -44,9 +43,11 @@ async def encoded(
     """Returns the prompt of a conversation."""
     content = {"messages": [{"role": "user", "content": "hi"}], **fields}
     body = parse(ChatCompletionRequest, json.dumps(content).encode())
-    served, chat = ServedModel(MODEL, codec), ChatInput.from_request(body.messages, body)
-    encoder = ChatEncoder(Settings(), worker)
-    return codec.decode(await encoder.encode(served, chat, special=False, size=size))
+    served = ServedModel(MODEL, codec)
+    ids = await encode_chat(
+        served, worker, body.messages, body, defaults={}, may_call=True, special=False, size=size
+    )
+    return codec.decode(ids)
 
 
 def with_template(codec: TextCodec, source: str | None) -> TextCodec:
