@@ -6,15 +6,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from gateway.generation.sequence_text import Delta, TokenReport
-from gateway.parsers.events import (
-    CallRevoked,
-    CallStart,
-    Event,
-    Reasoning,
-    Text,
-    ToolParser,
-    merged,
-)
+from gateway.parsers.events import CallRevoked, CallStart, Event, Reasoning, Text, ToolParser, merged
 from gateway.parsers.reasoning import MARKERS, TAIL_TOKENS, Thinking, ThinkParser, thinking_at
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.chat import ChatCompletionRequest

@@ -4,15 +4,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Required
 
-import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from typing_extensions import TypedDict
 
-from gateway.schemas.base import RequestModel, Unserved, clip, omitted, quote
+from gateway.schemas.base import RequestModel, Unserved, as_json, clip, omitted, quote
 from gateway.schemas.chat import MAX_MESSAGES, TEMPLATE_UNSERVED
 from gateway.schemas.sampling import UINT32_MAX, ModelName, in_bounds
 from gateway.schemas.structured import Schema
-from gateway.schemas.tools import bounded, object_schema
+from gateway.schemas.tools import bounded, check_distinct, object_schema
 from protos import limits
 
 BlockType = Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -59,7 +58,7 @@ _MAX_DEPTH: Final = 6
 def _in_words(block: Mapping[str, Any]) -> dict[str, Any]:
     kind = block["type"]
     if kind in _CALLS:
-        text = f"[{clip(str(block.get('name')))} was called with {_json(block.get('input'))}]"
+        text = f"[{clip(str(block.get('name')))} was called with {as_json(block.get('input'))}]"
     else:
         text = "\n".join(_texts(block, 0)) or omitted(kind)
     return {"type": "text", "text": text}
@@ -81,13 +80,6 @@ def _texts(value: Any, depth: int) -> Iterator[str]:
             value = {"context": value.get("context")}
         for name in _TEXTS:
             yield from _texts(value.get(name), depth + 1)
-
-
-def _json(value: Any) -> str:
-    try:
-        return orjson.dumps(value).decode()
-    except orjson.JSONEncodeError as error:
-        raise ValueError("is nested too deep; flatten it") from error
 
 
 def _blocks(*types: str, in_words: frozenset[str] = frozenset()) -> Callable[[Any], Any]:
@@ -281,10 +273,7 @@ def _without_settings_of_server_tools(tools: Any) -> Any:
 
 
 def _distinct(tools: list[AnthropicTool]) -> list[AnthropicTool]:
-    names = [tool.name or "" for tool in tools if tool.custom]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"has two tools named '{clip(twice)}'; names must differ")
+    check_distinct([tool.name or "" for tool in tools if tool.custom])
     return tools
 
 

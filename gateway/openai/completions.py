@@ -18,12 +18,7 @@ from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWr
 from gateway.http.openapi import api_router, documented, event_stream
 from gateway.openai.answers import Completion, CompletionChunk, CompletionChunks
 from gateway.schemas.base import Unserved
-from gateway.schemas.sampling import (
-    COMMON_UNSERVED,
-    UINT32_MAX,
-    SamplingRequest,
-    as_prompts,
-)
+from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, as_prompts
 from protos import limits
 from protos.errors import InvalidArgument
 from protos.limits import MAX_SEQUENCES

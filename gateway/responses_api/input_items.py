@@ -4,13 +4,12 @@ Items of OpenAI's own tools are read in the form of served items: a call becomes
 output that call's result. A line of text stands for any other item.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo
 
-from gateway.schemas.base import RequestModel, clip, ignore, omitted, quote
+from gateway.schemas.base import RequestModel, as_json, clip, ignore, omitted, quote
 from gateway.schemas.chat import MAX_MESSAGES
 from gateway.schemas.tools import MAX_ARGUMENTS, arguments_of
 
@@ -55,7 +54,7 @@ def _call(kind: str, item: Item) -> Item:
         given = item.get("input")
         arguments = arguments_of(given) if isinstance(given, str) else given
     elif not isinstance(arguments, str):
-        arguments = _json(arguments)
+        arguments = as_json(arguments)
     kept = {name: item[name] for name in ("call_id", "name", "namespace") if name in item}
     return {"type": "function_call", "name": kind.removesuffix("_call"), "arguments": arguments, **kept}
 
@@ -91,19 +90,12 @@ def _texts(value: Any, names: Iterable[str]) -> list[str]:
     """Returns the fields of an object, or of each object in a list, as text."""
     objects = value if isinstance(value, list) else [value]
     return [
-        each[name] if isinstance(each[name], str) else _json(each[name])
+        each[name] if isinstance(each[name], str) else as_json(each[name])
         for each in objects
         if isinstance(each, dict)
         for name in names
         if each.get(name) not in (None, "", [])
     ]
-
-
-def _json(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except RecursionError as error:
-        raise ValueError("is nested too deep; flatten it") from error
 
 
 MAX_ITEMS: Final = MAX_MESSAGES

@@ -35,12 +35,7 @@ from gateway.responses_api.input_items import (
     ReasoningItem,
 )
 from gateway.responses_api.schemas import Allowed, InputTokens, ResponseAnswer, ResponsesRequest, full_name
-from gateway.responses_api.writer import (
-    ResponseObject,
-    ResponseStreamWriter,
-    chat_logprobs,
-    collected,
-)
+from gateway.responses_api.writer import ResponseObject, ResponseStreamWriter, chat_logprobs, collected
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import quote
 from gateway.schemas.chat import ChatCompletionRequest, Message

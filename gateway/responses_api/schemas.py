@@ -18,7 +18,16 @@ from gateway.schemas.base import RequestModel, Unserved, clip, quote
 from gateway.schemas.chat import TEMPLATE_UNSERVED
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, StreamOptions
 from gateway.schemas.structured import MAX_TEXT, JsonSchema, ResponseFormat
-from gateway.schemas.tools import INPUT_SCHEMA, MAX_TOOLS, Function, NamedChoice, ToolName, bounded, describe
+from gateway.schemas.tools import (
+    INPUT_SCHEMA,
+    MAX_TOOLS,
+    Function,
+    NamedChoice,
+    ToolName,
+    bounded,
+    check_distinct,
+    describe,
+)
 from protos import limits
 
 _TYPE: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -145,9 +154,7 @@ def _distinct(tools: list[ResponseTool]) -> list[ResponseTool]:
     names = [tool.name for tool in functions_of(tools)]
     if len(names) > MAX_TOOLS:
         raise ValueError(f"takes at most {MAX_TOOLS} functions, got {len(names)} with those in namespaces")
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"has two functions named '{clip(twice)}'; names must differ")
+    check_distinct(names)
     return tools
 
 

@@ -5,6 +5,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, Self, TypeVar
 
 from gateway.http.errors import internal
@@ -136,34 +137,9 @@ class SequenceEvent(NamedTuple):
         )
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequest:
     """An unfinished request."""
-
-    __slots__ = (
-        "_attempt",
-        "_failed_since_s",
-        "_first_id",
-        "_is_taken",
-        "_num_at_failure",
-        "_num_prompt_logprobs",
-        "_num_resumed",
-        "_silent_since_s",
-        "_submitted_s",
-        "_worker_losses",
-        "accepted",
-        "deadline",
-        "ended",
-        "first_index",
-        "handles",
-        "held_events",
-        "n",
-        "park_until",
-        "prompt_logprobs",
-        "received",
-        "request",
-        "retry",
-        "subscription",
-    )
 
     request: inference.GenerateRequest
     """The request as it was last sent."""
@@ -171,59 +147,52 @@ class PendingRequest:
     """Receives the events."""
     first_index: int
     """The number of its first sequence in the subscription."""
-    n: int
+    n: int = field(init=False)
     """Number of its sequences."""
-    received: list[list[int]]
+    received: list[list[int]] = field(init=False)
     """Tokens of each sequence so far."""
-    ended: set[int]
+    ended: set[int] = field(default_factory=set)
     """Sequences without further events: finished, or no longer wanted by their reader."""
-    prompt_logprobs: list[pb.TokenLogprobs]
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     """Log-probabilities of the prompt's tokens but the first, as far as received."""
-    handles: dict[int, int]
+    handles: dict[int, int] = field(default_factory=dict)
     """The handle of each sequence on the open stream."""
-    held_events: list[tuple[int, SequenceEvent | int]]
+    held_events: list[tuple[int, SequenceEvent | int]] = field(default_factory=list)
     """Events that arrived before the prompt's log-probabilities were complete, each with its sequence's
     number in the subscription."""
-    accepted: bool
+    accepted: bool = False
     """Whether a scheduler accepted it: after further errors it then waits instead of failing."""
-    deadline: asyncio.TimerHandle | None
+    deadline: asyncio.TimerHandle | None = None
     """Runs until a scheduler takes the request, once there was none."""
-    park_until: float
+    park_until: float = 0.0
     """Until when it may wait in the startup queue, by the event loop's clock."""
-    retry: asyncio.TimerHandle | None
+    retry: asyncio.TimerHandle | None = None
     """Runs until a refused request is sent again."""
+    _submitted_s: float = field(init=False)
+    _is_taken: bool = False
+    """Whether a scheduler has taken the request since it was last sent."""
+    _num_at_failure: int = -1
+    """Tokens received when a scheduler failed the request."""
+    _failed_since_s: float = 0.0
+    """Since when it has failed with as many."""
+    _num_resumed: int = 0
+    """Tokens received when the request was last sent again."""
+    _silent_since_s: float = field(init=False)
+    """When it was first sent again with as many."""
+    _worker_losses: list[int] = field(init=False)
+    """Workers that each sequence may have killed, as the scheduler says."""
+    _first_id: str = field(init=False)
+    _attempt: int = 0
+    _num_prompt_logprobs: int = 0
 
-    def __init__(
-        self, request: inference.GenerateRequest, subscription: "Subscription", first_index: int
-    ) -> None:
-        self.request = request
-        self.subscription = subscription
-        self.first_index = first_index
-        self.n = request.n or 1
+    def __post_init__(self) -> None:
+        self.n = self.request.n or 1
         self.received = [[] for _ in range(self.n)]
-        self.ended = set()
-        self.prompt_logprobs = []
-        self.handles = {}
-        self.held_events = []
-        self.accepted = False
-        self.deadline = None
-        self.park_until = 0.0
-        self.retry = None
-        self._submitted_s = time.monotonic()
-        # Whether a scheduler has taken the request since it was last sent.
-        self._is_taken = False
-        # Tokens received when a scheduler failed the request, and since when it has failed with as many.
-        self._num_at_failure = -1
-        self._failed_since_s = 0.0
-        # Tokens received when the request was last sent again, and when it was first sent again with as many.
-        self._num_resumed = 0
-        self._silent_since_s = self._submitted_s
-        # Workers that each sequence may have killed, as the scheduler says.
+        self._submitted_s = self._silent_since_s = time.monotonic()
         self._worker_losses = [0] * self.n
-        self._first_id = request.request_id
-        self._attempt = 0
-        asked = request.sampling.HasField("prompt_logprobs")
-        self._num_prompt_logprobs = len(request.prompt_token_ids) - 1 if asked else 0
+        self._first_id = self.request.request_id
+        if self.request.sampling.HasField("prompt_logprobs"):
+            self._num_prompt_logprobs = len(self.request.prompt_token_ids) - 1
 
     @property
     def wire_id(self) -> str:
@@ -255,9 +224,7 @@ class PendingRequest:
             # And computed with the same weights, whatever has the adapter's name by then.
             self.request.lora_digest = event.prompt.lora_digest
         self.accepted = self._is_taken = True
-        if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
+        self.stop_deadline()
 
     def failed_for_s(self) -> float:
         """Returns for how long schedulers accepted the request and failed it without a token, seconds.
@@ -309,9 +276,8 @@ class PendingRequest:
             self.retry.cancel()
             self.retry = None
 
-    def stop_timers(self) -> None:
-        """Cancels the deadline and the retry."""
-        self.stop_retry()
+    def stop_deadline(self) -> None:
+        """Cancels the deadline."""
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
@@ -663,7 +629,8 @@ class InFlightRequests:
 
     def _forget(self, pending: PendingRequest) -> None:
         if self._pending.pop(pending.wire_id, None) is not None:
-            pending.stop_timers()
+            pending.stop_retry()
+            pending.stop_deadline()
             self._drop_handles(pending)
             self._startup_queue.leave(pending)
 

@@ -57,6 +57,18 @@ def _json_pieces(value: Any) -> Iterator[str]:
         yield json.dumps(value, default=str)
 
 
+def as_json(value: Any) -> str:
+    """Returns ``value`` as JSON text.
+
+    Raises:
+        ValueError: if it is nested too deep.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError as error:
+        raise ValueError("is nested too deep; flatten it") from error
+
+
 def clip(name: str) -> str:
     """Returns a name that a client made up, cut short."""
     return name if len(name) <= _MAX_QUOTE else f"{name[:_MAX_QUOTE]}…"

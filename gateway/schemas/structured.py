@@ -5,7 +5,7 @@ unlisted properties unless ``additionalProperties`` says otherwise, so closing a
 answers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import orjson
@@ -55,19 +55,27 @@ def _subschemas(schema: Mapping[str, Any]) -> list[Any]:
     return [*named, *(schema[key] for key in SCHEMAS if key in schema)]
 
 
-def _closed(schema: Any) -> Any:
+def map_schemas(schema: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a schema with the result of ``change`` for each schema directly in it."""
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [change(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     result: dict[str, Any] = {}
     for keyword, value in schema.items():
         if keyword in SCHEMAS:
-            result[keyword] = _closed(value)
+            result[keyword] = change(value)
         elif keyword in BY_NAME and isinstance(value, Mapping):
-            result[keyword] = {name: _closed(item) for name, item in value.items()}
+            result[keyword] = {name: change(item) for name, item in value.items()}
         else:
             result[keyword] = value
+    return result
+
+
+def _closed(schema: Any) -> Any:
+    result = map_schemas(schema, _closed)
+    if not isinstance(schema, Mapping):
+        return result
     listed, required = schema.get("properties"), schema.get("required", ())
     if (
         isinstance(listed, Mapping)

@@ -5,14 +5,14 @@ Sizes are checked before contents: ten thousand tools cost no more than ten.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple
 
 import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from gateway.schemas.base import RequestModel, Unserved, clip, quote
-from gateway.schemas.structured import BY_NAME
+from gateway.schemas.structured import map_schemas
 
 INPUT_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -104,35 +104,24 @@ _ANNOTATIONS: Final = frozenset({
     "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples", "strict", "title",
     "type",
 })  # fmt: skip
-# Keywords whose values are data. Of these, null is a value of the first two.
+# Keywords of which null is a value.
 _MAY_BE_NULL: Final = frozenset({"const", "default"})
-_DATA: Final = _MAY_BE_NULL | {"enum", "example", "examples"}
 
 
 def _without_nulls(schema: Any) -> Any:
     """Returns a schema without null keywords, which many MCP servers write for absent keywords."""
+    if schema is None:
+        return {}
     if isinstance(schema, list):
-        return [_without_nulls(item) for item in schema if item is not None]
-    if not isinstance(schema, dict):
-        return schema
-    kept: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if value is None and keyword not in _MAY_BE_NULL:
-            continue
-        if keyword in _DATA:
-            kept[keyword] = value
-        elif keyword in BY_NAME and isinstance(value, dict):
-            kept[keyword] = {
-                name: _without_nulls({} if item is None else item) for name, item in value.items()
-            }
-        else:
-            kept[keyword] = _without_nulls(value)
-    return kept
+        schema = [item for item in schema if item is not None]
+    if isinstance(schema, dict):
+        schema = {name: value for name, value in schema.items() if value is not None or name in _MAY_BE_NULL}
+    return map_schemas(schema, _without_nulls)
 
 
 def object_schema(value: Any) -> Any:
     """Drops a schema's nulls; refuses a schema that no object can match."""
-    value = _without_nulls(value)
+    value = value and _without_nulls(value)
     if isinstance(value, dict) and value.get("type", "object") != "object":
         raise ValueError(
             f'must be the schema of an object ("type": "object"), got "type": {quote(value["type"])}'
@@ -213,11 +202,15 @@ class Tool(RequestModel):
         }
 
 
-def _distinct(tools: list[Tool]) -> list[Tool]:
-    names = [tool.function.name for tool in tools]
+def check_distinct(names: Sequence[str]) -> None:
+    """Refuses functions with the same name."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"has two functions named '{clip(twice)}'; names must differ")
+
+
+def _distinct(tools: list[Tool]) -> list[Tool]:
+    check_distinct([tool.function.name for tool in tools])
     return tools
 
 

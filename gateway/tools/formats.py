@@ -14,7 +14,7 @@ from gateway.parsers.events import ToolParser, call_id, short_call_id
 from gateway.parsers.json_call import PlainListParser
 from gateway.parsers.parser_base import NamedToolParser
 from gateway.parsers.reasoning import THINK, Marks, Thinking
-from gateway.schemas.structured import BY_NAME, SCHEMAS, closed
+from gateway.schemas.structured import closed, map_schemas
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -121,19 +121,9 @@ def json_schema(schema: Any) -> Tag:
 
 
 def _without_annotations(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_without_annotations(item) for item in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    kept: dict[str, Any] = {}
-    for keyword, value in schema.items():
-        if keyword in SCHEMAS:
-            kept[keyword] = _without_annotations(value)
-        elif keyword in BY_NAME and isinstance(value, Mapping):
-            kept[keyword] = {name: _without_annotations(item) for name, item in value.items()}
-        elif keyword not in _ANNOTATIONS:
-            kept[keyword] = value
-    return kept
+    if isinstance(schema, Mapping):
+        schema = {keyword: value for keyword, value in schema.items() if keyword not in _ANNOTATIONS}
+    return map_schemas(schema, _without_annotations)
 
 
 def structural(form: Tag) -> pb.StructuredOutput:

@@ -10,15 +10,7 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gateway.parsers.events import (
-    CallArguments,
-    CallStart,
-    Event,
-    Reasoning,
-    Text,
-    ToolParser,
-    call_id,
-)
+from gateway.parsers.events import CallArguments, CallStart, Event, Reasoning, Text, ToolParser, call_id
 from gateway.parsers.reasoning import Marks, Thinking
 from gateway.settings import VLLM_PREFIX
 from gateway.text.tokenization import TextCodec

@@ -107,7 +107,7 @@ def result_of(*content: Any) -> dict[str, Any]:
         ("user", result_of({"type": "document", "source": TEXT}), "Plain words."),
         ("user", result_of({"type": "search_result", "title": "S", "source": "s", "content": []}), "S\ns"),
         ("user", result_of({"type": "tool_reference", "tool_name": "t"}), "[tool reference omitted]"),
-        ("assistant", {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "cats"}}, '[web_search was called with {"query":"cats"}]'),
+        ("assistant", {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "cats"}}, '[web_search was called with {"query": "cats"}]'),
         ("assistant", {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{"type": "web_search_result", "title": "Cats", "url": "http://c", "encrypted_content": "x"}]}, "Cats\nhttp://c"),
         ("assistant", {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "web_search_tool_result_error", "error_code": "unavailable"}}, "unavailable"),
         ("assistant", {"type": "web_fetch_tool_result", "tool_use_id": "s", "content": {"type": "web_fetch_result", "url": "http://f", "content": {"type": "document", "source": TEXT}}}, "http://f\nPlain words."),

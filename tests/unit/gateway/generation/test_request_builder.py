@@ -6,12 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.auth.key_store import Account
-from gateway.generation.request_builder import (
-    check_length,
-    encode_prompts,
-    generate_requests,
-    sampling_of,
-)
+from gateway.generation.request_builder import check_length, encode_prompts, generate_requests, sampling_of
 from gateway.openai.completions import CompletionRequest
 from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import parse
