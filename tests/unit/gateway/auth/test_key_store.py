@@ -1,4 +1,4 @@
-"""Keys from settings and from a file that changes."""
+"""Keys of settings and of the file, and the rights of callers."""
 
 import asyncio
 import hashlib
@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
 from gateway.auth import key_store
-from gateway.auth.key_store import ANY_PRIORITY, Caller, KeyStore, read_key_file
+from gateway.auth.key_store import ANY_PRIORITY, ANYONE, Account, Caller, KeyStore, read_key_file
 from gateway.auth.rate_limits import KeyLimiter
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused, Overloaded
@@ -218,3 +219,48 @@ def test_a_file_repeats_no_key_of_the_settings(tmp_path: Path, entry: dict[str, 
     path.write_text(json.dumps({"keys": [entry]}))
     with pytest.raises(ConfigurationRefused, match="the settings have a key like"):
         ring("--api-key", "one", "--api-key-file", str(path))
+
+
+A = Caller(name="a", tenant="tenant-a", may_name_tenant=False, priorities=(0, 5), is_isolated=True)
+PROXY = Caller(name="proxy", tenant="proxy", may_name_tenant=True, is_isolated=True)
+
+
+@pytest.mark.parametrize(
+    ("caller", "header", "priority", "expected"),
+    [
+        (ANYONE, "paid", -7, ("paid", -7)),
+        (ANYONE, None, 0, ("", 0)),
+        (A, "paid", -7, ("tenant-a", 0)),
+        (A, None, 3, ("tenant-a", 3)),
+        (A, None, 9, ("tenant-a", 5)),
+        (PROXY, "paid", -7, ("paid", -7)),
+        (PROXY, None, 0, ("proxy", 0)),
+    ],
+)
+def test_a_key_decides_what_is_believed(
+    caller: Caller, header: str | None, priority: int, expected: tuple[str, int]
+) -> None:
+    """X-Tenant counts only from keys that may name tenants; priorities stay within the key's range."""
+    headers = Headers({} if header is None else {"x-tenant": header})
+    account = caller.account(headers, priority, None)
+    assert (account.tenant, account.priority) == expected
+
+
+def test_isolated_tenants_share_no_salt() -> None:
+    """The salt is a hash of the tenant and the request's own salt; without keys it is the request's own."""
+    named = {
+        PROXY.account(Headers({"x-tenant": tenant}), 0, salt).cache_salt
+        for tenant in ("a", "b", "ab")
+        for salt in (None, "b", "c")
+    }
+    assert len(named) == 9
+    again = PROXY.account(Headers({"x-tenant": "a"}), 0, "b").cache_salt
+    assert again in named
+    assert len(again) == 64
+    assert ANYONE.account(Headers({"x-tenant": "a"}), 0, "b") == Account("a", 0, "b")
+    assert A.account(Headers({}), 0, None).cache_salt != ""
+
+
+def test_a_tenant_that_does_not_count_is_not_checked() -> None:
+    """A header that is ignored cannot make a request fail."""
+    assert A.account(Headers({"x-tenant": "x" * 1000}), 0, None).tenant == "tenant-a"

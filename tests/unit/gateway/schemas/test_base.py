@@ -1,4 +1,4 @@
-"""Bodies may have fields that have no effect."""
+"""Bodies may have fields that have no effect; errors quote a client's input in part."""
 
 import json
 from typing import Annotated, Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 import pytest
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 
-from gateway.schemas.base import IgnoredFields, RequestModel, Unserved, ignore, parse
+from gateway.schemas.base import IgnoredFields, RequestModel, Unserved, ignore, parse, quote
 from protos.errors import Unsupported
 
 
@@ -77,3 +77,30 @@ def test_fields_that_would_change_the_output_are_refused() -> None:
     """Tolerance ends where silence would change the output."""
     with pytest.raises(Unsupported, match=r"^best=2 is not supported"):
         parse(Outer, body(best=2))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": [1, None, True], "b": "é"}, '{"a": [1, null, true], "b": "é"}'),
+        ([], "[]"), ("x" * 58, '"' + "x" * 58 + '"'), ("x" * 59, '"' + "x" * 59 + "…"), (1.5, "1.5"),
+        ([[]] * 100, ("[" + "[], " * 15)[:60] + "…"),
+    ],
+)  # fmt: skip
+def test_a_quoted_value_is_json(value: Any, text: str) -> None:
+    """A short value is quoted whole; a long one ends with an ellipsis."""
+    assert quote(value) == text
+
+
+class _Endless(list[int]):
+    """Fails the test if more of it is read than a quotation needs."""
+
+    def __iter__(self) -> Any:
+        for _ in range(100):
+            yield 1
+        pytest.fail("the whole list was read")
+
+
+def test_quoting_reads_only_what_it_shows() -> None:
+    """A value of megabytes costs as little as a short one."""
+    assert quote(_Endless([1])) == ("[" + "1, " * 30)[:60] + "…"

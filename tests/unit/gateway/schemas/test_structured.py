@@ -1,4 +1,4 @@
-"""``response_format`` and ``structured_outputs`` as wire messages."""
+"""``response_format`` and ``structured_outputs`` as wire messages, with plain objects closed."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from gateway.openai.completions import CompletionRequest
 from gateway.schemas.base import parse
 from gateway.schemas.chat import ChatCompletionRequest
-from gateway.schemas.structured import MAX_TEXT
+from gateway.schemas.structured import MAX_TEXT, closed
 from protos.errors import InvalidArgument, Unsupported
 from protos.triptych.v1 import common_pb2 as pb
 
@@ -89,3 +89,55 @@ def test_a_schema_too_deep_to_write_is_refused() -> None:
     body = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}})
     with pytest.raises(InvalidArgument):
         parse(CompletionRequest, body.encode()).constraint()
+
+
+TEXT = {"type": "string"}
+
+
+def test_plain_objects_allow_their_listed_properties_only() -> None:
+    """At every depth: in properties, items, choices and definitions, whatever the properties are called."""
+    inner = {"type": "object", "properties": {"not": TEXT}}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": inner,
+            "b": {"type": "array", "items": inner},
+            "c": {"anyOf": [inner, {"type": "null"}]},
+        },
+        "required": ["a"],
+        "$defs": {"d": inner},
+    }
+    shut = {**inner, "additionalProperties": False}
+    assert closed(schema) == {
+        "type": "object",
+        "properties": {
+            "a": shut,
+            "b": {"type": "array", "items": shut},
+            "c": {"anyOf": [shut, {"type": "null"}]},
+        },
+        "required": ["a"],
+        "$defs": {"d": shut},
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        True,
+        {"type": "object"},
+        {"properties": {}},
+        {"properties": {"a": TEXT}, "additionalProperties": TEXT},
+        {"properties": {"a": TEXT}, "patternProperties": {"^x": TEXT}},
+        {"properties": {"a": TEXT}, "minProperties": 2},
+        {"properties": {"a": TEXT}, "required": ["b"]},
+        {"properties": {"a": TEXT}, "$ref": "#/$defs/b", "$defs": {"b": True}},
+        {"properties": {"a": TEXT}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"allOf": [{"properties": {"a": TEXT}}, {"properties": {"b": TEXT}}]},
+        {"properties": {"a": {"not": {"properties": {"b": TEXT}}}}},
+        {"const": {"properties": {"a": TEXT}}},
+    ],
+)
+def test_others_stay_as_they_are(schema: Any) -> None:
+    """Where other keywords speak of further properties, or schemas are joined, nothing changes."""
+    assert closed(schema) == schema

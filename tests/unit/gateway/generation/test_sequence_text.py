@@ -1,10 +1,19 @@
-"""Log-probabilities in the shapes of OpenAI and vLLM."""
+"""Log-probabilities, and the count of thinking tokens."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 
-from gateway.generation.sequence_text import MIN_LOGPROB, Delta, Reporter, SequenceText, TokenReport
+from gateway.generation.sequence_text import (
+    MIN_LOGPROB,
+    Delta,
+    Reporter,
+    SequenceText,
+    ThinkingMeter,
+    TokenReport,
+)
+from gateway.parsers.reasoning import Thinking, ThinkParser
 from gateway.scheduler_client.in_flight import SequenceEvent
 from gateway.text.detokenizer import StopStrings, WindowedDetokenizer
 from protos.triptych.v1 import common_pb2 as pb
@@ -131,3 +140,22 @@ def test_added_tokens_without_spaces_between_them() -> None:
     for glued, text in (({}, " <x> <y> two"), ({8: "<x>", 9: "<y>"}, " <x><y> two")):
         detokenizer = WindowedDetokenizer(decode, [1], glued)
         assert detokenizer.push([8, 9, 2]) + detokenizer.finish() == text
+
+
+@pytest.mark.parametrize(
+    ("at", "pieces", "expected"),
+    [
+        (Thinking.POSSIBLE, ["<think>", "a", "b", "</think>", "\n\n", "answer"], 4),
+        (Thinking.POSSIBLE, ["\n", "<th", "ink>", "a", "</think>", "answer", "</think>"], 5),
+        (Thinking.POSSIBLE, ["no", "thinking", "<think>", "a"], 0),
+        (Thinking.OPEN, ["a", "</think>answer", "b"], 1),
+        (Thinking.OPEN, ["a", "b", ""], 2),
+        (Thinking.OVER, ["a", "b"], 0),
+    ],
+)
+def test_tokens_of_thinking_are_counted(at: Thinking, pieces: Sequence[str], expected: int) -> None:
+    """Markers count; the token that begins the answer does not, nor anything behind it."""
+    meter = ThinkingMeter(ThinkParser(at))
+    for count, piece in enumerate(pieces, start=1):
+        meter.feed(piece, count)
+    assert meter.num_tokens == expected
