@@ -55,7 +55,7 @@ def _call(kind: str, item: Item) -> Item:
         arguments = arguments_of(given) if isinstance(given, str) else given
     elif not isinstance(arguments, str):
         arguments = as_json(arguments)
-    kept = {name: item[name] for name in ("call_id", "name", "namespace") if name in item}
+    kept: Item = {name: item[name] for name in ("call_id", "name", "namespace") if name in item}
     return {"type": "function_call", "name": kind.removesuffix("_call"), "arguments": arguments, **kept}
 
 
