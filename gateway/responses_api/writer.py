@@ -5,7 +5,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, cast
 
 import orjson
 
@@ -20,8 +20,6 @@ from gateway.responses_api.schemas import (
     CustomTool,
     IncompleteDetails,
     Namespace,
-    OutputCustomCall,
-    OutputFunctionCall,
     OutputItemAnswer,
     OutputMessage,
     OutputPart,
@@ -163,6 +161,7 @@ class _ThinkingItem(_OutputItem):
 class _CallItem(_OutputItem):
     event_prefix = "response.function_call_arguments"
     text_field = "arguments"
+    kind: ClassVar[str] = "function_call"
 
     call_id: str = ""
     name: ScopedName = _UNNAMED
@@ -170,16 +169,16 @@ class _CallItem(_OutputItem):
     """Whether a stream announced it before its arguments turned out not to be JSON."""
 
     def body(self, status: Status) -> OutputItemAnswer:
-        body: OutputFunctionCall = {
-            "id": self.id, "type": "function_call", "status": self._status(status), "call_id": self.call_id,
-            "name": self.name.name, "arguments": "" if status == "in_progress" else self.text,
+        text = "" if status == "in_progress" else self.text
+        if self.revoked and status == "completed":
+            status = "incomplete"
+        body = {
+            "id": self.id, "type": self.kind, "status": status, "call_id": self.call_id, "name": self.name.name,
+            self.text_field: text,
         }  # fmt: skip
         if self.name.namespace is not None:
             body["namespace"] = self.name.namespace
-        return body
-
-    def _status(self, status: Status) -> Status:
-        return "incomplete" if self.revoked and status == "completed" else status
+        return cast("OutputItemAnswer", body)
 
 
 @dataclass(slots=True)
@@ -188,17 +187,9 @@ class _CustomCallItem(_CallItem):
 
     event_prefix = "response.custom_tool_call_input"
     text_field = "input"
+    kind = "custom_tool_call"
 
     reader: InputReader = field(default_factory=InputReader)
-
-    def body(self, status: Status) -> OutputItemAnswer:
-        body: OutputCustomCall = {
-            "id": self.id, "type": "custom_tool_call", "status": self._status(status), "call_id": self.call_id,
-            "name": self.name.name, "input": "" if status == "in_progress" else self.text,
-        }  # fmt: skip
-        if self.name.namespace is not None:
-            body["namespace"] = self.name.namespace
-        return body
 
     def add(self, piece: str) -> None:
         self.pieces.append(self.reader.feed(piece))
