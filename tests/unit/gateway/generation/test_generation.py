@@ -31,47 +31,30 @@ def event(*tokens: int, reason: int = 0, stop: int | None = None) -> SequenceEve
     return SequenceEvent(tokens, pb.FinishReason.ValueType(reason), stop)
 
 
-def test_text_grows() -> None:
-    """The tokens of an event become one delta."""
-    sequence = make()
-    assert sequence.push(event(1, 2)) == Delta(0, "ab")
-    assert sequence.push(event(3, reason=pb.FINISH_REASON_LENGTH)) == Delta(0, "c", "length")
-    assert (sequence.num_tokens, sequence.finished) == (3, True)
+STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 
 
-def test_an_event_may_only_finish() -> None:
-    """An event without tokens only ends the sequence."""
-    sequence = make()
-    sequence.push(event(1))
-    assert sequence.push(event(reason=pb.FINISH_REASON_LENGTH)) == Delta(0, "", "length")
-    assert sequence.num_tokens == 1
-
-
-def test_end_tokens_count_but_do_not_show() -> None:
-    """An end token counts in the usage, but has no text and no stop_reason."""
-    sequence = make()
-    assert sequence.push(event(1, END, reason=pb.FINISH_REASON_STOP, stop=END)) == Delta(0, "a", "stop")
-    assert sequence.num_tokens == 2
-
-
-def test_stop_tokens_are_named() -> None:
-    """A stop token from the client is the stop_reason."""
-    delta = make(ids=(2,)).push(event(1, 2, reason=pb.FINISH_REASON_STOP, stop=2))
-    assert delta == Delta(0, "a", "stop", 2)
-
-
-def test_a_field_that_is_not_set_is_no_stop_token() -> None:
-    """An unset field reads as token 0, which may be one of the client's stop tokens."""
-    delta = make(ids=(0,)).push(event(1, reason=pb.FINISH_REASON_LENGTH))
-    assert delta == Delta(0, "a", "length", None)
-    delta = make(ids=(0,)).push(event(1, 0, reason=pb.FINISH_REASON_STOP, stop=0))
-    assert delta == Delta(0, "a", "stop", 0)
-
-
-def test_stop_tokens_show_on_request() -> None:
-    """include_stop_str_in_output shows stop tokens."""
-    delta = make(include=True, ids=(2,)).push(event(1, 2, reason=pb.FINISH_REASON_STOP, stop=2))
-    assert delta == Delta(0, "ab", "stop", 2)
+@pytest.mark.parametrize(
+    ("sequence", "arrived", "delta"),
+    [
+        (make(), event(1, 2), Delta(0, "ab")),
+        (make(), event(3, reason=LENGTH), Delta(0, "c", "length")),
+        (make(), event(reason=LENGTH), Delta(0, "", "length")),
+        # The model's end token counts, but has no text and is no stop_reason; a client's stop token is one.
+        (make(), event(1, END, reason=STOP, stop=END), Delta(0, "a", "stop")),
+        (make(ids=(2,)), event(1, 2, reason=STOP, stop=2), Delta(0, "a", "stop", 2)),
+        (make(include=True, ids=(2,)), event(1, 2, reason=STOP, stop=2), Delta(0, "ab", "stop", 2)),
+        # An unset field reads as token 0, which may be one of the client's stop tokens.
+        (make(ids=(0,)), event(1, reason=LENGTH), Delta(0, "a", "length", None)),
+        (make(ids=(0,)), event(1, 0, reason=STOP, stop=0), Delta(0, "a", "stop", 0)),
+        # Hidden text completes no stop string.
+        (make(("<end>",)), event(1, END, reason=STOP, stop=END), Delta(0, "a", "stop", None)),
+    ],
+)
+def test_an_event_becomes_a_delta(sequence: SequenceText, arrived: SequenceEvent, delta: Delta) -> None:
+    """Its tokens become one text, and the last event has the reason."""
+    assert sequence.push(arrived) == delta
+    assert (sequence.num_tokens, sequence.finished) == (len(arrived.token_ids), bool(arrived.finish_reason))
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 6])
@@ -92,12 +75,6 @@ def test_a_near_miss_is_shown_at_the_end() -> None:
     sequence = make(("cd",))
     assert sequence.push(event(1, 3)).text == "a"
     assert sequence.push(event(reason=pb.FINISH_REASON_LENGTH)) == Delta(0, "c", "length")
-
-
-def test_an_end_token_does_not_complete_a_stop_string() -> None:
-    """Hidden text cannot match."""
-    delta = make(("<end>",)).push(event(1, END, reason=pb.FINISH_REASON_STOP, stop=END))
-    assert delta == Delta(0, "a", "stop", None)
 
 
 def test_min_tokens_come_before_stop_strings() -> None:

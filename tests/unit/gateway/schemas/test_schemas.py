@@ -73,13 +73,18 @@ def test_a_bad_value_is_refused_by_name(make: Any, name: str, value: Any) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "neutral", "other"),
+    ("make", "name", "neutral", "other"),
     [
-        ("best_of", 1, 3), ("use_beam_search", False, True), ("thinking_token_budget", -1, 5),
-        ("guided_json", None, {"type": "object"}),
+        *((make, *row) for make in (chat, completion) for row in (
+            ("best_of", 1, 3), ("use_beam_search", False, True), ("thinking_token_budget", -1, 5),
+            ("guided_json", None, {"type": "object"}), ("prompt_embeds", None, "AAAA"),
+        )),
+        (chat, "functions", [], [{}]), (chat, "function_call", "auto", {"name": "f"}), (chat, "echo", False, True),
+        (chat, "modalities", ["text"], ["text", "audio"]), (chat, "web_search_options", None, {}),
+        (chat, "return_prompt_text", False, True),
+        (completion, "suffix", "", "x"), (completion, "max_completion_tokens", None, 5),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("make", [chat, completion])
 def test_unserved_parameters_are_accepted_if_they_change_nothing(
     make: Any, name: str, neutral: Any, other: Any
 ) -> None:
@@ -88,34 +93,6 @@ def test_unserved_parameters_are_accepted_if_they_change_nothing(
     make(**{name: neutral})
     with pytest.raises(Unsupported, match="is not supported: ") as caught:
         make(**{name: other})
-    assert caught.value.param == name
-
-
-@pytest.mark.parametrize(
-    ("name", "neutral", "other"),
-    [
-        ("functions", [], [{}]), ("function_call", "auto", {"name": "f"}),
-        ("echo", False, True), ("modalities", ["text"], ["text", "audio"]),
-        ("web_search_options", None, {}), ("return_prompt_text", False, True),
-    ],
-)  # fmt: skip
-def test_unserved_chat_parameters(name: str, neutral: Any, other: Any) -> None:
-    """The same holds for parameters of chats alone."""
-    chat(**{name: neutral})
-    with pytest.raises(Unsupported) as caught:
-        chat(**{name: other})
-    assert caught.value.param == name
-
-
-@pytest.mark.parametrize(
-    ("name", "neutral", "other"),
-    [("suffix", "", "x"), ("max_completion_tokens", None, 5), ("prompt_embeds", None, "AAAA")],
-)
-def test_unserved_completion_parameters(name: str, neutral: Any, other: Any) -> None:
-    """The same holds for parameters of plain completions alone."""
-    completion(**{name: neutral})
-    with pytest.raises(Unsupported) as caught:
-        completion(**{name: other})
     assert caught.value.param == name
 
 
@@ -318,33 +295,10 @@ def test_stream_options_need_a_stream() -> None:
     assert not chat(stream=True).include_usage
 
 
-def test_null_is_the_default() -> None:
-    """Null means the default."""
-    names = (
-        "temperature",
-        "top_p",
-        "stop",
-        "stop_token_ids",
-        "stream",
-        "ignore_eos",
-        "min_tokens",
-        "user",
-        "priority",
-    )
-    body = chat(**dict.fromkeys(names))
-    assert body.stop == []
-    assert not body.stream
-    assert body.skip_special_tokens
-
-
-def test_stop_is_a_string_or_a_list() -> None:
-    """A single string means a list of one."""
+def test_values_with_several_forms() -> None:
+    """A single stop string means a list of one, and JSON's text keys become token ids."""
     assert chat(stop="a").stop == ["a"]
     assert chat(stop=["a", "b"]).stop == ["a", "b"]
-
-
-def test_logit_bias_keys_are_token_ids() -> None:
-    """JSON's text keys become integers."""
     assert chat(logit_bias={"5": -100, "7": 1.5}).logit_bias == {5: -100, 7: 1.5}
 
 
