@@ -190,14 +190,18 @@ class CollectedWriter(ResponseWriter):
 T = TypeVar("T")
 
 
+async def _disconnect(receive: Receive) -> None:
+    """Waits until the client disconnects; the body has been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @contextlib.asynccontextmanager
 async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIterator[None]:
     """Fails ``generation`` with :class:`ClientGone` if the client disconnects meanwhile."""
 
     async def watch() -> None:
-        # The body has been read, so the next message is the disconnect.
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _disconnect(receive)
         generation.fail(ClientGone("the client closed the connection"))
 
     watcher = asyncio.create_task(watch(), name="watch-client")
@@ -209,12 +213,8 @@ async def ends_with_client(receive: Receive, generation: Generation) -> AsyncIte
 
 async def while_client_waits(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of ``work``; cancels it if the client disconnects meanwhile."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.create_task(work), asyncio.create_task(watch(), name="watch-client")
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnect(receive), name="watch-client")
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

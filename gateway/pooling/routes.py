@@ -25,7 +25,6 @@ from gateway.pooling.schemas import (
     Classification,
     ClassificationList,
     ClassificationRequest,
-    CohereMeta,
     CohereRerankAnswer,
     EmbeddingList,
     EmbeddingRequest,
@@ -273,7 +272,7 @@ async def rerank_for_cohere(request: Request, body: RerankRequest) -> CohereRera
     """Returns the answer of /rerank with Cohere's `meta`."""
     answer = await rerank(request, body)
     searches = math.ceil(len(body.documents) / _DOCUMENTS_PER_SEARCH)
-    meta: CohereMeta = {
+    meta: dict[str, dict[str, Any]] = {
         "api_version": {"version": "2"},
         "billed_units": {"search_units": searches},
         "tokens": {"input_tokens": answer["usage"]["prompt_tokens"]},

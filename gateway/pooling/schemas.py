@@ -59,13 +59,7 @@ def _texts(value: Any, info: ValidationInfo) -> list[str]:
     return texts
 
 
-class _TextObject(RequestModel):
-    """A text in an object."""
-
-    text: str
-
-
-_TextOrObject = str | _TextObject
+_TextOrObject = str | dict[str, str]
 
 Texts = Annotated[
     list[str], BeforeValidator(_texts, json_schema_input_type=_TextOrObject | list[_TextOrObject])
@@ -291,20 +285,12 @@ class ScoreList(ListHead):
     data: list[Score]
 
 
-class RerankDocument(TypedDict):
-    """A document of the request."""
-
-    text: str
-
-
 class RerankResult(TypedDict):
     """One document's relevance."""
 
     index: Annotated[int, Field(description="The document's place in the request.")]
     relevance_score: float
-    document: NotRequired[
-        Annotated[RerankDocument | None, Field(description="Unless return_documents is false.")]
-    ]
+    document: NotRequired[Annotated[dict[str, str], Field(description="Unless return_documents is false.")]]
 
 
 class RerankAnswer(TypedDict):
@@ -316,36 +302,13 @@ class RerankAnswer(TypedDict):
     usage: EmbeddingUsage
 
 
-class CohereApiVersion(TypedDict):
-    """The version of Cohere's API."""
-
-    version: Literal["2"]
-
-
-class CohereBilledUnits(TypedDict):
-    """The units of Cohere's bills."""
-
-    search_units: Annotated[int, Field(description="One for each 100 documents.")]
-
-
-class CohereTokens(TypedDict):
-    """Token counts."""
-
-    input_tokens: int
-
-
-class CohereMeta(TypedDict):
-    """Cohere's additions to results."""
-
-    api_version: CohereApiVersion
-    billed_units: CohereBilledUnits
-    tokens: CohereTokens
-
-
 class CohereRerankAnswer(RerankAnswer):
     """Documents, the most relevant first, with Cohere's additions."""
 
-    meta: CohereMeta
+    meta: Annotated[
+        dict[str, dict[str, Any]],
+        Field(description="`api_version`, `billed_units` (a search for each 100 documents) and `tokens`."),
+    ]
 
 
 class Classification(TypedDict):
