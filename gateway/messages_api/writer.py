@@ -133,15 +133,11 @@ _TYPES: Final[dict[type[TriptychError], str]] = {
 }
 
 
-def type_of(error: TriptychError) -> str:
-    """Returns Anthropic's type of an error."""
-    return next(_TYPES[cls] for cls in type(error).__mro__ if cls in _TYPES)
-
-
 def error_body(error: TriptychError) -> dict[str, Any]:
     """Returns Anthropic's error object."""
-    body = {"type": "error", "error": {"type": type_of(error), "message": error.message}}
-    return {**body, "request_id": request_id()}
+    kind = next(_TYPES[cls] for cls in type(error).__mro__ if cls in _TYPES)
+    details = {"type": kind, "message": error.message}
+    return {"type": "error", "error": details, "request_id": request_id()}
 
 
 def shape(error: TriptychError) -> ShapedError:

@@ -27,7 +27,9 @@ _EIGHT_BITS: Final = {"fp8_e4m3": (3, 7, 126), "fp8_e5m2": (2, 15, 124)}
 
 def as_json(response: inference.PoolResponse, body: EncodedBody) -> Any:
     """Returns a result as numbers, rows of numbers or base64, as the request asks."""
-    return as_base64(response.values, body) if body.encoding_format == "base64" else as_numbers(response)
+    if body.encoding_format == "base64":
+        return base64.b64encode(as_bytes(response.values, body)).decode()
+    return as_numbers(response)
 
 
 def as_numbers(response: inference.PoolResponse) -> orjson.Fragment:
@@ -43,19 +45,13 @@ def as_numbers(response: inference.PoolResponse) -> orjson.Fragment:
     return orjson.Fragment(b"[" + b",".join(rows) + b"]")
 
 
-def as_base64(values: Sequence[float], body: EncodedBody | None = None) -> str:
-    """Returns ``values`` as text; as float32 in little-endian order unless a request asks otherwise."""
-    return base64.b64encode(as_bytes(values, body)).decode()
-
-
-def as_bytes(values: Sequence[float], body: EncodedBody | None) -> bytes:
+def as_bytes(values: Sequence[float], body: EncodedBody) -> bytes:
     """Returns ``values`` in the type and the order of bytes that a request asks for."""
     floats = array.array("f")
     for start in range(0, len(values), _VALUES_AT_ONCE):
         floats.extend(values[start : start + _VALUES_AT_ONCE])
-    dtype = "float32" if body is None else body.embed_dtype
-    numbers = floats if dtype == "float32" else _shorter(floats, dtype)
-    order = "big" if body is not None and body.endianness == "big" else "little"
+    numbers = floats if body.embed_dtype == "float32" else _shorter(floats, body.embed_dtype)
+    order = "big" if body.endianness == "big" else "little"
     if order != sys.byteorder:
         numbers.byteswap()
     return numbers.tobytes()

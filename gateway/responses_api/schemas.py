@@ -144,12 +144,6 @@ def scoped_names(tools: Sequence[ResponseTool]) -> dict[str, ScopedName]:
     }
 
 
-def skipped_types(tools: Sequence[ResponseTool]) -> list[str]:
-    """Returns the types of skipped tools."""
-    flat = [one for tool in tools for one in (tool.tools if isinstance(tool, Namespace) else (tool,))]
-    return [tool.type for tool in flat if isinstance(tool, SkippedTool)]
-
-
 def _distinct(tools: list[ResponseTool]) -> list[ResponseTool]:
     names = [tool.name for tool in functions_of(tools)]
     if len(names) > MAX_TOOLS:
@@ -395,7 +389,10 @@ class ResponsesRequest(SamplingRequest):
     @property
     def skipped_tools(self) -> list[str]:
         """The types of the other tools."""
-        return skipped_types(self.tools)
+        flat = [
+            one for tool in self.tools for one in (tool.tools if isinstance(tool, Namespace) else (tool,))
+        ]
+        return [tool.type for tool in flat if isinstance(tool, SkippedTool)]
 
     @property
     def text_format(self) -> TextFormat:

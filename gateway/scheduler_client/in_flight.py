@@ -471,12 +471,6 @@ class InFlightRequests:
         for pending in list(self._pending.values()):
             pending.subscription.fail(error)
 
-    def _on_accepted(self, pending: PendingRequest) -> None:
-        """Frees the request's place: from now on it is as safe as a running request."""
-        pending.stop_retry()
-        pending.accepted = True
-        self._startup_queue.leave(pending)
-
     def _send(self, pending: PendingRequest) -> None:
         self._pending[pending.wire_id] = pending
         if pending.request.ByteSize() > _MAX_REQUEST_BYTES:
@@ -529,7 +523,9 @@ class InFlightRequests:
         if event.sequence in pending.ended:
             return  # this sequence alone was aborted here
         if not pending.accepted:
-            self._on_accepted(pending)
+            # It needs its place no more: from now on it is as safe as a running request.
+            pending.stop_retry()
+            self._startup_queue.leave(pending)
         pending.on_event(event)
         if event.accepted or (not event.token_ids and event.HasField("worker_losses")):
             return  # for the next scheduler, not for the client
