@@ -1,9 +1,17 @@
-"""Limits of a key, on a clock that the tests move."""
+"""Limits of a key, on a clock that the tests move, and limits that several gateways count together."""
+
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from gateway.auth.rate_limits import Admission, KeyLimiter, Limits, Page
-from protos.errors import Overloaded
+from gateway.auth import rate_limits
+from gateway.auth.rate_limits import Admission, KeyLimiter, Limits, Page, SharedLedger
+from protos.errors import ConfigurationRefused, Overloaded
 
 
 class Clock:
@@ -88,3 +96,150 @@ def test_changed_limits_keep_what_was_used_of_the_others() -> None:
     assert headers_of(limiter)["remaining-tokens"] == "500"
     with pytest.raises(Overloaded):
         limiter.admit()
+
+
+# Another gateway: it admits as many requests as it can, says how many, and keeps them running until it dies.
+OTHER = """
+import sys, time
+from pathlib import Path
+from gateway.auth.rate_limits import SharedLedger
+from gateway.auth.rate_limits import KeyLimiter, Limits
+from protos.errors import Overloaded
+limiter = KeyLimiter("a", Limits(*eval(sys.argv[2])), time.monotonic, SharedLedger(Path(sys.argv[1])).page("a"))
+print("ready", flush=True)
+sys.stdin.readline()
+admitted = []
+try:
+    while True:
+        admitted.append(limiter.admit())
+        if sys.argv[3] == "end":
+            admitted[-1].end(0)
+except Overloaded:
+    print(len(admitted), flush=True)
+sys.stdin.readline()
+"""
+
+
+def shared_limiter(folder: Path, limits: Limits, clock: Clock) -> KeyLimiter:
+    return KeyLimiter("a", limits, clock, SharedLedger(folder).page("a"))
+
+
+def others(folder: Path, limits: Limits, then: str, count: int) -> tuple[list[subprocess.Popen[str]], int]:
+    """Runs gateways that admit requests at the same moment; returns them, and what they have admitted."""
+    command = [sys.executable, "-c", OTHER, str(folder), repr(tuple(limits)), then]
+    running = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(count)
+    ]
+    for each in running:
+        assert each.stdout is not None
+        assert each.stdout.readline() == "ready\n"
+    for each in running:
+        assert each.stdin is not None
+        each.stdin.write("go\n")
+        each.stdin.flush()
+    return running, sum(int(each.stdout.readline()) for each in running if each.stdout is not None)
+
+
+def kill(processes: list[subprocess.Popen[str]]) -> None:
+    for each in processes:
+        each.send_signal(signal.SIGKILL)
+        each.communicate()
+
+
+def test_gateways_count_together(tmp_path: Path) -> None:
+    """A key's requests at a time, requests and tokens per minute are those of all gateways."""
+    clock = Clock()
+    limits = Limits(2, 4, 100)
+    one, two = (shared_limiter(tmp_path, limits, clock) for _ in range(2))
+    first, second = one.admit(), two.admit()
+    for limiter in (one, two):
+        with pytest.raises(Overloaded, match="has 2 requests under way"):
+            limiter.admit()
+    first.charge(60)
+    second.charge(40)
+    first.end(60)
+    with pytest.raises(Overloaded, match="used its 100 tokens"):
+        two.admit()
+    second.end(0)
+    assert dict(one.headers()) == dict(two.headers())
+    assert dict(one.headers())[b"x-ratelimit-remaining-tokens"] == b"40"
+    one.admit().end(0)
+    two.admit().end(0)
+    with pytest.raises(Overloaded, match="used its 4 requests"):
+        one.admit()
+    clock.now += 15
+    two.admit().end(0)
+
+
+def test_gateways_that_admit_at_the_same_moment_exceed_no_limit(tmp_path: Path) -> None:
+    """Processes exclude one another; and what a killed one had under way counts no more."""
+    limits = Limits(500, 10_000_000)
+    processes, admitted = others(tmp_path, limits, "run", 3)
+    try:
+        assert admitted == 500
+        limiter = KeyLimiter("a", limits, time.monotonic, SharedLedger(tmp_path).page("a"))
+        with pytest.raises(Overloaded, match="has 500 requests under way"):
+            limiter.admit()
+    finally:
+        kill(processes)
+    limiter.admit()
+    with pytest.raises(Overloaded):
+        KeyLimiter("a", Limits(1), time.monotonic, SharedLedger(tmp_path).page("a")).admit()
+
+
+def test_no_update_of_a_bucket_is_lost(tmp_path: Path) -> None:
+    """Two processes take a minute's requests, and together no more than those."""
+    processes, admitted = others(tmp_path, Limits(None, 2000), "end", 2)
+    kill(processes)
+    assert 2000 <= admitted <= 2000 + 2000 / 60 * 5
+
+
+def test_a_change_of_limits_counts_once(tmp_path: Path) -> None:
+    """The first gateway that reads the new limit starts the bucket anew, and the others go on with it."""
+    clock = Clock()
+    one, two = (shared_limiter(tmp_path, Limits(None, 4), clock) for _ in range(2))
+    for limiter in (one, two):
+        limiter.set_limits(Limits(None, 2))
+        limiter.admit().end(0)
+    with pytest.raises(Overloaded):
+        one.admit()
+
+
+def test_a_machine_that_starts_anew_charges_no_time(tmp_path: Path) -> None:
+    """Its clock begins at zero again; what was used before stays used, and is paid for from then on."""
+    clock = Clock()
+    shared_limiter(tmp_path, Limits(None, 60), clock).admit().end(0)
+    clock.now = 0.0
+    after = shared_limiter(tmp_path, Limits(None, 60), clock)
+    assert dict(after.headers())[b"x-ratelimit-remaining-requests"] == b"59"
+    clock.now = 1.0
+    assert dict(after.headers())[b"x-ratelimit-remaining-requests"] == b"60"
+
+
+def test_a_gateway_that_is_stopped_with_the_lock_holds_up_no_other(tmp_path: Path) -> None:
+    """They wait a moment, and then count without it."""
+    one, two = (SharedLedger(tmp_path).page("a") for _ in range(2))
+    limiter = KeyLimiter("a", Limits(1), Clock(), two)
+    with one, ThreadPoolExecutor(1) as threads:
+        threads.submit(limiter.admit).result(timeout=5)
+
+
+def test_other_users_see_neither_folder(tmp_path: Path) -> None:
+    """The metrics folder, which the ledger's may be made with, is private too."""
+    SharedLedger(tmp_path / "metrics" / "keys")
+    folders = (tmp_path / "metrics", tmp_path / "metrics" / "keys")
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+
+
+def test_folders_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line names the setting."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigurationRefused, match=r"^--metrics-folder: cannot count in .*choose another"):
+        SharedLedger(tmp_path / "file")
+    monkeypatch.setattr(rate_limits, "_NUM_SLOTS", 1)
+    kept = SharedLedger(tmp_path / "used")
+    with pytest.raises(ConfigurationRefused, match=r"^--metrics-folder: 1 gateways use .* already"):
+        SharedLedger(tmp_path / "used")
+    del kept
+    SharedLedger(tmp_path / "used").page("..")
