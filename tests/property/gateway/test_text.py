@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from gateway.text.stop_strings import StopStrings
+from gateway.text.detokenizer import StopStrings
 from gateway.text.tokenization import TextCodec
 from tests.support.gateway.serving import smollm2_folder, tokenizer_of
 

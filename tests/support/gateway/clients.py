@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from gateway.scheduler_client.client import InferenceClient
-from gateway.scheduler_client.pending_request import PendingRequest, SequenceEvent, Subscription
+from gateway.scheduler_client.in_flight import PendingRequest, SequenceEvent, Subscription
 from protos.errors import TriptychError
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference

@@ -12,8 +12,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer
 
-from gateway.generation.logprobs import Reporter
-from gateway.generation.sequence_text import Prompt
+from gateway.generation.sequence_text import Prompt, Reporter
 from tests.support.gateway.serving import CHAT, Stack, running_stack, smollm2_folder, tokenizer_of
 
 pytestmark = [pytest.mark.contract, pytest.mark.asyncio(loop_scope="module")]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.scheduler_client.startup_queue import StartupQueue
+from gateway.scheduler_client.in_flight import StartupQueue
 from protos.errors import Overloaded, Unavailable
 from tests.support.gateway.clients import EventReader, pool_request, request, started, tokens_of
 from tests.support.gateway.fake_scheduler import FakeScheduler, serving

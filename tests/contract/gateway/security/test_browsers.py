@@ -107,12 +107,12 @@ async def test_the_folder_of_the_pages_has_nothing_else() -> None:
     """Other names are unknown, whatever they are."""
     async with serving() as http:
         for name in ("other.js", "..%2f__init__.py", "__init__.py"):
-            assert (await http.get(f"/docs/{name}")).status_code == 404
+            assert (await http.get(f"/docs/files/{name}")).status_code == 404
 
 
 async def test_the_pages_can_be_left_out() -> None:
     """As in vLLM, the document goes with them."""
     async with serving(disable_fastapi_docs=True) as http:
-        for path in ("/docs", "/redoc", "/openapi.json", "/docs/swagger-ui.css"):
+        for path in ("/docs", "/redoc", "/openapi.json", "/docs/files/swagger-ui.css"):
             assert (await http.get(path)).status_code == 404
         assert (await http.get("/live")).status_code == 200
