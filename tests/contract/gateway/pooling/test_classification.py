@@ -106,7 +106,10 @@ async def test_a_long_answer_is_encoded_beside_the_event_loop(encoding_format: s
             return part
 
     worker = TextWorker()
-    call = PoolCall(*cast("Any", (None, SimpleNamespace(text_worker=worker), None, None)))
+    state = SimpleNamespace(context=SimpleNamespace(text_worker=worker))
+    call = PoolCall(
+        cast("Any", SimpleNamespace(app=SimpleNamespace(state=state))), *cast("Any", (None, None))
+    )
     response = SimpleNamespace(shape=[400, 256], values=Values([0.5] * 400 * 256))
     body = PoolingRequest.model_validate({"input": "a", "encoding_format": encoding_format})
     (encoded,) = await call.encoded(cast("Any", [response]), body)
