@@ -150,19 +150,13 @@ def _upgrade_legacy_tag(tag: dict[str, Any]) -> dict[str, Any]:
         isinstance(each, dict) and {"begin", "end", "schema"} <= each.keys() for each in structures
     ):
         raise refusal("structural_tag's structures must each have begin, schema and end")
-    return {
-        "type": "structural_tag",
-        "format": {
-            "type": "triggered_tags",
-            "triggers": triggers,
-            "tags": [
-                {
-                    "type": "tag",
-                    "begin": each["begin"],
-                    "content": {"type": "json_schema", "json_schema": each["schema"]},
-                    "end": each["end"],
-                }
-                for each in structures
-            ],
-        },
-    }
+    tags = [
+        {
+            "type": "tag",
+            "begin": each["begin"],
+            "content": {"type": "json_schema", "json_schema": each["schema"]},
+            "end": each["end"],
+        }
+        for each in structures
+    ]
+    return {"type": "triggered_tags", "triggers": triggers, "tags": tags}

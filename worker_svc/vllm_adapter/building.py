@@ -5,8 +5,8 @@ vLLM's parallel groups have no connections here: their collectives are the opera
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,20 +149,6 @@ def _initialize(config: Any, device: Device, where: torch.device) -> Any:
         return initialize_model(vllm_config=config)
 
 
-@dataclass(frozen=True)
-class _Members:
-    """The part of a process group that layers use."""
-
-    _size: int
-    _rank: int
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return self._rank
-
-
 class Coordinator:
     """The part of vLLM's `GroupCoordinator` that layers use: sizes and places first, collectives later.
 
@@ -182,7 +168,8 @@ class Coordinator:
         self.world_size = len(ranks)
         self.rank_in_group = ranks.index(rank)
         self.local_rank = 0
-        self.cpu_group = self.device_group = _Members(self.world_size, self.rank_in_group)
+        members = SimpleNamespace(size=lambda: self.world_size, rank=lambda: self.rank_in_group)
+        self.cpu_group = self.device_group = members
         self._reduces = reduces
 
     @property

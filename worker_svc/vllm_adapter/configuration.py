@@ -56,11 +56,8 @@ def as_text_model(config: Any) -> Any:
         return config
     text = config.get_text_config()
     text.architectures = [TEXT_MODELS[config.architectures[0]]]
-    for name in ("dtype", "quantization_config"):
-        if getattr(text, name, None) is None and getattr(config, name, None) is not None:
-            setattr(text, name, getattr(config, name))
-    for name in ("tie_word_embeddings", "eos_token_id"):
-        # Some configurations state these beside the text's, which then has no such attribute.
+    # Some configurations state these beside the text's, which then has no such attribute.
+    for name in ("dtype", "quantization_config", "tie_word_embeddings", "eos_token_id"):
         if getattr(text, name, None) is None and getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))
     # Text has one position a token, so that the parts of a rotary embedding for images are one again.

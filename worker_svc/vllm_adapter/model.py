@@ -99,7 +99,7 @@ class VllmModel:
         self._pooling = self._prepare_pooling(pooling_task)
         self._prepare_layers(cached=self._pooling is None)
         self._whole: Callable[..., torch.Tensor] = self._step()
-        prepare = device.compile if compiled else _unchanged
+        prepare = device.compile if compiled else lambda function: function
         self._run, self._head = prepare(self._whole), prepare(self._compute_logits)
         self._caches: Mapping[str, torch.Tensor] = {}
         self.description = self._describe(arguments)
@@ -145,20 +145,14 @@ class VllmModel:
             raise ConfigurationRefused("--enable-lora needs a model that generates tokens; omit it")
         from worker_svc.vllm_adapter.layers.lora import AdaptedLayers
 
+        facts = self.description
         self.adapted = layers = AdaptedLayers(
-            self._model,
-            lora,
-            self._device,
-            architecture=self.description.architecture,
-            dtype=self.description.dtype,
+            self._model, lora, self._device, architecture=facts.architecture, dtype=facts.dtype
         )
         self._whole_adapted = layers.adapted(self._whole)
         self._run_adapted = self._device.compile(self._whole_adapted) if compiled else self._whole_adapted
-        self.size = replace(
-            self.size,
-            weight_bytes=self.size.weight_bytes + layers.num_bytes,
-            adapter_width=layers.width,
-        )
+        weight_bytes = self.size.weight_bytes + layers.num_bytes
+        self.size = replace(self.size, weight_bytes=weight_bytes, adapter_width=layers.width)
 
     def _step(self) -> Callable[..., torch.Tensor]:
         if self._pooling is not None:
@@ -395,7 +389,3 @@ class VllmModel:
                 made[kind] = StepAttention(self._device, plan)
             plans[name] = made[kind]
         return plans
-
-
-def _unchanged(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return function

@@ -32,12 +32,10 @@ _READ_DIRECTLY = ("kv_b_proj",)
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a layer's outputs with matrices of its own."""
+    """A part of a layer's outputs: this rank's rows of its own B, and the outputs on all ranks."""
 
     rows: slice
-    """This rank's outputs among those of the part's whole B."""
     whole: int
-    """Outputs of the part on all ranks."""
 
     @property
     def size(self) -> int:
@@ -49,13 +47,10 @@ class _Layer:
     """A linear layer that takes adapters."""
 
     module: Any
-    """vLLM's."""
     inputs: slice
     """This rank's inputs among all of A's."""
     whole_inputs: int
-    """Inputs on all ranks."""
     parts: tuple[_Part, ...]
-    """Its outputs."""
 
 
 class _Selection:
@@ -138,17 +133,10 @@ class AdaptedLayers:
         """Yields each layer's path and the sizes of its adapters."""
         rank = self.limits.max_rank + self.limits.max_rank % 2  # kernels take pairs
         for path, layer in self._layers.items():
-            sizes = tuple(part.size for part in layer.parts)
+            inputs, outputs = layer.inputs.stop - layer.inputs.start, tuple(part.size for part in layer.parts)
             yield (
                 path,
-                StackShape(
-                    layer.inputs.stop - layer.inputs.start,
-                    sizes,
-                    self.limits.max_loras,
-                    rank,
-                    self._dtype,
-                    self._activations,
-                ),
+                StackShape(inputs, outputs, self.limits.max_loras, rank, self._dtype, self._activations),
             )
 
     @property

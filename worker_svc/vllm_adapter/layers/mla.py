@@ -6,7 +6,7 @@ applied to the queries, and the matrix of the values to the result ("absorbed", 
 https://arxiv.org/abs/2405.04434, section 2.1.2). All heads then share a key head.
 """
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -91,14 +91,6 @@ class LatentAttention(MultiHeadLatentAttentionWrapper):
         return output
 
 
-@dataclass(frozen=True)
-class LatentImplementation:
-    """Holds the parameters where vLLM's attention layers hold them."""
-
-    params: AttentionParams
-    """The layer's constants."""
-
-
 class LatentCache(torch.nn.Module):
     """The part with a cache, with the attributes of vLLM's attention layers that the adapter reads."""
 
@@ -112,7 +104,7 @@ class LatentCache(torch.nn.Module):
         self.kv_cache_torch_dtype = torch.get_default_dtype()
         self.layer_name = name
         params = AttentionParams(num_heads, 1, self.head_size, scale, 0, 0.0, writes=True, latent=latent)
-        self.impl = LatentImplementation(params)
+        self.impl = SimpleNamespace(params=params)
         self.kv_cache = torch.tensor([])
         layers = get_current_vllm_config().compilation_config.static_forward_context
         layers[name] = self
