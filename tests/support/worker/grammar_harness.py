@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -13,7 +14,8 @@ from protos.triptych.v1 import common_pb2
 from tests.support.sampling_params import constrained
 from tests.support.worker.harness import Harness, load
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler
-from worker_svc.grammars.constraints import Constraints
+from worker_svc.grammars.constraints import Constraints, Masks
+from worker_svc.grammars.matcher import Grammar, Matcher
 from worker_svc.grammars.spec import Spec
 from worker_svc.model_files.loader import default_cache_dir
 from worker_svc.vllm_adapter.configuration import Dtype
@@ -34,6 +36,28 @@ def compiler() -> GrammarCompiler:
 def tokenizer() -> tokenizers.Tokenizer:
     """Returns SmolLM2's tokenizer."""
     return tokenizers.Tokenizer.from_file(str(SMOLLM2 / "tokenizer.json"))
+
+
+def grammar_of(spec: Spec, by: GrammarCompiler | None = None) -> Grammar:
+    """Compiles a grammar, with SmolLM2's compiler or another."""
+    by = by or compiler()
+    by.submit(spec).result()
+    grammar = by.find(spec)
+    assert grammar is not None
+    return grammar
+
+
+def matcher_of(spec: Spec, by: GrammarCompiler | None = None) -> Matcher:
+    """Returns a matcher at the start of a grammar."""
+    return Matcher(grammar_of(spec, by), [END], [])
+
+
+def allowed(matcher: Matcher, vocab_size: int = VOCAB) -> list[int]:
+    """Returns the tokens that may come next, ascending."""
+    rows = Masks(1, vocab_size, torch.device("cpu")).rows
+    matcher.fill_mask(rows, 0)
+    bits = np.unpackbits(rows[0].numpy().view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
 
 
 def text_of(tokens: Sequence[int]) -> str:

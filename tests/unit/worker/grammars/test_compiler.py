@@ -18,10 +18,18 @@ import torch
 
 from protos.errors import Internal, InvalidArgument, Overloaded
 from tests.support.paths import ROOT
-from tests.support.worker.grammar_harness import END, SMOLLM2, VOCAB, compiler, needs_smollm2, tokenizer
+from tests.support.worker.grammar_harness import (
+    END,
+    SMOLLM2,
+    VOCAB,
+    allowed,
+    compiler,
+    matcher_of,
+    needs_smollm2,
+    tokenizer,
+)
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
 from worker_svc.grammars.constraints import Masks
-from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
 
 pytestmark = needs_smollm2
@@ -135,10 +143,7 @@ def test_ambiguous_expressions_are_cheap(pattern: str) -> None:
         Spec("json_schema", json.dumps({"type": "string", "pattern": f"^{pattern}$"})),
     ):
         started = time.thread_time()
-        compiler().submit(spec).result()
-        grammar = compiler().find(spec)
-        assert grammar is not None
-        matcher, rows = Matcher(grammar, [END], []), Masks(1, VOCAB, torch.device("cpu")).rows
+        matcher, rows = matcher_of(spec), Masks(1, VOCAB, torch.device("cpu")).rows
         for token in tokenizer().encode('"aaab aab' if spec.kind == "json_schema" else "aaab aab").ids:
             matcher.fill_mask(rows, 0)
             matcher.accept(token)
@@ -166,10 +171,7 @@ def test_an_evicted_grammar_in_use_is_counted_and_found(small: GrammarCompiler) 
     """It stays available for as long as a matcher uses it."""
     specs = [Spec("choice", json.dumps([f"{n}-{word}" for word in range(400)])) for n in range(30)]
     size = small.submit(specs[0]).result()
-    grammar = small.find(specs[0])
-    assert grammar is not None
-    matcher = Matcher(grammar, [END], [])
-    del grammar
+    matcher = matcher_of(specs[0], small)
     small.limits = replace(small.limits, cache_bytes=size * 3)
     for spec in specs[1:]:
         small.submit(spec).result()
@@ -260,21 +262,9 @@ def test_padding_and_special_tokens_are_never_allowed() -> None:
     """Ids beyond the tokenizer's own and tokens such as <|im_start|> are masked."""
     made = GrammarCompiler(SMOLLM2, VOCAB + 100, [END])
     try:
-        spec = Spec("regex", "(.|\n)*")
-        made.submit(spec).result()
-        grammar = made.find(spec)
-        assert grammar is not None
-        rows = Masks(1, VOCAB + 100, torch.device("cpu")).rows
-        Matcher(grammar, [END], []).fill_mask(rows, 0)
-
-        def allowed(token: int) -> bool:
-            return bool(int(rows[0, token // 32]) >> (token % 32) & 1)
-
-        assert allowed(END)
-        assert allowed(tokenizer().encode("a").ids[0])
-        special = tokenizer().token_to_id("<|im_start|>")
-        assert special is not None
-        assert not allowed(special)
-        assert not any(allowed(token) for token in range(VOCAB, VOCAB + 100))
+        tokens = allowed(matcher_of(Spec("regex", "(.|\n)*"), made), VOCAB + 100)
+        assert {END, tokenizer().encode("a").ids[0]} <= set(tokens)
+        assert tokenizer().token_to_id("<|im_start|>") not in tokens
+        assert max(tokens) < VOCAB
     finally:
         made.close()

@@ -4,25 +4,24 @@ import json
 import random
 import time
 
-import numpy as np
 import pytest
 import torch
 
-from tests.support.worker.grammar_harness import END, VOCAB, compiler, needs_smollm2, tokenizer
+from tests.support.worker.grammar_harness import (
+    END,
+    VOCAB,
+    allowed,
+    grammar_of,
+    matcher_of,
+    needs_smollm2,
+    tokenizer,
+)
 from tests.support.worker.structured_cases import schema
 from worker_svc.grammars.constraints import Masks
 from worker_svc.grammars.matcher import MAX_JUMP, Matcher
 from worker_svc.grammars.spec import Spec
 
 pytestmark = needs_smollm2
-
-
-def matcher_of(spec: Spec) -> Matcher:
-    """Compiles a grammar and returns a matcher at its start."""
-    compiler().submit(spec).result()
-    grammar = compiler().find(spec)
-    assert grammar is not None
-    return Matcher(grammar, [END], [])
 
 
 def masks() -> torch.Tensor:
@@ -48,16 +47,13 @@ def test_long_chains_are_taken_in_pieces() -> None:
     text = "\U00012000" * 300
     matcher = matcher_of(Spec("choice", json.dumps([text])))
     rows = masks()
-    words = rows[0].numpy().view(np.uint32)
     chains, tokens = [], list[int]()
     while not matcher.ended:
         if chain := matcher.take_chain(rows, 0, 100_000, 4):
             chains.append(len(chain))
             tokens += chain
             continue
-        matcher.fill_mask(rows, 0)
-        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-        tokens.append(int(allowed[0]))
+        tokens.append(allowed(matcher)[0])
         assert matcher.accept(tokens[-1])
     assert max(chains) == MAX_JUMP
     assert tokens[-1] == END
@@ -67,19 +63,13 @@ def test_long_chains_are_taken_in_pieces() -> None:
 @pytest.mark.parametrize("number", range(0, 40, 5))
 def test_a_replayed_matcher_allows_the_same_tokens(number: int) -> None:
     """Preemption and worker loss rely on this: masks are equal at every token of a random walk."""
-    spec = Spec("json_schema", json.dumps(schema(number)))
-    compiler().submit(spec).result()
-    grammar = compiler().find(spec)
-    assert grammar is not None
-    rows = Masks(2, VOCAB, torch.device("cpu")).rows
+    grammar = grammar_of(Spec("json_schema", json.dumps(schema(number))))
     walker, rng = Matcher(grammar, [END], []), random.Random(number)
     output: list[int] = []
     while not walker.ended and len(output) < 40:
-        walker.fill_mask(rows, 0)
-        Matcher(grammar, [END], output).fill_mask(rows, 1)
-        assert torch.equal(rows[0], rows[1])
-        bits = np.flatnonzero(np.unpackbits(rows[0].numpy().view(np.uint8), bitorder="little"))
-        token = int(rng.choice(bits))
+        tokens = allowed(walker)
+        assert allowed(Matcher(grammar, [END], output)) == tokens
+        token = rng.choice(tokens)
         assert walker.accept(token)
         output.append(token)
 
