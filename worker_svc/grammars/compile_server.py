@@ -16,7 +16,6 @@ import resource
 import signal
 import sys
 from collections.abc import Iterator
-from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
@@ -25,8 +24,8 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from protos.errors import InvalidArgument
-from worker_svc.grammars.limits import refusal
 from worker_svc.grammars.spec import Spec, lower
+from worker_svc.grammars.tags import TokenNames
 
 # Model steps on the same cores have priority.
 _NICENESS: Final = 10
@@ -34,42 +33,8 @@ _NICENESS: Final = 10
 _GROWTH: Final = 64 << 20
 
 
-class _Vocabulary:
-    """The model's special tokens and token texts."""
-
-    def __init__(self, folder: Path, size: int, end_ids: list[int]) -> None:
-        self._folder = folder
-        self._size = size
-        self.end_ids = end_ids
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self._folder / "tokenizer.json"))
-
-    @cached_property
-    def specials(self) -> dict[str, int]:
-        """Ids of special tokens not ending a sequence, by their text."""
-        return {
-            added.content: token_id
-            for token_id, added in self._tokenizer.get_added_tokens_decoder().items()
-            if added.special and added.content and token_id < self._size and token_id not in self.end_ids
-        }
-
-    def id_of(self, text: str) -> int:
-        found = self._tokenizer.token_to_id(text)
-        ids = [found] if found is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
-        if len(ids) != 1:
-            raise refusal(f"structural_tag names the token {text!r}, which the vocabulary does not have")
-        return int(ids[0])
-
-    @cached_property
-    def stand_in(self) -> LLTokenizer:
-        """A vocabulary of the same size with single bytes, which is made in a moment."""
-        return LLTokenizer(TokenizerWrapper(_Bytes(self._size)), eos_token=self.end_ids)
-
-
 class _Bytes:
-    """Single bytes in the form that llguidance reads."""
+    """A vocabulary of single bytes in the form that llguidance reads, which is made in a moment."""
 
     bos_token_id = None
     eos_token_id = 0
@@ -101,11 +66,13 @@ def _limited(cpu_s: float, num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _answer(vocabulary: _Vocabulary, spec: Spec, cpu_s: float, num_bytes: int) -> dict[str, Any]:
+def _answer(
+    tokens: TokenNames, stand_in: LLTokenizer, spec: Spec, cpu_s: float, num_bytes: int
+) -> dict[str, Any]:
     try:
         with _limited(cpu_s, num_bytes):
-            grammar = lower(spec, vocabulary)
-            matcher = LLMatcher(vocabulary.stand_in, LLMatcher.grammar_from_lark(grammar), log_level=0)
+            grammar = lower(spec, tokens)
+            matcher = LLMatcher(stand_in, LLMatcher.grammar_from_lark(grammar), log_level=0)
     except InvalidArgument as error:
         return {"refused": error.message}
     except MemoryError:
@@ -123,12 +90,15 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    vocabulary = _Vocabulary(Path(sys.argv[2]), int(sys.argv[3]), [int(each) for each in sys.argv[4:]])
+    size, end_ids = int(sys.argv[3]), [int(each) for each in sys.argv[4:]]
+    file = Path(sys.argv[2]) / "tokenizer.json"
+    tokens = TokenNames(lambda: Tokenizer.from_file(str(file)), size, end_ids)
+    stand_in = LLTokenizer(TokenizerWrapper(_Bytes(size)), eos_token=end_ids)
     most = _memory()[1] + _GROWTH
     with contextlib.suppress(EOFError, OSError):
         while True:
             kind, text, cpu_s, num_bytes = json.loads(connection.recv_bytes())
-            answer = _answer(vocabulary, Spec(kind, text), cpu_s, num_bytes)
+            answer = _answer(tokens, stand_in, Spec(kind, text), cpu_s, num_bytes)
             answer["is_last"] = _memory()[1] > most
             connection.send_bytes(json.dumps(answer).encode())
 

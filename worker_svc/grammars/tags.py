@@ -7,7 +7,10 @@ are one terminal: llguidance reads each terminal as far as it goes.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from functools import cached_property
+from typing import Any, Final
+
+from tokenizers import Tokenizer
 
 from worker_svc.grammars.expressions import (
     ALL,
@@ -85,22 +88,35 @@ def _check_fields(tag: dict[str, Any]) -> None:
                 )
 
 
-class TokenNames(Protocol):
+class TokenNames:
     """The tokens of a vocabulary that a tag may name."""
 
-    @property
-    def end_ids(self) -> Sequence[int]:
-        """Tokens ending a sequence."""
-        ...
+    def __init__(self, load: Callable[[], Tokenizer], size: int, end_ids: Sequence[int]) -> None:
+        """Loads the tokenizer when a tag needs it."""
+        self._load = load
+        self._size = size
+        self.end_ids = end_ids
 
-    @property
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return self._load()
+
+    @cached_property
     def specials(self) -> Mapping[str, int]:
         """Ids of special tokens not ending a sequence, by their text."""
-        ...
+        return {
+            added.content: token_id
+            for token_id, added in self._tokenizer.get_added_tokens_decoder().items()
+            if added.special and added.content and token_id < self._size and token_id not in self.end_ids
+        }
 
     def id_of(self, text: str) -> int:
         """Returns the id of the token with this text; refuses a text that no token has."""
-        ...
+        found = self._tokenizer.token_to_id(text)
+        ids = [found] if found is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) != 1:
+            raise refusal(f"structural_tag names the token {text!r}, which the vocabulary does not have")
+        return int(ids[0])
 
 
 class TagWriter:

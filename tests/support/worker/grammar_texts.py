@@ -1,31 +1,23 @@
 """Which texts a constraint accepts, without a model: llguidance over single bytes."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
-from worker_svc.grammars.limits import refusal
 from worker_svc.grammars.spec import Spec, lower
+from worker_svc.grammars.tags import TokenNames
 
 _BYTES = LLTokenizer("byte")
 
 
-class _NoTokens:
-    """A vocabulary without special tokens."""
-
-    end_ids = (256,)
-    specials: Mapping[str, int] = {}
-
-    def id_of(self, text: str) -> int:
-        raise refusal(f"structural_tag names the token {text!r}, which the vocabulary does not have")
-
-
 def lowered(spec: Spec) -> str:
     """Lowers a constraint for a model without special tokens."""
-    return lower(spec, _NoTokens())
+    return lower(spec, TokenNames(lambda: Tokenizer(BPE()), 257, [256]))
 
 
 def accepts(spec: Spec) -> Callable[[str], bool]:
