@@ -25,21 +25,10 @@ from worker_svc.settings import LoadFormat
 
 # Files of tokenizers, chat templates and prompts. The configurations tell transformers which class to use.
 _TOKENIZER_FILES = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "config.json",
-    "config_sentence_transformers.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json",
+    "config_sentence_transformers.json", "generation_config.json", "merges.txt", "special_tokens_map.json",
+    "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+)  # fmt: skip
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 
 

@@ -90,10 +90,9 @@ class QuantizedLayers(QuantizationConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames the checkpoint's modules as the model class renames its tensors."""
         if self._scheme_of is not None:
-            names = list(self._scheme_of)
-            renamed = [hf_to_vllm_mapper.apply_list([name]) for name in names]
+            old = self._scheme_of.items()
             self._scheme_of = {
-                new[0]: self._scheme_of[old] for old, new in zip(names, renamed, strict=True) if new
+                new: each for name, each in old for new in hf_to_vllm_mapper.apply_list([name])
             }
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
