@@ -191,6 +191,7 @@ def characters(text: str) -> Rx:
     return _Parser(text).characters()
 
 
+@lru_cache(256)
 def parse_whole(pattern: str) -> Rx:
     """Parses an expression that must match a whole text.
 
@@ -200,6 +201,7 @@ def parse_whole(pattern: str) -> Rx:
     return _follow(_Parser(pattern).parse(), EMPTY, at_start=True)
 
 
+@lru_cache(256)
 def parse_search(pattern: str) -> Rx:
     """Parses an expression that must match somewhere in a text, as JSON Schema's `pattern` does.
 

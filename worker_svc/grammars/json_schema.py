@@ -115,7 +115,6 @@ class Schemas:
         self._conjunctions: dict[Conjunction, Alternatives] = {}
         self._overlaps: dict[Conjunction, bool] = {}
         self._open: set[tuple[Literal, bool]] = set()
-        self._expressions: dict[tuple[str, bool], Rx] = {}
         self._work = 0
         self.root = self.schema(root, ())
 
@@ -241,13 +240,10 @@ class Schemas:
         """Returns a parsed expression; refuses one that cannot be enforced."""
         if not isinstance(pattern, str):
             refuse_schema(where, f"has the pattern {shown(pattern)}, which is not a text")
-        key = pattern, whole
-        if key not in self._expressions:
-            try:
-                self._expressions[key] = (parse_whole if whole else parse_search)(pattern)
-            except ValueError as error:
-                refuse_schema(where, f"has the pattern {shown(pattern, width=60)}, which {error}")
-        return self._expressions[key]
+        try:
+            return parse_whole(pattern) if whole else parse_search(pattern)
+        except ValueError as error:
+            refuse_schema(where, f"has the pattern {shown(pattern, width=60)}, which {error}")
 
     def spend(self, work: int, where: str, refusal: str) -> None:
         """Counts work against the budget of the document; beyond it, the schema is refused."""
