@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from deploy.launcher.service_flags import written
-from deploy.launcher.supervisor import BAD_SETTING, LaunchError
+from deploy.launcher.supervisor import BAD_SETTING
 from protos.errors import TriptychError
 from protos.service.environment import Reading
 from protos.service.redaction import HIDDEN
@@ -87,8 +87,6 @@ class Report:
             return self._fail(name, str(failure))
         except TriptychError as error:
             return self._fail(name, error.message, BAD_SETTING)
-        except LaunchError as error:
-            return self._fail(name, str(error), error.exit_code)
         except Exception as error:  # noqa: BLE001 - becomes the result
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return self._fail(name, f"{type(error).__name__}: {lines[0] if lines else ''}")

@@ -16,8 +16,8 @@ from deploy.launcher import service_flags
 from deploy.launcher.process import ChildSpec, worker_spec
 from deploy.launcher.service_flags import LOOPBACK
 from deploy.launcher.settings import LaunchSettings
-from deploy.launcher.supervisor import BAD_SETTING, LaunchError
 from gateway.settings import Settings as GatewaySettings
+from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
@@ -33,7 +33,7 @@ def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
     """Creates and locks the run dir; `clean` removes the files that an earlier launcher left.
 
     Raises:
-        LaunchError: Another launcher uses the folder, or it cannot be written.
+        ConfigurationRefused: Another launcher uses the folder, or it cannot be written.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -47,9 +47,8 @@ def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
         except BlockingIOError:
             lock.seek(0)
             other = lock.read().decode().strip()
-            raise LaunchError(
-                f"the run dir {run_dir} is in use by another `triptych up` (pid {other}); choose another --run-dir",
-                BAD_SETTING,
+            raise ConfigurationRefused(
+                f"the run dir {run_dir} is in use by another `triptych up` (pid {other}); choose another --run-dir"
             ) from None
         for kind in ("log", "pid", "sock") if clean else ():
             for stale in run_dir.glob(f"*.{kind}"):
@@ -66,8 +65,8 @@ def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
             (run_dir / _LOCK).unlink(missing_ok=True)
 
 
-def _unwritable(run_dir: Path, error: OSError) -> LaunchError:
-    return LaunchError(f"cannot write to the run dir {run_dir}: {error.strerror}", BAD_SETTING)
+def _unwritable(run_dir: Path, error: OSError) -> ConfigurationRefused:
+    return ConfigurationRefused(f"cannot write to the run dir {run_dir}: {error.strerror}")
 
 
 @contextmanager
@@ -104,7 +103,7 @@ def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
     """Yields free ports for the services, and holds them until the block ends.
 
     Raises:
-        LaunchError: A requested address is in use or does not belong to this machine.
+        ConfigurationRefused: A requested address is in use or does not belong to this machine.
     """
     with contextlib.ExitStack() as stack:
 
@@ -114,8 +113,8 @@ def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
                 server = stack.enter_context(socket.create_server((host, port), family=family))
             except OSError as error:
                 reason = error.strerror or error
-                raise LaunchError(
-                    f"cannot listen on {host} port {port}: {reason}; choose another with {flag}", BAD_SETTING
+                raise ConfigurationRefused(
+                    f"cannot listen on {host} port {port}: {reason}; choose another with {flag}"
                 ) from error
             return int(server.getsockname()[1])
 
@@ -154,8 +153,7 @@ class StackPlan:
             sockets: the absolute folder of the services' Unix sockets.
 
         Raises:
-            LaunchError: A requested address is not free.
-            ConfigurationRefused: Too few NPUs are visible.
+            ConfigurationRefused: A requested address is not free, or too few NPUs are visible.
         """
         socket = sockets / "scheduler.sock"
         with free_ports(settings) as ports:
