@@ -22,13 +22,12 @@ from typing import Final
 import torch
 from safetensors import safe_open
 
-from protos.errors import ConfigurationRefused
 from protos.steps import Prefill
-from tests.bench.support.report import report
+from tests.bench.support.gpu_model import memory_bandwidth
+from tests.bench.support.report import exit_code, parser, report
 from tests.bench.support.step_parts import StepParts, TimedModel, time_kernels
-from tests.support.worker.harness import Harness
+from tests.support.worker.harness import Harness, random_prompt
 from worker_svc.devices import open_device
-from worker_svc.devices.base import Device
 from worker_svc.model_files.loader import fetch
 from worker_svc.shapes import AttentionLayer
 from worker_svc.vllm_adapter import startup
@@ -71,14 +70,7 @@ class StepBench:
     """Runs steps of one model, whole and in parts."""
 
     def __init__(self, model: TimedModel, harness: Harness, floor: Floor, repetitions: int) -> None:
-        """Prepares to run a model.
-
-        Args:
-            model: the model that the harness runs.
-            harness: has room for the largest bucket.
-            floor: the least time of the model's steps.
-            repetitions: how often to run each step, once whole and once in parts.
-        """
+        """Prepares to run a model."""
         self._model, self._harness, self._floor = model, harness, floor
         self._repetitions = repetitions
 
@@ -86,7 +78,7 @@ class StepBench:
         """Measures a decode step of `bucket` rows; each row has a prompt of one chunk."""
         slots = range(bucket)
         for slot in slots:
-            self._harness.prefill(slot, _prompt(slot))
+            self._harness.prefill(slot, random_prompt(slot, CHUNK))
 
         def step() -> list[int]:
             self._harness.decode(slots, bucket)
@@ -101,7 +93,7 @@ class StepBench:
         work = Prefill(0, 0, CHUNK, sample=True)
 
         def admit() -> None:
-            self._harness.run(admit=[self._harness.admit(0, _prompt(0))])
+            self._harness.run(admit=[self._harness.admit(0, random_prompt(0, CHUNK))])
 
         def step() -> list[int]:
             self._harness.run(work=work)
@@ -158,23 +150,6 @@ def _median_ms(seconds: Iterable[float]) -> float:
     return 1000 * statistics.median(seconds)
 
 
-def _prompt(seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(100, 40_000, (CHUNK,), generator=generator).tolist()
-    return ids
-
-
-def memory_bandwidth(device: Device, passes: int) -> float:
-    """Returns the bytes per second that all cores of the device read: the best of `passes` sums of 1 GiB."""
-    buffer = torch.ones(2**28, dtype=torch.float32, device=device.torch_device)
-    seconds = []
-    for _ in range(passes):
-        started = time.perf_counter()
-        buffer.sum().item()
-        seconds.append(time.perf_counter() - started)
-    return buffer.nbytes / min(seconds)
-
-
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
     """Returns the bytes of weights, in `dtype`, that every step of a dense model reads.
 
@@ -201,7 +176,7 @@ def _bench(arguments: argparse.Namespace) -> None:
         model, max_model_len=MAX_MODEL_LEN, max_num_seqs=max(buckets), chunk=CHUNK, decode_buckets=buckets,
         device=device, backend=arguments.backend,
     )  # fmt: skip
-    bytes_per_s = memory_bandwidth(device, 5 if quick else 15)
+    bytes_per_s = memory_bandwidth(device.torch_device, 5 if quick else 15)
     floor = Floor(bytes_per_s, weight_bytes(folder, torch.bfloat16), model.description.layers)
     bench = StepBench(model, harness, floor, 8 if quick else 60)
     print(
@@ -238,24 +213,12 @@ def _rounded(columns: Mapping[str, float]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Prints a table and the line of JSON.
-
-    Returns:
-        0, or 2 after a one-line error if the model or the device is not available.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two buckets, few steps")
-    parser.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
-    parser.add_argument("--backend", choices=("compiled", "eager"), default="compiled")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    try:
-        _bench(parser.parse_args())
-    except ConfigurationRefused as error:
-        print(f"decode_step: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Prints a table and the line of JSON; returns the exit code."""
+    options = parser(__doc__, "two buckets, few steps")
+    options.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
+    options.add_argument("--backend", choices=("compiled", "eager"), default="compiled")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    return exit_code("decode_step", lambda: _bench(options.parse_args()))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ while all of them run. Prefilling: two streams send prompts and read one token e
 waits. No prompt begins like another one. The ratio says what the largest batch gives over the smallest.
 """
 
-import argparse
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,10 @@ from contextlib import contextmanager
 
 import httpx
 
-from tests.bench.support.gpu_model import bucket_flags, launched
+from tests.bench.support.contenders import launched
+from tests.bench.support.gpu_model import bucket_flags
 from tests.bench.support.http_load import Load, step_seconds, tokens_per_second
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 
 # Prompts are random ids below this, which every real model has.
 VOCAB_SIZE = 1000
@@ -31,15 +31,12 @@ _CLIENTS = 4
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--quick", action="store_true", help="batches 1 and 4, fewer tokens")
-    parser.add_argument("--batches", help="decode batches, for example 1,2,4,8 (the default)")
-    parser.add_argument("--url", help="the gateway of a running stack")
-    arguments, flags = parser.parse_known_args()
+    options = parser(__doc__, "batches 1 and 4, fewer tokens")
+    options.add_argument("--batches", help="decode batches, for example 1,2,4,8 (the default)")
+    options.add_argument("--url", help="the gateway of a running stack")
+    arguments, flags = options.parse_known_args()
     if arguments.url and flags:
-        parser.error(f"--url measures a stack as it runs; omit {flags[0]}")
+        options.error(f"--url measures a stack as it runs; omit {flags[0]}")
     batches = sorted(map(int, (arguments.batches or ("1,4" if arguments.quick else "1,2,4,8")).split(",")))
     with stack(arguments.url, batches, flags) as url:
         model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]
@@ -65,7 +62,7 @@ def stack(url: str | None, batches: Sequence[int], flags: Sequence[str]) -> Iter
         return
     with tempfile.TemporaryDirectory() as run_dir:
         own = ["--max-model-len", str(MAX_LEN), "--run-dir", run_dir, *bucket_flags(batches)]
-        with launched(*own, *flags) as (started, _):
+        with launched(*own, *flags) as started:
             yield started
 
 

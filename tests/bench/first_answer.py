@@ -5,7 +5,6 @@ empty model cache. It asks one question and stops the stack with Ctrl-C, then do
 measures only the second run, in this checkout.
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 from tests.support.paths import ROOT
 
 QUESTION = {
@@ -55,10 +54,9 @@ def serve_once(folder: Path, environment: dict[str, str], port: int) -> float:
 
 def main() -> None:
     """Runs the bench and prints its line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="use this checkout and its environment")
-    parser.add_argument("--port", type=int, default=8017)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "use this checkout and its environment")
+    options.add_argument("--port", type=int, default=8017)
+    arguments = options.parse_args()
     if arguments.quick:
         again = serve_once(ROOT, dict(os.environ), arguments.port)
         report("first_answer", {"second_s": round(again, 1)}, {})

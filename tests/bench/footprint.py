@@ -4,7 +4,6 @@
 starts a whole stack, sends requests and reads the resident memory of gateway and scheduler.
 """
 
-import argparse
 import json
 import signal
 import statistics
@@ -18,7 +17,8 @@ from typing import Final
 import httpx
 import psutil
 
-from tests.bench.support.report import report
+from tests.bench.support.contenders import launched
+from tests.bench.support.report import parser, report
 
 READY_LIMIT_S: Final = 3.0
 LIMITS_MIB: Final = {"scheduler": 80.0, "gateway": 150.0}
@@ -47,42 +47,23 @@ def time_to_ready(package: str) -> float:
 
 def resident_mib(requests: int) -> dict[str, float]:
     """Returns the resident memory of gateway and scheduler in MiB, after that many chat requests."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--scheduler-port", "0", "--run-dir", folder
-        ]  # fmt: skip
-        launcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert launcher.stdout is not None
-        try:
-            url = next(
-                word
-                for line in launcher.stdout
-                if "curl " in line
-                for word in line.split()
-                if word.startswith("http")
-            )
-            for index in range(requests):
-                body = {
-                    "model": "smollm2",
-                    "max_tokens": 16,
-                    "messages": [{"role": "user", "content": f"Count to {index}."}],
-                }
-                httpx.post(url, json=body, timeout=60).raise_for_status()
-            return {
-                name: psutil.Process(int((Path(folder) / f"{name}.pid").read_text())).memory_info().rss
-                / 2**20
-                for name in LIMITS_MIB
-            }
-        finally:
-            launcher.send_signal(signal.SIGINT)
-            launcher.communicate(timeout=60)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        launched("--scheduler-port", "0", "--run-dir", folder) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+        for index in range(requests):
+            messages = [{"role": "user", "content": f"Count to {index}."}]
+            body = {"model": "smollm2", "max_tokens": 16, "messages": messages}
+            client.post("/v1/chat/completions", json=body).raise_for_status()
+        pids = {name: int((Path(folder) / f"{name}.pid").read_text()) for name in LIMITS_MIB}
+        return {name: psutil.Process(pid).memory_info().rss / 2**20 for name, pid in pids.items()}
 
 
 def main() -> None:
     """Runs the bench and prints its line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    quick = parser.parse_args().quick
+    options = parser(__doc__, "fewer repetitions")
+    quick = options.parse_args().quick
     ready = {
         name: statistics.median(time_to_ready(package) for _ in range(3 if quick else 9))
         for name, package in (("scheduler", "scheduler_svc"), ("gateway", "gateway"))

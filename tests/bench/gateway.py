@@ -12,7 +12,6 @@ are medians.
   with one token; 1 means that one core keeps up.
 """
 
-import argparse
 import asyncio
 import contextlib
 import os
@@ -34,7 +33,7 @@ from tokenizers import Tokenizer
 from tests.bench.support.contenders import ContenderFailed, environment
 from tests.bench.support.gateway.stream_counter import Counts, Request, Streams
 from tests.bench.support.gateway.token_clock import WORDS
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 from tests.bench.support.vllm_env import commands
 from tests.support.gateway.serving import smollm2_folder
 from tests.support.paths import ROOT
@@ -224,16 +223,13 @@ async def measure(running: Sequence[Server], rounds: int, seconds: float) -> dic
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one short round")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "one short round")
+    arguments = options.parse_args()
     from worker_svc.model_files.loader import fetch
 
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        parser.error("two cores are needed: one for the server, one for the engine and the client")
+        options.error("two cores are needed: one for the server, one for the engine and the client")
     os.sched_setaffinity(0, {cores[1]})
     with tempfile.TemporaryDirectory() as scratch, servers(fetch(_MODEL, None), Path(scratch), cores) as both:
         figures = uvloop.run(measure(both, *((1, 4.0) if arguments.quick else (5, 10.0))))

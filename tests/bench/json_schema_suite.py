@@ -12,7 +12,6 @@ schemas taken, of those with a valid instance in the suite; valid instances of t
 instances of them rejected. The aims for Triptych are 0.75 served, 0.97 accepted and 1 rejected.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ import llguidance
 import tokenizers
 
 from protos.errors import InvalidArgument
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 from worker_svc.grammars.compiler import GrammarCompiler
 from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
@@ -40,12 +39,9 @@ Compile = Callable[[str], Accepts | None]
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--quick", action="store_true", help="a third of the schemas")
-    parser.add_argument("--failures", action="store_true", help="print every wrong answer of Triptych")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "a third of the schemas")
+    options.add_argument("--failures", action="store_true", help="print every wrong answer of Triptych")
+    arguments = options.parse_args()
     tokenizer = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     groups = list(suite())[:: 3 if arguments.quick else 1]
     compiler = GrammarCompiler(MODEL, VOCAB, [END])

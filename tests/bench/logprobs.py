@@ -8,7 +8,6 @@ The ratios are tokens per second with log-probabilities by those without in the 
 is 0.75.
 """
 
-import argparse
 import os
 import statistics
 from collections import defaultdict
@@ -19,7 +18,7 @@ import httpx
 
 from tests.bench.device_rates import VOCAB_SIZE, stack
 from tests.bench.support.http_load import Load, step_seconds
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 
 BATCH: Final = 32
 _PROMPT: Final = 32
@@ -30,11 +29,8 @@ PARAMETERS: Final[Mapping[str, Mapping[str, int]]] = {_NONE: {}, "1": {"logprobs
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds")
-    arguments, flags = parser.parse_known_args()
+    options = parser(__doc__, "fewer tokens and rounds")
+    arguments, flags = options.parse_known_args()
     together, rounds = (32, 2) if arguments.quick else (128, 5)
     with stack(None, (BATCH,), flags) as url:
         model = httpx.get(f"{url}/v1/models", timeout=10).json()["data"][0]["id"]

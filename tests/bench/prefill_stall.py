@@ -6,7 +6,6 @@ vLLM-RBLN does. For each it reports the longest gap between two tokens of a runn
 gap (the longest chunk plus the longest decode step), and the newcomer's time to first token.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 
 from protos.steps import Decode, Prefill, StepPlan
 from scheduler_svc.requests.request import Event
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 from tests.support.scheduler.local_replica import LocalReplica
 from worker_svc.devices import open_device
 from worker_svc.model_files.loader import fetch
@@ -87,11 +86,8 @@ def _measure(model: VllmModel, ratio: int, long: int) -> _Stall:
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a prompt of 1,000 tokens, each setting once")
-    quick = parser.parse_args().quick
+    options = parser(__doc__, "a prompt of 1,000 tokens, each setting once")
+    quick = options.parse_args().quick
     device = open_device("cpu")
     startup.prepare(device.name)
     model = VllmModel(fetch("smollm2", None), device, dtype="bfloat16", seed=0)

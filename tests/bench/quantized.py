@@ -26,10 +26,9 @@ from typing import Any, Final
 import torch
 from tokenizers import Tokenizer
 
-from protos.errors import ConfigurationRefused
-from tests.bench.support.report import report
+from tests.bench.support.report import exit_code, parser, report
 from tests.support.sampling_params import sampling_params
-from tests.support.worker.harness import Harness
+from tests.support.worker.harness import Harness, random_prompt
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
 from worker_svc.devices.quantized import QuantizedWeights
@@ -81,18 +80,12 @@ def _harness(folder: Path, device: Device) -> Harness:
     )  # fmt: skip
 
 
-def _prompt(seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    ids: list[int] = torch.randint(100, 40_000, (_CHUNK,), generator=generator).tolist()
-    return ids
-
-
 def _steps(harnesses: Mapping[str, Harness], bucket: int, count: int) -> dict[str, float]:
     """Returns each model's median milliseconds per decode step; the models run in turn."""
     taken: dict[str, list[float]] = {name: [] for name in harnesses}
     for harness in harnesses.values():
         for slot in range(bucket):
-            harness.prefill(slot, _prompt(slot))
+            harness.prefill(slot, random_prompt(slot, _CHUNK))
     for step in range(_WARM_UP_STEPS + count):
         for name, harness in harnesses.items():
             started = time.perf_counter()
@@ -233,24 +226,13 @@ def _on_gpu(arguments: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Prints a table and the line of JSON.
-
-    Returns:
-        0, or 2 after a one-line error if the model or the device is not available.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer steps, no calibration")
-    parser.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    arguments = parser.parse_args()
-    try:
-        (_on_gpu if arguments.device == "cuda" else _on_cpu)(arguments)
-    except ConfigurationRefused as error:
-        print(f"quantized: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Prints a table and the line of JSON; returns the exit code."""
+    options = parser(__doc__, "fewer steps, no calibration")
+    options.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    arguments = options.parse_args()
+    bench = _on_gpu if arguments.device == "cuda" else _on_cpu
+    return exit_code("quantized", lambda: bench(arguments))
 
 
 if __name__ == "__main__":

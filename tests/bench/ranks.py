@@ -11,13 +11,11 @@ processes that get the same plans; the floor of a step there is the time to read
 the time of its all-reduces.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +23,10 @@ from typing import Any, Final
 
 import torch
 
-from tests.bench.support.gpu_model import launched, model_folder
+from tests.bench.support.contenders import launched
+from tests.bench.support.gpu_model import memory_bandwidth, model_folder
 from tests.bench.support.http_load import Load, step_seconds
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 from tests.support.ports import free_port
 
 _CONTEXT: Final = 200
@@ -89,13 +88,7 @@ class Setup:
 
 
 def served(setup: Setup, layout: Layout, together: int) -> dict[int, float]:
-    """Returns the tokens per second of each batch through the services.
-
-    Args:
-        setup: what all layouts have in common.
-        layout: the ranks.
-        together: steps in which all streams run.
-    """
+    """Returns the tokens per second of each batch through the services."""
     most = max(setup.batches)
     buckets = sorted({max(batch // layout.pipeline, 1) for batch in setup.batches})
     device = ("--device", "cuda", "--kv-memory", "16") if setup.on_gpus else ("--device", "cpu", "-O", "1")
@@ -107,7 +100,7 @@ def served(setup: Setup, layout: Layout, together: int) -> dict[int, float]:
         *(("--enable-expert-parallel",) if layout.experts else ()),
     ]  # fmt: skip
     rates = {}
-    with tempfile.TemporaryDirectory() as run_dir, launched(*flags, "--run-dir", run_dir) as (url, _):
+    with tempfile.TemporaryDirectory() as run_dir, launched(*flags, "--run-dir", run_dir) as url:
         for batch in setup.batches:
             # A step runs between two prompts' chunks, so this leaves `together` steps with all requests.
             load = Load(url, "bench", _SMALL["vocab_size"], _CONTEXT, 2 * batch + together)
@@ -148,17 +141,6 @@ def without_services(setup: Setup, layout: Layout) -> dict[str, Any]:
             process.wait()
 
 
-def bandwidth(device: str) -> float:
-    """Returns the bytes per second that a sum over 1 GiB reads, the best of several runs."""
-    data = torch.ones(1 << 29, dtype=torch.bfloat16, device=device)
-    times = []
-    for _ in range(6):
-        started = time.perf_counter()
-        data.sum(dtype=torch.float32).item()
-        times.append(time.perf_counter() - started)
-    return data.nbytes / min(times)
-
-
 def floor_seconds(measured: Mapping[str, Any], batch: int, speed: float, layers: int) -> float:
     """Returns the least time of a step: reading the weights of a rank, and its all-reduces."""
     reduced = measured["all_reduce_us"].get(str(batch), 0.0) * (2 * layers + 1) / 1e6
@@ -179,12 +161,9 @@ def make_setup(scratch: Path, *, quick: bool) -> Setup:
 
 def main() -> None:
     """Prints a line for each layout and batch, and the line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="two batches, fewer steps")
-    parser.add_argument("--no-services", action="store_true", help="measure without the services only")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "two batches, fewer steps")
+    options.add_argument("--no-services", action="store_true", help="measure without the services only")
+    arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         setup = make_setup(Path(scratch), quick=arguments.quick)
         dense = [layout for layout in LAYOUTS if layout.model == "llama"]
@@ -198,7 +177,7 @@ def main() -> None:
         name: {int(key): rate for key, rate in each["tokens_per_s"].items()} for name, each in alone.items()
     }
     ratios |= ratios_of(steps, "steps")
-    speed = bandwidth("cuda" if setup.on_gpus else "cpu")
+    speed = memory_bandwidth("cuda" if setup.on_gpus else "cpu", 6)
     layers = int((_LLAMA if setup.on_gpus else _SMALL)["num_hidden_layers"])
     for name, each in alone.items():
         floors = {batch: floor_seconds(each, batch, speed, layers) for batch in setup.batches}

@@ -8,26 +8,20 @@ The compile cache is warm from the first start. ``--quick`` kills once with a st
 Ratios: medians with a standby by those without, and the time until serving by five seconds.
 """
 
-import argparse
-import contextlib
 import datetime as dt
 import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-from tests.bench.support.contenders import environment
-from tests.bench.support.report import report
-from tests.support.paths import ROOT
+from tests.bench.support.contenders import environment, launched
+from tests.bench.support.report import parser, report
 from worker_svc.model_files.loader import fetch
 
 LIMIT_S = 5.0
@@ -48,36 +42,10 @@ class Restart:
     """Until the first token of a request that was sent right after the kill."""
 
 
-@contextlib.contextmanager
-def serving(run_dir: Path, caches: Path, standbys: int) -> Iterator[str]:
-    """Runs ``triptych up`` and yields its address once it serves."""
-    command = [
-        sys.executable, "-m", "deploy.cli", "up", "--device", "cpu", "--port", "0", "--scheduler-port", "0",
-        "--model", str(fetch("smollm2")), "--served-model-name", "smollm2", "--compile-cache-root", str(caches),
-        "--max-model-len", "2048", "--max-num-seqs", "32", "--standby-workers", str(standbys),
-        "--run-dir", str(run_dir),
-    ]  # fmt: skip
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment(caches), stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield next(
-                word
-                for line in process.stdout
-                if "Serving" in line
-                for word in line.split()
-                if word.startswith("http")
-            )
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
-
-
 def first_token(address: str) -> float:
     """Returns the time of day of a new request's first token."""
     with httpx.stream(
-        "POST", f"{address}/completions", json={**QUESTION, "stream": True}, timeout=300
+        "POST", f"{address}/v1/completions", json={**QUESTION, "stream": True}, timeout=300
     ) as answer:
         for line in answer.raise_for_status().iter_lines():
             if line.startswith("data: {"):
@@ -107,7 +75,12 @@ def wait_for_standby(run_dir: Path) -> None:
 def measure(folder: Path, caches: Path, standbys: int, kills: int) -> list[Restart]:
     """Kills a worker several times, each time after it has served for a while."""
     restarts = []
-    with serving(folder, caches, standbys) as address:
+    flags = (
+        "--device", "cpu", "--scheduler-port", "0", "--model", str(fetch("smollm2")), "--served-model-name", "smollm2",
+        "--compile-cache-root", str(caches), "--max-model-len", "2048", "--max-num-seqs", "32",
+        "--standby-workers", str(standbys), "--run-dir", str(folder),
+    )  # fmt: skip
+    with launched(*flags, variables=environment(caches)) as address:
         for _ in range(kills):
             first_token(address)
             if standbys:
@@ -119,10 +92,9 @@ def measure(folder: Path, caches: Path, standbys: int, kills: int) -> list[Resta
 
 def main() -> None:
     """Runs the bench and prints its line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="kill once, with a standby only")
-    parser.add_argument("--kills", type=int, default=3, help="kills with a standby, and without")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "kill once, with a standby only")
+    options.add_argument("--kills", type=int, default=3, help="kills with a standby, and without")
+    arguments = options.parse_args()
     kills = 1 if arguments.quick else arguments.kills
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:

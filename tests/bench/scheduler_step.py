@@ -16,7 +16,6 @@ The mixed phase passes a queue of requests through 128 slots until all have fini
 reports the scheduling time per generated token.
 """
 
-import argparse
 import asyncio
 import contextlib
 import gc
@@ -47,7 +46,7 @@ from scheduler_svc.requests.sampling import Sampling
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.buckets import decode_buckets
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 from tests.support.gateway.clients import EventReader
 from tests.support.scheduler import vllm_peer
 
@@ -303,9 +302,8 @@ def stream(steps: int) -> tuple[float, float]:
 
 def main() -> None:
     """Runs the bench and prints its line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
-    quick = parser.parse_args().quick
+    options = parser(__doc__, "fewer steps")
+    quick = options.parse_args().quick
     vllm_peer.prepare()
     rounds, steps = (3, 20) if quick else (6, 64)
     ratios: dict[str, float] = {}

@@ -13,7 +13,6 @@ The worker notes when its steps ran. From that the bench states the mean length 
 plan) and the device's idle share: the part of the time in which no step ran.
 """
 
-import argparse
 import asyncio
 import itertools
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from protos.steps import Admission, Decode, Prefill, StepPlan
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 from tests.bench.support.seam_client import Window, decode_together, processes
 from tests.support.sampling_params import sampling_params
 
@@ -108,13 +107,7 @@ def open_worker(model: Model) -> "Worker":
 
 
 def step_in_process(worker: "Worker", lengths: Sequence[int], steps: int) -> float:
-    """Returns the mean seconds of a decode step.
-
-    Args:
-        worker: a configured worker without requests.
-        lengths: tokens of each row at the first step.
-        steps: how many steps to run in a row.
-    """
+    """Returns the mean seconds of a decode step."""
     batch, first_block = len(lengths), 1
     for slot, length in enumerate(lengths):
         num_blocks = -(-(length + steps) // BLOCK)
@@ -135,14 +128,7 @@ def step_in_process(worker: "Worker", lengths: Sequence[int], steps: int) -> flo
 async def measure(
     model: Model, steps: int, rounds: int, scratch: Path
 ) -> tuple[list[Round], list["RanStep"]]:
-    """Returns the rounds of a model, and the steps that the worker's process ran.
-
-    Args:
-        model: what to run.
-        steps: decode steps of a round, at least; the shortest time in which all rows decode.
-        rounds: how often to measure each batch.
-        scratch: an existing folder for the worker's file.
-    """
+    """Returns the rounds of a model, and the steps that the worker's process ran."""
     from tests.bench.support.measured_worker import read_steps
 
     worker, dice, file = open_worker(model), random.Random(1), scratch / f"{model.name}.jsonl"
@@ -230,12 +216,9 @@ def summary(rounds: Sequence[Round], steps: Sequence["RanStep"]) -> dict[str, fl
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer steps and rounds")
-    parser.add_argument("--null-only", action="store_true", help="measure the null model only")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "fewer steps and rounds")
+    options.add_argument("--null-only", action="store_true", help="measure the null model only")
+    arguments = options.parse_args()
     clean = environment()
     os.environ.clear()
     os.environ.update(clean)

@@ -15,7 +15,6 @@ starts, vLLM on all cores and 8 requests at a time; it takes a few minutes, most
 Ratios are ours divided by the better of vLLM's two settings, for each figure by itself; medians over rounds.
 """
 
-import argparse
 import json
 import shutil
 import statistics
@@ -27,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from protos.errors import ConfigurationRefused
 from tests.bench.support import vllm_env
 from tests.bench.support.contenders import (
     Contender,
@@ -37,7 +35,7 @@ from tests.bench.support.contenders import (
     environment,
     running,
 )
-from tests.bench.support.report import report
+from tests.bench.support.report import exit_code, parser, report
 from worker_svc.model_files.loader import fetch
 
 OURS: Final = "triptych"
@@ -54,6 +52,9 @@ class Workload:
     output_len: int = 128
 
 
+# By default vLLM takes nearly all of the machine's memory, or refuses to start if other programs use it.
+# This is more than 32 sequences of 2,048 tokens need with either demo model.
+_KV_BYTES: Final = 2 << 30
 WARM_UP: Final = Workload("warm_up", 8, 8, output_len=16)
 WORKLOADS: Final = (
     Workload("c1", 1, 8),
@@ -81,15 +82,7 @@ class Bench:
     """Runs the contenders and keeps the measurements."""
 
     def __init__(self, model: str, folder: Path, vllm: Path, scratch: Path, *, quick: bool) -> None:
-        """Prepares for one model.
-
-        Args:
-            model: the model's name in requests.
-            folder: the model's files.
-            vllm: the command `vllm`.
-            scratch: folder for logs, caches and the client's results; emptied first.
-            quick: whether to run only the part that the module's docstring describes.
-        """
+        """Prepares for one model."""
         self._model, self._folder, self._vllm, self._scratch = model, folder, vllm, scratch
         self._quick = quick
         self._measured: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -101,7 +94,11 @@ class Bench:
         Raises:
             ContenderFailed: A contender does not complete every request.
         """
-        all_contenders = contenders(self._model, self._folder, self._vllm)
+        flags = (
+            "--served-model-name", self._model, "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "32",
+        )  # fmt: skip
+        memory = ("--kv-cache-memory-bytes", str(_KV_BYTES))
+        all_contenders = contenders(self._folder, self._vllm, flags, memory)
         for index in range(rounds):
             for contender in all_contenders[1:] if self._quick else all_contenders:
                 print(f"round {index + 1}: {contender.name}", file=sys.stderr, flush=True)
@@ -181,17 +178,10 @@ def ratios(figures: Figures) -> dict[str, float]:
 
 def table(figures: Figures, workloads: Sequence[Workload]) -> str:
     """Returns a table for people: one line per contender for starts and memory, and one for each workload."""
-    lines = [_heading("", ("start_cold", "start_warm", "memory", "memory_beside_worker"))]
+    starts = ("start_cold", "start_warm", "memory", "memory_beside_worker")
+    lines = [_heading("", starts)]
     for name, measured in figures.items():
-        lines.append(
-            _line(
-                name,
-                [
-                    measured.get(figure)
-                    for figure in ("start_cold", "start_warm", "memory", "memory_beside_worker")
-                ],
-            )
-        )
+        lines.append(_line(name, [measured.get(figure) for figure in starts]))
     for workload in workloads:
         what = f"{workload.input_len} in, {workload.output_len} out, {workload.concurrency} at a time"
         lines += ["", _heading(what, ("tok_s", "ttft", "tpot"))]
@@ -211,41 +201,25 @@ def _line(name: str, values: Sequence[float | None]) -> str:
 
 
 def main() -> int:
-    """Prints a table and the line of JSON.
+    """Prints a table and the line of JSON; returns the exit code."""
+    options = parser(__doc__, "one round, one concurrency, one setting of vLLM")
+    options.add_argument("--rounds", type=int, default=2, help="how often to repeat everything")
+    options.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
+    arguments = options.parse_args()
+    rounds = 1 if arguments.quick else max(1, arguments.rounds)
+    return exit_code("vs_vllm", lambda: _bench(arguments.model, rounds, quick=arguments.quick))
 
-    Returns:
-        0; 1 if a contender fails, 2 if vLLM's environment or the model is missing. One line says why.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one round, one concurrency, one setting of vLLM"
-    )
-    parser.add_argument("--rounds", type=int, default=2, help="how often to repeat everything")
-    parser.add_argument("--model", choices=("smollm2", "gemma3-270m"), default="smollm2")
-    arguments = parser.parse_args()
-    quick: bool = arguments.quick
-    rounds = 1 if quick else max(1, arguments.rounds)
-    try:
-        vllm = vllm_env.commands() / "vllm"
-        folder = fetch(arguments.model)
-        bench = Bench(arguments.model, folder, vllm, vllm_env.FOLDER / "runs", quick=quick)
-        figures = bench.run(rounds)
-    except ConfigurationRefused as error:
-        print(f"vs_vllm: {error}", file=sys.stderr)
-        return 2
-    except ContenderFailed as error:
-        print(f"vs_vllm: {error}", file=sys.stderr)
-        return 1
-    print(f"{arguments.model}, bfloat16; medians of {rounds} rounds")
+
+def _bench(model: str, rounds: int, *, quick: bool) -> None:
+    vllm, folder = vllm_env.commands() / "vllm", fetch(model)
+    figures = Bench(model, folder, vllm, vllm_env.FOLDER / "runs", quick=quick).run(rounds)
+    print(f"{model}, bfloat16; medians of {rounds} rounds")
     print(table(figures, QUICK_WORKLOADS if quick else WORKLOADS))
     rounded = {
         name: {figure: round(value, 2) for figure, value in measured.items()}
         for name, measured in figures.items()
     }
-    report("vs_vllm", {"model": arguments.model, "rounds": rounds, "contenders": rounded}, ratios(figures))
-    return 0
+    report("vs_vllm", {"model": model, "rounds": rounds, "contenders": rounded}, ratios(figures))
 
 
 if __name__ == "__main__":

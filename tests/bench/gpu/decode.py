@@ -10,29 +10,26 @@ several client processes and streamed; a step is the time in which every stream 
 run. By then the contexts are longer, by the steps that ran while other prompts were prefilled.
 """
 
-import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from protos.steps import Admission, Decode, Prefill, StepPlan
 from tests.bench.support.gpu_model import (
-    BLOCK,
     CHUNK,
     SERVED_NAME,
     VOCAB_SIZE,
+    Rows,
+    memory_bandwidth,
     model_folder,
     open_worker,
     serving,
 )
 from tests.bench.support.http_load import Load, step_seconds
-from tests.bench.support.report import report
-from tests.support.sampling_params import sampling_params
+from tests.bench.support.report import parser, report
 
 BATCHES, CONTEXTS = (1, 8, 32, 128), (200, 2000)
 MAX_LEN = 3072
@@ -41,49 +38,14 @@ WEIGHT_BYTES = 2 * 1_235_814_400
 KV_BYTES_PER_TOKEN = 2 * 2 * 16 * 8 * 64
 
 
-def bandwidth() -> float:
-    """Returns the bytes per second that a sum over 4 GiB reads, the best of several runs."""
-    data = torch.ones(1 << 31, dtype=torch.bfloat16, device="cuda")
-    best = 0.0
-    for _ in range(8):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        data.sum(dtype=torch.float32)
-        end.record()
-        torch.cuda.synchronize()
-        best = max(best, data.nbytes / start.elapsed_time(end) * 1e3)
-    return best
-
-
 def in_process(folder: Path, batches: Sequence[int], contexts: Sequence[int], steps: int) -> dict[str, float]:
     """Returns median milliseconds per decode step, by ``b<batch>_c<context>``."""
     worker = open_worker(folder, batches, MAX_LEN)
     times: dict[str, float] = {}
-    number = 0
     for batch in batches:
         for context in contexts:
-            width = -(-(context + steps + 1) // BLOCK)
-            known = tuple(range(100, 100 + context))
-            for slot in range(batch):
-                ids = range(1 + slot * width, 1 + (slot + 1) * width)
-                admission = Admission(
-                    slot, known, context - 1, sampling_params(temperature=0.0), {0: tuple(ids)}
-                )
-                worker.execute(
-                    StepPlan(
-                        number := number + 1, admit=[admission], work=Prefill(slot, context - 1, 1, True)
-                    )
-                )
-            taken = []
-            for step in range(steps):
-                plan = StepPlan(
-                    number := number + 1, work=Decode(range(batch), [context + step] * batch, batch)
-                )
-                started = time.perf_counter()
-                worker.execute(plan)
-                taken.append(time.perf_counter() - started)
-            times[f"b{batch}_c{context}"] = statistics.median(taken[2:]) * 1e3
-            worker.execute(StepPlan(number := number + 1, release=list(range(batch))))
+            taken = Rows(worker, batch, context).run([None] * batch, steps)
+            times[f"b{batch}_c{context}"] = statistics.median(taken) * 1e3
     return times
 
 
@@ -91,7 +53,7 @@ def through_services(
     folder: Path, batches: Sequence[int], contexts: Sequence[int], together: int, gateways: int
 ) -> dict[str, float]:
     """Returns the same as ``in_process``, measured through gateways, scheduler and worker."""
-    with serving(folder, batches, MAX_LEN, gateways) as (base, _):
+    with serving(folder, batches, MAX_LEN, gateways) as base:
         served = {}
         for batch in batches:
             for context in contexts:
@@ -107,15 +69,14 @@ def through_services(
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two batches, fewer steps")
-    parser.add_argument("--no-services", action="store_true", help="measure only in this process")
-    parser.add_argument("--gateways", type=int, default=1, help="gateway processes")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "two batches, fewer steps")
+    options.add_argument("--no-services", action="store_true", help="measure only in this process")
+    options.add_argument("--gateways", type=int, default=1, help="gateway processes")
+    arguments = options.parse_args()
     batches: Sequence[int] = (1, 32) if arguments.quick else BATCHES
     with tempfile.TemporaryDirectory() as scratch:
         folder = model_folder(Path(scratch))
-        speed = bandwidth()
+        speed = memory_bandwidth("cuda", 8)
         torch.cuda.empty_cache()
         inside = in_process(folder, batches, CONTEXTS, 20 if arguments.quick else 60)
         floors = {

@@ -22,15 +22,14 @@ from typing import Any, Final
 
 import torch
 
-from protos.errors import ConfigurationRefused
 from tests.bench.support.constrained import measured as constrained_measured
 from tests.bench.support.constrained import measured_on_words
 from tests.bench.support.gpu_model import model_folder
-from tests.bench.support.report import report
+from tests.bench.support.report import exit_code, parser, report
 from tests.bench.support.same_tokens import BATCHES, measure_rates
 from tests.support.prompts import PROMPTS
 from tests.support.sampling_params import sampling_params
-from tests.support.worker.harness import Harness
+from tests.support.worker.harness import Harness, random_prompt
 from worker_svc.devices import open_device
 from worker_svc.devices.base import Device
 from worker_svc.model_files.loader import fetch
@@ -66,20 +65,15 @@ class ClockedModel(VllmModel):
         return logits
 
 
-def _prompt(seed: int) -> list[int]:
-    ids: list[int] = torch.randint(
-        100, 40_000, (CONTEXT,), generator=torch.Generator().manual_seed(seed)
-    ).tolist()
-    return ids
-
-
 def requests_of(**fields: float) -> Case:
     """Returns a case: requests with these parameters, different seeds and a computed context."""
 
     def fill(harness: Harness) -> None:
         for slot in range(BATCH):
             sampling = sampling_params(seed=slot, **fields)  # type: ignore[arg-type]
-            harness.run(admit=[harness.admit(slot, _prompt(slot), sampling, computed=CONTEXT - 1)])
+            harness.run(
+                admit=[harness.admit(slot, random_prompt(slot, CONTEXT), sampling, computed=CONTEXT - 1)]
+            )
 
     return fill
 
@@ -169,7 +163,11 @@ def _measure_rates(device: Device, folder: Path, *, quick: bool) -> None:
         )
         # The logits of random weights are closer to one another than a trained model's.
         temperature = 0.9 if device.name == "cpu" else RANDOM_TEMPERATURE
-        prompts = _text_prompts(folder) if device.name == "cpu" else [_prompt(seed) for seed in range(16)]
+        prompts = (
+            _text_prompts(folder)
+            if device.name == "cpu"
+            else [random_prompt(seed, CONTEXT) for seed in range(16)]
+        )
         for name, rates in measure_rates(harness, prompts, temperature, quick=quick):
             columns = {
                 "race": 1000 * rates.race,
@@ -226,23 +224,11 @@ def _measure_all(device: Device, folder: Path, *, quick: bool) -> None:
 
 
 def main() -> int:
-    """Prints a table and a line of JSON.
-
-    Returns:
-        0, or 2 after a one-line error if the model or the device is not available.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer steps")
-    parser.add_argument("--same-tokens", action="store_true", help="measure how often a draw differs")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    try:
-        _bench(parser.parse_args())
-    except ConfigurationRefused as error:
-        print(f"sampling: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Prints a table and the line of JSON; returns the exit code."""
+    options = parser(__doc__, "fewer steps")
+    options.add_argument("--same-tokens", action="store_true", help="measure how often a draw differs")
+    options.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    return exit_code("sampling", lambda: _bench(options.parse_args()))
 
 
 if __name__ == "__main__":

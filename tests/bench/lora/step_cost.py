@@ -7,7 +7,6 @@ adapter slots, and decodes the same batch with no adapter, with one for all rows
 the base model in turn. The modes alternate within the run, and a figure is a median.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -19,10 +18,9 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 
-from protos.steps import AdapterPlacement, Admission, Decode, Prefill, StepPlan
-from tests.bench.support.gpu_model import model_folder
-from tests.bench.support.report import report
-from tests.support.sampling_params import sampling_params
+from protos.steps import AdapterPlacement, StepPlan
+from tests.bench.support.gpu_model import BLOCK, Rows, model_folder
+from tests.bench.support.report import parser, report
 from worker_svc.execution.worker import Worker
 from worker_svc.lora.checkpoint import CONFIG, WEIGHTS
 from worker_svc.model_files.loader import fetch
@@ -32,7 +30,6 @@ from worker_svc.shapes import ShapeConfig
 RANK: Final = 16
 SLOTS: Final = 4
 CONTEXT: Final = 128
-BLOCK: Final = 128
 MODES: Final = ("off", "idle", "one", "mixed")
 """LoRA not enabled; enabled and unused; one adapter for all rows; four adapters and the base in turn."""
 
@@ -63,37 +60,6 @@ def write_adapter(folder: Path, model: Path, seed: int) -> Path:
     return folder
 
 
-class Rows:
-    """Decodes one batch again and again."""
-
-    def __init__(self, worker: Worker, batch: int) -> None:
-        self._worker, self._batch = worker, batch
-        self._number = 0
-
-    def run(self, adapters: Sequence[int | None], steps: int) -> list[float]:
-        """Returns the seconds of each step of a batch whose rows have these adapter slots."""
-        width = -(-(CONTEXT + steps + 1) // BLOCK)
-        for slot, adapter in enumerate(adapters):
-            blocks = {0: tuple(range(1 + slot * width, 1 + (slot + 1) * width))}
-            known = tuple(range(100, 100 + CONTEXT))
-            request = Admission(
-                slot, known, CONTEXT - 1, sampling_params(temperature=0.0), blocks, adapter_slot=adapter
-            )
-            self._execute(admit=[request], work=Prefill(slot, CONTEXT - 1, 1, sample=True))
-        taken = []
-        for step in range(steps):
-            work = Decode(range(self._batch), [CONTEXT + step] * self._batch, self._batch)
-            started = time.perf_counter()
-            self._execute(work=work)
-            taken.append(time.perf_counter() - started)
-        self._execute(release=list(range(self._batch)))
-        return taken[2:]
-
-    def _execute(self, **fields: Any) -> None:
-        self._number += 1
-        self._worker.execute(StepPlan(self._number, **fields))
-
-
 def open_worker(model: Path, device: str, batches: Sequence[int], *, lora: bool) -> Worker:
     """Returns a configured worker in this process."""
     settings: dict[str, Any] = {"model": str(model), "device": device, "dtype": "bfloat16", "kv_memory": 1}
@@ -114,7 +80,7 @@ def measure(
 
     A ratio is the median of the ratios of the rounds, in which all modes run one after the other.
     """
-    rows = {mode: Rows(worker, batch) for mode, worker in workers.items()}
+    rows = {mode: Rows(worker, batch, CONTEXT) for mode, worker in workers.items()}
     adapters: dict[str, list[int | None]] = {
         "off": [None] * batch,
         "idle": [None] * batch,
@@ -138,11 +104,10 @@ def measure(
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="batches of 8 only, fewer steps")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--batches", default="1,8,32", help="decode batches")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "batches of 8 only, fewer steps")
+    options.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options.add_argument("--batches", default="1,8,32", help="decode batches")
+    arguments = options.parse_args()
     batches = (8,) if arguments.quick else tuple(map(int, arguments.batches.split(",")))
     rounds, steps = (8, 20) if arguments.quick else (24, 40)
     figures: dict[str, float] = {}

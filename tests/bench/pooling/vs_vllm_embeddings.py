@@ -19,7 +19,6 @@ float32 there is also the rate of the model's matrix products alone, in oneDNN w
 cores, for the real tokens of a request of mean size.
 """
 
-import argparse
 import contextlib
 import json
 import random
@@ -37,10 +36,9 @@ import httpx
 import psutil
 import torch
 
-from protos.errors import ConfigurationRefused
 from tests.bench.support import vllm_env
-from tests.bench.support.contenders import Contender, ContenderFailed, Server, running
-from tests.bench.support.report import report
+from tests.bench.support.contenders import ContenderFailed, Server, contenders, running
+from tests.bench.support.report import exit_code, parser, report
 from worker_svc.model_files.loader import fetch
 
 OURS: Final = "triptych"
@@ -75,28 +73,6 @@ _SHORTEST, _LONGEST = 1, 38
 _TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 3e-2, "auto": 3e-2}
 
 
-def contenders(folder: Path, vllm: Path, dtype: str, *, quick: bool) -> list[Contender]:
-    """Returns vLLM with its default thread binding, vLLM on all cores, and Triptych."""
-    served = ("--served-model-name", MODEL, "--dtype", dtype)
-
-    def theirs(port: int, _: Path) -> list[str]:
-        # vLLM asks for nearly all of the machine's memory, or refuses to start if other programs use it.
-        return [
-            str(vllm), "serve", str(folder), *served, "--host", "127.0.0.1", "--port", str(port),
-            "--gpu-memory-utilization", "0.3",
-        ]  # fmt: skip
-
-    def ours(port: int, run_dir: Path) -> list[str]:
-        return [
-            sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), *served, "--device", "cpu",
-            "--port", str(port), "--scheduler-port", "0", "--run-dir", str(run_dir / "run"),
-        ]  # fmt: skip
-
-    all_cores = Contender("vllm, all cores", theirs, environment={"VLLM_CPU_OMP_THREADS_BIND": "0-1"})
-    # Ours is first: until vLLM serves, its standby process has long imported what it needs.
-    return [Contender(OURS, ours, is_ours=True), all_cores, *([] if quick else [Contender("vllm", theirs)])]
-
-
 def texts(seed: int, count: int) -> list[str]:
     """Returns random texts."""
     draw = random.Random(seed)
@@ -125,13 +101,7 @@ class Rates:
 
 
 def measure(servers: Mapping[str, Server], size: int, turns: int) -> tuple[dict[str, Rates], float]:
-    """Returns the rates of each contender, and the largest difference between their embeddings.
-
-    Args:
-        servers: healthy servers by contender.
-        size: texts of a request.
-        turns: of each contender, after one that is not measured.
-    """
+    """Returns the rates of each contender, and the largest difference between their embeddings."""
     seconds: dict[str, list[float]] = defaultdict(list)
     before: dict[str, float] = {}
     clients = {name: _client(server) for name, server in servers.items()}
@@ -219,32 +189,16 @@ def ratios(figures: Mapping[str, Mapping[int, Rates]]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Prints a table and the line of JSON.
-
-    Returns:
-        0; 1 if a contender fails or embeddings differ, 2 if vLLM's environment or the model is missing. One
-        line says why.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one setting of vLLM, fewer texts")
-    parser.add_argument(
+    """Prints a table and the line of JSON; returns the exit code."""
+    options = parser(__doc__, "one setting of vLLM, fewer texts")
+    options.add_argument(
         "--dtype",
         choices=tuple(_TOLERANCE),
         default="float32",
         help="of all contenders; auto: of each, its own default",
     )
-    arguments = parser.parse_args()
-    try:
-        _bench(arguments.dtype, quick=arguments.quick)
-    except ConfigurationRefused as error:
-        print(f"vs_vllm_embeddings: {error}", file=sys.stderr)
-        return 2
-    except ContenderFailed as error:
-        print(f"vs_vllm_embeddings: {error}", file=sys.stderr)
-        return 1
-    return 0
+    arguments = options.parse_args()
+    return exit_code("vs_vllm_embeddings", lambda: _bench(arguments.dtype, quick=arguments.quick))
 
 
 def _bench(dtype: str, *, quick: bool) -> None:
@@ -256,7 +210,11 @@ def _bench(dtype: str, *, quick: bool) -> None:
     furthest = 0.0
     with contextlib.ExitStack() as stack:
         servers = {}
-        for contender in contenders(folder, vllm, dtype, quick=quick):
+        served = ("--served-model-name", MODEL, "--dtype", dtype)
+        # vLLM asks for nearly all of the machine's memory, or refuses to start if other programs use it.
+        default, all_cores, ours = contenders(folder, vllm, served, ("--gpu-memory-utilization", "0.3"))
+        # Ours is first: until vLLM serves, its standby process has long imported what it needs.
+        for contender in (ours, all_cores, *(() if quick else (default,))):
             print(f"starting {contender.name}", file=sys.stderr, flush=True)
             place = scratch / contender.name.replace(", ", "-").replace(" ", "-")
             servers[contender.name] = stack.enter_context(running(contender, place, place / "caches"))

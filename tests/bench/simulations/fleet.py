@@ -17,7 +17,6 @@ Both phases end with checks: every request has exactly its tokens, every pool pa
 nothing is left behind.
 """
 
-import argparse
 import heapq
 import itertools
 import random
@@ -42,7 +41,7 @@ from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 from scheduler_svc.shapes.buckets import decode_buckets
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 
 REPLICAS: Final = 64
 SLOTS: Final = 16
@@ -283,9 +282,8 @@ def by_waiting(samples: Sequence[Sample]) -> tuple[list[dict[str, float]], float
 
 def main() -> None:
     """Runs the bench and prints its line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a fifth of the requests")
-    quick = parser.parse_args().quick
+    options = parser(__doc__, "a fifth of the requests")
+    quick = options.parse_args().quick
     count, crowd = (4000, 2500) if quick else (20_000, 8000)
 
     fleet = Fleet()

@@ -5,7 +5,6 @@ policies of a hybrid model (full attention and an in-place window), without a de
 for everything, so each miss lacks a kept window.
 """
 
-import argparse
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,7 +12,7 @@ from protos.steps import GroupKind
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions, KeepPolicy, Worth
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
-from tests.bench.support.report import report
+from tests.bench.support.report import parser, report
 from tests.support.scheduler.factories import make_sequence
 
 CHUNK, WINDOW, LIMIT = 128, 512, 8192
@@ -97,11 +96,8 @@ def share_of_hits(policy: str, prompts: Sequence[Prompt], kept: int) -> tuple[fl
 
 def main() -> None:
     """Prints a table and the line of JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="shorter traces")
-    count = 300 if parser.parse_args().quick else 2000
+    options = parser(__doc__, "shorter traces")
+    count = 300 if options.parse_args().quick else 2000
     print("share of prompt tokens found (windows copied)")
     print("trace            kept   " + "".join(f"{policy:>20}" for policy in POLICIES))
     figures: dict[str, dict[str, float]] = {}

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -17,14 +17,10 @@ import psutil
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
 
-MAX_MODEL_LEN: Final = 2048
-MAX_NUM_SEQS: Final = 32
-# By default vLLM takes nearly all of the machine's memory, or refuses to start if other programs use it.
-# This is more than 32 sequences of MAX_MODEL_LEN tokens need with either demo model.
-_KV_BYTES: Final = 2 << 30
 _START_TIMEOUT_S: Final = 600.0
 _STOP_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
+_PORT: Final = 18_000
 # Prefixes of variables that steer one contender alone.
 _DROPPED: Final = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "TRIPTYCH_", "PYTHONPATH")
 # Both keep their bytecode: compiling all that they import takes longer than the rest of a start.
@@ -73,35 +69,28 @@ class Server:
         return Memory(sum(sizes), sum(sizes) - max(sizes))
 
 
-def contenders(model: str, folder: Path, vllm: Path) -> list[Contender]:
-    """Returns the contenders: vLLM with its default thread binding, vLLM on all cores, and Triptych.
-
-    Args:
-        model: the model's name in requests.
-        folder: the model's files.
-        vllm: the command `vllm`.
-    """
-    served = ("--served-model-name", model, "--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN))
+def contenders(
+    folder: Path, vllm: Path, flags: Sequence[str], vllm_flags: Sequence[str]
+) -> tuple[Contender, Contender, Contender]:
+    """Returns the contenders: vLLM with its default thread binding, vLLM on all cores, and Triptych."""
 
     def theirs(port: int, _: Path) -> list[str]:
         return [
-            str(vllm), "serve", str(folder), *served, "--max-num-seqs", str(MAX_NUM_SEQS),
-            "--host", "127.0.0.1", "--port", str(port), "--kv-cache-memory-bytes", str(_KV_BYTES),
+            str(vllm), "serve", str(folder), *flags, *vllm_flags, "--host", "127.0.0.1", "--port", str(port),
         ]  # fmt: skip
 
     def ours(port: int, run_dir: Path) -> list[str]:
         return [
-            sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), *served,
-            "--max-num-seqs", str(MAX_NUM_SEQS), "--device", "cpu", "--port", str(port),
+            sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), *flags, "--device", "cpu", "--port", str(port),
             "--scheduler-port", "0", "--run-dir", str(run_dir / "run"),
         ]  # fmt: skip
 
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    return [
+    return (
         Contender("vllm", theirs),
         Contender("vllm, all cores", theirs, environment={"VLLM_CPU_OMP_THREADS_BIND": cores}),
         Contender("triptych", ours, is_ours=True),
-    ]
+    )
 
 
 def environment(caches: Path) -> dict[str, str]:
@@ -125,11 +114,6 @@ def environment(caches: Path) -> dict[str, str]:
 @contextlib.contextmanager
 def running(contender: Contender, folder: Path, caches: Path) -> Iterator[Server]:
     """Runs a server until the block ends.
-
-    Args:
-        contender: the server to run.
-        folder: the folder for its log and its other files; made if missing.
-        caches: the compile caches of earlier starts, or an empty folder.
 
     Raises:
         ContenderFailed: The server exits, or does not answer within ten minutes.
@@ -181,3 +165,29 @@ def _stop(name: str, process: subprocess.Popen[bytes], tree: psutil.Process) -> 
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+@contextlib.contextmanager
+def launched(*flags: str, variables: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Runs `triptych up` for the block; yields the gateway's URL.
+
+    Raises:
+        RuntimeError: if it ends before it serves.
+    """
+    command = [sys.executable, "-m", "deploy.cli", "up", "--port", str(_PORT), *flags]
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stderr.write(line)
+            if "curl " in line:
+                break
+        else:
+            raise RuntimeError("the services exited before they served")
+        yield f"http://127.0.0.1:{_PORT}"
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()

@@ -4,14 +4,18 @@ The benches of a whole GPU share it.
 """
 
 import json
-import signal
-import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
+from protos.steps import Admission, Decode, Prefill, StepPlan
+from tests.bench.support.contenders import launched
+from tests.support.sampling_params import sampling_params
 from worker_svc.execution.worker import Worker
 from worker_svc.settings import Settings
 from worker_svc.shapes import ShapeConfig
@@ -22,7 +26,6 @@ KV_GIB: Final = 24
 SERVED_NAME: Final = "bench"
 """The model's name in requests."""
 VOCAB_SIZE: Final = 128_256
-_PORT: Final = 18_000
 CONFIG: Final = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB_SIZE, "hidden_size": 2048,
     "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -56,6 +59,18 @@ def model_folder(parent: Path, config: Mapping[str, Any] = CONFIG) -> Path:
     return folder
 
 
+def memory_bandwidth(device: torch.device | str, passes: int) -> float:
+    """Returns the bytes per second that a sum reads, the best of `passes`: 4 GiB on a GPU, else 1 GiB."""
+    on_gpu = torch.device(device).type == "cuda"
+    data = torch.ones(1 << (30 if on_gpu else 28), device=device)
+    seconds = []
+    for _ in range(passes):
+        started = time.perf_counter()
+        data.sum().item()
+        seconds.append(time.perf_counter() - started)
+    return data.nbytes / min(seconds)
+
+
 def open_worker(folder: Path, batches: Sequence[int], max_model_len: int) -> Worker:
     """Returns a worker in this process, configured for these decode batches."""
     worker = Worker(Settings(model=str(folder), device="cuda", load_format="dummy", kv_memory=KV_GIB))
@@ -68,19 +83,49 @@ def open_worker(folder: Path, batches: Sequence[int], max_model_len: int) -> Wor
     return worker
 
 
+class Rows:
+    """Decodes one batch again and again."""
+
+    def __init__(self, worker: Worker, batch: int, context: int) -> None:
+        """Prepares for rows of `context` tokens, most of which are never computed."""
+        self._worker, self._batch, self._context = worker, batch, context
+        self._number = 0
+
+    def run(self, adapters: Sequence[int | None], steps: int) -> list[float]:
+        """Returns the seconds of each step of a batch whose rows have these adapter slots."""
+        width = -(-(self._context + steps + 1) // BLOCK)
+        for slot, adapter in enumerate(adapters):
+            blocks = {0: tuple(range(1 + slot * width, 1 + (slot + 1) * width))}
+            known = tuple(range(100, 100 + self._context))
+            request = Admission(
+                slot, known, self._context - 1, sampling_params(temperature=0.0), blocks, adapter_slot=adapter
+            )
+            self._execute(admit=[request], work=Prefill(slot, self._context - 1, 1, sample=True))
+        taken = []
+        for step in range(steps):
+            work = Decode(range(self._batch), [self._context + step] * self._batch, self._batch)
+            started = time.perf_counter()
+            self._execute(work=work)
+            taken.append(time.perf_counter() - started)
+        self._execute(release=list(range(self._batch)))
+        return taken[2:]
+
+    def _execute(self, **fields: Any) -> None:
+        self._number += 1
+        self._worker.execute(StepPlan(self._number, **fields))
+
+
 @contextmanager
-def serving(
-    folder: Path, batches: Sequence[int], max_model_len: int, gateways: int = 1
-) -> Iterator[tuple[str, int]]:
-    """Runs the services for the block; yields the gateway's URL and the launcher's process id."""
+def serving(folder: Path, batches: Sequence[int], max_model_len: int, gateways: int = 1) -> Iterator[str]:
+    """Runs the services for the block; yields the gateway's URL."""
     flags = [
         "--model", str(folder), "--device", "cuda", "--load-format", "dummy", "--kv-memory", str(KV_GIB),
         "--served-model-name", SERVED_NAME, "--max-model-len", str(max_model_len),
         "--max-num-batched-tokens", str(CHUNK), "--block-size", str(BLOCK), "--run-dir", str(folder / "run"),
         *bucket_flags(batches), *(("--gateways", str(gateways)) if gateways > 1 else ()),
     ]  # fmt: skip
-    with launched(*flags) as running:
-        yield running
+    with launched(*flags) as url:
+        yield url
 
 
 def bucket_flags(batches: Sequence[int]) -> list[str]:
@@ -89,29 +134,3 @@ def bucket_flags(batches: Sequence[int]) -> list[str]:
     return [
         "--max-num-seqs", str(max(batches)), "--decode-bucket-strategy", "manual", "--decode-buckets", buckets
     ]  # fmt: skip
-
-
-@contextmanager
-def launched(*flags: str) -> Iterator[tuple[str, int]]:
-    """Runs `triptych up` for the block; yields the gateway's URL and the launcher's process id.
-
-    Raises:
-        RuntimeError: if it ends before it serves.
-    """
-    command = [sys.executable, "-m", "deploy.cli", "up", "--port", str(_PORT), *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            sys.stderr.write(line)
-            if "curl " in line:
-                break
-        else:
-            raise RuntimeError("the services exited before they served")
-        yield f"http://127.0.0.1:{_PORT}", process.pid
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()

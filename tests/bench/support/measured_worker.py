@@ -70,12 +70,7 @@ class MeasuredWorker(Worker):
     """A worker that notes when its steps ran."""
 
     def __init__(self, settings: Settings, file: Path | None = None) -> None:
-        """Prepares the worker.
-
-        Args:
-            settings: the worker's.
-            file: receives the steps when the worker is closed; None if nobody reads them.
-        """
+        """Prepares the worker."""
         super().__init__(settings)
         self._file = file
         self._steps: list[tuple[int, int, float, float]] = []

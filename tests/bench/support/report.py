@@ -1,11 +1,43 @@
-"""Prints the line of JSON that ends every bench."""
+"""The command line of every bench, and the line of JSON that ends it."""
 
+import argparse
 import datetime as dt
 import json
 import os
 import platform
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+
+def parser(doc: str | None, quick: str) -> argparse.ArgumentParser:
+    """Returns the parser of a bench with that docstring; `quick` says what --quick does."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    made.add_argument("--quick", action="store_true", help=quick)
+    return made
+
+
+def exit_code(name: str, run: Callable[[], None]) -> int:
+    """Runs a bench; returns 0.
+
+    After a line that says why: 1 if a contender fails, 2 if a model, a device or a peer's environment is
+    missing.
+    """
+    # Not earlier: benches prepare the environment before they import a worker.
+    from protos.errors import ConfigurationRefused
+    from tests.bench.support.contenders import ContenderFailed
+
+    try:
+        run()
+    except ConfigurationRefused as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except ContenderFailed as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def machine() -> str:

@@ -83,14 +83,7 @@ def recorded(harness: Harness) -> Iterator[list[torch.Tensor]]:
 def measure_rates(
     harness: Harness, prompts: Sequence[Sequence[int]], temperature: float, *, quick: bool
 ) -> Iterator[tuple[str, Rates]]:
-    """Yields the rates of each kind of run and each filter, with their names.
-
-    Args:
-        harness: its buckets are 1 and `BATCHES`.
-        prompts: what the requests start with, each at most one chunk.
-        temperature: of all requests.
-        quick: fewer tokens.
-    """
+    """Yields the rates of each kind of run and each filter, with their names."""
     num_tokens, every = (9, 4) if quick else (33, 8)
     alone = record_alone(harness, prompts, num_tokens, temperature)
     others = {f"{batch} rows": record_batch(harness, alone, num_tokens, batch) for batch in BATCHES}
@@ -198,10 +191,6 @@ def _same_winner(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
 
     A contender wins both if its time is below that of each other one in both. Times are exponential, so this
     has the probability 1 / sum over the others of the larger of its two rates, relative to the contender's.
-
-    Args:
-        one: rates [..., contenders] in the first race.
-        two: rates in the second one.
     """
     ratio = torch.nan_to_num(two / one, nan=0.0)
     order = ratio.argsort(dim=-1)

@@ -1,6 +1,5 @@
 """Drives a runner without a scheduler: allocates blocks, prefills in chunks, decodes in one batch."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +28,6 @@ from worker_svc.vllm_adapter.configuration import Dtype
 from worker_svc.vllm_adapter.model import VllmModel
 
 GREEDY = sampling_params(temperature=0.0)
-FULL = os.environ.get("TRIPTYCH_GRAPHS_FULL") == "1"
-"""Whether to run the long form of the tests on real models: every model, type and mode."""
 _MODELS: dict[tuple[Path, Dtype, bool, LoraLimits | None], VllmModel] = {}
 
 
@@ -68,6 +65,13 @@ def load(
         model.load_weights()
         _MODELS[key] = model
     return _MODELS[key]
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Returns token ids that every real model has."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(100, 40_000, (length,), generator=generator).tolist()
+    return ids
 
 
 def _forget_ranks() -> None:

@@ -103,11 +103,6 @@ class Streams:
     async def open(self, count: int, request: Request, pause_s: float = 0.0) -> None:
         """Opens streams, and returns once each of them has begun.
 
-        Args:
-            count: how many.
-            request: what each asks for.
-            pause_s: time between two of them.
-
         Raises:
             RuntimeError: a request is refused, or a stream breaks.
         """
