@@ -39,7 +39,7 @@ serve: $(STAMPS)/serve ## Serve MODEL on PORT until Ctrl-C
 # The second runs tests marked `stack` one by one, because their serving processes use all cores.
 define run_tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not stack and not compose and $(1)" $(ARGS) || $(NONE_CHOSEN)
-	@$(BIN)/python -m pytest -m "stack and $(1)" tests/e2e $(ARGS) || $(NONE_CHOSEN)
+	@$(BIN)/python -m pytest -m "stack and $(1)" tests/e2e/stack $(ARGS) || $(NONE_CHOSEN)
 endef
 
 test: $(STAMPS)/dev $(STAMPS)/interpreter models ## Run the quick tests, which touch every capability

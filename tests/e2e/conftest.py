@@ -21,6 +21,6 @@ def smollm2() -> Path:
 @pytest.fixture(scope="session")
 def stack(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The stack that all tests share; no test may stop it."""
-    flags = ("--dtype", "float32", "--max-model-len", "2048")
+    flags = ("--dtype", "float32", "--max-model-len", "2048", "--tool-call-parser", "hermes")
     with running_stack(smollm2, "smollm2", tmp_path_factory.mktemp("stack"), *flags) as stack:
         yield stack

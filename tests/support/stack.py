@@ -84,6 +84,7 @@ def running_stack(folder: Path, name: str, run_dir: Path, *flags: str, **environ
         launcher.send_signal(signal.SIGINT)
         launcher.communicate(timeout=30)
     assert launcher.returncode == 0, "Ctrl-C ends the stack cleanly"
+    assert not list(run_dir.glob("*.pid")), "nothing is left running"
 
 
 def run_example(script: str, stack: Stack, *arguments: str, key: str = "unused") -> list[str]:

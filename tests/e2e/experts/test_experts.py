@@ -31,12 +31,17 @@ def test_the_parts_of_ranks_add_up_to_the_whole_layer(device_name: DeviceName) -
         assert all(difference < 1e-5 for difference in by_split.values())
 
 
-@pytest.mark.parametrize("family", tiny_models.EXPERT_FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family == "mixtral" else [pytest.mark.slow])
+        for family in tiny_models.EXPERT_FAMILIES
+    ],
+)
 def test_recorded_expert_layers_equal_eager_ones_in_bfloat16(family: str, tmp_path: Path) -> None:
     """A recorded step of an expert model computes what its Python code computes, in the usual type too."""
     folder = tiny_models.write(family, tmp_path)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist() for n in (3, 63, 64, 130, 200)]  # fmt: skip
+    prompts = parity_process.random_prompts()
     eager, recorded = (
         parity_process.run(Job(str(folder), prompts, backend=backend, dtype="bfloat16"))
         for backend in BACKENDS

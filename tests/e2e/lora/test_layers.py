@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,16 +234,8 @@ def test_our_kernels_run_bfloat16(tmp_path: Path, backend: Backend) -> None:
     folder = tiny_models.write("llama", tmp_path / "model")
     adapter = write_adapter(folder, tmp_path / "all", AdapterSpec(5))
     reference = PeftReference(folder, {"all": adapter})
-    prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21], [8, 9], [100, 3]]
-    adapters = [str(adapter), None, str(adapter), str(adapter), None]
-    job = Job(str(folder), prompts, backend=backend, dtype="bfloat16", adapters=adapters)
-    for prompt, path, answer in zip(prompts, adapters, parity_process.run(job), strict=True):
-        name, other = (None, "all") if path is None else ("all", None)
-        with reference.using(name):
-            near = _distance(reference.logprobs(prompt, answer.tokens), answer.top)
-        with reference.using(other):
-            far = _distance(reference.logprobs(prompt, answer.tokens), answer.top)
-        assert near < 0.2 < far
+    job = _mixed(folder, adapter, backend=backend, dtype="bfloat16")
+    assert all(near < 0.2 < far for near, far in _distances(reference, job))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.001), ("bfloat16", 0.2)])
@@ -253,12 +246,8 @@ def test_quantized_models_take_adapters(tmp_path: Path, dtype: Dtype, tolerance:
     plain = quantized_models.write(base, tmp_path / "float", "float", W4)
     adapter = write_adapter(plain, tmp_path / "all", AdapterSpec(5))
     reference = PeftReference(plain, {"all": adapter})
-    prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21], [8, 9], [100, 3]]
-    adapters = [str(adapter), None, str(adapter), str(adapter), None]
-    job = Job(str(folder), prompts, dtype=dtype, adapters=adapters)
-    for prompt, path, answer in zip(prompts, adapters, parity_process.run(job), strict=True):
-        with reference.using(None if path is None else "all"):
-            assert _distance(reference.logprobs(prompt, answer.tokens), answer.top) < tolerance
+    job = _mixed(folder, adapter, dtype=dtype)
+    assert all(near < tolerance for near, _ in _distances(reference, job))
 
 
 @pytest.mark.parametrize(
@@ -271,14 +260,8 @@ def test_adapters_have_a_type_of_their_own(
     """With --lora-dtype, the adapters' memory has that type, and the answers stay near PEFT's in float32."""
     adapter = write_adapter(llama, tmp_path / "all", AdapterSpec(5))
     reference = PeftReference(llama, {"all": adapter})
-    prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21], [8, 9], [100, 3]]
-    adapters = [str(adapter), None, str(adapter), str(adapter), None]
-    job = Job(str(llama), prompts, dtype=dtype, adapters=adapters, lora_dtype=lora_dtype)
-    for prompt, path, answer in zip(prompts, adapters, parity_process.run(job), strict=True):
-        with reference.using("all" if path else None):
-            assert _distance(reference.logprobs(prompt, answer.tokens), answer.top) < tolerance
-        with reference.using(None if path else "all"):
-            assert _distance(reference.logprobs(prompt, answer.tokens), answer.top) > 0.2
+    job = _mixed(llama, adapter, dtype=dtype, lora_dtype=lora_dtype)
+    assert all(near < tolerance and far > 0.2 for near, far in _distances(reference, job))
     adapted = load(llama, dtype, lora=job.lora).adapted
     assert adapted is not None
     matrices = [matrix for stack in adapted._stacks.values() for matrix in (stack._a, stack._b)]
@@ -316,6 +299,25 @@ def test_matrices_that_exceed_their_type(llama: Path, lora_dtype: Dtype, fits: b
         )
     ):
         adapted.fit(AdapterCheckpoint("tuned", 2, matrices, ""))
+
+
+def _mixed(folder: Path, adapter: Path, **fields: Any) -> Job:
+    """Returns a batch in which some prompts have the adapter."""
+    prompts = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [20, 21], [8, 9], [100, 3]]
+    return Job(
+        str(folder), prompts, adapters=[str(adapter), None, str(adapter), str(adapter), None], **fields
+    )
+
+
+def _distances(reference: PeftReference, job: Job) -> Iterator[tuple[float, float]]:
+    """Yields each answer's distance from the reference with the right weights, and with others."""
+    for prompt, path, answer in zip(job.prompts, job.adapters, parity_process.run(job), strict=True):
+        distances = []
+        for name in (None, "all") if path is None else ("all", None):
+            with reference.using(name):
+                distances.append(_distance(reference.logprobs(prompt, answer.tokens), answer.top))
+        near, far = distances
+        yield near, far
 
 
 def _distance(expected: torch.Tensor, top: list[dict[str, float]]) -> float:

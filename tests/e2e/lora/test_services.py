@@ -1,11 +1,9 @@
 """LoRA adapters through a real scheduler and workers: one rank and several, a lost worker, unload, reload."""
 
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import pytest
 
 from tests.support import tiny_models
@@ -63,16 +61,17 @@ def _modules(adapted: Adapted) -> tuple[str, ...]:
 
 
 def test_preempted_requests_keep_their_adapters(adapted: Adapted, tmp_path: Path) -> None:
-    """Long answers displace one another's blocks, and go on as PEFT does without a disturbance."""
+    """On two stages, long answers displace one another's blocks, and go on as PEFT does alone."""
     with replica(
-        adapted.model, tmp_path, flags=FLAGS, scheduler_flags=("--num-blocks", "14", *_modules(adapted))
+        adapted.model, tmp_path, pipeline=2, flags=FLAGS,
+        scheduler_flags=("--num-blocks", "14", *_modules(adapted)),
     ) as running:  # fmt: skip
         adapted.check_mix(running, adapters=("one", "two", "two", "one"), count=200)
         assert running.count("triptych:preemptions_total") > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_every_layout_equals_peft(adapted: Adapted, tmp_path: Path, tensor: int, pipeline: int) -> None:
     """Three adapters take turns in two slots, on host and device; prefixes of one serve no other."""
     with replica(
@@ -84,29 +83,3 @@ def test_every_layout_equals_peft(adapted: Adapted, tmp_path: Path, tensor: int,
         for lora in MIX:
             (tokens,) = running.generate(PROMPTS[1], COUNT, GREEDY, lora=lora)
             assert not adapted.reference.mismatch(lora or None, PROMPTS[1], tokens)
-
-
-@pytest.mark.slow
-def test_a_lost_worker_and_unloading(adapted: Adapted, tmp_path: Path) -> None:
-    """A request goes on with its adapter on the next worker; a name may later stand for another adapter."""
-    with replica(adapted.model, tmp_path, flags=FLAGS, scheduler_flags=_modules(adapted)) as running:
-        with ThreadPoolExecutor(1) as pool:
-            started = threading.Event()
-            answer = pool.submit(running.generate, PROMPTS[1], 200, GREEDY, started=started, lora="two")
-            assert started.wait(60)
-            running.ranks[0].kill()
-            running.ranks[0].wait(20)
-            running.start_rank(0)
-            (tokens,) = answer.result(170)
-        assert not adapted.reference.mismatch("two", PROMPTS[1], tokens)
-        running.unload_lora("two")
-        with pytest.raises(grpc.RpcError) as refused:
-            running.generate(PROMPTS[0], 4, GREEDY, lora="two")
-        assert refused.value.code() == grpc.StatusCode.NOT_FOUND
-        with pytest.raises(grpc.RpcError) as refused:
-            running.load_lora("two", tmp_path)
-        assert "no adapter_config.json" in (refused.value.details() or "")
-        info = running.load_lora("two", adapted.adapters["three"])
-        assert info.rank == SPECS["three"].rank
-        (tokens,) = running.generate(PROMPTS[1], COUNT, GREEDY, lora="two")
-        assert not adapted.reference.mismatch("three", PROMPTS[1], tokens)

@@ -1,5 +1,6 @@
 """Every shape of a pooling model is a graph on a CPU, and results are those of the model's own code."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -28,6 +29,9 @@ EAGER = ("--backend", "eager")
 STRICT = ("--backend", "compiled", "--compile-strict")
 GENERATED = (*STRICT, "-O", "2")
 Starts = dict[tuple[str, tuple[str, ...]], Result]
+First = Callable[[str], dict[tuple[str, ...], Result]]
+QUICK = ("mean", "bert-pairs")
+RECORDED = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +55,18 @@ def job(folder: Path, kind: str, form: tuple[str, ...]) -> Job:
 
 
 @pytest.fixture(scope="module")
-def first(folder: Path) -> Starts:
-    """Starts without generated code, by kind and flags, in one process."""
-    keys = [(kind, form) for kind in KINDS for form in (EAGER, STRICT)]
-    return dict(zip(keys, run_jobs([job(folder, *key) for key in keys], environment()), strict=True))
+def first(folder: Path) -> First:
+    """Returns the starts of a kind without generated code, by flags; one process runs all quick kinds."""
+    found: Starts = {}
+
+    def of(kind: str) -> dict[tuple[str, ...], Result]:
+        if (kind, EAGER) not in found:
+            group = [each for each in KINDS if (each in QUICK) == (kind in QUICK)]
+            keys = [(each, form) for each in group for form in (EAGER, STRICT)]
+            found.update(zip(keys, run_jobs([job(folder, *key) for key in keys], environment()), strict=True))
+        return {form: found[kind, form] for form in (EAGER, STRICT)}
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -72,33 +84,34 @@ def second(folder: Path, generated: dict[str, Result]) -> dict[str, Result]:
     return dict(zip(GENERATED_KINDS, run_jobs(jobs, environment()), strict=True))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recorded_kernels_give_the_models_bits(first: Starts, kind: str) -> None:
+@pytest.mark.parametrize("kind", RECORDED)
+def test_recorded_kernels_give_the_models_bits(first: First, kind: str) -> None:
     """Each shape is a kernel graph, none is late, and --backend eager makes none."""
-    eager, strict = first[kind, EAGER], first[kind, STRICT]
+    starts = first(kind)
+    eager, strict = starts[EAGER], starts[STRICT]
     assert (eager.graphs, strict.graphs) == ([], words_of(SHAPES))
     assert (strict.kernels, strict.num_late, strict.num_compiled) == (["KernelGraph"], 0, 0)
     assert strict.results == eager.results
     assert flat(eager.results).abs().mean() > 0.05
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_texts_give_what_rows_give(first: Starts, kind: str) -> None:
+@pytest.mark.parametrize("kind", RECORDED)
+def test_packed_texts_give_what_rows_give(first: First, kind: str) -> None:
     """Pooling, positions, types of tokens and attention are each text's own."""
-    *_, rows, packed = first[kind, STRICT].results
+    *_, rows, packed = first(kind)[STRICT].results
     torch.testing.assert_close(flat([packed]), flat([rows]), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", GENERATED_KINDS)
 def test_generated_kernels_are_found_again(
-    first: Starts, generated: dict[str, Result], second: dict[str, Result], kind: str
+    first: First, generated: dict[str, Result], second: dict[str, Result], kind: str
 ) -> None:
     """At -O 2 results are equal up to rounding, and a process that requires the code compiles nothing."""
     compiled = generated[kind]
     assert (compiled.graphs, compiled.kernels) == (words_of(ROWS), ["InductorGraph"])
     assert compiled.num_compiled > 0
-    expected = flat(first[kind, EAGER].results[: len(ROWS)])
+    expected = flat(first(kind)[EAGER].results[: len(ROWS)])
     torch.testing.assert_close(flat(compiled.results), expected, atol=1e-5, rtol=1e-5)
     again = second[kind]
     assert (again.num_compiled, again.num_late) == (0, 0)

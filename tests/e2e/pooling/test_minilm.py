@@ -1,12 +1,10 @@
 """Embeddings of the real MiniLM equal those of transformers."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoTokenizer
 
 from protos.errors import ConfigurationRefused
 from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan
@@ -16,7 +14,7 @@ from worker_svc.devices import open_device
 from worker_svc.model_files.loader import fetch
 from worker_svc.pooling import PoolRunner
 from worker_svc.ranks.layout import RankLayout
-from worker_svc.shapes import PoolingDescription, PoolShapeConfig
+from worker_svc.shapes import PoolShapeConfig
 from worker_svc.vllm_adapter import startup
 from worker_svc.vllm_adapter.model import VllmModel
 
@@ -153,13 +151,6 @@ def test_padded_rows_change_nothing(runner: PoolRunner, prompts: list[list[int]]
     assert (full[:3] - padded).abs().max() < 1e-6
 
 
-def test_batches_do_not_affect_each_other(runner: PoolRunner, prompts: list[list[int]]) -> None:
-    """A text has the same embedding before and after a batch of others, bit for bit."""
-    before = values(pooled(runner, prompts[:1], SHAPES[3]))
-    pooled(runner, prompts, SHAPES[3])
-    assert torch.equal(before, values(pooled(runner, prompts[:1], SHAPES[3])))
-
-
 def test_a_request_can_turn_normalization_off(runner: PoolRunner, prompts: list[list[int]]) -> None:
     """A request's `use_activation` overrides the model's default."""
     raw = values(pooled(runner, prompts[:2], SHAPES[1], normalize=False))
@@ -169,44 +160,8 @@ def test_a_request_can_turn_normalization_off(runner: PoolRunner, prompts: list[
     assert torch.allclose(scaled.norm(dim=-1), torch.ones(2), atol=1e-6)
 
 
-def test_a_causal_model_pools_its_last_token(tmp_path: Path) -> None:
-    """A small random Llama that its folder declares an embedding model equals transformers."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128,
-    )  # fmt: skip
-    llama = LlamaForCausalLM(config).eval()
-    llama.save_pretrained(tmp_path)
-    stages = [("", "Transformer"), ("1_Pooling", "Pooling")]
-    modules = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (path, kind) in enumerate(stages)
-    ]
-    write(tmp_path / "modules.json", modules)
-    write(
-        tmp_path / "1_Pooling" / "config.json",
-        {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True},
-    )
-    write(tmp_path / "sentence_bert_config.json", {"max_seq_length": 100, "do_lower_case": False})
-    model = load(tmp_path, "float32")
-    assert model.description.layers == ()
-    assert model.description.pooling == PoolingDescription("LAST", 64, activates=False)
-    shape = PoolShape(16, 3)
-    runner = PoolRunner(model, open_device("cpu"), model.description.pooling, PoolShapeConfig((shape,)))
-    prompts = [[5, 6, 7], [9] * 16]
-    with torch.inference_mode():
-        wanted = [llama.model(torch.tensor([prompt])).last_hidden_state[0, -1] for prompt in prompts]
-    assert (values(pooled(runner, prompts, shape)) - torch.stack(wanted)).abs().max() < 1e-5
-
-
 def test_several_ranks_are_refused(folder: Path) -> None:
     """By each rank, before it registers."""
     startup.prepare("cpu")
     with pytest.raises(ConfigurationRefused, match="pooling models run on one rank; use --workers for more"):
         VllmModel(folder, open_device("cpu"), dtype="auto", seed=0, layout=RankLayout(0, 2))
-
-
-def write(path: Path, value: Any) -> None:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(value))

@@ -95,10 +95,10 @@ def test_a_cross_encoder(tmp_path: Path) -> None:
 
 
 def test_a_causal_embedder_with_prompts(tmp_path: Path) -> None:
-    """The last token's vector, with a prompt by name and with one word for word."""
+    """The last token's vector, with a prompt by name, with one word for word, and for searches."""
     tiny_embedders.write("causal", tmp_path)
     write_tokenizer(tmp_path, "[PAD]")
-    prompts = {"prompts": {"query": "w80 w81 ", "document": ""}, "default_prompt_name": "query"}
+    prompts = {"prompts": {"query": "w80 w81 ", "document": "w82 "}, "default_prompt_name": "query"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     text = TextCodec.load(tmp_path)
     encoder = encoder_of(tmp_path)
@@ -109,15 +109,6 @@ def test_a_causal_embedder_with_prompts(tmp_path: Path) -> None:
         wanted = encoder.encode(WORDS, prompt_name=name, prompt=prompt, convert_to_tensor=True)
         assert_close(found, wanted)
         assert name == "document" or (wanted - plain).abs().max() > 10 * TOLERANCE
-
-
-def test_queries_and_documents_have_their_prompts(tmp_path: Path) -> None:
-    """A search puts the same prompts in front of texts."""
-    tiny_embedders.write("causal", tmp_path)
-    write_tokenizer(tmp_path, "[PAD]")
-    prompts = {"prompts": {"query": "w80 w81 ", "document": "w82 "}, "default_prompt_name": "query"}
-    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    text, encoder = TextCodec.load(tmp_path), encoder_of(tmp_path)
     for prompt, encode in (
         (text.prompts.query, encoder.encode_query),
         (text.prompts.document, encoder.encode_document),

@@ -66,3 +66,5 @@ def test_a_family_runs_on_device_tensors(
     assert on_npu.cache_devices == ["rbln"]
     # Prefill and decode, each with an output head and an argmax.
     assert on_host.graphs == 6
+    namespace = "rbln_triton_ops" if family == "gemma3" else "rbln_custom_ops"
+    assert {name.partition(".")[0] for name in on_host.operators} == {namespace}

@@ -19,6 +19,7 @@ from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore"),  # importing transformers
 ]
@@ -73,13 +74,9 @@ def expected(models: dict[str, Path]) -> Expected:
 @pytest.mark.parametrize(
     ("compiler", "names"),
     [
-        pytest.param("fakes", ("mean", "bert-pairs", "modernbert", "minilm"), marks=pytest.mark.slow),
-        pytest.param("fakes-runtime", ("causal", "bert-tokens"), marks=pytest.mark.slow),
-        pytest.param(
-            "check", ("bert", "roberta", "modernbert", "qwen3", "bert-tokens"), marks=pytest.mark.slow
-        ),
-        pytest.param("check", ("causal", "bert-pairs"), marks=pytest.mark.slow),
-        ("check", ("mean",)),
+        ("fakes", ("mean", "bert-pairs", "modernbert", "minilm")),
+        ("fakes-runtime", ("causal", "bert-tokens")),
+        ("check", ("mean", "roberta", "qwen3", "bert-pairs", "bert-tokens")),
     ],
 )
 def test_every_shape_is_compiled_once_and_found_again(
@@ -105,7 +102,6 @@ def test_every_shape_is_compiled_once_and_found_again(
         )
 
 
-@pytest.mark.slow
 def test_rbln_check_also_runs_the_models_own_code(models: dict[str, Path], expected: Expected) -> None:
     """With --backend eager there is no graph, and attention is the same plain operators."""
     mean = {"mean": models["mean"]}
@@ -116,7 +112,6 @@ def test_rbln_check_also_runs_the_models_own_code(models: dict[str, Path], expec
     )
 
 
-@pytest.mark.slow
 async def test_a_worker_takes_code_that_was_compiled_without_an_npu(
     models: dict[str, Path], expected: Expected, tmp_path: Path
 ) -> None:

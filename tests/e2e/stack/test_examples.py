@@ -19,10 +19,9 @@ def test_chat(stack: Stack) -> None:
 
 def test_tools(stack: Stack) -> None:
     """The call has the schema's only argument, and the model answers after its result."""
-    call, answer = run_example("tools.py", stack)
-    assert call.startswith("call: temperature ")
+    call, _, answer = "\n".join(run_example("tools.py", stack)).partition("\nanswer: ")
     assert list(json.loads(call.removeprefix("call: temperature "))) == ["city"]
-    assert len(answer) > len("answer: ")
+    assert answer
 
 
 def test_grpc_token_ids(stack: Stack) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -31,17 +30,12 @@ TEXTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time")
 
 @pytest.fixture(scope="module")
 def adapters(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three adapters that can be served, and two that cannot."""
+    """Three adapters."""
     root = tmp_path_factory.mktemp("adapters")
-    folders = {
+    return {
         name: write_adapter(smollm2, root / name, AdapterSpec(seed, rank=8))
         for seed, name in enumerate(("a", "b", "c"))
     }
-    folders["high"] = write_adapter(smollm2, root / "high", AdapterSpec(7, rank=64))
-    folders["pickled"] = root / "pickled"
-    shutil.copytree(root / "a", folders["pickled"])
-    (folders["pickled"] / "adapter_model.safetensors").rename(folders["pickled"] / "adapter_model.bin")
-    return folders
 
 
 @pytest.fixture(scope="module")
@@ -121,26 +115,12 @@ def texts_of(stack: Stack, body: Mapping[str, object]) -> Iterator[str]:
                 yield chunk["choices"][0]["text"]
 
 
-def test_bad_adapters_are_refused_by_name(stack: Stack, adapters: dict[str, Path]) -> None:
-    """Each error names the adapter and the reason; nothing is listed, and the base serves on."""
-    for name, text in (("high", "--max-lora-rank"), ("pickled", "pickled")):
-        refused = change(stack, "load", {"lora_name": f"{name}2", "lora_path": str(adapters[name])})
-        assert refused.status_code == 400
-        assert text in refused.json()["error"]["message"]
-        assert refused.json()["error"]["param"] == "lora_path"
-    missing = change(stack, "load", {"lora_name": "missing", "lora_path": "/there/is/none"})
-    assert missing.status_code == 404
-    listed = httpx.get(f"{stack.base_url}/v1/models").json()["data"]
-    assert {card["id"] for card in listed} <= {"base", "a", "b", "c"}
-    body = {"prompt": "hi", "max_tokens": 2}
+def test_the_base_and_adapters_are_served_beside_one_another(stack: Stack) -> None:
+    """By their names, with a metric of vLLM's; the administrator's key is in no log and no command line."""
     for model in ("base", "a"):
-        answer = httpx.post(f"{stack.base_url}/v1/completions", json={**body, "model": model}, timeout=60)
+        body = {"model": model, "prompt": "hi", "max_tokens": 2}
+        answer = httpx.post(f"{stack.base_url}/v1/completions", json=body, timeout=60)
         assert (answer.status_code, answer.json()["model"]) == (200, model)
-    metrics = httpx.get(f"{stack.base_url}/metrics").text
-    assert 'vllm:lora_requests_info{max_lora="2"' in metrics
-
-
-def test_the_key_is_in_no_log_and_no_command(stack: Stack) -> None:
-    """Not in the logs of the run, and not in the command line of the gateway."""
+    assert 'vllm:lora_requests_info{max_lora="2"' in httpx.get(f"{stack.base_url}/metrics").text
     assert not [path for path in stack.run_dir.glob("*.log") if KEY in path.read_text()]
     assert KEY not in Path(f"/proc/{stack.pid('gateway')}/cmdline").read_text()

@@ -83,16 +83,6 @@ def test_streamed_deltas_add_up(client: openai.OpenAI) -> None:
     assert len(chunks) > 5
 
 
-def test_a_conversation_goes_on(client: openai.OpenAI) -> None:
-    """An answer's message can be appended to the next request as the client returns it."""
-    first = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=20)
-    turns = [*QUESTION, first.choices[0].message, {"role": "user", "content": "And of Italy?"}]
-    second = client.chat.completions.create(model=MODEL, messages=turns, temperature=0, max_tokens=20)
-    assert second.usage is not None
-    assert first.usage is not None
-    assert second.usage.prompt_tokens > first.usage.total_tokens
-
-
 def test_completions(client: openai.OpenAI) -> None:
     """A greedy continuation is the same alone and among several prompts, from text and from token ids."""
     prompt = "The capital of France is"
@@ -108,60 +98,6 @@ def test_completions(client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt=ids, temperature=0, max_tokens=8).choices[0].text
         == alone.choices[0].text
     )
-
-
-def test_completions_stream(client: openai.OpenAI) -> None:
-    """Two prompts in one stream add up to the collected texts."""
-    prompts = ["Once upon a time", "The sea is"]
-    options: dict[str, Any] = {"model": MODEL, "prompt": prompts, "temperature": 0, "max_tokens": 12}
-    whole = client.completions.create(**options)
-    texts = ["", ""]
-    for chunk in client.completions.create(**options, stream=True):
-        texts[chunk.choices[0].index] += chunk.choices[0].text
-    assert texts == [choice.text for choice in whole.choices]
-
-
-def test_stop_strings_end_an_answer(client: openai.OpenAI) -> None:
-    """The text ends before the stop string, wherever token boundaries are."""
-    free = (
-        client.completions.create(model=MODEL, prompt="Count: 1, 2, 3,", temperature=0, max_tokens=40)
-        .choices[0]
-        .text
-    )
-    stop = free[10:14]
-    stopped = client.completions.create(
-        model=MODEL, prompt="Count: 1, 2, 3,", temperature=0, max_tokens=40, stop=[stop, "never said"]
-    )
-    assert stopped.choices[0].text == free[: free.index(stop)]
-    assert stopped.choices[0].finish_reason == "stop"
-    assert stopped.usage is not None
-    assert stopped.usage.completion_tokens < 40
-
-
-def test_seeds_repeat(client: openai.OpenAI) -> None:
-    """The same seed gives the same text, and another seed gives another text."""
-
-    def sample(seed: int) -> str:
-        answer = client.completions.create(
-            model=MODEL, prompt="My favourite", seed=seed, temperature=1, max_tokens=24
-        )
-        return answer.choices[0].text
-
-    assert sample(1) == sample(1)
-    assert sample(1) != sample(2)
-
-
-def test_the_extra_parameters_of_vllm(client: openai.OpenAI) -> None:
-    """The parameters of vLLM's API work in extra_body."""
-    answer = client.completions.create(
-        model=MODEL,
-        prompt="x",
-        max_tokens=30,
-        extra_body={"ignore_eos": True, "top_k": 5, "skip_special_tokens": False},
-    )
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 30
 
 
 async def test_many_at_once(client_async: openai.AsyncOpenAI) -> None:
@@ -216,25 +152,6 @@ def test_an_answer_follows_its_schema(client: openai.OpenAI) -> None:
     # No value of this schema fits into four tokens, whatever is sampled.
     cut = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4, response_format=wanted)
     assert cut.choices[0].finish_reason == "length"
-
-
-def test_fields_without_effect_are_accepted(client: openai.OpenAI) -> None:
-    """Unknown words of a schema are annotations; unknown fields of a request change nothing."""
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["Paris"], "shown_as": "x"}},
-        "required": ["city"],
-    }
-    fields: dict[str, Any] = {
-        "model": MODEL, "messages": QUESTION, "max_tokens": 100,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
-        "metadata": {"habit": "yes"}, "store": False, "extra_body": {"made_up": 1},
-    }  # fmt: skip
-    answer = client.chat.completions.create(**fields)
-    assert json.loads(answer.choices[0].message.content or "") == {"city": "Paris"}
-    schema["not"] = {}
-    with pytest.raises(openai.BadRequestError, match="json_schema"):
-        client.chat.completions.create(**fields)
 
 
 def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI) -> None:

@@ -90,6 +90,7 @@ def wait_until_gone(processes: dict[str, int]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> None:
     """The stack answers, answers again after its worker is killed, and leaves nothing behind after Ctrl-C."""
     with launcher(tmp_path, *QUICK) as process:

@@ -33,8 +33,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
 ]
 
-LENGTHS = (3, 63, 64, 130, 200)
-STORED: tuple[Stored, ...] = ("compressed-tensors", "gptq", "awq")
 LLM_COMPRESSOR = ROOT / "tests/support/checkpoints/llm-compressor-w4a16"
 SCHEMES = {"w4": Scheme(4, 64), "w4_32": Scheme(4, 32), "w8": Scheme(8, None)}
 
@@ -52,8 +50,7 @@ def source(base: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+    return parity_process.random_prompts()
 
 
 def _stored(base: Path, source: Path, stored: Stored, scheme: str) -> Path:
@@ -67,7 +64,15 @@ def references(base: Path, source: Path) -> dict[str, Reference]:
     return {name: Reference(_stored(base, source, "float", name), torch.float32) for name in SCHEMES}
 
 
-@pytest.mark.parametrize(("stored", "scheme"), [*((each, "w4") for each in STORED), ("gptq", "w8")])
+@pytest.mark.parametrize(
+    ("stored", "scheme"),
+    [
+        ("compressed-tensors", "w4"),
+        ("gptq", "w8"),
+        pytest.param("gptq", "w4", marks=pytest.mark.slow),
+        pytest.param("awq", "w4", marks=pytest.mark.slow),
+    ],
+)
 def test_formats_equal_dequantized_weights(
     base: Path, source: Path, references: dict[str, Reference], prompts: list[list[int]], stored: Stored, scheme: str
 ) -> None:  # fmt: skip
@@ -83,7 +88,10 @@ def test_llm_compressors_checkpoints_are_served(prompts: list[list[int]]) -> Non
     assert differences(Reference(LLM_COMPRESSOR, torch.float32), prompts, answers) == []
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    "scheme",
+    ["w4", pytest.param("w4_32", marks=pytest.mark.slow), pytest.param("w8", marks=pytest.mark.slow)],
+)
 def test_our_kernels_are_near(
     base: Path, source: Path, references: dict[str, Reference], prompts: list[list[int]], scheme: str
 ) -> None:
@@ -150,6 +158,7 @@ def test_quantize_makes_what_is_served(base: Path, source: Path, prompts: list[l
             assert float((row[list(map(int, top))] - ours).abs().mean()) < 0.3
 
 
+@pytest.mark.slow
 def test_a_calibrated_folder_is_served(base: Path, source: Path, prompts: list[list[int]]) -> None:
     """What `triptych quantize --calibrate` writes is served, with less error than what it writes without."""
     means = {}

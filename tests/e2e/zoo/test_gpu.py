@@ -20,17 +20,13 @@ pytestmark = [
 ]
 
 SMALL = [family for family in (*families.FAMILIES, *families.MULTIMODAL) if family not in families.NOT_ON_GPU]
-LENGTHS = (3, 63, 64, 130, 200)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("family", SMALL)
 def test_gpus_equal_the_reference(tmp_path: Path, family: str, level: int) -> None:
     """Steps run in CUDA graphs, and caches start as NaN."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [
-        torch.randint(3, tiny_models.VOCAB_SIZE - 6, (n,), generator=generator).tolist() for n in LENGTHS
-    ]
+    prompts = parity_process.random_prompts(tiny_models.VOCAB_SIZE - 6)
     folder = families.write(family, tmp_path / family)
     backend: Backend = "eager" if family in families.NO_GRAPHS_ON_GPU else "compiled"
     job = Job(

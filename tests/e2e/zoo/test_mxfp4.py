@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import tiny_models
 from tests.support.reference import Reference
 from tests.support.worker import parity_process
 from tests.support.worker.parity_process import Job, differences
@@ -47,10 +46,7 @@ def test_experts_in_mxfp4_equal_transformers_dequantized_ones(tmp_path: Path) ->
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (packed / "config.json").write_text(json.dumps(config))
 
-    prompts = [
-        torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist()
-        for n in (3, 63, 64, 130, 200)
-    ]
+    prompts = parity_process.random_prompts()
     answers = parity_process.run(Job(str(packed), prompts, backend="compiled"))
     assert differences(Reference(plain, torch.float32), prompts, answers) == []
     # Refused for lack of memory by what the weights take, not by what the file takes.

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import tiny_models
 from tests.support.reference import Reference
 from tests.support.worker import parity_process
 from tests.support.worker.parity_process import Job, differences
@@ -21,22 +20,18 @@ pytestmark = [
 ]
 
 BACKENDS: tuple[Backend, ...] = ("eager", "compiled")
-# Another file tests the older families.
 ON_NPU = [
-    family
-    for family in (*families.FAMILIES, *families.MULTIMODAL)
-    if family not in {*families.NOT_ON_NPU, *tiny_models.FAMILIES}
+    family for family in (*families.FAMILIES, *families.MULTIMODAL) if family not in families.NOT_ON_NPU
 ]
+# Families that run Triton kernels; the others run the compiler's own kernels.
+TRITON = ("qwen3", "gemma3")
 # Processes that share the families.
-PARTS = 4
-# Below and above the windows of 64 tokens and the chunks of 128.
-LENGTHS = (3, 63, 64, 130, 200)
+PARTS = 6
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+    return parity_process.random_prompts()
 
 
 @pytest.mark.parametrize("part", [ON_NPU[first::PARTS] for first in range(PARTS)], ids=" ".join)
@@ -46,7 +41,7 @@ def test_the_npu_equals_the_reference(tmp_path: Path, prompts: list[list[int]], 
     jobs = {
         (family, backend): Job(
             str(folder), prompts, device="rbln", backend=backend, window_kind="in_place_window", block_size=1024,
-            max_model_len=1536, language_model_only=family in families.MULTIMODAL,
+            max_model_len=1536, language_model_only=family in families.MULTIMODAL, triton=family in TRITON,
         )
         for family, folder in folders.items()
         for backend in BACKENDS

@@ -1,4 +1,4 @@
-"""Every architecture of docs/models.md, and some older ones, equal transformers in float32.
+"""Every architecture of docs/models.md, and some older ones, equals transformers in float32.
 
 Prompts run in chunks, decode steps in every bucket, with garbage in all padding.
 """
@@ -11,8 +11,11 @@ import torch
 from tests.support import tiny_models
 from tests.support.reference import Reference
 from tests.support.worker import parity_process
+from tests.support.worker.harness import Harness, load
 from tests.support.worker.parity_process import Job, differences
 from tests.support.zoo import families
+from worker_svc.execution.memory_budget import working_bytes
+from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.settings import Backend
 
 pytestmark = [
@@ -22,18 +25,14 @@ pytestmark = [
 ]
 
 BACKENDS: tuple[Backend, ...] = ("eager", "compiled")
-# Another file tests the older families.
-FAMILIES = [family for family in families.FAMILIES if family not in tiny_models.FAMILIES]
-# One quick test for each kind of attention that only these models have.
-QUICK = ("gpt-oss",)
-# Below and above the windows of 64 tokens and the chunks of 128.
-LENGTHS = (3, 63, 64, 130, 200)
+FAMILIES = tuple(families.FAMILIES)
+# In the quick tests: full attention, windows, sinks, and experts with a bias.
+QUICK = ("llama", "gemma3", "gpt-oss", "glm4-moe")
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, tiny_models.VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+    return parity_process.random_prompts()
 
 
 @pytest.mark.parametrize(
@@ -50,16 +49,44 @@ def test_the_cpu_equals_the_reference(tmp_path: Path, prompts: list[list[int]], 
         assert len({tuple(answer.tokens[-4:]) for answer in answers}) == len(answers)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[] if family == "gpt2" else [pytest.mark.slow])
-        for family in families.CPU_ONLY
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families.CPU_ONLY)
 def test_older_families_run_as_graphs(tmp_path: Path, prompts: list[list[int]], family: str) -> None:
     """Graphs of models with dropout, or from transformers' own code, give the reference's outputs."""
     folder = families.write(family, tmp_path)
     # vLLM changes transformers' classes, so the reference runs in another process.
     (answers,) = parity_process.run_apart([Job(str(folder), prompts, backend="compiled")])
     assert differences(Reference(folder, torch.float32), prompts, answers) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt-oss", "deepseek-v2-lite"])
+def test_generated_kernels_equal_the_reference(tmp_path: Path, prompts: list[list[int]], family: str) -> None:
+    """With -O 2, the kernels between attention layers are generated code."""
+    folder = families.write(family, tmp_path)
+    answers = parity_process.run(Job(str(folder), prompts, backend="compiled", level=2))
+    assert differences(Reference(folder, torch.float32), prompts, answers) == []
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in QUICK else [pytest.mark.slow])
+        for family in tiny_models.FAMILIES
+    ],
+)
+def test_memory_is_estimated(tmp_path: Path, family: str) -> None:
+    """Graphs use at most the estimated memory, and not much less; the estimate of weights is exact."""
+    folder = families.write(family, tmp_path)
+    model = load(folder, "float32")
+    harness = Harness(model, max_num_seqs=8, decode_buckets=parity_process.BUCKETS)
+    taken = harness.runner.graphs.num_bytes
+    estimated = working_bytes(model.size, (harness.shapes.chunk, *parity_process.BUCKETS), 0, recorded=True)
+    # The CPU's expert kernels use less memory: they do not store what single experts compute.
+    assert taken <= estimated <= (6 if family in tiny_models.EXPERT_FAMILIES else 3) * taken
+    # Beside the stored weights there is a table of rotary embeddings for each kind of layer.
+    # GLM rotates half of each head.
+    table = 4 * (16 if family == "glm4-moe" else 32) * tiny_models.CONTEXT
+    beside = model.size.weight_bytes - Checkpoint.open(folder).num_bytes()
+    assert beside // table == (2 if family == "gemma3" else 1)
+    assert beside % table < 100

@@ -1,10 +1,11 @@
-"""Models without any layer that keeps a whole sequence in keys and values reuse prefixes, too."""
+"""Models reuse prefixes, whatever their attention, and outputs stay the same bit for bit."""
 
 from pathlib import Path
 
 import pytest
 
 from protos.steps import GroupKind
+from protos.triptych.v1 import common_pb2
 from tests.support.scheduler.factories import ListSink
 from tests.support.scheduler.local_replica import LocalReplica
 from tests.support.worker.harness import load
@@ -18,30 +19,36 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("family", "window"),
+    ("family", "window", "block_size"),
     [
-        ("deepseek-v2", GroupKind.PAGED_WINDOW),
-        ("mistral", GroupKind.PAGED_WINDOW),
-        ("mistral", GroupKind.IN_PLACE_WINDOW),
-        pytest.param("gpt-oss", GroupKind.IN_PLACE_WINDOW, marks=pytest.mark.slow),
+        ("deepseek-v2", GroupKind.PAGED_WINDOW, 128),
+        ("mistral", GroupKind.PAGED_WINDOW, 128),
+        ("mistral", GroupKind.IN_PLACE_WINDOW, 128),
+        pytest.param("llama", GroupKind.PAGED_WINDOW, 512, marks=pytest.mark.slow),
+        pytest.param("gemma3", GroupKind.PAGED_WINDOW, 32, marks=pytest.mark.slow),
+        pytest.param("gemma3", GroupKind.IN_PLACE_WINDOW, 512, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", GroupKind.IN_PLACE_WINDOW, 128, marks=pytest.mark.slow),
     ],
 )
-def test_a_prefix_is_reused_and_nothing_changes(family: str, window: GroupKind, tmp_path: Path) -> None:
+def test_a_prefix_is_reused_and_nothing_changes(
+    family: str, window: GroupKind, block_size: int, tmp_path: Path
+) -> None:
     """A second prompt reuses the first one's two chunks, and decodes past the window as without a cache."""
     model = load(families.write(family, tmp_path), "float32")
     shared = [3 + (i * i * 31 + i * 17) % 250 for i in range(256)]
     prompts = [[*shared, *(7 + (i * k) % 240 for i in range(40))] for k in (11, 13)]
-    answers: dict[bool, list[list[int]]] = {}
+    answers: dict[bool, list[tuple[list[int], list[common_pb2.TokenLogprobs]]]] = {}
     for caching in (True, False):
-        replica = LocalReplica(model, window=window, block_size=128, caching=caching)
+        replica = LocalReplica(model, window=window, block_size=block_size, caching=caching)
         answers[caching] = []
         for number, prompt in enumerate(prompts):
             sink = ListSink()
-            replica.submit(prompt, sink, num_tokens=80)
+            replica.submit(prompt, sink, num_tokens=80, logprobs=0)
             while replica.step():
                 replica.scheduler.kv.check_integrity()
             assert sink.events[-1].error is None
             assert sink.events[0].num_cached_tokens == (len(shared) if caching and number else 0)
-            answers[caching].append(sink.tokens)
+            logprobs = [entry for event in sink.events for entry in event.logprobs]
+            answers[caching].append((sink.tokens, logprobs))
     assert answers[True] == answers[False]
-    assert len(set(answers[True][1])) > 1
+    assert len(set(answers[True][1][0])) > 1

@@ -6,13 +6,15 @@ import json
 import random
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, Protocol
 
 import httpx
 
@@ -21,6 +23,7 @@ from protos.triptych.v1 import inference_pb2_grpc
 from tests.support.campaign import faults
 from tests.support.campaign.faults import Fault, Scene
 from tests.support.campaign.load import Load
+from tests.support.campaign.processes import tiny_chat_model
 from tests.support.campaign.processes.inspection import leaks
 from tests.support.campaign.processes.stack import MODEL, Stack, running_stack
 from tests.support.campaign.questions import make_questions
@@ -74,6 +77,43 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class Findings(Protocol):
+    """What a campaign or a soak found."""
+
+    failures: list[str]
+    leaks: list[str]
+
+    def line(self) -> str:
+        """Returns the report as one line of JSON."""
+
+
+def command(parser: ArgumentParser, run: Callable[[Path, Path, Namespace], Awaitable[Findings]]) -> int:
+    """Runs a campaign as a command and prints what it found.
+
+    Returns:
+        The exit code: 1 if something failed or was left behind.
+    """
+    parser.add_argument(
+        "--seed", type=int, default=random.SystemRandom().randrange(1 << 32), help="repeats a campaign"
+    )
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--width", type=int, default=24, help="requests at a time (24)")
+    parser.add_argument("--folder", type=Path, help="empty folder for logs; default: a temporary one")
+    options = parser.parse_args()
+    say(f"seed {options.seed}")
+
+    async def running() -> Findings:
+        return await run(model, options.folder or Path(temporary), options)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        model = tiny_chat_model.write(Path(temporary) / "model")
+        found = asyncio.run(running())
+    for text in (*found.failures, *found.leaks):
+        say(text)
+    print(found.line())
+    return 1 if found.failures or found.leaks else 0
+
+
 @asynccontextmanager
 async def loaded_stack(
     model: Path, folder: Path, *, dtype: str, dice: random.Random
@@ -101,25 +141,16 @@ async def loaded_stack(
 
 
 async def run(
-    model: Path, folder: Path, *, count: int, seed: int, dtype: str = "float32", width: int = 24
-) -> Report:
-    """Applies `count` faults to a stack under load. SIGINT ends it before the next fault.
-
-    Args:
-        model: the folder of the tiny model.
-        folder: an empty folder for logs.
-        count: the number of faults.
-        seed: decides on questions, faults and their times.
-        dtype: the type of weights and activations.
-        width: requests at a time.
-    """
+    model: Path, folder: Path, *, count: int, seed: int, dtype: str = "float32", width: int = 24, scale: float = 1.0
+) -> Report:  # fmt: skip
+    """Applies `count` faults to a stack under load. SIGINT ends it before the next fault."""
     started = time.monotonic()
     dice = random.Random(seed)
     report = Report(seed, dtype)
     async with loaded_stack(model, folder, dtype=dtype, dice=dice) as (stack, load):
         await stack.idle()
         before = {service: await stack.inspect(service) for service in stack.services}
-        scene, stop = Scene(stack, load, dice), asyncio.Event()
+        scene, stop = Scene(stack, load, dice, scale), asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, stop.set)
         told = 0
         async with load.clients(width, random.Random(seed)):
@@ -135,6 +166,8 @@ async def run(
         await stack.serving()
         await stack.idle()
         after = {service: await stack.inspect(service) for service in stack.services}
+        for question in load.unsteady:
+            say(question)
     report.leaks = leaks(before, after)
     report.answered, report.tokens, report.poisoned = load.answered, load.tokens, load.poisoned
     report.failures, report.unsteady = load.failures, load.unsteady

@@ -34,6 +34,12 @@ class Scene:
     stack: Stack
     load: Load
     dice: random.Random
+    scale: float = 1.0
+    """By what the longest times of faults are multiplied."""
+
+    async def wait(self, least_s: float, most_s: float) -> None:
+        """Lets a fault last for a random time."""
+        await asyncio.sleep(self.dice.uniform(least_s, max(least_s, self.scale * most_s)))
 
 
 Inject: TypeAlias = Callable[[Scene, str], Awaitable[None]]
@@ -58,7 +64,7 @@ async def freeze(scene: Scene, service: str) -> None:
     """Stops a process for up to 10 s, then lets it go on."""
     await scene.stack.running(service)
     pid = scene.stack.signal(service, signal.SIGSTOP)
-    await asyncio.sleep(scene.dice.uniform(0.2, 10.0))
+    await scene.wait(0.2, 10.0)
     if scene.stack.pid(service) == pid:
         scene.stack.signal(service, signal.SIGCONT)
 
@@ -67,7 +73,7 @@ async def freeze_for_good(scene: Scene, service: str) -> None:
     """Stops a process that never goes on; kills it later, as a liveness probe does."""
     await scene.stack.running(service)
     pid = scene.stack.signal(service, signal.SIGSTOP)
-    await asyncio.sleep(scene.dice.uniform(1.0, 20.0))
+    await scene.wait(1.0, 20.0)
     if scene.stack.pid(service) == pid:
         await kill(scene, service)
 
@@ -89,7 +95,7 @@ async def cut(scene: Scene, link: str) -> None:
 async def half_open(scene: Scene, link: str) -> None:
     """Loses what a link carries for up to 25 s; then its old connections are reset."""
     scene.stack.links[link].silence()
-    await asyncio.sleep(scene.dice.uniform(0.5, 25.0))
+    await scene.wait(0.5, 25.0)
     scene.stack.links[link].cut()
     scene.stack.links[link].restore()
 
@@ -97,14 +103,14 @@ async def half_open(scene: Scene, link: str) -> None:
 async def stall(scene: Scene, link: str) -> None:
     """Holds what a link carries for up to 10 s, and delivers it then."""
     scene.stack.links[link].silence()
-    await asyncio.sleep(scene.dice.uniform(0.2, 10.0))
+    await scene.wait(0.2, 10.0)
     scene.stack.links[link].restore()
 
 
 async def slow(scene: Scene, link: str) -> None:
     """Delays each piece of data by up to 0.3 s, for up to 5 s."""
     scene.stack.links[link].slow(scene.dice.uniform(0.02, 0.3))
-    await asyncio.sleep(scene.dice.uniform(1.0, 5.0))
+    await scene.wait(1.0, 5.0)
     scene.stack.links[link].slow(0)
 
 
@@ -113,7 +119,7 @@ async def full_disk(scene: Scene, service: str) -> None:
     pid = await scene.stack.running(service)
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
-    await asyncio.sleep(scene.dice.uniform(0.5, 3.0))
+    await scene.wait(0.5, 3.0)
     with contextlib.suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
 
@@ -126,7 +132,7 @@ def device(kind: DeviceFault) -> Inject:
         pid = await scene.stack.running(worker)
         DeviceOrder(kind, scene.dice.randrange(20)).write(file)
         if kind == "broken":
-            await asyncio.sleep(scene.dice.uniform(1.0, 6.0))
+            await scene.wait(1.0, 6.0)
             file.unlink()
             return
         await scene.stack.gone(worker, pid)
@@ -146,7 +152,7 @@ async def slow_readers(scene: Scene, _target: str) -> None:
     streams = scene.dice.sample(running, len(running) // 3)
     for stream in streams:
         stream.reads.clear()
-    await asyncio.sleep(scene.dice.uniform(1.0, 5.0))
+    await scene.wait(1.0, 5.0)
     for stream in streams:
         stream.reads.set()
 

@@ -65,13 +65,7 @@ class Load:
 
     @asynccontextmanager
     async def clients(self, width: int, dice: random.Random, *, leave: float = 0.0) -> AsyncIterator[None]:
-        """Keeps `width` requests running within the block, then lets them end.
-
-        Args:
-            width: requests at a time.
-            dice: chooses the questions.
-            leave: the share of clients that go away before their answer is complete.
-        """
+        """Keeps `width` requests running within the block, then lets them end."""
         stop = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             for _ in range(width):

@@ -117,16 +117,7 @@ class Parameters:
 async def run(
     model: Path, folder: Path, *, minutes: float, seed: int, dtype: str = "float32", width: int = 24
 ) -> Soak:
-    """Loads a stack for `minutes`, with idle moments in between.
-
-    Args:
-        model: the folder of the tiny model.
-        folder: an empty folder for logs.
-        minutes: how long the load lasts.
-        seed: decides on questions and clients.
-        dtype: the type of weights and activations.
-        width: requests at a time.
-    """
+    """Loads a stack for `minutes`, with idle moments in between."""
     dice, soak = random.Random(seed), Soak(seed, dtype)
     async with (
         loaded_stack(model, folder, dtype=dtype, dice=dice) as (stack, load),

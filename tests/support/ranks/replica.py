@@ -48,18 +48,7 @@ class Replica:
         scheduler_flags: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the scheduler only.
-
-        Args:
-            model: the model's folder.
-            logs: where the processes' logs go.
-            tensor: ranks of a stage.
-            pipeline: stages.
-            device: that of every rank.
-            flags: those of every rank.
-            scheduler_flags: the scheduler's; they come after the usual ones.
-            variables: the processes' environment.
-        """
+        """Starts the scheduler only."""
         self._variables = variables
         self._device = device
         self._model = model
@@ -141,16 +130,7 @@ class Replica:
         started: threading.Event | None = None,
         lora: str = "",
     ) -> list[Answer]:
-        """Returns the answer of each sequence.
-
-        Args:
-            prompt: the token ids.
-            parameters: the sampling parameters.
-            n: sequences.
-            leave_after: hang up once the first sequence has so many tokens.
-            started: set once the first sequence has a token.
-            lora: name of a LoRA adapter.
-        """
+        """Returns the answer of each sequence."""
         request = inference_pb2.GenerateRequest(
             prompt_token_ids=prompt, n=n, sampling=parameters, lora_name=lora
         )

@@ -25,12 +25,6 @@ def environment(**changed: str) -> dict[str, str]:
 def compile_blindly(model: Path, folder: Path, *flags: str, **variables: str) -> tuple[int, str]:
     """Runs `triptych compile` without an NPU.
 
-    Args:
-        model: the model's folder.
-        folder: the compile cache.
-        flags: more flags.
-        variables: environment variables.
-
     Returns:
         The number of compiled pieces, and the command's output.
     """
@@ -57,15 +51,7 @@ def running_worker(
     variables: Mapping[str, str] | None = None,
     log: IO[str] | None = None,
 ) -> Iterator[None]:
-    """Runs a worker on device rbln until the block ends.
-
-    Args:
-        folder: the model's.
-        port: of the scheduler to register with.
-        flags: more flags.
-        variables: environment variables.
-        log: takes the worker's output; this process's output if `None`.
-    """
+    """Runs a worker on device rbln until the block ends."""
     command = [
         sys.executable, "-m", "worker_svc", "--model", str(folder), "--device", "rbln", "--port", "0",
         "--scheduler-address", f"127.0.0.1:{port}", *flags,

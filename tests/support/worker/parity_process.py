@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from protos.steps import AdapterPlacement, GroupKind, SlotOutput
+from tests.support import tiny_models
 from tests.support.paths import ROOT
 from tests.support.reference import Reference
 from tests.support.sampling_params import sampling_params
@@ -32,9 +33,17 @@ BUCKETS = (1, 2, 4, 8)
 ROWS = {1: 1, 2: 1, 4: 3, 8: 5}
 """Real rows in each bucket's steps. In every bucket above 2, some rows are padding."""
 STEPS = 2
+LENGTHS = (3, 63, 64, 130, 200)
+"""Of `random_prompts`: below and above the windows of 64 tokens and the chunks of 128 of small models."""
 REPORTED = sampling_params(temperature=0.0, logprobs=20)
 # Allows for different orders of summation in float32.
 TOLERANCE = 1e-3
+
+
+def random_prompts(vocab_size: int = tiny_models.VOCAB_SIZE) -> list[list[int]]:
+    """Returns prompts of `LENGTHS`, as many as the largest bucket has real rows."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ from typing import Final
 
 from tests.support.zoo import families
 
-_OLDER: Final = "tests/e2e/worker/test_families.py"
 _PARITY: Final = "tests/e2e/zoo/test_parity.py"
 _MULTIMODAL: Final = "tests/e2e/zoo/test_multimodal.py"
 _PREFIXES: Final = "tests/e2e/zoo/test_prefixes.py"
@@ -57,18 +56,18 @@ class Row:
 
 
 ROWS: Final = (
-    Row("LlamaForCausalLM", "Llama 2 and 3, SmolLM2", ("llama", "llama3"), "scaled rotary positions in Llama 3", (_OLDER, _PARITY, _NPU, _LAYOUTS, _QUANTIZED, _LORA_LAYERS), ("ranks", "LoRA", "4 and 8 bits")),
-    Row("Qwen2ForCausalLM", "Qwen2, Qwen2.5", ("qwen2",), "biases", (_OLDER,)),
-    Row("Qwen3ForCausalLM", "Qwen3", ("qwen3",), "norms of queries and keys", (_OLDER, _SPLIT, _LORA), ("ranks", "LoRA")),
+    Row("LlamaForCausalLM", "Llama 2 and 3, SmolLM2", ("llama", "llama3"), "scaled rotary positions in Llama 3", (_PARITY, _NPU, _LAYOUTS, _QUANTIZED, _LORA_LAYERS), ("ranks", "LoRA", "4 and 8 bits")),
+    Row("Qwen2ForCausalLM", "Qwen2, Qwen2.5", ("qwen2",), "biases", (_PARITY, _NPU)),
+    Row("Qwen3ForCausalLM", "Qwen3", ("qwen3",), "norms of queries and keys", (_PARITY, _NPU, _SPLIT, _LORA), ("ranks", "LoRA")),
     Row("MistralForCausalLM", "Mistral 7B v0.1", ("mistral",), "a window in every layer, so no layer keeps a whole sequence", (_PARITY, _NPU, _PREFIXES)),
     Row("Phi3ForCausalLM", "Phi-3, Phi-4-mini", ("phi3", "phi3-long"), "fused projections, partly rotated heads, rotary factors for long contexts", (_PARITY, _NPU,)),
     Row("GraniteForCausalLM", "Granite 3", ("granite",), "multipliers of embeddings, attention, residuals and logits", (_PARITY, _NPU,)),
-    Row("Gemma3ForCausalLM", "Gemma 3 1B and 270M", ("gemma3",), "windows in most layers, a scaled embedding that is also the head", (_OLDER, _LAYOUTS, _QUANTIZED), ("ranks", "8 bits")),
-    Row("MixtralForCausalLM", "Mixtral", ("mixtral",), "experts", (_OLDER, _SPLIT), ("ranks",)),
-    Row("Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2-moe",), "experts, a shared one with a gate of its own", (_OLDER, _SPLIT), ("ranks",)),
+    Row("Gemma3ForCausalLM", "Gemma 3 1B and 270M", ("gemma3",), "windows in most layers, a scaled embedding that is also the head", (_PARITY, _NPU, _LAYOUTS, _QUANTIZED), ("ranks", "8 bits")),
+    Row("MixtralForCausalLM", "Mixtral", ("mixtral",), "experts", (_PARITY, _NPU, _SPLIT), ("ranks",)),
+    Row("Qwen2MoeForCausalLM", "Qwen1.5-MoE, Qwen2-57B-A14B", ("qwen2-moe",), "experts, a shared one with a gate of its own", (_PARITY, _NPU, _SPLIT), ("ranks",)),
     Row("Qwen3MoeForCausalLM", "Qwen3-30B-A3B", ("qwen3-moe",), "experts", (_PARITY, _NPU,)),
-    Row("Glm4MoeForCausalLM", "GLM-4.5", ("glm4-moe",), "experts in groups, chosen by sigmoids with a bias; shared experts", (_OLDER, _SPLIT), ("ranks",)),
-    Row("Ernie4_5_MoeForCausalLM", "ERNIE 4.5", ("ernie-moe",), "experts chosen with a bias; shared experts", (_OLDER, _SPLIT), ("ranks",)),
+    Row("Glm4MoeForCausalLM", "GLM-4.5", ("glm4-moe",), "experts in groups, chosen by sigmoids with a bias; shared experts", (_PARITY, _NPU, _SPLIT), ("ranks",)),
+    Row("Ernie4_5_MoeForCausalLM", "ERNIE 4.5", ("ernie-moe",), "experts chosen with a bias; shared experts", (_PARITY, _NPU, _SPLIT), ("ranks",)),
     Row("GraniteMoeForCausalLM", "Granite 3 MoE", ("granite-moe",), "experts, Granite's multipliers", (_PARITY, _NPU,)),
     Row("GptOssForCausalLM", "gpt-oss", ("gpt-oss",), "attention sinks, windows in every second layer, experts with biases and clamped activations", (_PARITY, _NPU, _PREFIXES, _SPLIT, _MXFP4), ("ranks",)),
     Row("Llama4ForCausalLM", "Llama 4, text only", ("llama4",), "sigmoid routing, layers without positions; contexts up to one attention chunk", (_PARITY, _NPU,)),

@@ -20,13 +20,7 @@ class Link:
     """Where it listens; set by :meth:`open`."""
 
     def __init__(self, target: tuple[str, int], host: str = "127.0.0.1", port: int = 0) -> None:
-        """Prepares a link.
-
-        Args:
-            target: host and port that connections lead to; a refused connection is reset.
-            host: the address to listen on.
-            port: the port to listen on; 0 for any free one.
-        """
+        """Prepares a link."""
         self._target = target
         self.host, self.port = host, port
         self._delay_s = 0.0

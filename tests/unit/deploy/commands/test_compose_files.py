@@ -1,4 +1,4 @@
-"""`triptych compose-files` in a checkout; tests/e2e/stack/test_wheel.py runs it from a wheel."""
+"""`triptych compose-files` in a checkout; tests/e2e/deploy/test_wheel.py runs it from a wheel."""
 
 from importlib.metadata import PathDistribution
 from pathlib import Path

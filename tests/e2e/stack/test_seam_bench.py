@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.seam import measure, null_model, summary
 
-pytestmark = [pytest.mark.e2e, pytest.mark.stack]
+pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.slow]
 
 
 async def test_the_bench_measures_a_null_model_through_the_services(tmp_path: Path) -> None:

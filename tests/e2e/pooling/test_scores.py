@@ -15,6 +15,7 @@ from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),  # importing transformers
 ]

@@ -41,6 +41,7 @@ def answers(folder: Path) -> dict[str, str]:
     return {line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in lines}
 
 
+@pytest.mark.slow
 def test_a_question_is_answered(stack: Stack) -> None:
     """The whole answer is on standard output; the statistics follow it."""
     printed = triptych("chat", "-q", "Say hi.", "--stats", "--max-tokens", "20", "--url", stack.base_url)

@@ -11,8 +11,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.stack]
 
 @pytest.mark.parametrize("package", ["scheduler_svc", "gateway"])
 def test_a_torch_free_service_is_ready_within_three_seconds(package: str) -> None:
-    """The faster of two starts counts, because the first may have to read the disk."""
-    assert min(time_to_ready(package) for _ in range(2)) < READY_LIMIT_S
+    """One of two starts is enough, because the first may have to read the disk."""
+    assert any(time_to_ready(package) < READY_LIMIT_S for _ in range(2))
 
 
 @pytest.mark.parametrize("service", ["scheduler", "gateway"])

@@ -17,7 +17,7 @@ async def test_faults_cost_no_request_and_no_token(tmp_path: Path) -> None:
     model = tiny_chat_model.write(tmp_path / "model")
     count = len(faults.INJECT)
     assert count >= 15
-    report = await campaign.run(model, tmp_path, count=count, seed=SEED)
+    report = await campaign.run(model, tmp_path, count=count, seed=SEED, scale=0.5)
     print(report.line())
     assert report.failures == []
     assert report.leaks == []
