@@ -244,20 +244,16 @@ class ChatCompletionRequest(SamplingRequest, Conversation):
         description="Also report this many of the likeliest tokens in each place.",
     )
 
-    @model_validator(mode="after")
-    def _top_logprobs_need_logprobs(self) -> "ChatCompletionRequest":
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs is only allowed together with logprobs=true")
-        return self
-
     @property
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to report with each new token; ``None``: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
-    def _choice_names_a_tool(self) -> "ChatCompletionRequest":
+    def _chat_parameters_agree(self) -> "ChatCompletionRequest":
         choice = self.tool_choice
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed together with logprobs=true")
         if choice in (None, "none", "auto"):
             return self
         if not self.tools:

@@ -223,43 +223,22 @@ class SamplingRequest(RequestModel):
     user: str | None = Field(None, max_length=512, description="Your end user, for the access log.")
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> "SamplingRequest":
+    def _parameters_agree(self) -> "SamplingRequest":
+        limit, formats = self.output_limit, self.response_format
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed together with stream=true")
-        return self
-
-    @model_validator(mode="after")
-    def _min_below_max(self) -> "SamplingRequest":
-        limit = self.output_limit
         if limit is not None and self.min_tokens > limit:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({limit})")
-        return self
-
-    @model_validator(mode="after")
-    def _best_of_is_n(self) -> "SamplingRequest":
         if self.best_of not in (None, self.n):
             raise ValueError(
                 f"best_of={self.best_of} is not supported: all generated choices are returned; omit it, or"
                 " send n alone"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _prompt_logprobs_are_not_streamed(self) -> "SamplingRequest":
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs cannot be streamed; send stream=false")
-        return self
-
-    @model_validator(mode="after")
-    def _truncation_keeps_tokens(self) -> "SamplingRequest":
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens=0 leaves nothing of the prompt; send at least 1, or -1")
-        return self
-
-    @model_validator(mode="after")
-    def _one_constraint(self) -> "SamplingRequest":
-        formats = self.response_format is not None and self.response_format.type != "text"
-        if formats and self.structured_outputs is not None:
+        if formats is not None and formats.type != "text" and self.structured_outputs is not None:
             raise ValueError("response_format and structured_outputs both constrain the answer; send one")
         return self
 
