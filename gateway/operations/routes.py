@@ -183,8 +183,14 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list) else value
 
 
+class Sleeps(TypedDict):
+    """Whether replicas sleep."""
+
+    is_sleeping: Annotated[bool, Field(description="Always false.")]
+
+
 @router.get("/is_sleeping", summary="Ask whether replicas sleep", dependencies=_FOR_OPERATORS)
-async def is_sleeping() -> dict[str, bool]:
+async def is_sleeping() -> Sleeps:
     """Answers no: replicas do not sleep. Tools for vLLM ask before they send requests.
 
     Needs a key with admin rights, or `--dev-mode`.
@@ -192,8 +198,14 @@ async def is_sleeping() -> dict[str, bool]:
     return {"is_sleeping": False}
 
 
+class Pauses(TypedDict):
+    """Whether generation is paused."""
+
+    is_paused: Annotated[bool, Field(description="Always false.")]
+
+
 @router.get("/is_paused", summary="Ask whether generation is paused", dependencies=_FOR_OPERATORS)
-async def is_paused() -> dict[str, bool]:
+async def is_paused() -> Pauses:
     """Answers no: the scheduler does not pause.
 
     Needs a key with admin rights, or `--dev-mode`.
@@ -204,8 +216,14 @@ async def is_paused() -> dict[str, bool]:
 # ---- caches ----
 
 
+class CacheReset(TypedDict):
+    """The outcome of a reset."""
+
+    success: Annotated[bool, Field(description="Always true: failures have an error status.")]
+
+
 @router.post("/reset_prefix_cache", summary="Empty the prefix cache", dependencies=_FOR_OPERATORS)
-async def reset_prefix_cache(request: Request, reset_running_requests: str = "false") -> dict[str, bool]:
+async def reset_prefix_cache(request: Request, reset_running_requests: str = "false") -> CacheReset:
     """Drops every cached prefix on all replicas. Running requests go on.
 
     Needs a key with admin rights, or `--dev-mode`. `reset_running_requests=true` is refused.
