@@ -23,11 +23,13 @@ from worker_svc.shapes import (
 from worker_svc.vllm_adapter.building import (
     build,
     compare_weights,
+    describe,
+    is_experts,
     layers_of_all_stages,
+    measure,
     names_of_states,
 )
 from worker_svc.vllm_adapter.configuration import Dtype, configure, refusal_on_error
-from worker_svc.vllm_adapter.description import describe, is_experts, measure
 from worker_svc.vllm_adapter.pooling_head import PoolingHead, describe_pooling
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from protos.errors import ConfigurationRefused
-from worker_svc.vllm_adapter.building import names_of_states
-from worker_svc.vllm_adapter.description import describe
+from worker_svc.vllm_adapter.building import describe, names_of_states
 
 HIDDEN = 16
 
