@@ -142,10 +142,6 @@ def group_layers(
     A layer that shares another layer's cache is in no group. Layers with equal windows but different head
     shapes are in different groups, so a block is equally large in all layers of a group.
 
-    Args:
-        layers: the model's attention layers.
-        window_kind: the layout of groups with a window.
-
     Raises:
         ConfigurationRefused: if a layer reads another layer's in-place window. The tokens of the step's
             first queries have already slid out when the layer runs.

@@ -112,12 +112,7 @@ def check_overrides(config: Mapping[str, Any]) -> None:
 def default_sampling(
     model: Mapping[str, float], source: str, overrides: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Returns the sampling parameters of requests without them.
-
-    Args:
-        model: the parameters of the model's own file.
-        source: `--generation-config`.
-        overrides: `--override-generation-config`.
+    """Returns the defaults of requests: the model's or `--generation-config`'s, then the overrides.
 
     Raises:
         ConfigurationRefused: The folder lacks a readable generation_config.json.

@@ -55,12 +55,7 @@ class QuantizedProducts:
         return outputs * (inputs + groups * dtype.itemsize)
 
     def layer(self, weights: QuantizedWeights, dtype: torch.dtype, *, wide: bool) -> torch.nn.Module:
-        """Brings a layer's weights into the form that the device multiplies by.
-
-        Args:
-            weights: where the device computes; need not be kept.
-            dtype: of activations.
-            wide: whether the results are logits, which may be float32.
+        """Brings a layer's weights into the form that the device multiplies by; `wide` allows float32.
 
         Returns:
             A module whose forward takes activations [..., inputs] and a bias or `None`, and returns

@@ -123,10 +123,6 @@ class MemoryBudget:
     def fit(self, shapes: ShapeConfig, groups: Sequence[KvGroup]) -> ShapeConfig:
         """Returns the shapes with their blocks counted.
 
-        Args:
-            shapes: with or without `num_blocks`.
-            groups: the model's KV groups.
-
         Raises:
             ConfigurationRefused: if it needs more than is free; names the numbers and a setting that would
                 fit.

@@ -76,12 +76,7 @@ class Worker:
     support."""
 
     def __init__(self, settings: Settings, give_up: GiveUp = sys.exit) -> None:
-        """Does nothing slow: `prepare` and `configure` do.
-
-        Args:
-            settings: the worker's.
-            give_up: ends the process; called if this rank cannot go on with the others.
-        """
+        """Does nothing slow: `prepare` and `configure` do. `give_up` ends a process that cannot go on."""
         self._settings = settings
         self.layout = settings.layout
         """This process' rank."""

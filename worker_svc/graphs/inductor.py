@@ -36,10 +36,7 @@ class Subgraph:
 
 
 def partition(recording: Recording) -> list[Subgraph | LayerAttention]:
-    """Splits the step at its calls of attention.
-
-    Returns subgraphs and attention in the order in which they run.
-    """
+    """Splits the step at its calls of attention, in the order in which they run."""
     runs: list[list[TracedCall] | LayerAttention] = [[]]
     for call in recording.trace:
         if isinstance(call, LayerAttention):

@@ -163,12 +163,6 @@ class AdapterStore:
     def load(self, adapter_id: int, name: str, source: str, revision: str = "") -> HostAdapter:
         """Reads an adapter unless it is loaded, and fits it to the model. Takes as long as the disk.
 
-        Args:
-            adapter_id: the scheduler's id for these weights.
-            name: for logs and errors.
-            source: a folder or a Hugging Face id.
-            revision: the commit to read, if the source is an id; empty: the source's.
-
         Raises:
             NotFound: if the adapter does not exist.
             InvalidArgument: if it does not fit the model or the settings.
