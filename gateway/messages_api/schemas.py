@@ -150,7 +150,8 @@ class Block(RequestModel):
         None, min_length=1, max_length=256, description="With the type tool_result: the call's id."
     )
     content: ResultBlocks = Field(
-        [], description="With the type tool_result. Texts of documents count; a line stands for an image."
+        default_factory=list,
+        description="With the type tool_result. Texts of documents count; a line stands for an image.",
     )
     is_error: bool = Field(False, description="With the type tool_result: whether the call failed.")
 
@@ -342,7 +343,7 @@ class PromptRequest(RequestModel):
         Field(description="The conversation; a last turn of the assistant is continued.")
     )
     system: Annotated[TextBlocks, BeforeValidator(_limit_system)] = Field(
-        [], description="The system prompt."
+        default_factory=list, description="The system prompt."
     )
     tools: Annotated[
         list[AnthropicTool],
@@ -350,13 +351,13 @@ class PromptRequest(RequestModel):
         AfterValidator(_distinct),
         BeforeValidator(bounded),
         BeforeValidator(_without_settings_of_server_tools),
-    ] = Field([], description="Tools that the model may call.")
+    ] = Field(default_factory=list, description="Tools that the model may call.")
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: JsonOutput | None = Field(None, description="The older form of output_config.format.")
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Further variables for the model's chat template, as with vLLM."
+        default_factory=dict, description="Further variables for the model's chat template, as with vLLM."
     )
 
     @model_validator(mode="after")
@@ -413,7 +414,10 @@ class MessagesRequest(PromptRequest):
     )
     stop_sequences: list[Annotated[str, Field(min_length=1, max_length=limits.MAX_STOP_STRING_LENGTH)]] = (
         Field(
-            [], max_length=limits.MAX_STOP_STRINGS, fail_fast=True, description="Texts that end the answer."
+            default_factory=list,
+            max_length=limits.MAX_STOP_STRINGS,
+            fail_fast=True,
+            description="Texts that end the answer.",
         )
     )
     metadata: Metadata | None = None

@@ -170,7 +170,7 @@ class _PairBody(PoolingBody):
         description="The task, for models whose chat template writes pairs and has a variable 'instruction'.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Further variables for a chat template that writes pairs."
+        default_factory=dict, description="Further variables for a chat template that writes pairs."
     )
     max_tokens_per_query: int = Field(
         0, ge=0, description="Keep at most so many tokens of each query. 0: all."

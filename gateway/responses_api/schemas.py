@@ -320,7 +320,7 @@ class ResponsesRequest(SamplingRequest):
         None, ge=1, le=UINT32_MAX, description="Maximum number of new tokens."
     )
     tools: ResponseTools = Field(
-        [], description="Functions that the model may call; other tools are skipped."
+        default_factory=list, description="Functions that the model may call; other tools are skipped."
     )
     tool_choice: ResponseToolChoice = Field(None, description='Omitted: "auto".')
     parallel_tool_calls: bool = Field(True, description="Whether an answer may have more than one call.")
@@ -345,7 +345,7 @@ class ResponsesRequest(SamplingRequest):
         None, description="auto: an input that is too long loses its oldest tokens."
     )
     chat_template_kwargs: dict[str, Any] = Field(
-        {}, description="Further variables for the model's chat template."
+        default_factory=dict, description="Further variables for the model's chat template."
     )
     include_reasoning: bool = Field(True, description="Whether the answer includes the model's thinking.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream=true.")

@@ -148,7 +148,8 @@ class RequestModel(BaseModel):
         if len(data) > _MAX_FIELDS:
             raise ValueError(f"is an object of {len(data)} fields; send at most {_MAX_FIELDS}")
         # Clients that write every field they know send null for those that they leave unset.
-        data = {name: _as_number(value) for name, value in data.items() if value is not None}
+        if any(value is None or type(value) is float for value in data.values()):
+            data = {name: _as_number(value) for name, value in data.items() if value is not None}
         if data.keys() <= _served_names(cls):
             return data
         # In the body's order, so that the same body is always refused in the same words.

@@ -91,7 +91,7 @@ class Message(RequestModel):
         " one, with their further fields; any other gets them joined with line breaks."
     )
     tool_calls: Annotated[EarlierCalls, BeforeValidator(limit_calls)] = Field(
-        [], description="Calls of an assistant's earlier turn."
+        default_factory=list, description="Calls of an assistant's earlier turn."
     )
     tool_call_id: str | None = Field(
         None, max_length=256, description="With the role tool: the id of the call that this message answers."
@@ -176,7 +176,7 @@ class TemplateInput(RequestModel):
     unserved: ClassVar[Mapping[str, Unserved]] = TEMPLATE_UNSERVED
 
     tools: Tools = Field(
-        [],
+        default_factory=list,
         description="Functions that the model may call; a custom tool becomes a function with one string, `input`.",
     )
     add_generation_prompt: bool = Field(
@@ -196,7 +196,9 @@ class TemplateInput(RequestModel):
         description="How much to think, for templates with a variable `reasoning_effort` or"
         " `enable_thinking` (off with none).",
     )
-    chat_template_kwargs: dict[str, Any] = Field({}, description="Further variables for the chat template.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further variables for the chat template."
+    )
 
     @model_validator(mode="after")
     def _ends_in_one_way(self) -> "TemplateInput":

@@ -160,7 +160,10 @@ class SamplingRequest(RequestModel):
     ] = None
     allowed_token_ids: TokenIds | None = Field(None, min_length=1, max_length=limits.MAX_ALLOWED_TOKEN_IDS)
     bad_words: Annotated[list[str], BeforeValidator(_bad_words, json_schema_input_type=list[str] | None)] = (
-        Field([], description="Texts that must not be produced, at the start of a word or within a text.")
+        Field(
+            default_factory=list,
+            description="Texts that must not be produced, at the start of a word or within a text.",
+        )
     )
     n: int = Field(1, ge=1, le=limits.MAX_SEQUENCES, description="Choices for each prompt.")
     best_of: int | None = Field(
@@ -190,11 +193,11 @@ class SamplingRequest(RequestModel):
     stop: Annotated[
         list[str], BeforeValidator(_stop_strings, json_schema_input_type=str | list[str] | None)
     ] = Field(
-        [],
+        default_factory=list,
         description=f"Texts that end the answer: at most {limits.MAX_STOP_STRINGS} of"
         f" {limits.MAX_STOP_STRING_LENGTH:,} characters each.",
     )
-    stop_token_ids: TokenIds = Field([], max_length=limits.MAX_STOP_TOKEN_IDS)
+    stop_token_ids: TokenIds = Field(default_factory=list, max_length=limits.MAX_STOP_TOKEN_IDS)
     include_stop_str_in_output: bool = Field(
         False, description="Keep the stop string at the end of the answer."
     )
