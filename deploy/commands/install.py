@@ -3,7 +3,7 @@
 import argparse
 import subprocess
 import sys
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 
 import deploy
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     pins = pins_of(services)
     if arguments.keep_torch:
         pins = [pin for pin in pins if not pin.startswith("torch==")]
-    if find_spec("pip") is None:
+    if not any(metadata.distributions(name="pip")):
         print(f"triptych install: there is no pip in {sys.prefix}", file=sys.stderr)
         return 1
     command = [sys.executable, "-m", "pip", "install", "--no-deps", *pins]
