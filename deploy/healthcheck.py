@@ -46,7 +46,14 @@ def check_http(url: str) -> str:
         with opener.open(url, timeout=_TIMEOUT_S) as answer:
             return "" if answer.status == 200 else f"{url}: {answer.status}"
     except OSError as error:
-        return "" if "CERTIFICATE_REQUIRED" in str(error) else f"{url}: {error}"
+        refused = url.startswith("https:") and _demands_certificate(error)
+        return "" if refused else f"{url}: {error}"
+
+
+def _demands_certificate(error: OSError) -> bool:
+    """Whether a server has refused a client without a certificate; its alert may be lost in the closing."""
+    reason = getattr(error, "reason", error)
+    return "CERTIFICATE_REQUIRED" in str(reason) or isinstance(reason, ssl.SSLEOFError | ConnectionResetError)
 
 
 def check_grpc(address: str, service: str) -> str:
