@@ -168,8 +168,18 @@ class Generation:
         self._is_plain = not self.prompt_only and all(sequence.is_plain for sequence in self.sequences)
         self.subscription.attach(self)
 
+    def push_token(self, index: int, token_id: int) -> None:
+        """Turns a token into a delta for the sink. The hot path: a plain token needs a few operations."""
+        sequence = self.sequences[index]
+        if not self._is_plain or sequence.to_echo or sequence.finished:
+            self.push(((index, token_id),))
+            return
+        self._measure(sequence, self.timing.clock(), 1)
+        if text := sequence.push_token(token_id):
+            self._sink.push(self._sink.encode((Delta(index, text),)))
+
     def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
-        """Turns events into deltas for the sink. The hot path: plain tokens need a few operations each."""
+        """Turns events into deltas for the sink."""
         if self.reports_prompts:
             self._backlog += events
             if self._reporting is None:

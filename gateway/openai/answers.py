@@ -263,6 +263,7 @@ class ChunkWriter(ResponseWriter):
         self._tail = b'],"usage":null}\n\n' if head.body.include_usage else b"]}\n\n"
         self._text_starts: dict[int, bytes] = {}
         self._opened: set[int] = set()
+        self._is_counted = head.body.continuous_usage
 
     @abstractmethod
     def opening(self, index: int) -> bytes:
@@ -274,7 +275,7 @@ class ChunkWriter(ResponseWriter):
 
     def write(self, delta: Delta) -> bytes:
         """Returns the chunks for a delta, after the choice's opening if it is the first."""
-        if self._head.body.continuous_usage:
+        if self._is_counted:
             self._tail = b'],"usage":' + orjson.dumps(self._head.generation.usage.body()) + b"}\n\n"
         choice, chunks = delta.sequence, self.encode(delta)
         if choice not in self._opened:
@@ -321,6 +322,7 @@ class ChatChunks(ChunkWriter):
         """``plan`` decides how the text is read."""
         super().__init__(head)
         self._plan = plan
+        self._is_plain = plan.plain
         self._readers: dict[int, DeltaReader] = {}
 
     def opening(self, index: int) -> bytes:
@@ -335,7 +337,7 @@ class ChatChunks(ChunkWriter):
     def encode(self, delta: Delta) -> bytes:
         """Returns the chunks that the text settles, and at the end a separate chunk with the reason."""
         index, text, reason, stop_reason, tokens, token_ids = delta
-        if not self._plan.plain:
+        if not self._is_plain:
             return self._parsed(delta)
         if token_ids:
             content = self._delta(index, {"content": text}, tokens, token_ids)

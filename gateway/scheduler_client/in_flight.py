@@ -293,6 +293,9 @@ class Receiver(Protocol):
     def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
         """Takes events in order, each with its sequence's number; a plain token comes as its id."""
 
+    def push_token(self, index: int, token_id: int) -> None:
+        """Takes a plain token of a sequence."""
+
     def end(self, error: TriptychError) -> None:
         """Takes the error that ends the requests, after all earlier events."""
 
@@ -356,6 +359,16 @@ class Subscription:
         if not hold:
             self.flush()
 
+    def push_token(self, index: int, token_id: int) -> None:
+        """Pushes a plain token of sequence ``index``. The hot path: it waits in no list if it need not."""
+        if self._receiver is None or self._awaits_prompts or self._events:
+            self.push(index, token_id)
+            return
+        try:
+            self._receiver.push_token(index, token_id)
+        except Exception as error:  # noqa: BLE001 - other requests of the step must go on, whatever the bug
+            self._fail_receiver(error)
+
     def flush(self) -> None:
         """Pushes the events held."""
         if self._receiver is None or not self._events:
@@ -363,9 +376,12 @@ class Subscription:
         events, self._events = self._events, []
         try:
             self._receiver.push(events)
-        except Exception as error:  # noqa: BLE001 - other requests of the step must go on, whatever the bug
-            get_logger().exception("an event could not be received")
-            self.fail(internal(error))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._fail_receiver(error)
+
+    def _fail_receiver(self, error: Exception) -> None:
+        get_logger().exception("an event could not be received")
+        self.fail(internal(error))
 
     def fail(self, error: TriptychError) -> None:
         """Ends the requests with ``error``, after the events that do not wait for their prompt."""
@@ -499,9 +515,11 @@ class InFlightRequests:
                 continue  # aborted here; the abort is still on its way
             received, subscription, index = found
             received.append(token_id)
-            subscription.push(index, token_id, hold=holding)
             if holding:
+                subscription.push(index, token_id, hold=True)
                 self._holding.add(subscription)
+            else:
+                subscription.push_token(index, token_id)
         for part in response.events:
             pending = self._pending.get(part.request_id)
             if pending is not None:

@@ -66,6 +66,10 @@ class EventReader:
             self._events.append((index, known))
         self._news.set()
 
+    def push_token(self, index: int, token_id: int) -> None:
+        """Keeps a token."""
+        self.push([(index, token_id)])
+
     def end(self, error: TriptychError) -> None:
         """Keeps the error."""
         self._error = error

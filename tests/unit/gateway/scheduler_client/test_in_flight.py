@@ -403,7 +403,8 @@ async def test_sequences_are_numbered_across_requests() -> None:
     assert await group.take() == []
 
 
-async def test_a_receiver_that_fails_ends_its_own_requests() -> None:
+@pytest.mark.parametrize("is_plain", [False, True])
+async def test_a_receiver_that_fails_ends_its_own_requests(is_plain: bool) -> None:
     """The other requests of the step go on, and the requests that fail are aborted."""
 
     class Broken(EventReader):
@@ -413,7 +414,10 @@ async def test_a_receiver_that_fails_ends_its_own_requests() -> None:
     aborted: list[int | None] = []
     requests = [inference.GenerateRequest(request_id="r")]
     reader = Broken(Subscription(requests, lambda _, sequence: aborted.append(sequence)))
-    put(reader, 0, event(1))
+    if is_plain:
+        reader.subscription.push_token(0, 1)
+    else:
+        put(reader, 0, event(1))
     with pytest.raises(Internal, match="ZeroDivisionError"):
         await reader.take()
     assert aborted == [None]
@@ -429,6 +433,9 @@ def test_a_late_receiver_gets_everything() -> None:
     class Recorder:
         def push(self, events: Sequence[tuple[int, SequenceEvent | int]]) -> None:
             seen.extend(events)
+
+        def push_token(self, index: int, token_id: int) -> None:
+            seen.append((index, token_id))
 
         def end(self, error: TriptychError) -> None:
             seen.append(error.message)
