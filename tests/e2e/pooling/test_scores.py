@@ -15,7 +15,6 @@ from worker_svc.model_files.loader import fetch
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.slow,
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore"),  # importing transformers
 ]

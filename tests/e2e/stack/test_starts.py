@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 from tests.e2e.stack.test_up import QUICK, ask, launcher, read_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(120)]
 
 _WEIGHTS = "model.safetensors"
 
@@ -42,6 +42,7 @@ def _break_template(model: Path) -> None:
     (model / "chat_template.jinja").write_text("{% if %}")
 
 
+@pytest.mark.slow
 def test_extra_weights_are_named_and_ignored(model: Path, tmp_path: Path) -> None:
     """The model answers as without them; one log line of the worker names them."""
     name = "adapter_model.safetensors"
@@ -59,7 +60,9 @@ def test_extra_weights_are_named_and_ignored(model: Path, tmp_path: Path) -> Non
     ("damage", "service", "reason"),
     [
         (_rename_layers, "worker-0", "the weights lack model.layers.0.self_attn.q_proj.weight"),
-        (_break_template, "gateway", "chat template cannot be compiled: line 1"),
+        pytest.param(
+            _break_template, "gateway", "chat template cannot be compiled: line 1", marks=pytest.mark.slow
+        ),
     ],
 )  # fmt: skip
 def test_an_unusable_model_ends_the_start(

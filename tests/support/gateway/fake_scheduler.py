@@ -224,11 +224,13 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         self.pool_gate.set()
+        self._first_reply = list(self.reply)
 
     def reset(self) -> None:
         """Forgets all requests, and every fault that was set."""
         self.tokens_per_event, self.pause_after, self.break_after, self.ready = 1, None, None, True
         self.acknowledge = True
+        self.reply, self.step_s = list(self._first_reply), 0.0
         self.prompt_logprobs_per_event, self.others_first, self.break_in_prompt = None, False, False
         self.refuse = lambda _: None
         self.loras.clear()

@@ -1,4 +1,4 @@
-"""Functions stay small enough to read, and each package says what lives in it."""
+"""Functions are short, each package says what lives in it, and tests lie where make runs them."""
 
 import ast
 from pathlib import Path
@@ -40,3 +40,13 @@ def test_each_package_says_what_lives_in_it(package: str) -> None:
             if len(docstring.splitlines()) < 3:
                 undescribed.append(relative(path))
     assert undescribed == []
+
+
+def test_tests_of_stacks_lie_together() -> None:
+    """`make test` looks for tests with the mark `stack` in a single folder."""
+    stray = [
+        relative(path)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.stack" in path.read_text() and "tests/e2e/stack" not in relative(path)
+    ]
+    assert stray == [relative(Path(__file__))]

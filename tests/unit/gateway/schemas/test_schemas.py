@@ -60,6 +60,8 @@ def test_a_body_must_be_a_json_object(body: bytes, words: str) -> None:
         ("ignore_eos", 1), ("ignore_eos", "true"), ("skip_special_tokens", 0), ("stream", "yes"),
         ("include_stop_str_in_output", 1), ("priority", 2**31), ("priority", "high"),
         ("cache_salt", ""), ("cache_salt", 5), ("user", 5), ("model", 5), ("stream_options", True),
+        ("n", 0), ("logit_bias", {"5": 101}), ("prompt_logprobs", -1), ("prompt_logprobs", 21),
+        ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("truncation_side", "middle"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("make", [chat, completion])

@@ -284,3 +284,12 @@ def test_requests_with_forced_tokens_survive_preemption_and_loss() -> None:
         assert sink.tokens == expected_tokens((n, n + 1), 40)
     assert rig.scheduler.stats.preemptions["memory"] > 0
     rig.scheduler.kv.check_integrity()
+
+
+def test_suspending_the_engine_fails_requests_that_wait_for_grammars() -> None:
+    """They fail like all waiting requests."""
+    rig = make_rig()
+    record_asked(rig)
+    sink = rig.submit(constrained("a"))
+    assert rig.engine.suspend(Unavailable("no worker")) == 1
+    assert isinstance(sink.events[-1].error, Unavailable)

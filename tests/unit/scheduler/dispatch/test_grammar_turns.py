@@ -317,3 +317,19 @@ def test_compilations_are_limited_per_tenant() -> None:
     for grammar in [*made.asked]:
         rig.engine.grammar_compiled("a", grammar)
     assert all(line.idle for line in rig.engine.grammars._lines.values())
+
+
+def test_groups_of_skipped_requests_follow_the_replicas() -> None:
+    """Skipped requests are regrouped when a replica returns with less memory."""
+    rig, _ = one_replica(num_blocks=17)
+    Compiler(rig, "b", num_blocks=17)
+    rig.submit(constrained("running"))
+    rig.engine.grammar_compiled("a", A)
+    large = rig.submit(constrained("large", max_tokens=50))
+    small = rig.submit(constrained("small"))
+    rig.engine.detach("a", Loss.DIED)
+    rig.scheduler = Compiler(rig, "a", num_blocks=9).scheduler
+    rig.engine.grammar_compiled("a", A)
+    rig.run()
+    assert small.tokens == expected_tokens((5, 6, 7), 8)
+    assert not large.events

@@ -119,3 +119,20 @@ def test_a_block_that_fills_during_a_renewed_lease_can_be_found() -> None:
     assert rig.scheduler.cached_tokens(make_request([5, *[7] * BLOCK])) == 0
     assert rig.scheduler.plan_ahead() is not None
     assert rig.scheduler.cached_tokens(make_request([5, *[7] * BLOCK])) == BLOCK
+
+
+def test_a_renewal_preempts_nothing() -> None:
+    """Without a free block, the lease ends, and its end makes room."""
+    rig = renewing()
+    lease = lease_in_flight(rig)
+    pool = rig.scheduler.kv.groups[0].pool
+    pool.allocate(pool.num_free)
+    answer(rig, lease, 4)
+    renewal = rig.scheduler.plan_ahead()
+    assert renewal is not None
+    assert isinstance(renewal.work, Decode)
+    assert renewal.work.lease == 2 * BLOCK - 9
+    answer(rig, lease, 4, last=True)
+    answer(rig, renewal, 4)
+    assert rig.scheduler.plan_ahead() is None
+    assert not rig.scheduler.stats.preemptions

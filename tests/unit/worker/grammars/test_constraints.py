@@ -19,6 +19,7 @@ from tests.support.worker.grammar_harness import (
     text_of,
     tokenizer,
 )
+from worker_svc.grammars import matcher as matcher_module
 from worker_svc.grammars.constraints import (
     BatchClock,
     Choice,
@@ -27,6 +28,7 @@ from worker_svc.grammars.constraints import (
     LeadingConstraints,
     Masks,
 )
+from worker_svc.grammars.matcher import Matcher
 from worker_svc.grammars.spec import Spec
 from worker_svc.ranks.group import Channel
 
@@ -154,6 +156,33 @@ def test_masks_remove_forbidden_tokens() -> None:
                 expected[row, token] = -torch.inf
     masks.apply(logits, [0, 2])
     assert torch.equal(logits, expected)
+
+
+def test_a_slow_matcher_is_charged_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row whose look-up uses up its budget fails; the other row goes on."""
+    spec, other = Spec("regex", "a+b"), Spec("regex", "a+c")
+    for each in (spec, other):
+        compiler().submit(each).result()
+    both = constraints(num_slots=2, min_jump=0)
+    both.admit(0, spec, [])
+    both.admit(1, other, [])
+    slow, accept = both._matchers[0], Matcher.accept
+
+    def burn(matcher: Matcher, token: int) -> bool:
+        started = time.thread_time()
+        while matcher is slow and time.thread_time() - started < 0.05:
+            pass
+        return accept(matcher, token)
+
+    monkeypatch.setattr(Matcher, "accept", burn)
+    monkeypatch.setattr(matcher_module, "_BUDGET_S", 0.02)
+    monkeypatch.setattr(compiler(), "refuse", lambda *_: None)
+    drawn = torch.tensor(tokenizer().encode("a").ids * 2)
+    choice = both.choose(
+        [0, 1], torch.zeros(2, VOCAB), lambda _: drawn, masked_first=[False, False], room=[0, 0]
+    )
+    assert list(choice.errors) == [0]
+    assert "CPU time" in choice.errors[0].message
 
 
 def test_the_time_of_a_pass_is_divided_among_its_rows() -> None:

@@ -213,6 +213,9 @@ def test_the_result_is_like_that_of_rounding(scheme: Scheme) -> None:
     # From half the scale that just holds the largest weight, to that one; fits may move it a little.
     assert bool((scales.float().abs() < 1.2 * widest).all())
     assert bool((scales.float().abs() > 0.4 * widest).all())
+    again = quantize_with(weight, hessian, scheme)
+    assert again is not None
+    assert all(map(torch.equal, made, again))
     error = dequantize(codes, scales, scheme.bits) - weight.float()
     assert error.norm() < (0.25 if scheme.bits == 4 else 0.02) * weight.float().norm()
 
