@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,7 +201,8 @@ class Launcher:
         async with self._security.open_channel(self._scheduler) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             while True:
-                checks = (asyncio.to_thread(healthcheck.check_http, f"{url}/health") for url in gateways)
+                check = partial(healthcheck.check_http, demands_certificate=self._settings.ssl_cert_reqs == 2)
+                checks = (asyncio.to_thread(check, f"{url}/health") for url in gateways)
                 if not any(await asyncio.gather(*checks)):
                     with contextlib.suppress(grpc.aio.AioRpcError):  # a service died meanwhile
                         return await stub.GetModel(inference_pb2.GetModelRequest(), wait_for_ready=True)

@@ -55,9 +55,10 @@ async def test_a_grpc_service_with_tls_is_checked_with_the_variables_of_the_serv
 
 @pytest.mark.parametrize("clients", [ssl.CERT_NONE, ssl.CERT_REQUIRED])
 async def test_a_gateway_with_https_is_healthy_whatever_the_certificates(
-    tmp_path: Path, clients: ssl.VerifyMode
+    tmp_path: Path, clients: ssl.VerifyMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check uses another name than clients, and has no certificate for a gateway that asks for one."""
+    monkeypatch.setenv("TRIPTYCH_SSL_CERT_REQS", str(int(clients)))
     paths = service_files(tmp_path, hosts=("api.example",))
     assert paths.cert is not None
     with http.server.HTTPServer(("127.0.0.1", 0), functools.partial(Handler, 200)) as server:
