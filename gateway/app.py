@@ -16,10 +16,10 @@ from starlette.responses import Response
 
 from gateway import VERSION
 from gateway.auth.key_store import KeyStore
-from gateway.auth.middleware import PAGE_FOLDER, AuthMiddleware, KeyUsage, document_keys
+from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
 from gateway.generation.respond import Context
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
-from gateway.http.middleware import RequestMiddleware
+from gateway.http.middleware import PAGE_FOLDER, RequestMiddleware
 from gateway.messages_api import routes as messages
 from gateway.metrics import Metrics, SharedMetrics
 from gateway.openai import chat, completions, models

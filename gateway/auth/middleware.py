@@ -12,11 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.auth.key_store import Key, KeyStore, caller_of, set_caller
 from gateway.auth.rate_limits import set_admission
 from gateway.http.errors import ClientGone, Forbidden, Unauthorized, error_response
-from gateway.http.middleware import Outcome, add_headers, note, outcome_of
+from gateway.http.middleware import PAGE_FOLDER, Outcome, add_headers, note, outcome_of
 from protos.errors import Overloaded
-
-PAGE_FOLDER: Final = "/docs/files"
-"""Scripts and styles of the documentation pages."""
 
 OPEN_PATHS: Final = frozenset({
     "/health", "/live", "/ready", "/ping", "/load", "/version", "/metrics", "/docs", "/redoc", "/openapi.json",

@@ -169,12 +169,19 @@ def security_headers(given: RawHeaders) -> RawHeaders:
     return (*_ALWAYS, *(header for header in _PAGES if header[0] not in found))
 
 
+PAGE_FOLDER: Final = "/docs/files"
+"""The scripts and styles of the pages about the API."""
+
+
 def _for_routes(scope: Scope) -> Scope:
     """Returns the request as routes see it: without trailing slashes, and HEAD as GET.
 
-    The server still has the original, and sends no body with an answer to HEAD.
+    The server still has the original, and sends no body with an answer to HEAD. A mounted folder needs the
+    prefix that a proxy may have dropped.
     """
     path = scope["path"].rstrip("/") or "/"
+    if path.startswith(f"{PAGE_FOLDER}/"):
+        path = scope.get("root_path", "") + path
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "path": path, "method": method, METHOD: scope["method"]}
 
