@@ -74,28 +74,47 @@ def _parts(output: Any) -> list[Any]:
     outcome = output.get("outcome")
     code = outcome.get("exit_code") if isinstance(outcome, dict) else None
     ended = [f"exit code {code}"] if isinstance(code, int) and code else []
-    return [{"type": "text", "text": text} for text in (*_texts(output, ("stdout", "stderr")), *ended)]
+    known = {"stdout", "stderr", "outcome"} & output.keys()
+    texts = [*_texts(output, ("stdout", "stderr")), *ended] if known else [as_json(output)]
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _in_words(kind: str, item: Item) -> str:
     """Returns what an item did, and the text that came of it."""
-    done = [*_texts(item, _DONE), *_texts(item.get("action"), _DONE)]
+    done = [text for part in (item, item.get("action")) for text in _texts(part, _names(part))]
     results = [*_texts(item, ("output", "error")), *_texts(item.get("results"), ("text",))]
-    results += _texts(item.get("outputs"), ("logs",))
+    outputs = item.get("outputs")
+    for output in outputs if isinstance(outputs, list) else []:
+        results += _texts(output, ("logs",)) or [omitted("image")]
     words = clip(kind).removesuffix("_call").replace("_", " ")
     return "\n".join((f"[{words}: {' '.join(done)}]" if done else omitted(kind), *results))
+
+
+def _names(part: Any) -> Iterable[str]:
+    """Returns the fields to show; a search has its query also in a list."""
+    return (
+        [name for name in _DONE if name != "queries" or not part.get("query")]
+        if isinstance(part, dict)
+        else ()
+    )
 
 
 def _texts(value: Any, names: Iterable[str]) -> list[str]:
     """Returns the fields of an object, or of each object in a list, as text."""
     objects = value if isinstance(value, list) else [value]
     return [
-        each[name] if isinstance(each[name], str) else as_json(each[name])
+        _text_of(each[name])
         for each in objects
         if isinstance(each, dict)
         for name in names
         if each.get(name) not in (None, "", [])
     ]
+
+
+def _text_of(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return "; ".join(value)
+    return value if isinstance(value, str) else as_json(value)
 
 
 MAX_ITEMS: Final = MAX_MESSAGES
