@@ -203,10 +203,10 @@ class Tool(RequestModel):
 
 
 def check_distinct(names: Sequence[str]) -> None:
-    """Refuses functions with the same name."""
+    """Refuses tools with the same name."""
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"has two functions named '{clip(twice)}'; names must differ")
+        raise ValueError(f"has two tools named '{clip(twice)}'; names must differ")
 
 
 def _distinct(tools: list[Tool]) -> list[Tool]:

@@ -130,7 +130,7 @@ def _cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_cut, "100"),
+        (_cut, "is damaged"),
         (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"), "template"),

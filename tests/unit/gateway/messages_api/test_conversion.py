@@ -201,7 +201,7 @@ def test_calls_that_cannot_be_shown(block: dict[str, Any], reason: str) -> None:
         ({"system": [text("")] * 20_000}, InvalidArgument, "has 20000 blocks"),
         ({"tools": [{"name": "f"}]}, InvalidArgument, "needs 'input_schema'"),
         ({"tools": [{**TOOL, "name": "f g"}]}, InvalidArgument, "name must be 1 to 128 letters"),
-        ({"tools": [TOOL, TOOL]}, InvalidArgument, "two functions named 'f'"),
+        ({"tools": [TOOL, TOOL]}, InvalidArgument, "two tools named 'f'"),
         ({"tools": [{"type": "evil\r\nx", "name": "f"}]}, InvalidArgument, "should match pattern"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, InvalidArgument, "names 'g', which is not among"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, InvalidArgument, "needs 'name'"),

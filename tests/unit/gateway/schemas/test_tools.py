@@ -27,7 +27,7 @@ from tests.support.gateway.tool_templates import TIME
         ({"tools": [function(parameters=[])]}, "tools[0].function.parameters", "object"),
         ({"tools": [function(parameters={"type": "string"})]}, "tools[0].function.parameters", "schema of an object"),
         ({"tools": [function(strict="yes")]}, "tools[0].function.strict", "boolean"),
-        ({"tools": [TIME, TIME]}, "tools", "two functions named 'get_time'"),
+        ({"tools": [TIME, TIME]}, "tools", "two tools named 'get_time'"),
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
         ({"tool_choice": "any", "tools": [TIME]}, "tool_choice", '"required"'),
         ({"tool_choice": 5, "tools": [TIME]}, "tool_choice", '"required"'),
