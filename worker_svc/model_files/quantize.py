@@ -4,6 +4,7 @@ The projections of decoder layers are quantized, and the output head on request.
 """
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -40,6 +41,7 @@ _HEAD: Final = "lm_head.weight"
 _FLOATS: Final = ("BF16", "F16", "F32")
 _MATRIX: Final = 2
 _INPUTS: Final = 8  # of a word with codes of 4 bits
+_OS_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 # Everything else in a folder, such as the tokenizer, is copied.
 _WEIGHT_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -87,7 +89,7 @@ def quantize_folder(
         head: whether to quantize the output head to 8 bits per channel. A head that shares the weights of the
             embeddings gets a copy. A head with another name, such as a multimodal model's, stays.
         calibration: the text; by default, projections are rounded. The head always is.
-        progress: reports steps of calibration and written files.
+        progress: reports checked files, steps of calibration and written files.
     """
     if target.exists():
         raise ConfigurationRefused(f"{target} exists already; choose another folder for the result")
@@ -167,6 +169,13 @@ class _Maker:
 
     def calibrate(self, calibration: Calibration, inputs: Mapping[str, int], progress: Progress) -> None:
         """Calibrates the projections; `inputs` are their numbers of inputs by tensor name."""
+        quantized = {*inputs, *([self._head] if self._head else [])}
+        # Calibration takes minutes, so a matrix that `write` would refuse is found before.
+        for done, shard in enumerate(self._shards):
+            progress(done, len(self._shards), f"checking {shard.path.name}")
+            with _reading(shard.path) as file:
+                for name in quantized & shard.tensors.keys():
+                    _check_finite(name, file.get_tensor(name))
         modules = {name.removesuffix(".weight"): each for name, each in inputs.items()}
         self._calibrated = calibrate(
             self._source, modules, self._scheme, calibration.text, calibration.tokens, progress
@@ -179,8 +188,7 @@ class _Maker:
             progress(done, len(self._shards), shard.path.name)
             tensors = dict(self._quantized(shard))
             path = folder / shard.path.name
-            save_file(tensors, path, metadata={"format": "pt"})
-            path.chmod(0o644)  # save_file makes it private
+            _save(tensors, path)
             weight_map |= dict.fromkeys(tensors, path.name)
             before += sum(tensor.num_bytes for tensor in shard.tensors.values())
             after += sum(tensor.nbytes for tensor in tensors.values())
@@ -219,8 +227,7 @@ class _Maker:
                 yield name, tensor
 
     def _matrix(self, name: str, weight: torch.Tensor, scheme: Scheme) -> Iterator[tuple[str, torch.Tensor]]:
-        if not bool(weight.isfinite().all()):
-            raise ConfigurationRefused(f"{name} is not finite; fetch the model again")
+        _check_finite(name, weight)
         module = name.removesuffix(".weight")
         found, scales = self._codes(module, weight, scheme)
         self._count += 1
@@ -258,6 +265,11 @@ def _reading(path: Path) -> Iterator[Any]:
         raise ConfigurationRefused(f"cannot read {path}: {error}") from error
 
 
+def _check_finite(name: str, weight: torch.Tensor) -> None:
+    if not bool(weight.isfinite().all()):
+        raise ConfigurationRefused(f"{name} is not finite; fetch the model again")
+
+
 def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
     """Refuses matrices with inputs that do not fill groups or words; suggests a group that all fill."""
     unit = scheme.group or _INPUTS
@@ -270,6 +282,17 @@ def _check_inputs(inputs: Mapping[str, int], scheme: Scheme) -> None:
     raise ConfigurationRefused(
         f"{unfit} has {inputs[unfit]} inputs, which is not a multiple of {unit}; {way}"
     )
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Writes a file of weights. safetensors' own error names the system's reason in its text only."""
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if number := _OS_ERROR.search(str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        raise
+    path.chmod(0o644)  # save_file makes it private
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

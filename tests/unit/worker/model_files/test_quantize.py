@@ -140,12 +140,19 @@ def test_refusals_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_calibration_begins_after_cheap_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result that cannot be written is refused before calibration."""
+    """A result that cannot be written and weights that are not finite are refused before calibration."""
     monkeypatch.setattr(quantize, "calibrate", lambda *_: pytest.fail("calibrated"))
     source, target = _model(tmp_path / "source"), tmp_path / "no" / "x"
-    with pytest.raises(ConfigurationRefused) as refused:
-        quantize_folder(source, target, Scheme(4, 64), head=True, calibration=Calibration())
-    assert refused.value.message == f"cannot write {target}: No such file or directory"
+    weight = torch.ones(64, 64)
+    weight[0, 0] = float("nan")
+    broken = _model(tmp_path / "broken", {_layer(2, "mlp.up_proj"): weight})
+    for folder, out, line in (
+        (source, target, f"cannot write {target}: No such file or directory"),
+        (broken, tmp_path / "x", f"{_layer(2, 'mlp.up_proj')} is not finite; fetch the model again"),
+    ):
+        with pytest.raises(ConfigurationRefused) as refused:
+            quantize_folder(folder, out, Scheme(4, 64), head=True, calibration=Calibration())
+        assert refused.value.message == line
 
 
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
@@ -160,8 +167,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
             quantize_folder(source, target, Scheme(8, None), head=True)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert refused.value.message.startswith(f"cannot write {target}: ")
-    assert "File too large" in refused.value.message
+    assert refused.value.message == f"cannot write {target}: File too large"
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
