@@ -53,8 +53,11 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     for section, title in _SECTIONS.items():
         yield f"{title}:"
         for name, value in found[section].items():
-            text = "; ".join(value) or "none" if isinstance(value, list) else value
-            yield f"  {name}: {'unknown' if text is None else text}"
+            if isinstance(value, list) and section == "devices":
+                yield from (f"  {name}: {line}" for line in value or ["none"])
+            else:
+                text = " ".join(value) if isinstance(value, list) else value
+                yield f"  {name}: {'unknown' if text is None else text}"
     yield "Packages (tested version where it differs):"
     for name, entry in found["packages"].items():
         installed, tested = entry["installed"], entry["tested"]
@@ -122,11 +125,12 @@ def _os_name() -> str:
 def _cpu() -> dict[str, Any]:
     fields = dict(re.findall(r"^([^:\t]+)\s*: (.*)$", _read("/proc/cpuinfo"), re.MULTILINE))
     flags = (fields.get("flags") or fields.get("Features") or "").split()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
+        "usable_cores": usable,
         "flags": sorted(flag for flag in flags if _CPU_FLAGS.match(flag)),
     }
 
@@ -135,10 +139,14 @@ def _memory() -> dict[str, float | None]:
     """Returns the machine's memory, its free memory and this process' limit, in GiB."""
     sizes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE))
     limit = _read("/sys/fs/cgroup/memory.max").strip()
+
+    def gib(text: str, unit: int) -> float | None:
+        return round(int(text) * unit / 2**30, 2) if text.isdecimal() else None
+
     return {
-        "total_gib": round(int(sizes.get("MemTotal", 0)) / 2**20, 2),
-        "available_gib": round(int(sizes.get("MemAvailable", 0)) / 2**20, 2),
-        "limit_gib": round(int(limit) / 2**30, 2) if limit.isdecimal() else None,
+        "total_gib": gib(sizes.get("MemTotal", ""), 1024),
+        "available_gib": gib(sizes.get("MemAvailable", ""), 1024),
+        "limit_gib": gib(limit, 1),
     }
 
 
