@@ -181,9 +181,6 @@ class Device(abc.ABC):
         """
         return None
 
-    def synchronize(self) -> None:  # noqa: B027 - a host computes synchronously
-        """Waits until the device has finished all work submitted so far."""
-
     def start_reading(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Starts to copy a tensor to the host.
 

@@ -79,7 +79,8 @@ class TimedModel(VllmModel):
 
     def synchronize(self) -> None:
         """Waits until the device has finished its work."""
-        self._device.synchronize()
+        if self._device.torch_device.type == "cuda":
+            torch.cuda.synchronize()
 
     def forward(
         self,

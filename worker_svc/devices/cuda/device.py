@@ -72,9 +72,6 @@ class CudaDevice(Device):
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
     def start_reading(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Queues the copy after all launched kernels; page-locked memory lets the call return at once."""
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
