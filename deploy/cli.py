@@ -45,9 +45,7 @@ _COMMANDS = {
     "complete": _Command(
         "deploy.commands.client:complete", "complete prompts with the model of a running gateway", "client"
     ),
-    "bench": _Command(
-        "deploy.commands.client:bench", "measure a running server with `vllm bench serve`", "worker"
-    ),
+    "bench": _Command("deploy.commands.bench", "measure a running server with `vllm bench serve`", "worker"),
     "run-batch": _Command("deploy.commands.run_batch", "run a file of OpenAI batch requests", "client"),
     "env": _Command("deploy.commands.env", "describe this machine for a bug report"),
     "doctor": _Command(

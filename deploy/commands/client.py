@@ -1,4 +1,4 @@
-"""The commands for a running server: `triptych chat`, `complete` and `bench`; `run-batch` uses its client."""
+"""The commands `triptych chat` and `triptych complete`; `run-batch` uses their client."""
 
 import argparse
 import contextlib
@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -203,7 +202,7 @@ def _run(parser: ArgumentParser, argv: list[str], *, is_chat: bool) -> int:
                 print(flush=True)
                 if arguments.stats and answer.first_s and not answer.interrupted:
                     answer.print_stats()
-                if answer.text or not answer.interrupted:
+                if is_chat and (answer.text or not answer.interrupted):
                     kept.append({"role": "user", "content": text})
                     kept.append({"role": "assistant", "content": answer.text})
                 return answer
@@ -248,17 +247,3 @@ def _print_chunks(chunks: Iterable[Any], answer: Answer) -> None:
                 answer.text += text
     if thinking:
         print("\n</think>", end="")
-
-
-def bench(argv: list[str]) -> int:
-    """Hands its arguments to `vllm bench serve`; returns 1 if no request succeeded, 2 for a bad flag."""
-    # By name: only the worker imports vLLM otherwise. The command `vllm` needs more than the worker's lock.
-    serve: Any = import_module("vllm.benchmarks.serve")
-    parser = import_module("vllm.utils.argparse_utils").FlexibleArgumentParser(prog="triptych bench")
-    serve.add_cli_args(parser)
-    arguments = parser.parse_args(argv[1:] if argv[:1] == ["serve"] else argv)
-    try:
-        return 0 if serve.main(arguments)["completed"] else 1
-    except OSError as error:  # of the connection, or of the tokenizer's files
-        print(f"triptych bench: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1

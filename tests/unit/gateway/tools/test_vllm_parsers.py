@@ -296,7 +296,7 @@ def test_only_three_places_import_vllm() -> None:
         )
     }
     assert importing == {
-        "deploy/commands/client.py", "gateway/tools/vllm_parsers.py", "worker_svc/vllm_adapter",
+        "deploy/commands/bench.py", "gateway/tools/vllm_parsers.py", "worker_svc/vllm_adapter",
     }  # fmt: skip
 
 
