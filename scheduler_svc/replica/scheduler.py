@@ -167,7 +167,10 @@ class ReplicaScheduler:
         return AdmitResult.ADMITTED
 
     def _admit_sibling(self, request: Request) -> AdmitResult | None:
-        """Forks a sequence from a sibling, or defers it until the sibling has computed their prompt."""
+        """Forks a sequence from a sibling, or defers it until the sibling has computed their prompt.
+
+        None: no sibling is here or none can be forked, and the request is admitted like any other.
+        """
         for origin in self._slots.siblings_with_prompt(request):
             if origin.state is RequestState.PREFILLING:
                 self._shared.defer_for_prompt(request, origin)
@@ -292,7 +295,10 @@ class ReplicaScheduler:
         return self._send(chunk, requests)
 
     def _decode_behind(self, step: InFlight, num_steps: int) -> StepPlan | None:
-        """Returns a plan with the next decode steps of the batch."""
+        """Returns a plan with the next decode steps of the batch, ``num_steps`` of which are in flight.
+
+        Behind these, it runs only if they run to their end; its blocks stay with their requests either way.
+        """
         (decoding,), slots = self._decoding.batches, self._slots
         # A row that has left may end a lease; a chunk is of another request.
         if (num_steps and step.left) or (slots.prefilling and self._interleave.prefill_due):
@@ -382,7 +388,10 @@ class ReplicaScheduler:
         return decoding.reserve(self._max_lease, self._grow, behind=behind)
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Grows a running request's tables, preempting others if needed."""
+        """Grows a running request's tables, preempting others if needed.
+
+        False: the request was preempted itself, or runs alone and copies in flight hold its blocks.
+        """
         while not self._grow(request, num_tokens):
             running = self._slots.requests
             if len(running) == 1:
