@@ -74,7 +74,8 @@ def _caches(folder: Path | None) -> list[CompileCache]:
 
 
 def _list(caches: list[CompileCache], *, as_json: bool) -> int:
-    entries, damaged = [], 0
+    entries = []
+    damaged = 0
     for cache in caches:
         for key in cache.entries():
             try:
@@ -91,7 +92,8 @@ def _list(caches: list[CompileCache], *, as_json: bool) -> int:
     if not entries and not damaged:
         print(_NO_ENTRIES)
     for folder, manifest in entries:
-        get, mib = manifest.fields.get, _mib(folder, manifest)
+        get = manifest.fields.get
+        mib = _mib(folder, manifest)
         age = (time.time() - manifest.created) / 86400
         print(f"{folder.name}  {mib:.1f} MiB, {age:.1f} days old, compiled in {manifest.seconds:.0f} s")
         print(f"  {get('model')} {get('dtype')} -O {get('level')} on {get('device')}")
@@ -163,7 +165,8 @@ def _export(caches: list[CompileCache], target: Path, *, keys: list[str]) -> int
     _refuse_unknown(set(keys) - {key for _, key in found})
     if not found:
         print(_NO_ENTRIES)
-    damaged, copies = 0, CompileCache(target)
+    damaged = 0
+    copies = CompileCache(target)
     for cache, key in found:
         try:
             manifest = cache.verify(key)

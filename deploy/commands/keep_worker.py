@@ -53,10 +53,8 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
     own_socket = _socket(settings, folder)
-    flags, secrets = (
-        flags_of(WorkerSettings, settings, socket=own_socket),
-        secrets_of(settings, WorkerSettings),
-    )
+    flags = flags_of(WorkerSettings, settings, socket=own_socket)
+    secrets = secrets_of(settings, WorkerSettings)
     worker = worker_spec("worker", tuple(flags), folder, secrets, has_log=False)
     standbys = Standbys(standby_spec(worker), settings.standby_workers, _say)
     supervisor = Supervisor([[worker]], _say, standbys=standbys, grace_s=_GRACE_S)

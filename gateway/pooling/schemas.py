@@ -183,8 +183,14 @@ class _PairBody(PoolingBody):
 class ScoreRequest(_PairBody):
     """A request to score pairs: a text with each of several, or text by text."""
 
-    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"), description="One query, or one for each document. Also called queries or data_1.")  # fmt: skip
-    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"), description="The documents. Also called documents, items or data_2.")  # fmt: skip
+    text_1: Texts = Field(
+        validation_alias=AliasChoices("text_1", "queries", "data_1"),
+        description="One query, or one for each document. Also called queries or data_1.",
+    )
+    text_2: Texts = Field(
+        validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
+        description="The documents. Also called documents, items or data_2.",
+    )
 
     @model_validator(mode="after")
     def _lengths_match(self) -> "ScoreRequest":
