@@ -1,4 +1,4 @@
-"""Pooling models: prompts in, a result each out, in static shapes and graphs, without a KV cache."""
+"""Pooling models: one result per prompt, in static shapes and graphs, without a KV cache."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -125,7 +125,7 @@ class PoolRunner:
         shapes: PoolShapeConfig,
         options: GraphOptions | None = None,
     ) -> None:
-        """Allocates nothing. The weights are loaded; without options, the device's default level counts."""
+        """Allocates nothing. The weights are loaded; without options, the device's default level applies."""
         self._model = model
         self._device = device
         self._description = description

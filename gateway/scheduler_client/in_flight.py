@@ -174,11 +174,11 @@ class PendingRequest:
     _num_at_failure: int = -1
     """Tokens received when a scheduler failed the request."""
     _failed_since_s: float = 0.0
-    """Since when it has failed with as many."""
+    """Since when it has failed with that many tokens."""
     _num_resumed: int = 0
     """Tokens received when the request was last sent again."""
     _silent_since_s: float = field(init=False)
-    """When it was first sent again with as many."""
+    """When it was first sent again with that many tokens."""
     _worker_losses: list[int] = field(init=False)
     """Workers that each sequence may have killed, as the scheduler says."""
     _first_id: str = field(init=False)
@@ -541,7 +541,7 @@ class InFlightRequests:
         if event.sequence in pending.ended:
             return  # this sequence alone was aborted here
         if not pending.accepted:
-            # It needs its place no more: from now on it is as safe as a running request.
+            # It no longer needs a place: from now on it is as safe as a running request.
             pending.stop_retry()
             self._startup_queue.leave(pending)
         pending.on_event(event)

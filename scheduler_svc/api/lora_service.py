@@ -35,7 +35,7 @@ class LoraService:
         """Loads an adapter and returns it once requests can name it.
 
         `source` is a folder or hub id that the workers can read; `in_place` allows the name of another
-        adapter, and `expected` tells an adapter of the settings.
+        adapter, and `expected` marks an adapter from the settings.
 
         Raises:
             InvalidArgument: the name or the adapter is bad, or the name is taken.

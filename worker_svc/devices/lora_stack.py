@@ -111,7 +111,7 @@ class LoraStack:
         return self.add(product(), x, selection)
 
     def add(self, out: torch.Tensor, x: torch.Tensor, selection: torch.Tensor) -> torch.Tensor:
-        """Adds the rows' adapters' outputs for `x` [tokens, in] to `out` [tokens, out], maybe in place."""
+        """Adds the rows' adapters' outputs for `x` [tokens, in] to `out` [tokens, out], possibly in place."""
         parts = len(self._shape.out_sizes)
         inner = functional.linear(x.to(self._shape.dtype), self._a)
         by_part = inner.view(-1, parts, self._shape.columns)

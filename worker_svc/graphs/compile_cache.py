@@ -415,7 +415,7 @@ class CompiledCode:
             self._private, self._is_new = None, False
 
     def commit(self, graphs: Sequence[str], seconds: float) -> None:
-        """Completes the entry if the code was compiled anew, in so many seconds.
+        """Completes the entry if the code was newly compiled; `seconds` is the time it took.
 
         Compilers keep later code where they would without us, so that an entry never changes.
         """
