@@ -309,10 +309,10 @@ async def test_an_error_in_mid_stream(stack: Stack) -> None:
         ({"input": []}, "input", "at least 1 item"),
         ({"input": 5}, "input", "a string or a list of items"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "required"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions"),
-        ({"tools": [{**NAMESPACE, "tools": [TOOLS[0], TOOLS[0]]}]}, "tools", "two functions"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two tools"),
+        ({"tools": [{**NAMESPACE, "tools": [TOOLS[0], TOOLS[0]]}]}, "tools", "two tools"),
         ({"tools": [{**NAMESPACE, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name", "required"),
-        ({"tools": [NAMESPACE, {**TOOLS[0], "name": "mcp__get_time"}]}, "tools", "two functions"),
+        ({"tools": [NAMESPACE, {**TOOLS[0], "name": "mcp__get_time"}]}, "tools", "two tools"),
         (
             {"tools": [{**NAMESPACE, "tools": [{**TOOLS[0], "name": f"f{i}"} for i in range(129)]}]},
             "tools",
