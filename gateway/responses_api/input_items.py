@@ -27,7 +27,7 @@ _BY_MODEL: Final = frozenset(
 # Fields with the arguments of a call, and fields that say what an item or its action did.
 _ARGUMENTS: Final = ("arguments", "action", "operation")
 _DONE: Final = (
-    "server_label", "name", "arguments", "query", "queries", "url", "pattern", "code", "revised_prompt", "approve",
+    "server_label", "name", "arguments", "query", "url", "pattern", "code", "revised_prompt", "approve",
 )  # fmt: skip
 
 
@@ -81,22 +81,15 @@ def _parts(output: Any) -> list[Any]:
 
 def _in_words(kind: str, item: Item) -> str:
     """Returns what an item did, and the text that came of it."""
-    done = [text for part in (item, item.get("action")) for text in _texts(part, _names(part))]
+    action = item.get("action")
+    done = [*_texts(item, _DONE), *_texts(action, _DONE)]
+    # A search has its query also in a list.
+    done = done or [*_texts(item, ("queries",)), *_texts(action, ("queries",))]
     results = [*_texts(item, ("output", "error")), *_texts(item.get("results"), ("text",))]
-    outputs = item.get("outputs")
-    for output in outputs if isinstance(outputs, list) else []:
-        results += _texts(output, ("logs",)) or [omitted("image")]
+    results += _texts(item.get("outputs"), ("logs",))
+    results += [omitted("image")] * sum(kind == "image" for kind in _texts(item.get("outputs"), ("type",)))
     words = clip(kind).removesuffix("_call").replace("_", " ")
     return "\n".join((f"[{words}: {' '.join(done)}]" if done else omitted(kind), *results))
-
-
-def _names(part: Any) -> Iterable[str]:
-    """Returns the fields to show; a search has its query also in a list."""
-    return (
-        [name for name in _DONE if name != "queries" or not part.get("query")]
-        if isinstance(part, dict)
-        else ()
-    )
 
 
 def _texts(value: Any, names: Iterable[str]) -> list[str]:
