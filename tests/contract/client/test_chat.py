@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -215,14 +215,23 @@ async def test_ctrl_c_ends_an_answer_and_then_the_program(stack: Stack) -> None:
     assert process.stdout is not None
     process.stdin.write(b"first\n")
     assert await process.stdout.readexactly(5) == b"Paris"
-    process.send_signal(signal.SIGINT)
-    await stack.scheduler.until(lambda: len(stack.scheduler.aborted) == 1)
+    await interrupt(process, stack.scheduler.until(lambda: len(stack.scheduler.aborted) == 1))
     stack.scheduler.pause_after = None
     process.stdin.write(b"second\n")
-    rest = b""
-    while not rest.endswith(b"Seine.\n"):
-        rest += await process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert await process.wait() == 130
+    await process.stdout.readuntil(b"Seine.\n")
+    await interrupt(process, process.wait())
+    assert process.returncode == 130
     assert (await process.communicate())[1] == b"Using model: smollm2\n"
     assert "second" in stack.prompt
+
+
+async def interrupt(process: asyncio.subprocess.Process, effect: Coroutine[Any, Any, Any]) -> None:
+    """Presses Ctrl-C until it takes effect.
+
+    The interpreter notes a signal that arrives just before a blocking system call only after that call.
+    """
+    task = asyncio.create_task(effect)
+    while not task.done():
+        process.send_signal(signal.SIGINT)
+        await asyncio.wait([task], timeout=5)
+    await task
