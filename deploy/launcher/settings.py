@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from deploy.launcher.process import PARENT_VARIABLE
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.service import environment
-from protos.service.help import similar
-from protos.service.settings import CONFIG_VARIABLE, Group, ServiceSettings
+from protos.service.settings import Group, ServiceSettings, fixed_fields
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
-from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 if TYPE_CHECKING:
     from deploy.secure_files import SecureFiles
@@ -72,7 +69,7 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
         "advertise_host": "all services run on this machine",
         "drain_timeout_s": "a drain must end before the launcher kills the gateway",
         "drain_s": "a drain must end before the launcher kills the scheduler",
-        "log_format": "the launcher reads progress from JSON logs",
+        "log_format": "the launcher reads its services' progress from JSON logs; a service started alone takes json or console",
     }
 
     needs_master: ClassVar[bool] = False
@@ -156,26 +153,8 @@ def secured(settings: LaunchSettings) -> "tuple[LaunchSettings, SecureFiles]":
 
 
 def check_variables(variables: Mapping[str, str], report: Callable[[str], None]) -> None:
-    """Reports variables without effect, of other stacks and unknown names of ours; refuses some."""
+    """Reports variables without effect on the launcher; refuses some."""
     environment.check(variables, lambda reading: report(str(reading)))
-    known = own_variables()
-    ours = (name for name in sorted(variables) if variables[name] and name.startswith("TRIPTYCH_"))
-    for name in ours:
-        if name not in known and not environment.is_service_link(name):
-            meant = similar(name, known)
-            hint = f"; did you mean {meant}?" if meant else ""
-            report(f"{name} is not a setting and has no effect{hint}")
-
-
-def own_variables() -> set[str]:
-    """Returns our own variables: those of all settings, and a few more."""
-    names = {*LaunchSettings.model_fields, *KeepWorkerSettings.model_fields}
-    # The models' cache, messages to child processes, and the scale of tests.
-    others = {
-        CONFIG_VARIABLE,
-        PLATFORM_VARIABLE,
-        PARENT_VARIABLE,
-        "TRIPTYCH_CACHE",
-        "TRIPTYCH_PROPERTY_SCALE",
-    }
-    return {f"TRIPTYCH_{name.upper()}" for name in names} | others
+    for field, reason in fixed_fields(LaunchSettings).items():
+        if variables.get(name := f"TRIPTYCH_{field.upper()}"):
+            report(f"{name} has no effect here: {reason}")

@@ -37,18 +37,21 @@ class ConfigFile:
         }
         return cls(path, top, sections)
 
-    def values(self, fields: Mapping[str, Mapping[str, str]], own: Collection[str]) -> dict[str, Any]:
+    def values(
+        self, fields: Mapping[str, Mapping[str, str]], own: Collection[str], fixed: Mapping[str, str]
+    ) -> dict[str, Any]:
         """Returns the values for a command, by field; refuses unknown names and contradictions.
 
         Args:
             fields: the command's sections, and for each name in them its field.
             own: names allowed at the top level.
+            fixed: names that the command sets itself, and why.
         """
         values = _without_no(self.shared, own)
-        self._check(values, own, "")
+        self._check(values, own, fixed, "")
         for section, names in fields.items():
             given = _without_no(self.sections.get(section, {}), names)
-            self._check(given, names, f"section {section}: ")
+            self._check(given, names, fixed, f"section {section}: ")
             for name, value in ((names[name], value) for name, value in given.items()):
                 if values.setdefault(name, value) != value:
                     raise ConfigurationRefused(
@@ -57,10 +60,16 @@ class ConfigFile:
                     )
         return values
 
-    def _check(self, given: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    def _check(
+        self, given: Mapping[str, Any], known: Collection[str], fixed: Mapping[str, str], where: str
+    ) -> None:
         for name in given:
             if name not in known:
-                meant = similar(name, known)
+                if name in fixed:
+                    raise ConfigurationRefused(
+                        f"{self.path}: {where}{name} cannot be set here: {fixed[name]}"
+                    )
+                meant = similar(name, [*known, *([] if where else SECTIONS)])
                 advice = f"did you mean {meant}?" if meant else f"sections are {', '.join(SECTIONS)}"
                 raise ConfigurationRefused(f"{self.path}: {where}there is no setting {name!r}; {advice}")
 

@@ -1,4 +1,4 @@
-"""The meaning of an environment's variables of vLLM and its NPU plugins."""
+"""The meaning of an environment's variables of vLLM and its NPU plugins, and misspelled ones of ours."""
 
 import difflib
 import re
@@ -79,7 +79,10 @@ def _variables() -> dict[str, Variable]:
 
 
 VARIABLES: Final[Mapping[str, Variable]] = _variables()
-"""All known variables, by name."""
+"""All known variables of other programs, by name."""
+OWN: Final = frozenset(names("triptych"))
+"""Our own variables, of every service: a container may have those of all."""
+_OWN_FAMILY: Final = "TRIPTYCH_"
 
 
 @dataclass(frozen=True)
@@ -111,11 +114,15 @@ class Reading:
 
 
 def read(environment: Mapping[str, str]) -> list[Reading]:
-    """Returns the meaning of each variable of the other programs, by name, unless it is empty."""
+    """Returns the meaning of each variable of the other programs, and the unknown ones of ours, by name.
+
+    Empty variables are left out, and those that Kubernetes may have set for a service of such a name.
+    """
     return [
         _read(name, value)
         for name, value in sorted(environment.items())
-        if name.startswith(FAMILIES) and value and (name in VARIABLES or not is_service_link(name))
+        if name.startswith((*FAMILIES, _OWN_FAMILY)) and value and name not in OWN
+        if name in VARIABLES or not _SERVICE_LINK.search(name)
     ]
 
 
@@ -145,18 +152,14 @@ def check_for_service(environment: Mapping[str, str]) -> None:
     )
 
 
-def is_service_link(name: str) -> bool:
-    """Whether Kubernetes may have set a variable, for a service with a name like a setting's prefix."""
-    return _SERVICE_LINK.search(name) is not None
-
-
 def _read(name: str, value: str) -> Reading:
     variable = VARIABLES.get(name)
     if variable is not None:
         kind = variable.kind_of(value)
         note = variable.note if kind is variable.kind else "there is no other behaviour"
         return Reading(name, shown(name, value), kind, variable.flag, note)
-    close = difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
+    known = OWN if name.startswith(_OWN_FAMILY) else VARIABLES
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
     advice = f"did you mean {close[0]}?" if close else "unset it if nothing else reads it"
     if not close and name.startswith(("RBLN_", "TORCH_RBLN_")):
         advice = "an NPU's runtime may know it"

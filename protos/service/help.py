@@ -7,7 +7,7 @@ import sys
 import textwrap
 from argparse import Action, _ArgumentGroup
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from protos.service.redaction import words_shown
 
@@ -102,6 +102,15 @@ def similar(name: str, known: Collection[str]) -> str | None:
     return found[0] if found else None
 
 
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """Returns the flags of a parser and of its subcommands."""
+    names = set(parser._option_string_actions)  # noqa: SLF001 - argparse shows them in no other way
+    for action in parser._actions:  # noqa: SLF001
+        if isinstance(action, argparse._SubParsersAction):  # noqa: SLF001
+            names.update(*map(_options, action.choices.values()))
+    return names
+
+
 _AMBIGUOUS: Final = re.compile(r"(ambiguous option: [^=\s]+)=.*( could match )", re.DOTALL)
 
 
@@ -116,8 +125,19 @@ class ArgumentParser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else args
         parsed, rest = self.parse_known_args(given, namespace)
         if rest:
-            self.error(unknown_arguments(rest, self._option_string_actions, given))
+            self.error(unknown_arguments(rest, _options(self), given))
         return parsed
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError:
+            # Python 3.14 suggests by itself.
+            if (meant := similar(str(value), list(action.choices or ()))) is None:
+                raise
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {value!r}; did you mean {meant}?"
+            ) from None
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with 2."""

@@ -275,6 +275,10 @@ class _Parser(SearchableHelp):
             first = words_shown(rest[:1], args)
             text = unknown_arguments(rest[1:], (), args)
             self.error(f"{text}; {first} is the {field}, and a switch takes no value")
+        for flag in (argument.partition("=")[0] for argument in rest):
+            name = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+            if flag.startswith("--") and name in self._fixed:
+                self.error(f"{flag} cannot be set here: {self._fixed[name]}")
         if rest:
             self.error(unknown_arguments(rest, {*self._option_string_actions, *self._known}, args))
         self.config = parsed.config
@@ -393,7 +397,7 @@ def _values_of(file: ConfigFile, cls: type[ServiceSettings], foreign: ForeignFla
     fixed = fixed_fields(cls)
     theirs = {flag[2:].replace("-", "_"): flag for flag in foreign.flags} if foreign else {}
     own = {name for name in cls.model_fields if name not in fixed} | theirs.keys()
-    values = file.values(sections_of(cls), own)
+    values = file.values(sections_of(cls), own, fixed)
     if foreign is None:
         return values
     given = [name for name in values if name in theirs and {name, f"no_{name}"} & file.shared.keys()]

@@ -1,4 +1,4 @@
-"""Writes the generated pages of docs/: ``python -m tests.support.docs``.
+"""Writes the generated pages of docs/ and the list of our variables: ``python -m tests.support.docs``.
 
 ``--check`` compares instead, and names each page that is out of date.
 """
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.docs.configuration import configuration
+from tests.support.docs.configuration import configuration, own_variables
 from tests.support.docs.grpc_api import grpc_api
 from tests.support.docs.http_api import http_api
 from tests.support.docs.migration import migration
@@ -25,6 +25,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "architecture.md": architecture,
     ROOT / "docs" / "migration.md": migration,
     ROOT / "docs" / "models.md": models,
+    ROOT / "protos" / "service" / "variable_names" / "triptych.txt": own_variables,
 }
 
 

@@ -11,9 +11,11 @@ from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from deploy.launcher.process import PARENT_VARIABLE
 from deploy.launcher.settings import KeepWorkerSettings, LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.service.settings import (
+    CONFIG_VARIABLE,
     Group,
     ServiceSettings,
     declared,
@@ -24,6 +26,7 @@ from protos.service.settings import (
 from scheduler_svc.settings import Settings as SchedulerSettings
 from tests.support.docs.pages import NOTICE, anchor, page, table
 from worker_svc.settings import Settings as WorkerSettings
+from worker_svc.vllm_platform import PLATFORM_VARIABLE
 
 INTRODUCTION = """\
 # Configuration
@@ -206,3 +209,12 @@ def _default(field: FieldInfo) -> str:
     if isinstance(default, tuple):
         return f"`{','.join(map(str, default))}`"
     return f"`{default.value if isinstance(default, Enum) else default}`"
+
+
+def own_variables() -> str:
+    """Returns the list of our variables: those of all settings, and a few without a setting."""
+    # The models' cache, messages to child processes, and the scale of tests.
+    names = {CONFIG_VARIABLE, PLATFORM_VARIABLE, PARENT_VARIABLE, "TRIPTYCH_CACHE", "TRIPTYCH_PROPERTY_SCALE"}
+    for cls in (LaunchSettings, KeepWorkerSettings):
+        names |= {f"TRIPTYCH_{name.upper()}" for name in cls.model_fields}
+    return "\n".join(["# Variables of Triptych; `make docs` writes this list.", *sorted(names), ""])

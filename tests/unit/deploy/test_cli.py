@@ -25,13 +25,35 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """A misspelled command exits with 2; the error is one line that lists the commands."""
+    """With 2 and one line that lists the commands."""
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["sreve"])
+        cli.main(["launch"])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert "'up'" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "meant"),
+    [
+        ("srve m", "'srve'; did you mean serve?"),
+        ("secure-fils", "'secure-fils'; did you mean secure-files?"),
+        ("catalog lst", "'lst'; did you mean list?"),
+        ("catalog list --jsn", "--jsn; did you mean --json?"),
+        ("models fetch smolm2", "'smolm2'; did you mean smollm2?"),
+        ("quantize m --scheme w4a61", "'w4a61'; did you mean w4a16?"),
+    ],
+)
+def test_a_misspelled_word_gets_the_near_one(
+    command: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands, their subcommands, the flags of these, and values."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(command.split())
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(meant)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,11 @@ from protos.triptych.v1 import common_pb2
         (["--device", "tpu"], "--device"),
         (["--max-model-len", "many"], "--max-model-len"),
         (["--modle", "x"], "unrecognized arguments: --modle; did you mean --model"),
-        (["--log-format", "console"], "--log-format"),
+        (
+            ["--log-format", "console"],
+            "--log-format cannot be set here: the launcher reads its services' progress",
+        ),
+        (["--no-reuse-port"], "--no-reuse-port cannot be set here: the launcher knows how many gateways"),
         (["--block-size", "100", "--max-num-batched-tokens", "64"], "block_size 100"),
         (["-O", "0", "--backend", "compiled"], "--backend compiled and -O 0"),
         (["--tool-call-parser", "own"], "--tool-call-parser"),
@@ -56,18 +60,20 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureF
 def test_what_has_no_effect_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Variables of other stacks with the reason, and a variable of ours that does not exist."""
+    """Variables of other stacks, a misspelled variable of ours, and one that the launcher sets itself."""
     for name in [name for name in os.environ if name.startswith("VLLM_")]:
         monkeypatch.delenv(name)  # a worker that ran in this process has set some
     monkeypatch.setenv("VLLM_PLUGINS", "rbln")
     monkeypatch.setenv("TRIPTYCH_MAX_NUM_SEQ", "4")
+    monkeypatch.setenv("TRIPTYCH_LOG_FORMAT", "console")
     with claim(tmp_path):  # so that nothing starts
         assert up.main(["--model", str(tmp_path), "--run-dir", str(tmp_path)]) == 2
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("VLLM_PLUGINS=rbln has no effect here")
-    assert lines[1].startswith(
-        "TRIPTYCH_MAX_NUM_SEQ is not a setting and has no effect; did you mean TRIPTYCH_MAX_NUM_SEQS"
-    )
+    assert lines[:2] == [
+        "TRIPTYCH_MAX_NUM_SEQ is unknown and has no effect here; did you mean TRIPTYCH_MAX_NUM_SEQS?",
+        "VLLM_PLUGINS=rbln has no effect here",
+    ]
+    assert lines[2].startswith("TRIPTYCH_LOG_FORMAT has no effect here: the launcher reads")
 
 
 def test_the_example_request_fits_the_model() -> None:

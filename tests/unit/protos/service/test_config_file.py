@@ -85,6 +85,13 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
         (GatewaySettings, "gateway: 3", "section gateway should have lines like `port: 8000`"),
         (GatewaySettings, "port: 81\na: [", "is not YAML at line 3, column 1; correct it"),
         (GatewaySettings, "port: 2026-13-45", "is not YAML; correct it"),
+        (GatewaySettings, "gatway: {port: 1}", "there is no setting 'gatway'; did you mean gateway?"),
+        (LaunchSettings, "log_format: console", "log_format cannot be set here: the launcher reads its"),
+        (
+            LaunchSettings,
+            "worker: {rank: 1}",
+            "section worker: rank cannot be set here: the launcher numbers",
+        ),
         (LaunchSettings, "worker: {port: 1}", "section worker: there is no setting 'port'; "),
         (
             LaunchSettings,

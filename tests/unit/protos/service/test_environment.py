@@ -98,6 +98,7 @@ def test_a_variable_that_would_change_answers_is_rejected(name: str, value: str,
         ("VLLM_PORT_8000_TCP_ADDR", "10.0.0.1"),
         ("VLLM_ROUTER_SERVICE_HOST", "10.0.0.1"),
         ("PATH", "/bin"),
+        ("TRIPTYCH_MAX_NUM_SEQS", "4"),
     ],
 )
 def test_nothing_is_said_about_variables_with_their_usual_meaning(name: str, value: str) -> None:
@@ -110,6 +111,11 @@ def test_nothing_is_said_about_variables_with_their_usual_meaning(name: str, val
     [
         ("VLLM_PLUGINS", "rbln", "VLLM_PLUGINS=rbln has no effect here"),
         ("VLLM_SPYRE_WARMUP_NEW_TOKENS", "20", "VLLM_SPYRE_WARMUP_NEW_TOKENS=20 has no effect here"),
+        (
+            "TRIPTYCH_MAX_NUM_SEQZ",
+            "3",
+            "TRIPTYCH_MAX_NUM_SEQZ is unknown and has no effect here; did you mean TRIPTYCH_MAX_NUM_SEQS?",
+        ),
         ("RBLN_NPUS_PER_DEVICE", "2", "RBLN_NPUS_PER_DEVICE=2 has no effect here"),
         (
             "VLLM_RBLN_DECODE_BATCH_BUCKET_STRATGY",
@@ -133,8 +139,16 @@ def test_an_ignored_variable_is_reported_in_one_line(name: str, value: str, text
 def test_services_log_ignored_variables() -> None:
     """One warning for each variable."""
     with capture_logs() as logs:
-        check_for_service({"VLLM_PLUGINS": "rbln", "VLLM_USE_V1": "1", "VLLM_RBLN_USE_VLLM_MODEL": "1"})
+        check_for_service(
+            {
+                "TRIPTYCH_PROT": "1",
+                "VLLM_PLUGINS": "rbln",
+                "VLLM_USE_V1": "1",
+                "VLLM_RBLN_USE_VLLM_MODEL": "1",
+            }
+        )
     assert [(line["log_level"], line["variable"]) for line in logs] == [
+        ("warning", "TRIPTYCH_PROT"),
         ("warning", "VLLM_PLUGINS"),
         ("warning", "VLLM_USE_V1"),
     ]

@@ -109,7 +109,7 @@ def test_a_fixed_field_has_neither_flag_nor_variable(monkeypatch: pytest.MonkeyP
     settings = load(_Derived, [])
     assert (settings.host, settings.port) == ("there", 1)
     assert settings.model_fields_set == {"host"}
-    with pytest.raises(ConfigurationRefused, match="unrecognized arguments: --port;"):
+    with pytest.raises(ConfigurationRefused, match="--port cannot be set here: any free one"):
         load(_Derived, ["--port", "4"])
 
 
