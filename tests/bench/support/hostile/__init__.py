@@ -1,0 +1,1 @@
+"""Attacks of one tenant, and what another tenant sees of them."""
