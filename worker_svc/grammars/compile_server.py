@@ -31,6 +31,8 @@ from worker_svc.grammars.tags import TokenNames
 _NICENESS: Final = 10
 # A process whose memory has grown by this many bytes ends: allocators keep most of it.
 _GROWTH: Final = 64 << 20
+# The stack that glibc gives a thread of a process without a limit.
+_DEFAULT_STACK: Final = 2 << 20
 
 
 class _Bytes:
@@ -66,6 +68,13 @@ def _limited(cpu_s: float, num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
+def _limit_stack() -> None:
+    """Leaves less stack than the worker's threads have, which compile the same grammar again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    threads = _DEFAULT_STACK if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_STACK, (threads * 3 // 4, hard))
+
+
 def _answer(
     tokens: TokenNames, stand_in: LLTokenizer, spec: Spec, cpu_s: float, num_bytes: int
 ) -> dict[str, Any]:
@@ -75,10 +84,9 @@ def _answer(
             matcher = LLMatcher(stand_in, LLMatcher.grammar_from_lark(grammar), log_level=0)
     except InvalidArgument as error:
         return {"refused": error.message}
-    except MemoryError:
-        return {
-            "refused": f"the {spec.kind} cannot be compiled: it takes more than {num_bytes >> 20} MiB of memory"
-        }
+    except (MemoryError, RecursionError):
+        # The status of a process that ran out of memory somewhere else: `compiler` words the refusal.
+        os.abort()
     if matcher.is_error():
         line = matcher.get_error().partition("\n")[0][:300]
         return {"refused": f"the {spec.kind} cannot be compiled: {line}"}
@@ -95,7 +103,9 @@ def main() -> None:
     tokens = TokenNames(lambda: Tokenizer.from_file(str(file)), size, end_ids)
     stand_in = LLTokenizer(TokenizerWrapper(_Bytes(size)), eos_token=end_ids)
     most = _memory()[1] + _GROWTH
+    _limit_stack()
     with contextlib.suppress(EOFError, OSError):
+        connection.send_bytes(b"ready")
         while True:
             kind, text, cpu_s, num_bytes = json.loads(connection.recv_bytes())
             answer = _answer(tokens, stand_in, Spec(kind, text), cpu_s, num_bytes)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError
+from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable
 from protos.service.logs import get_logger
 from worker_svc.grammars.limits import PARAM, refusal
 from worker_svc.grammars.matcher import Grammar, Matcher, Vocabulary
@@ -33,6 +33,10 @@ _START_TIMEOUT_S: Final = 60.0
 _MAX_REFUSALS: Final = 1024
 _MAX_WAITING: Final = 1024
 _WARM_TOKENS: Final = 32
+_RETRY_AFTER_MS: Final = 2000
+# Signals by which people and the system end a process. Any other death during a compilation is the grammar's:
+# an allocation failed, or the stack was used up.
+_SENT_SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _TOKENIZER_FILE: Final = "tokenizer.json"
 
 
@@ -69,7 +73,8 @@ class _Process:
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._connection = Connection(ours.detach())
-        self._has_answered = False
+        self.is_ready = False
+        """Whether it has started and takes grammars."""
 
     @property
     def is_alive(self) -> bool:
@@ -77,11 +82,16 @@ class _Process:
 
     def ask(self, request: list[Any], timeout_s: float) -> dict[str, Any]:
         self._connection.send_bytes(json.dumps(request).encode())
-        if not self._connection.poll(timeout_s + (0 if self._has_answered else _START_TIMEOUT_S)):
+        if not self.is_ready:
+            self._receive(_START_TIMEOUT_S)
+            self.is_ready = True
+        answer: dict[str, Any] = json.loads(self._receive(timeout_s))
+        return answer
+
+    def _receive(self, timeout_s: float) -> bytes:
+        if not self._connection.poll(timeout_s):
             raise TimeoutError
-        answer = json.loads(self._connection.recv_bytes())
-        self._has_answered = True
-        return answer  # type: ignore[no-any-return]
+        return self._connection.recv_bytes()
 
     def kill(self) -> None:
         self._process.kill()
@@ -143,12 +153,12 @@ class _CompileClient:
         except TimeoutError:
             raise Overloaded(
                 f"the {spec.kind} could not be compiled in time, because the cores were busy",
-                retry_after_ms=2000,
+                retry_after_ms=_RETRY_AFTER_MS,
             ) from None
         except (EOFError, OSError):
             if compilation.abandoned:
                 raise CancelledError from None
-            raise _death_error(spec, process.end(), limits) from None
+            raise _death_error(spec, process.end(), limits, is_ready=process.is_ready) from None
         finally:
             self._give_back(process, is_usable=is_usable)
         if refused := answer.get("refused"):
@@ -158,7 +168,7 @@ class _CompileClient:
     def _take(self) -> _Process:
         with self._lock:
             if self._closed:
-                raise Internal("the worker is shutting down")
+                raise Unavailable("the worker is shutting down", retry_after_ms=_RETRY_AFTER_MS)
             process = self._idle.pop() if self._idle else _Process(self._arguments)
             if not process.is_alive:
                 process.end()
@@ -184,17 +194,23 @@ class _CompileClient:
                 self._idle.pop().end()
 
 
-def _death_error(spec: Spec, status: int, limits: CompilerLimits) -> TriptychError:
+def _death_error(spec: Spec, status: int, limits: CompilerLimits, *, is_ready: bool) -> TriptychError:
+    if not is_ready or -status in _SENT_SIGNALS:
+        how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return Unavailable(
+            f"the {spec.kind} could not be compiled: the compiler {how}; retry", param=PARAM,
+            retry_after_ms=_RETRY_AFTER_MS,
+        )  # fmt: skip
+    if status == 1:
+        return Internal(
+            f"the {spec.kind} could not be compiled: a bug; the worker's log has its traceback", param=PARAM
+        )
+    most = f"{limits.compile_bytes >> 20} MiB of memory, or nests too deep"
     if status == -signal.SIGPROF:
-        return refusal(
-            f"the {spec.kind} cannot be compiled: it takes more than {limits.cpu_s:g} s of CPU time"
-        )
-    if status == -signal.SIGABRT:  # an allocation of llguidance failed
-        return refusal(
-            f"the {spec.kind} cannot be compiled: it takes more than {limits.compile_bytes >> 20} MiB of memory"
-        )
-    how = f"ended by signal {-status}" if status < 0 else f"ended with status {status}"
-    return Internal(f"the {spec.kind} could not be compiled: the compiler {how}", param=PARAM)
+        most = f"{limits.cpu_s:g} s of CPU time"
+    return refusal(
+        f"the {spec.kind} cannot be compiled: it takes more than {most}; describe less of the output"
+    )
 
 
 class GrammarCompiler:
@@ -239,7 +255,8 @@ class GrammarCompiler:
         Raises:
             InvalidArgument: the spec is invalid, exceeds a limit or cannot be enforced.
             Overloaded: too many grammars are waiting, or the cores were too busy.
-            Internal: grammars cannot be compiled at all, or the compiler crashed.
+            Unavailable: the compiling process did not start, or was ended by a signal from outside.
+            Internal: grammars cannot be compiled for this model.
         """
         future = self.submit(spec)
         try:
@@ -267,7 +284,9 @@ class GrammarCompiler:
                 return _failed(refusal)
             if len(self._in_progress) >= _MAX_WAITING:
                 return _failed(
-                    Overloaded(f"{_MAX_WAITING} grammars are waiting to be compiled", retry_after_ms=2000)
+                    Overloaded(
+                        f"{_MAX_WAITING} grammars are waiting to be compiled", retry_after_ms=_RETRY_AFTER_MS
+                    )
                 )
             compilation = _Compilation()
             compilation.future = self._pool.submit(self._compile, spec, compilation)
@@ -373,7 +392,7 @@ class GrammarCompiler:
                 allowed = allowed[~np.isin(allowed, self._end_ids)]
                 if not len(allowed) or not matcher.accept(int(rng.choice(allowed))):
                     break
-        except (ValueError, Internal) as error:
+        except (ValueError, InvalidArgument) as error:
             line = str(error).partition("\n")[0][:300]
             raise refusal(f"the {spec.kind} cannot be compiled: {line}") from error
         return grammar

@@ -12,7 +12,7 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from protos.errors import Internal, InvalidArgument
-from worker_svc.grammars.limits import PARAM
+from worker_svc.grammars.limits import refusal
 
 # If two of these characters may come next, there is a choice. They cover white space in JSON, strings and
 # numbers.
@@ -91,10 +91,10 @@ class Grammar:
 class Matcher:
     """Decides which tokens may come next, given the tokens so far.
 
-    An engine's failure fails only this request: every method raises `Internal` for it. All of its CPU
-    time counts against the request's budget. Methods say where the caller measures that time, because a step
-    measures the calls of all its rows at once; the others raise `InvalidArgument` once the budget is
-    exceeded.
+    A grammar beyond the engine's limits fails only its request: every method raises `InvalidArgument` for it.
+    All of its CPU time counts against the request's budget. Methods say where the caller measures that time,
+    because a step measures the calls of all its rows at once; the others raise `InvalidArgument` once the
+    budget is exceeded.
     """
 
     may_end: bool
@@ -108,7 +108,6 @@ class Matcher:
 
         Raises:
             InvalidArgument: the grammar does not allow `output`, or matching it takes too long.
-            Internal: the engine failed.
         """
         # A reference: the compiler counts the grammar's bytes while any matcher holds it.
         self._grammar = grammar
@@ -124,9 +123,8 @@ class Matcher:
             with self._timed():
                 accepted = self.accept(token)
             if not accepted:
-                raise InvalidArgument(
-                    f"output token {index} (id {token}) is not allowed by the grammar of the request",
-                    param=PARAM,
+                raise refusal(
+                    f"output token {index} (id {token}) is not allowed by the grammar of the request"
                 )
 
     @property
@@ -138,13 +136,12 @@ class Matcher:
         """Counts CPU time measured by the caller; beyond the budget, the request is refused."""
         self._spent_s += seconds
         if self._spent_s > _BUDGET_S + self._num_tokens * _BUDGET_PER_TOKEN_S:
-            refusal = InvalidArgument(
+            error = refusal(
                 f"matching the grammar took {self._spent_s:.1f} s of CPU time for {self._num_tokens} tokens,"
-                " which delays the whole batch; make it less ambiguous",
-                param=PARAM,
+                " which delays the whole batch; make it less ambiguous"
             )
-            self._on_over_budget(refusal)
-            raise refusal
+            self._on_over_budget(error)
+            raise error
 
     def accept(self, token: int) -> bool:
         """Advances past a token; the caller measures the time.
@@ -257,8 +254,8 @@ class Matcher:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            line = self._matcher.get_error().partition("\n")[0]
-            raise Internal(f"matching the grammar failed: {line}", param=PARAM)
+            line = self._matcher.get_error().partition("\n")[0][:300]
+            raise refusal(f"the grammar cannot be matched: {line}")
 
 
 def _only_token(words: npt.NDArray[np.uint32]) -> int | None:

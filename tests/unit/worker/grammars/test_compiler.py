@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
 import torch
 
-from protos.errors import Internal, InvalidArgument, Overloaded
+from protos.errors import InvalidArgument, Overloaded, Unavailable
 from tests.support.paths import ROOT
 from tests.support.worker.grammar_harness import (
     END,
@@ -108,8 +109,8 @@ def test_a_grammar_beyond_its_limits_fails_alone(small: GrammarCompiler) -> None
     assert time.perf_counter() - started < 0.1
 
 
-def test_timeouts_and_crashes_are_not_remembered(small: GrammarCompiler) -> None:
-    """A wall-clock timeout and a crash are reported as such, and the next request compiles again."""
+def test_timeouts_and_kills_are_not_remembered(small: GrammarCompiler) -> None:
+    """A wall-clock timeout and a kill are reported as such, and the next request compiles again."""
     before = compiling()
     small.submit(Spec("regex", "a")).result()
     only(compiling() - before).suspend()
@@ -124,8 +125,8 @@ def test_timeouts_and_crashes_are_not_remembered(small: GrammarCompiler) -> None
     future = small.submit(SLOW)
     while process.cpu_times().user < started + 0.1:
         os.sched_yield()
-    process.send_signal(signal.SIGSEGV)
-    with pytest.raises(Internal, match="signal 11"):
+    process.send_signal(signal.SIGKILL)
+    with pytest.raises(Unavailable, match="signal 9; retry"):
         future.result()
     small.limits = limits
     with pytest.raises(InvalidArgument, match="CPU time"):
@@ -155,6 +156,52 @@ def test_grammars_beyond_the_engines_limits_are_refused() -> None:
     slow = Spec("grammar", "root ::= " + "[a-z]* " * 2000)
     with pytest.raises(InvalidArgument, match="cannot be compiled"):
         compiler().submit(slow).result()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec("json_schema", json.dumps({"type": "object", "properties": {
+            f"p{i}": {"type": "string", "minLength": i, "maxLength": i + 1000} for i in range(3000)
+        }})),
+        Spec("regex", r"\p{L}{1,900}" * 20),
+        Spec("regex", "(a*)*" * 2000 + "b"),
+        Spec("regex", "".join(f"(?=.*{c}.{{0,200}}x)" for c in "abcdefgh") + ".*"),
+    ],
+    ids=["properties", "letters", "stars", "lookaheads"],
+)  # fmt: skip
+def test_a_grammar_that_uses_up_the_compiler_is_refused(spec: Spec) -> None:
+    """The process may die of it, as of a stack used up; no later request compiles it again."""
+    with pytest.raises(InvalidArgument, match=f"the {spec.kind} cannot be compiled"):
+        compiler().submit(spec).result()
+    before = compiling()
+    with pytest.raises(InvalidArgument, match=f"the {spec.kind} cannot be compiled"):
+        compiler().submit(spec).result()
+    assert compiling() == before
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar", "json_schema"])
+def test_long_repetitions_in_a_row_compile(kind: Literal["regex", "grammar", "json_schema"]) -> None:
+    """They are counted, and never written out."""
+    count = "{1,1000}"
+    text = {
+        "regex": f"(a|b|c){count}" * 20,
+        "grammar": "root ::=" + f' ("a" | "b" | "c"){count}' * 20,
+        "json_schema": json.dumps({"type": "string", "pattern": "^" + f"(a|b|c){count}" * 20 + "$"}),
+    }[kind]
+    assert compiler().submit(Spec(kind, text)).result() > 0
+
+
+def test_a_compiler_that_cannot_start_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing about the grammar, which the next request compiles."""
+    made = GrammarCompiler(SMOLLM2, VOCAB, [END])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        failed = made.submit(Spec("regex", "a+"))
+        with pytest.raises(Unavailable, match="ended with status 1; retry"):
+            failed.result()
+    assert made.submit(Spec("regex", "a+")).result() > 0
+    made.close()
 
 
 def test_oversized_specs_are_refused_at_once(small: GrammarCompiler) -> None:
