@@ -7,6 +7,7 @@ answers.
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
+from urllib.parse import urldefrag, urljoin
 
 import orjson
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,6 +16,7 @@ from gateway.schemas.base import RequestModel, Unserved, quote
 from protos.errors import InvalidArgument
 from protos.triptych.v1 import common_pb2 as pb
 
+_REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 BY_NAME: Final = frozenset({
     "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
 })  # fmt: skip
@@ -53,6 +55,27 @@ def _joins(schema: Any) -> bool:
 def _subschemas(schema: Mapping[str, Any]) -> list[Any]:
     named = [item for key in BY_NAME if isinstance(schema.get(key), Mapping) for item in schema[key].values()]
     return [*named, *(schema[key] for key in SCHEMAS if key in schema)]
+
+
+def refuse_foreign_references(schema: Any) -> None:
+    """Refuses a schema that refers to one outside it: nothing is ever fetched."""
+    waiting, known, found = [(schema, "")], {""}, list[tuple[str, str]]()
+    while waiting:
+        node, base = waiting.pop()
+        if isinstance(node, list):
+            waiting += ((item, base) for item in node)
+        elif isinstance(node, Mapping):
+            if isinstance(name := node.get("$id"), str):
+                base = urldefrag(urljoin(base, name)).url
+                known.add(base)
+            found += ((base, str(node[word])) for word in _REFERENCES if node.get(word))
+            waiting += ((item, base) for item in _subschemas(node))
+    for base, reference in found:
+        if not reference.startswith("#") and urldefrag(urljoin(base, reference)).url not in known:
+            raise ValueError(
+                f"has the $ref {quote(reference)}, which is not part of the schema; references are never fetched,"
+                " so put the definition under $defs"
+            )
 
 
 def map_schemas(schema: Any, change: Callable[[Any], Any]) -> Any:

@@ -12,7 +12,7 @@ import orjson
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from gateway.schemas.base import RequestModel, Unserved, clip, quote
-from gateway.schemas.structured import map_schemas
+from gateway.schemas.structured import map_schemas, refuse_foreign_references
 
 INPUT_SCHEMA: Final[dict[str, Any]] = {
     "type": "object",
@@ -120,8 +120,9 @@ def _without_nulls(schema: Any) -> Any:
 
 
 def object_schema(value: Any) -> Any:
-    """Drops a schema's nulls; refuses a schema that no object can match."""
+    """Drops a schema's nulls; refuses a schema that no object can match, or that refers to another."""
     value = value and _without_nulls(value)
+    refuse_foreign_references(value)
     if isinstance(value, dict) and value.get("type", "object") != "object":
         raise ValueError(
             f'must be the schema of an object ("type": "object"), got "type": {quote(value["type"])}'

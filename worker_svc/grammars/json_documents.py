@@ -15,6 +15,7 @@ _LISTS: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _MAPS: Final = frozenset({
     "$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties",
 })  # fmt: skip
+_REFERENCES: Final = ("$ref", "$dynamicRef", "$recursiveRef")
 _ROOT: Final = "schema:/"
 _MAX_SCHEMAS: Final = 4000
 
@@ -28,8 +29,13 @@ class Documents:
         self._resources: dict[str, Any] = {}
         self._anchors: dict[tuple[str, str], Any] = {}
         self._dynamic: dict[tuple[str, str], Any] = {}
+        self._nodes: list[Mapping[str, Any]] = []
         self._index(root, _ROOT, "$")
         self._resources.setdefault(_ROOT, root)
+        # A definition that nothing uses may have one, too.
+        for node in self._nodes:
+            for reference in filter(None, map(node.get, _REFERENCES)):
+                self._resource(reference, node)
 
     def base(self, node: Mapping[str, Any]) -> str:
         """Returns the URI of a schema's resource."""
@@ -41,17 +47,7 @@ class Documents:
 
     def resolve(self, reference: Any, node: Mapping[str, Any]) -> Any:
         """Returns the schema named by a `$ref` in `node`; refuses one outside the document."""
-        where = self.place(node)
-        if not isinstance(reference, str):
-            refuse_schema(where, f"has the $ref {shown(reference)}, which is not a text")
-        base = self.base(node)
-        uri, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
-        if uri not in self._resources:
-            refuse_schema(
-                where,
-                f"has the $ref {shown(reference)}, which is not part of the schema; references are never fetched,"
-                " so put the definition under $defs",
-            )
+        uri, fragment = self._resource(reference, node)
         if not fragment:
             return self._resources[uri]
         if not fragment.startswith("/"):
@@ -59,8 +55,24 @@ class Documents:
         else:
             found = self._point(uri, fragment)
         if found is None:
-            refuse_schema(where, f"has the $ref {shown(reference)}, which leads nowhere")
+            refuse_schema(self.place(node), f"has the $ref {shown(reference)}, which leads nowhere")
         return found
+
+    def _resource(self, reference: Any, node: Mapping[str, Any]) -> tuple[str, str]:
+        """Returns the URI of a reference's resource, and its fragment."""
+        where, base = self.place(node), self.base(node)
+        if not isinstance(reference, str):
+            refuse_schema(where, f"has the $ref {shown(reference)}, which is not a text")
+        uri, fragment = urldefrag(
+            base + reference if reference.startswith("#") else _join(base, reference, where)
+        )
+        if uri not in self._resources:
+            refuse_schema(
+                where,
+                f"has the $ref {shown(reference)}, which is not part of the schema; references are never fetched,"
+                " so put the definition under $defs",
+            )
+        return uri, fragment
 
     def resolve_dynamic(self, reference: Any, node: Mapping[str, Any], scope: tuple[str, ...]) -> Any:
         """Returns the schema named by a `$dynamicRef` in `node`.
@@ -84,9 +96,10 @@ class Documents:
                 continue
             identifier = node.get("$id")
             if isinstance(identifier, str) and not identifier.startswith("#"):
-                base = urldefrag(urljoin(base, identifier)).url
+                base = urldefrag(_join(base, identifier, place)).url
                 self._resources.setdefault(base, node)
             self._bases[id(node)], self._places[id(node)] = base, place
+            self._nodes.append(node)
             if len(self._bases) > _MAX_SCHEMAS:
                 refuse_schema("$", "exceeds the limit on subschemas; describe less of the output")
             # Programs write null for a keyword that is not set.
@@ -114,6 +127,13 @@ class Documents:
             return None
         self._index(node, base, place)
         return node
+
+
+def _join(base: str, reference: str, where: str) -> str:
+    try:
+        return urljoin(base, reference)
+    except ValueError:
+        refuse_schema(where, f"has {shown(reference)}, which is not a URI")
 
 
 def _children(node: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -186,3 +187,34 @@ def test_a_call_that_must_be_made_fits_its_schema(client: openai.OpenAI) -> None
             if call.function is not None
         )
         assert json.loads(streamed) == arguments
+
+
+def test_a_schema_elsewhere_is_refused_and_never_fetched(stack: Stack) -> None:
+    """Every field that takes a schema answers 400 with the reference, and nobody connects to its host."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        for reference in (f"http://{host}/s.json", f"//{host}/s.json", "file:///etc/hostname", "s.json#/a"):
+            schema = {"type": "object", "properties": {"a": {"$ref": reference}}}
+            function = {"name": "f", "parameters": schema}
+            tool = {"type": "function", "function": function}
+            formats = {"type": "json_schema", "name": "n", "schema": schema}
+            bodies: list[tuple[str, dict[str, Any]]] = [
+                ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": formats}}),
+                ("chat/completions", {"structured_outputs": {"json": schema}}),
+                ("chat/completions", {"structured_outputs": {"json": json.dumps({"$defs": {"x": schema}})}}),
+                ("chat/completions", {"tools": [tool]}),
+                ("chat/completions", {"tools": [tool], "tool_choice": "required"}),
+                ("responses", {"text": {"format": formats}}),
+                ("responses", {"tools": [{"type": "function", **function}]}),
+                ("messages", {"tools": [{"name": "f", "input_schema": schema}]}),
+            ]
+            for path, fields in bodies:
+                text = {"input": "Hi", "max_output_tokens": 4}
+                if path != "responses":
+                    text = {"messages": QUESTION, "max_tokens": 4}
+                answer = httpx.post(f"{stack.base_url}/v1/{path}", json={"model": MODEL, **text, **fields})
+                assert answer.status_code == 400, (path, fields, answer.text)
+                assert "never fetched" in answer.text
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()

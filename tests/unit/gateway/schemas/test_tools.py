@@ -26,6 +26,10 @@ from tests.support.gateway.tool_templates import TIME
         ({"tools": [function(name="x" * 65)]}, "tools[0].function.name", "64 letters"),
         ({"tools": [function(parameters=[])]}, "tools[0].function.parameters", "object"),
         ({"tools": [function(parameters={"type": "string"})]}, "tools[0].function.parameters", "schema of an object"),
+        ({"tools": [function(parameters={"properties": {"a": {"$ref": "http://a.test/s"}}})]}, "tools[0].function.parameters", "never fetched"),
+        ({"tools": [function(parameters={"$defs": {"a": {"$dynamicRef": "file:///etc/passwd"}}})]}, "tools[0].function.parameters", "never fetched"),
+        ({"tools": [function(parameters={"items": [{"$ref": "s.json#/a"}]})]}, "tools[0].function.parameters", "never fetched"),
+        ({"tools": [function(parameters={"not": {"$ref": "http://["}})]}, "tools[0].function.parameters", "never fetched"),
         ({"tools": [function(strict="yes")]}, "tools[0].function.strict", "boolean"),
         ({"tools": [TIME, TIME]}, "tools", "two tools named 'get_time'"),
         ({"tool_choice": "required"}, "tool_choice", "needs 'tools'"),
@@ -47,6 +51,19 @@ def test_an_invalid_tool_is_refused_by_name(fields: dict[str, Any], param: str, 
         chat(**fields)
     assert caught.value.param == param
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$defs": {"a": {}}, "properties": {"a": {"$ref": "#/$defs/a"}}},
+        {"$id": "https://a.test/s", "$defs": {"a": {"$id": "a"}}, "properties": {"a": {"$ref": "https://a.test/a#"}}},
+        {"$schema": "http://a.test/draft", "properties": {"$ref": {"const": {"$ref": "http://a.test/s"}}}},
+    ],
+)  # fmt: skip
+def test_references_within_a_tools_schema_are_served(schema: dict[str, Any]) -> None:
+    """They are named by pointer or by `$id`; values and names of properties are no references."""
+    assert chat(tools=[function(parameters=schema)]).tools[0].function.parameters == schema
 
 
 def test_neutral_values() -> None:
