@@ -19,7 +19,7 @@ from protos.service.logs import get_logger
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SHARDS = "*-of-*.safetensors"
+_SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 # A second copy of the weights by some authors, and LoRA adapters.
 _OTHERS = ("consolidated", "adapter_model")
 _PICKLES = ("*.bin", "*.pt", "*.pth")
@@ -178,9 +178,22 @@ def _weights(found: list[Path]) -> list[Path]:
     """Returns the weights among a folder's safetensors files without an index, as transformers chooses."""
     own = [path for path in found if not path.name.startswith(_OTHERS)]
     single = [path for path in own if path.name == _SINGLE]
-    shards = [path for path in own if path.match(_SHARDS)]
+    shards = [path for path in own if _SHARD.fullmatch(path.name)]
     copies = [path for path in found if path.name.startswith(_OTHERS[0])]
-    return single or shards or own or copies
+    return single or _all_parts(shards) or own or copies
+
+
+def _all_parts(shards: list[Path]) -> list[Path]:
+    """Returns the files; refuses them if their names say that one is missing."""
+    for path in shards:
+        match = _SHARD.fullmatch(path.name)
+        assert match is not None
+        name, number, count = match.groups()
+        for each in range(1, int(count) + 1):
+            part = path.with_name(f"{name}-{each:0{len(number)}}-of-{count}.safetensors")
+            if part not in shards:
+                raise ConfigurationRefused(f"{path.parent} lacks {part.name}; fetch it")
+    return shards
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
