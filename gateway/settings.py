@@ -131,7 +131,7 @@ class SecuritySettings(ServiceSettings):
     def _are_several(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        return _json_list(value) if value.startswith("[") else tuple(value.split(","))
+        return _json_list(value) if value.startswith("[") else tuple(filter(None, value.split(",")))
 
     @field_validator("ssl_cert_reqs", mode="before")
     @classmethod

@@ -13,7 +13,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.service.logs import LogFormat, LogLevel
 from protos.service.security_settings import LinkSecuritySettings
-from protos.service.settings import Group
+from protos.service.settings import Group, MayBeEmpty
 from protos.service.tracing import OtlpEndpoint
 from worker_svc.devices.registry import DEVICES, DeviceOptions, DeviceSetting, RblnBackend
 from worker_svc.ranks.layout import RankLayout
@@ -273,7 +273,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
     """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
     RESOURCE_EXHAUSTED."""
-    scheduler_address: str = Field("127.0.0.1:50051", pattern=r"^(.+:\d+|unix:.+)?$")
+    scheduler_address: MayBeEmpty = Field("127.0.0.1:50051", pattern=r"^(.+:\d+|unix:.+)?$")
     """host:port or unix:PATH of the scheduler to register with. Empty: register nowhere and wait for a
     scheduler to connect."""
     advertise_host: str = ""

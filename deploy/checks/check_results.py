@@ -11,7 +11,7 @@ from deploy.launcher.supervisor import BAD_SETTING
 from protos.errors import TriptychError
 from protos.service.environment import Reading
 from protos.service.redaction import HIDDEN
-from protos.service.settings import ServiceSettings, declared, is_secret, reference_variables
+from protos.service.settings import ServiceSettings, declared, is_secret, may_be_empty, reference_variables
 
 Status = Literal["ok", "note", "FAILED", "skipped"]
 
@@ -145,7 +145,9 @@ def _source(cls: type[ServiceSettings], field: str, flags: Collection[str]) -> s
     if any(name in flags for name in fields):
         return "command line"
     variables = [variable for name in fields for variable in _variables(cls, name)]
-    return next((name for name in variables if os.environ.get(name)), "configuration file")
+    empty_counts = may_be_empty(cls, field)
+    given = (name for name in variables if os.environ.get(name) or (empty_counts and name in os.environ))
+    return next(given, "configuration file")
 
 
 def _variables(cls: type[ServiceSettings], field: str) -> list[str]:

@@ -226,6 +226,10 @@ class VllmFlags:
             if flag is None:
                 translated.append(f"{name}{equals}{value}")
             elif flag.form == "switch":
+                if equals:
+                    raise ConfigurationRefused(
+                        f"{name} takes no value, got {value!r}; {name} or --no-{name[2:]} is the value"
+                    )
                 translated += self._one(flag, name if on else f"--{name[5:]}", [], model, on=on)
             elif equals or flag.form == "value":
                 translated += self._one(flag, name, [value if equals else _next(name, rest)], model)

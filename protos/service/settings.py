@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Final, NoReturn, Protocol, TypeAlias, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 from pydantic_settings import (
@@ -34,6 +34,10 @@ from protos.service.redaction import without_users, words_shown
 
 CONFIG_VARIABLE: Final = "TRIPTYCH_CONFIG"
 """The variable of ``--config``."""
+
+_EMPTY: Final = "may be empty"
+MayBeEmpty: TypeAlias = Annotated[str, _EMPTY]
+"""A text whose empty value has a meaning, which its description tells."""
 
 
 class Group(StrEnum):
@@ -103,7 +107,6 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="TRIPTYCH_",
-        env_ignore_empty=True,
         frozen=True,
         cli_kebab_case=True,
         cli_hide_none_type=True,
@@ -127,6 +130,14 @@ class ServiceSettings(BaseSettings):
             _ReferenceNames(settings_cls),
             InitSettingsSource(settings_cls, _file_values.get()),
         )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_not_empty(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses an empty flag or entry of a file: an unset shell variable must not turn protection off."""
+        if value == "" and not may_be_empty(cls, str(info.field_name)):
+            raise ValueError("is empty; give it a value, or omit it")
+        return value
 
 
 def declared(cls: type[BaseSettings], variable: str) -> dict[Any, Any]:
@@ -158,6 +169,11 @@ def reference_variables(cls: type[BaseSettings], field: str) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
+def may_be_empty(cls: type[BaseSettings], field: str) -> bool:
+    """Returns whether an empty text is a value of the field."""
+    return cls.model_fields[field].default == "" or _EMPTY in cls.model_fields[field].metadata
+
+
 def is_secret(cls: type[BaseSettings], field: str) -> bool:
     """Returns whether the field's values must not be shown: neither in errors nor in flags of a service."""
     return "SecretStr" in repr(cls.model_fields[field].annotation) if field in cls.model_fields else False
@@ -168,14 +184,19 @@ _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 
 
 class _OwnVariables(EnvSettingsSource):
-    """Our variables, without those of fixed fields and the addresses that Kubernetes sets as ports."""
+    """Our variables, without those of fixed fields and the addresses that Kubernetes sets as ports.
+
+    Compose files pass what a user left unset as an empty variable, so it counts only if empty has a meaning.
+    """
 
     def __call__(self) -> dict[str, Any]:
         fixed = fixed_fields(self.settings_cls)
         return {
             name: value
             for name, value in super().__call__().items()
-            if name not in fixed and not (name.endswith("port") and _SERVICE_LINK.match(str(value)))
+            if name not in fixed
+            and (value != "" or may_be_empty(self.settings_cls, name))
+            and not (name.endswith("port") and _SERVICE_LINK.match(str(value)))
         }
 
 
@@ -335,7 +356,8 @@ def load(cls: type[S], argv: Sequence[str] | None = None, foreign: ForeignFlags 
     file: ConfigFile | None = None
     try:
         parser, source = _flags(cls, foreign.translate(given) if foreign else given, foreign)
-        if path := parser.config or os.environ.get(CONFIG_VARIABLE):
+        path = parser.config if parser.config is not None else os.environ.get(CONFIG_VARIABLE) or None
+        if path is not None:
             file = ConfigFile.read(Path(path))
         token = _file_values.set(_values_of(file, cls, foreign) if file else {})
         try:
@@ -427,5 +449,7 @@ def _refusal(
         key = "".join(f".{part}" for part in first["loc"][1:] if isinstance(part, str))
         flag = f"--{name.replace('_', '-')}{key} ({', '.join(names)})"
     return ConfigurationRefused(
-        f"{flag} {text}" if is_secret(cls, name) else without_users(f"{flag} {text}, got {first['input']!r}")
+        f"{flag} {text}"
+        if is_secret(cls, name) or first["input"] == ""
+        else without_users(f"{flag} {text}, got {first['input']!r}")
     )

@@ -33,7 +33,8 @@ INTRODUCTION = """\
 
 Every setting of a service is a flag and a variable. A flag wins over the variable of the same name, which wins over a variable that
 Triptych takes over from vLLM, vLLM-RBLN or vLLM-Spyre. Last comes the file of `--config`. A setting that is unset takes its default.
-Lists are written with commas. A switch is `--flag` or `--no-flag`; as a variable it is `1` or `0`.
+Lists are written with commas. A switch is `--flag` or `--no-flag`; as a variable it is `1` or `0`. An empty value is a value where
+the description says what empty means; elsewhere, an empty flag or entry of a file is refused, and an empty variable is unset.
 
 A bad value ends the start with exit code 2 and one line that names the flag, the variable and what is wrong. `triptych COMMAND --help`
 prints the same settings, with an example under each heading. `--help=WORD` shows one heading ("KV memory"), or the flags
