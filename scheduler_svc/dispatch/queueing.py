@@ -266,6 +266,27 @@ class Queues:
                 self.wait(request)
 
 
+def has_share(
+    tenant: str, count: int, num_tokens: int, waiting: Iterable[Request], max_waiting: int, max_tokens: int
+) -> bool:
+    """Returns whether a full queue still takes requests of a tenant, given those that wait and its bounds.
+
+    Half as much again is a reserve, of which each waiting tenant has an equal share. One tenant's flood fills
+    the queue, but takes no other tenant's share.
+    """
+    requests, tokens = Counter({tenant: count}), Counter({tenant: num_tokens})
+    for request in waiting:
+        requests[request.tenant] += 1
+        tokens[request.tenant] += len(request.token_ids)
+    reserve, reserve_tokens = max(1, max_waiting // 2), max_tokens // 2
+    return (
+        requests[tenant] <= max(1, reserve // len(requests))
+        and tokens[tenant] <= reserve_tokens // len(requests)
+        and requests.total() <= max_waiting + reserve
+        and tokens.total() <= max_tokens + reserve_tokens
+    )
+
+
 class Capacity:
     """Decides whether the queue takes a submission.
 
@@ -295,8 +316,10 @@ class Capacity:
             scheduler.kv.max_tokens(model.max_model_len) if model else 0 for scheduler in schedulers
         )
 
-    def check(self, submission: Submission, *, num_waiting: int, waiting_tokens: int) -> None:
+    def check(self, submission: Submission, queues: Queues, *, num_waiting: int) -> None:
         """Refuses a submission that does not fit into the queue, now or ever.
+
+        `num_waiting` counts requests in no queue that have no slot yet, too.
 
         Takes several times as many requests that an earlier scheduler accepted: clients wait for the rest of
         their answers, and the requests that ran there are more than those that may wait here. It cannot be
@@ -315,8 +338,10 @@ class Capacity:
         else:
             self._check_count(count, num_prompt)
         num_tokens = count * num_prompt + sum(map(len, sequences.values()))
+        waiting_tokens = queues.num_tokens
         too_many = num_waiting and num_waiting + count > max_waiting
-        if too_many or (waiting_tokens and waiting_tokens + num_tokens > max_tokens):
+        is_full = too_many or (waiting_tokens and waiting_tokens + num_tokens > max_tokens)
+        if is_full and not has_share(submission.tenant, count, num_tokens, queues, max_waiting, max_tokens):
             self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += 1
             raise Overloaded(
                 f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",

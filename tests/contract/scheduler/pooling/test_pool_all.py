@@ -135,6 +135,25 @@ async def test_a_queue_that_is_not_empty_takes_a_call_whole_or_not_at_all(
         await asyncio.gather(*others)
 
 
+async def test_a_flood_of_one_tenant_refuses_no_call_of_another(settings: Settings) -> None:
+    """The full queue has a reserve, which tenants share."""
+    worker = FakePoolWorker()
+    limits = settings.model_copy(update={"max_waiting_requests": 8})
+    async with run_scheduler(limits) as scheduler, joined(scheduler, worker):
+        worker.gate.clear()
+        calls = [asyncio.ensure_future(scheduler.inference.Pool(pool_request([8])))]
+        await worker.received.wait()
+        calls += [asyncio.ensure_future(scheduler.inference.Pool(pool_request([9]))) for _ in range(8)]
+        await until(lambda: scheduler.deployment.load().num_waiting == 8)
+        assert type(await failure_of(scheduler, request_for([7]))) is Overloaded
+        other = pool_request([7])
+        other.tenant = "another"
+        calls.append(asyncio.ensure_future(scheduler.inference.Pool(other)))
+        await until(lambda: scheduler.deployment.load().num_waiting == 9)
+        worker.gate.set()
+        await asyncio.gather(*calls)
+
+
 async def test_results_that_fit_no_message_are_refused() -> None:
     """The error has both numbers of values; nothing runs."""
     worker = FakePoolWorker(tasks=(pb.POOL_TASK_TOKEN_EMBED,), pooled_size=MOST_VALUES // 8)

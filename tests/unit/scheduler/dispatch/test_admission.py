@@ -1,5 +1,8 @@
 """Requests that the engine refuses, with the error and its text."""
 
+import contextlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,6 +26,7 @@ from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import (
     EOS,
     ListSink,
+    Rig,
     expected_tokens,
     make_rig,
     make_sampling,
@@ -103,6 +107,41 @@ def test_the_queue_is_bounded_by_tokens() -> None:
     rig.submit(make_submission([5] * 20, request_id="long"))
     with pytest.raises(Overloaded):
         rig.submit(make_submission(request_id="short"))
+
+
+_numbers = itertools.count()
+
+
+def _flood(rig: Rig, tenant: str, count: int, prompt: Sequence[int] = (5, 6, 7)) -> int:
+    """Submits requests of a tenant; returns how many are accepted."""
+    accepted = 0
+    for _ in range(count):
+        with contextlib.suppress(Overloaded):
+            rig.submit(make_submission(prompt, request_id=f"{tenant}-{next(_numbers)}", tenant=tenant))
+            accepted += 1
+    return accepted
+
+
+def test_a_flood_of_one_tenant_refuses_no_request_of_another() -> None:
+    """It fills the queue, as it may alone; half as much again is shared by all tenants that wait."""
+    rig = make_rig(make_shapes(max_num_seqs=4), max_waiting=1024)
+    assert _flood(rig, "a", 1100) == 1024 + 4
+    assert _flood(rig, "b", 1) == 1
+    assert _flood(rig, "a", 1) == 0
+    assert _flood(rig, "b2", 1100) == 1024 // 2 // 3
+
+
+def test_a_flood_of_long_prompts_refuses_no_request_of_another() -> None:
+    """The bound on tokens has the same reserve."""
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting_tokens=400)
+    assert _flood(rig, "a", 50, [5] * 20) == 400 // 20 + 1
+    assert _flood(rig, "b", 50) == 400 // 2 // 2 // 3
+
+
+def test_many_tenants_together_have_half_as_much_again() -> None:
+    """Whoever may name tenants cannot fill memory with them."""
+    rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting=10)
+    assert sum(_flood(rig, f"tenant-{number}", 10) for number in range(100)) == 1 + 10 + 5
 
 
 def test_before_the_first_replica_requests_are_unavailable() -> None:
