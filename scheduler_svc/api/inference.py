@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -16,7 +17,7 @@ from protos.errors import (
 )
 from protos.service.backpressure import UnreadLimits
 from protos.service.grpc_options import SCHEMA_REVISION
-from protos.service.logs import bind_request, get_logger
+from protos.service.logs import get_logger
 from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from protos.validation import check_fields
@@ -38,6 +39,7 @@ from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event, Sink
+from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
 from scheduler_svc.workers.engine_protocol import EngineProtocol
@@ -200,6 +202,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         mine: dict[str, PoolSubmission] = {}
         buffer = self._buffer(mine)
         results: dict[str, inference_pb2.PoolResponse] = {}
+        started_s, outcome = time.monotonic(), FinishReason.ABORT.name.lower()
         try:
             submissions = self._pool_submissions(requests)
             self._engine.submit_pooling(submissions, buffer)
@@ -208,13 +211,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 for event in await buffer.take():
                     assert isinstance(event, Event)
                     results[event.request_id] = pooled_to_proto(event, mine.pop(event.request_id))
+            outcome = FinishReason.STOP.name.lower()
         except TriptychError as error:
+            outcome = type(error).__name__
             if not (mine or results):
                 self._metrics.unserved.refused(error, len(requests))
             await abort(context, error)
         finally:
             buffer.close()
             self._abort_all(mine)
+            self._log.info(
+                "request",
+                request_id=requests[0].request_id if requests else "",
+                inputs=len(requests),
+                prompt_tokens=sum(len(each.prompt_token_ids) for each in requests),
+                ms=round((time.monotonic() - started_s) * 1000, 1),
+                finish_reason=outcome,
+            )
         return [results[submission.request_id] for submission in submissions]
 
     def _pool_submissions(self, requests: Sequence[inference_pb2.PoolRequest]) -> list[PoolSubmission]:
@@ -243,11 +256,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         try:
             self._check_model(request.model)
             submission = submission_from_proto(request, self._tracer)
-            with bind_request(submission.request_id):
-                self._engine.submit(submission, sink)
-                self._log.debug("accepted", prompt_tokens=len(submission.prompt_token_ids))
+            self._engine.submit(submission, sink)
         except TriptychError as error:
             self._metrics.unserved.refused(error)
+            self._log.info(
+                "request",
+                request_id=request.request_id,
+                prompt_tokens=len(request.prompt_token_ids),
+                finish_reason=type(error).__name__,
+            )
             raise
         return submission
 

@@ -231,7 +231,7 @@ class Engine:
 
     def _end(self, request: Request, event: Event) -> None:
         request.state = RequestState.FINISHED
-        request.end_trace(event, self._clock())
+        request.note_end(event, self._clock())
         request.sink.push(event)
         self.forget(request)
 

@@ -235,7 +235,7 @@ class Slots:
         else:
             self._shared.cancel(request)
         request.state = RequestState.FINISHED
-        request.end_trace(event, self._clock())
+        request.note_end(event, self._clock())
         request.sink.push(event)
         self._owner.forget(request)
 

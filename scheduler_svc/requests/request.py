@@ -13,6 +13,7 @@ from dataclasses import InitVar, dataclass, field, replace
 from typing import Final, Protocol, TypeAlias
 
 from protos.errors import TriptychError
+from protos.service.logs import get_logger
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.kv.sequence import SequenceKv
@@ -117,6 +118,12 @@ class SequenceGroup:
     """Whether the client received the facts about the prompt."""
     failed: bool = False
     """Whether a sequence failed, and with it the request; the others send no more events."""
+    num_output_tokens: int = 0
+    """Tokens of the sequences that have ended."""
+    outcomes: list[str] = field(default_factory=list)
+    """Their finish reasons and errors, each once."""
+    first_token_s: float | None = None
+    """Clock reading when the first token of any of them came."""
 
 
 class SequenceSink:
@@ -272,11 +279,38 @@ class Request:
         if told:
             self.sink.push(Event(self.request_id, worker_losses=0))
 
+    def note_end(self, event: Event, now_s: float) -> None:
+        """Notes the sequence's end, given its last event and a clock reading: in its spans, and in the log.
+
+        The log has a line for each client request, written when its last sequence ends.
+        """
+        self.end_trace(event, now_s)
+        delivery, group = self.delivery, self.group or SequenceGroup(self.request_id, self.sink)
+        outcome = _outcome(event)
+        if outcome not in group.outcomes:
+            group.outcomes.append(outcome)
+        group.num_output_tokens += self.num_output_tokens
+        times = [time for time in (group.first_token_s, delivery.first_token_s) if time is not None]
+        group.first_token_s = min(times, default=None)
+        if len(group.members) > 1:
+            return
+        get_logger().info(
+            "request",
+            request_id=group.request_id,
+            replica=self.replica_id,
+            prompt_tokens=self.num_prompt_tokens,
+            completion_tokens=group.num_output_tokens,
+            queue_ms=_ms(delivery.accepted_s, delivery.first_scheduled_s),
+            ttft_ms=_ms(delivery.accepted_s, group.first_token_s),
+            ms=_ms(delivery.accepted_s, now_s),
+            finish_reason=",".join(group.outcomes),
+        )
+
     def end_trace(self, event: Event, now_s: float) -> None:
         """Writes the request's spans, if it is sampled, given its last event and a clock reading."""
         if self.trace is None:
             return
-        params, delivery, reason = self.sampling.params, self.delivery, event.finish_reason
+        params, delivery = self.sampling.params, self.delivery
         attributes: dict[str, str | int | float] = {
             "gen_ai.request.id": self.request_id,
             "gen_ai.request.max_tokens": self.stop.max_tokens,
@@ -288,7 +322,7 @@ class Request:
             "triptych.cached_tokens": self.kv.num_cached,
             "triptych.preemptions": delivery.num_preemptions,
             "triptych.replica_id": self.replica_id or "",
-            "triptych.finish_reason": reason.name.lower() if reason is not None else "error",
+            "triptych.finish_reason": "error" if event.finish_reason is None else _outcome(event),
         }
         started_s, first_s = delivery.first_scheduled_s, delivery.first_token_s
         if started_s is not None:
@@ -310,3 +344,14 @@ class Request:
     def num_output_tokens(self) -> int:
         """Tokens generated so far, resumed tokens included."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+
+def _outcome(event: Event) -> str:
+    """Returns how a last event ends a sequence: `stop`, `length`, `abort` or the kind of its error."""
+    if event.finish_reason is not None:
+        return event.finish_reason.name.lower()
+    return type(event.error).__name__
+
+
+def _ms(since_s: float, until_s: float | None) -> float | None:
+    return None if until_s is None else round((until_s - since_s) * 1000, 1)

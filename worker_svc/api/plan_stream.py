@@ -187,6 +187,11 @@ class PlanStream:
     def _take(self, message: worker_pb2.StepPlan) -> None:
         """Queues a plan on the model thread."""
         plan = plan_from_proto(message)
+        for each in plan.admit:
+            get_logger().debug(
+                "admitted", request_id=each.request_id, slot=each.slot, tokens=len(each.token_ids),
+                computed_tokens=each.num_computed_tokens,
+            )  # fmt: skip
         self._unanswered += 1
         running = self._thread.submit(lambda: self._run(plan), what=STEP, limit_s=self._step_limit_s)
         running.add_done_callback(self._ran)
