@@ -37,10 +37,10 @@ _REFUSAL_S: Final = 0.1
 class HttpServer(uvicorn.Server):
     """uvicorn's server, with a bounded shutdown: a signal ends it with exit code 0 and without tracebacks."""
 
-    def __init__(self, config: uvicorn.Config, client: InferenceClient, drain_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, client: InferenceClient, drain_s: float) -> None:
         super().__init__(config)
         self._client = client
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_s = drain_s
         self._refused = False
 
     def refuse(self, error: TriptychError) -> None:
@@ -70,8 +70,9 @@ class HttpServer(uvicorn.Server):
                 signal.signal(sig, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - as signal handlers
-        """Drains on the first signal; ends running requests on the second."""
-        if self.should_exit:
+        """Drains on the first signal; ends running requests on a later SIGINT."""
+        # `timeout` and process managers send SIGTERM twice; only a person in a hurry presses Ctrl-C again.
+        if self.should_exit and sig == signal.SIGINT:
             self._end_requests()
         self.should_exit = True
 
@@ -79,9 +80,9 @@ class HttpServer(uvicorn.Server):
         self._client.fail_all(Unavailable("the gateway is shutting down; send the request again"))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops listening and waits for running requests, up to the drain timeout."""
-        logs.get_logger().info("draining", pending=self._client.num_pending, timeout_s=self._drain_timeout_s)
-        timer = asyncio.get_running_loop().call_later(self._drain_timeout_s, self._end_requests)
+        """Stops listening and waits for running requests, up to the drain's end."""
+        logs.get_logger().info("draining", pending=self._client.num_pending, timeout_s=self._drain_s)
+        timer = asyncio.get_running_loop().call_later(self._drain_s, self._end_requests)
         await super().shutdown(sockets)
         timer.cancel()
 
@@ -105,8 +106,8 @@ def http_config(settings: Settings, app: Any) -> uvicorn.Config:
         # uvicorn refuses the connection that reaches its limit.
         limit_concurrency=settings.max_connections + 1,
         timeout_keep_alive=settings.keep_alive_s,
-        # The drain timeout ends requests before this limit, which catches what hangs even then.
-        timeout_graceful_shutdown=int(settings.drain_timeout_s) + 5,
+        # The end of the drain ends requests before this limit, which catches what hangs even then.
+        timeout_graceful_shutdown=int(settings.drain_s) + 5,
     )
 
 
@@ -134,7 +135,7 @@ def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
         server.refuse(error)
 
     app = create_app(settings, client, tracer=tracer, on_unusable=refuse)
-    server = HttpServer(http_config(settings, app), client, settings.drain_timeout_s)
+    server = HttpServer(http_config(settings, app), client, settings.drain_s)
     return server
 
 

@@ -204,7 +204,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "resume_timeout_s",
             "park_timeout_s",
             "call_timeout_s",
-            "drain_timeout_s",
+            "drain_s",
             "read_timeout_s",
             "write_timeout_s",
         ),
@@ -305,7 +305,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
     call_timeout_s: float = Field(
         5.0, gt=0, le=600, description="Deadline of short calls to the scheduler, seconds."
     )
-    drain_timeout_s: float = Field(
+    drain_s: float = Field(
         30.0,
         ge=0,
         le=3600,

@@ -48,10 +48,14 @@ async def serve(settings: Settings) -> None:
     server = Server(
         (INFERENCE, REGISTRY), register, max_concurrent_rpcs=settings.max_concurrent_rpcs, security=security
     )
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stop.set)
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+
+    def on_interrupt() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    loop.add_signal_handler(signal.SIGINT, on_interrupt)
     # Health follows the replicas and the settings' adapters: SERVING means that a request can run now.
     changes: asyncio.Queue[bool] = asyncio.Queue()
     inference.loras.on_ready(changes.put_nowait)
@@ -69,11 +73,11 @@ async def serve(settings: Settings) -> None:
     log.info("draining", running=load.num_running, waiting=load.num_waiting)
     for task in tasks:
         task.cancel()
-    # Readiness goes first. Gateways hold their requests and resubmit them to the next scheduler; only the
-    # calls of direct clients need time.
+    # Readiness goes first. Only the calls of direct clients need time: gateways resubmit their requests to
+    # the next scheduler. Until then those run here, because the next scheduler gets no worker before.
     await server.set_serving(False)
-    inference.drain()
-    await deployment.drained(settings.drain_s)
+    await inference.drain(settings.drain_s, hurry)
+    await registry.close()
     await server.stop(grace_s=0.5)
     deployment.histogram.save()
     if tracer is not None:

@@ -197,9 +197,8 @@ class Settings(LinkSecuritySettings):
     none is kept."""
     batchsize_log_interval_s: float = Field(0.0)
     """Seconds between two log entries of the decode batch sizes; 0 or below for none."""
-    drain_s: float = Field(30.0, ge=0)
-    """Seconds that requests of direct clients may continue after SIGTERM. Gateways take theirs back at
-    once."""
+    drain_s: float = Field(30.0, ge=0, le=3600)
+    """How long running requests may continue after SIGTERM or SIGINT, seconds."""
     log_level: LogLevel = Field("info")
     """Least severe level that is logged."""
     log_format: LogFormat = Field("json")

@@ -31,7 +31,7 @@ from protos.service.settings import CONFIG_VARIABLE, load
 from worker_svc.settings import Settings as WorkerSettings
 
 # The container runtime has its own deadline, which suits the worker.
-_GRACE_S = 86_400.0
+_DRAIN_S = 86_400.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared, not bound
 
 
@@ -39,7 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT.
 
     Returns:
-        0 after a clean stop, 2 for a bad setting, 130 after a second signal, 1 if the worker never serves.
+        0 after a clean stop, 2 for a bad setting, 130 after a SIGINT that follows another signal, 1 if the
+        worker never serves.
     """
     try:
         settings = load(KeepWorkerSettings, argv)
@@ -57,7 +58,7 @@ async def _run(settings: KeepWorkerSettings, folder: Path) -> int:
     secrets = secrets_of(settings, WorkerSettings)
     worker = worker_spec("worker", tuple(flags), folder, secrets, has_log=False)
     standbys = Standbys(standby_spec(worker), settings.standby_workers, _say)
-    supervisor = Supervisor([[worker]], _say, standbys=standbys, grace_s=_GRACE_S)
+    supervisor = Supervisor([[worker]], _say, standbys=standbys, drain_s=_DRAIN_S)
 
     def complain(error: LaunchError) -> None:
         if error.exit_code != BAD_SETTING:  # otherwise the worker has said why

@@ -130,6 +130,7 @@ class Launcher:
             (plan.gateways, (plan.scheduler,), plan.workers),
             say,
             standbys=standbys,
+            drain_s=settings.drain_s,
             max_log_bytes=settings.max_log_mb << 20,
         )
 

@@ -163,20 +163,23 @@ class Child:
             self.spec.pid_file.unlink(missing_ok=True)
         return status
 
-    async def stop(self, grace_s: float) -> bool:
-        """Terminates the process, and kills it after `grace_s` seconds; returns whether it ended in time."""
-        process = self._process
-        if process is None:
-            return True
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            await asyncio.wait_for(self.wait(), grace_s)
-            return True
-        except TimeoutError:
-            self.kill()
-            await self.wait()
-            return False
+    async def stop(self, drain_s: float, grace_s: float = 0.0) -> bool:
+        """Stops the process: SIGTERM, after `drain_s` seconds SIGINT, and SIGKILL `grace_s` seconds later.
+
+        Returns:
+            Whether it ended without SIGKILL.
+        """
+        for number, wait_s in ((signal.SIGTERM, drain_s), (signal.SIGINT, grace_s)):
+            if self._process is None:
+                return True
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.wait(), wait_s)
+                return True
+        self.kill()
+        await self.wait()
+        return False
 
     def rotate_log(self, limit_bytes: int) -> None:
         """Moves the content of a log above ``limit_bytes`` to `.log.1`.

@@ -18,9 +18,6 @@ from worker_svc.settings import Settings as WorkerSettings
 
 LOOPBACK = "127.0.0.1"
 """Address of the scheduler and the workers, in addition to their Unix sockets."""
-# Running requests may continue this long after Ctrl-C, which is less than the supervisor's grace period.
-_GATEWAY_DRAIN_S = 5.0
-_SCHEDULER_DRAIN_S = 2.0
 
 
 def gateway_flags(
@@ -36,7 +33,6 @@ def gateway_flags(
         reuse_port=settings.gateways > 1 or None,
         metrics_folder=scheduler.with_name("metrics") if settings.gateways > 1 else None,
         scheduler_address=unix_address(scheduler),
-        drain_timeout_s=_GATEWAY_DRAIN_S,
         log_format="json",
     )
 
@@ -49,7 +45,6 @@ def scheduler_flags(settings: LaunchSettings, port: int, socket: Path | None = N
         host=LOOPBACK,
         port=port,
         socket=socket,
-        drain_s=_SCHEDULER_DRAIN_S,
         log_format="json",
     )
 

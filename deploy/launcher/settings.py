@@ -67,8 +67,6 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
         "master": "the launcher chooses where ranks meet",
         "socket": "the launcher chooses a path for each service",
         "advertise_host": "all services run on this machine",
-        "drain_timeout_s": "a drain must end before the launcher kills the gateway",
-        "drain_s": "a drain must end before the launcher kills the scheduler",
         "log_format": "the launcher reads its services' progress from JSON logs; a service started alone takes json or console",
     }
 

@@ -25,12 +25,16 @@ from worker_svc.settings import Settings as WorkerSettings
 # As long as the longest name of a socket.
 _LONGEST_NAME = "metrics/0123456789ab.sock"
 _LOCK = "launcher.pid"
+# Files of running services.
+_RUNNING = ("*.pid", "*.sock", "metrics/*.sock")
 COMMAND = (sys.executable, "-m", "deploy.cli")
 
 
 @contextmanager
 def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
-    """Creates and locks the run dir; `clean` removes the files that an earlier launcher left.
+    """Creates and locks the run dir.
+
+    `clean` removes the files of earlier launchers, and at the end those of this one, except logs.
 
     Raises:
         ConfigurationRefused: Another launcher uses the folder, or it cannot be written.
@@ -50,10 +54,8 @@ def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
             raise ConfigurationRefused(
                 f"the run dir {run_dir} is in use by another `triptych up` (pid {other}); choose another --run-dir"
             ) from None
-        for kind in ("log", "pid", "sock") if clean else ():
-            for stale in run_dir.glob(f"*.{kind}"):
-                if stale.name != _LOCK:
-                    stale.unlink()
+        if clean:
+            _remove(run_dir, "*.log", *_RUNNING)
         try:
             try:
                 lock.truncate(0)
@@ -62,7 +64,15 @@ def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
                 raise _unwritable(run_dir, error) from error
             yield
         finally:
+            # A killed service leaves its socket.
+            _remove(run_dir, *(_RUNNING if clean else ()))
             (run_dir / _LOCK).unlink(missing_ok=True)
+
+
+def _remove(run_dir: Path, *patterns: str) -> None:
+    for stale in (path for pattern in patterns for path in run_dir.glob(pattern) if path.name != _LOCK):
+        with contextlib.suppress(FileNotFoundError):
+            stale.unlink()
 
 
 def _unwritable(run_dir: Path, error: OSError) -> ConfigurationRefused:

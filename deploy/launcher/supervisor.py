@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from deploy.launcher.log_tail import last_lines, reason, size_of
@@ -46,11 +47,16 @@ class RestartPolicy:
         return float(min(self.first_delay_s * 2 ** (deaths - 1), self.longest_delay_s))
 
 
-def describe_death(spec: ChildSpec, status: int) -> str:
-    """Describes a death for people: the exit and, if there is a log, its last lines."""
+def describe_death(spec: ChildSpec, status: int, then: str) -> str:
+    """Describes a death for people: the exit, if there is a log its last lines, and what happens `then`.
+
+    A service that was asked to stop is one line.
+    """
+    if status == 0:
+        return f"{spec.name} was stopped. {then}"
     place = f" Its log: {spec.log}" if spec.has_log else ""
     lines = [f"{spec.name} died ({describe_exit(status)}).{place}"]
-    return "\n".join(lines + [f"  | {line}" for line in last_lines(spec.log, 5)])
+    return "\n".join([*lines, *(f"  | {line}" for line in last_lines(spec.log, 5)), then])
 
 
 # Resident memory of a process that has imported what a worker needs.
@@ -159,7 +165,7 @@ class Standbys:
             lived_s = time.monotonic() - started
             deaths = 1 if lived_s >= self._policy.forgive_after_s else deaths + 1
             delay_s = self._policy.delay_s(deaths)
-            self._report(f"{describe_death(spec, status)}\nAnother standby starts in {delay_s:g} s.")
+            self._report(describe_death(spec, status, f"Another standby starts in {delay_s:g} s."))
             await asyncio.sleep(delay_s)
 
 
@@ -185,6 +191,7 @@ class Supervisor:
         *,
         policy: RestartPolicy | None = None,
         standbys: Standbys | None = None,
+        drain_s: float = 30.0,
         grace_s: float = 10.0,
         max_log_bytes: int = 64 << 20,
         look_every_s: float = 5.0,
@@ -196,7 +203,8 @@ class Supervisor:
             report: receives messages for the user.
             policy: when to restart a child.
             standbys: processes that can replace a dead worker; they are prepared once the stack has served.
-            grace_s: seconds that each stage has to exit before it is killed.
+            drain_s: seconds from :meth:`stop` on that all stages together have for running requests.
+            grace_s: seconds that each stage then has to exit before it is killed.
             max_log_bytes: size above which a log is rotated.
             look_every_s: seconds between two looks at the sizes of logs.
         """
@@ -205,6 +213,7 @@ class Supervisor:
         self._stages = [[Child(spec) for spec in stage] for stage in stages]
         self._report = report
         self._policy = policy or RestartPolicy()
+        self._drain_s = drain_s
         self._grace_s = grace_s
         self._standbys = standbys or Standbys(None, 0, report)
         self._served = asyncio.Event()
@@ -271,24 +280,27 @@ class Supervisor:
                 last_refusal = refusal
                 await asyncio.sleep(delay_s)
                 continue
-            last_refusal, death = "", describe_death(spec, status)
+            last_refusal, describe = "", partial(describe_death, spec, status)
             if deaths >= self._policy.failed_starts and not self._served.is_set():
-                raise LaunchError(f"{death}\nIt died {deaths} times before it served; giving up.")
+                raise LaunchError(describe(f"It died {deaths} times before it served; giving up."))
             if deaths == 1 and self._standbys.has_one_for(spec):
-                self._report(f"{death}\nA standby takes the place of {spec.name}.")
+                self._report(describe(f"A standby takes the place of {spec.name}."))
                 continue
-            self._report(f"{death}\n{spec.name} restarts in {delay_s:g} s.")
+            self._report(describe(f"{spec.name} restarts in {delay_s:g} s."))
             await asyncio.sleep(delay_s)
 
     async def stop(self) -> None:
         """Stops the children, stage by stage. Call it after the end of `run`."""
         await self._standbys.stop()
+        until = time.monotonic() + self._drain_s
         for stage in self._stages:
             running = [child for child in stage if child.running]
-            ended = await asyncio.gather(*(child.stop(self._grace_s) for child in running))
+            drain_s = max(0.0, until - time.monotonic())
+            ended = await asyncio.gather(*(child.stop(drain_s, self._grace_s) for child in running))
             for child, in_time in zip(running, ended, strict=True):
                 if not in_time:
-                    self._report(f"{child.spec.name} did not exit within {self._grace_s:g} s and was killed.")
+                    late_s = drain_s + self._grace_s
+                    self._report(f"{child.spec.name} did not exit within {late_s:.3g} s and was killed.")
 
 
 async def run_until_signal(
@@ -307,21 +319,23 @@ async def run_until_signal(
         say: receives messages about the signals.
 
     Returns:
-        0 after a signal, 130 after two, or the exit code of the failure.
+        0 after a signal, 130 after a SIGINT that followed another signal, or the exit code of the failure.
     """
-    loop, task, signals, code = asyncio.get_running_loop(), asyncio.ensure_future(serving), 0, 0
+    loop, task, is_stopping, code = asyncio.get_running_loop(), asyncio.ensure_future(serving), False, 0
 
-    def on_signal() -> None:
-        nonlocal signals
-        signals += 1
-        if signals == 1:
-            say("Stopping (again to kill).")
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal is_stopping, code
+        if not is_stopping:
+            is_stopping = True
+            say("Stopping (Ctrl-C to kill).")
             task.cancel()
-        else:
+        # `timeout` and process managers send SIGTERM twice; only a person in a hurry presses Ctrl-C again.
+        elif number is signal.SIGINT:
+            code = 130
             supervisor.kill()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         await task
     except asyncio.CancelledError:
@@ -332,7 +346,7 @@ async def run_until_signal(
         code = error.exit_code
     finally:
         await supervisor.stop()
-    return code if signals <= 1 else 130
+    return code
 
 
 def _first_launch_error(group: ExceptionGroup[Exception]) -> LaunchError:

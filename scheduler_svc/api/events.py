@@ -39,7 +39,7 @@ class EventBuffer:
         """
         self._count_loss = count_loss
         self._abort = abort
-        self._unread = limits.reader(self._end)
+        self._unread = limits.reader(self.end)
         self._error: TriptychError | None = None
         self._events: list[Event | TokenColumns] = []
         self._num_buffered = 0
@@ -70,8 +70,8 @@ class EventBuffer:
         self._num_buffered += weight
         self._unread.add(weight)
 
-    def _end(self, error: TriptychError) -> None:
-        """Drops all events, now and from now on; :meth:`take` and :meth:`has_room` raise `error`."""
+    def end(self, error: TriptychError) -> None:
+        """Aborts the requests and drops all events; :meth:`take` and :meth:`has_room` raise `error`."""
         self._error = error
         self._events.clear()
         self._num_buffered = 0
@@ -90,6 +90,7 @@ class EventBuffer:
 
         Raises:
             Overloaded: if the client reads too slowly. Its requests have been aborted.
+            TriptychError: the error given to :meth:`end`.
         """
         self._unread.remove(self._num_taken)
         self._num_taken = 0

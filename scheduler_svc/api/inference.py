@@ -1,9 +1,10 @@
 """The `Inference` service: each RPC parses its request, calls the engine and builds the answer."""
 
 import asyncio
+import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -38,7 +39,7 @@ from scheduler_svc.api.messages import (
 from scheduler_svc.metrics import SchedulerMetrics
 from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.requests.admission import Submission
-from scheduler_svc.requests.request import Event, Sink
+from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
@@ -73,24 +74,56 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         self._metrics = SchedulerMetrics(deployment, self._unread)
         self._draining = False
-        # The buffers of open Connect streams.
+        # Set when the drain has ended.
+        self._ended = False
+        # The buffers of open calls, those of direct clients apart.
         self._streams: set[EventBuffer] = set()
+        self._direct: set[EventBuffer] = set()
+        self._direct_ended = asyncio.Event()
         self._log = get_logger()
 
     @property
     def _engine(self) -> EngineProtocol:
         return self._deployment.engine
 
-    def drain(self) -> None:
-        """Refuses new requests, and ends Connect streams, whose clients resubmit their requests."""
-        self._draining = True
-        for buffer in self._streams:
-            buffer.wake()
+    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
+        """Refuses new requests of direct clients and waits for their calls; then ends all calls.
 
-    def _buffer(self, requests: Iterable[str]) -> EventBuffer:
-        """Returns the buffer of a stream, given the ids of its requests; they may change while it runs."""
+        Connect streams serve until then. Their clients resubmit their requests to the next scheduler.
+
+        Args:
+            timeout_s: seconds that the calls of direct clients may take.
+            hurry: ends the wait once it is set.
+        """
+        self._draining = True
+        if self._direct:
+            waiting = [asyncio.create_task(event.wait()) for event in (self._direct_ended, hurry)]
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in waiting:
+                task.cancel()
+        self._ended = True
+        for buffer in (*self._streams, *self._direct):
+            buffer.end(_shutting_down())
+
+    @contextlib.contextmanager
+    def _buffer(self, requests: Iterable[str], calls: set[EventBuffer]) -> Iterator[EventBuffer]:
+        """Yields the buffer of a call, one of `calls`, and aborts its requests at the end.
+
+        `requests` are their ids, which may change meanwhile.
+        """
         abort = functools.partial(self._abort_all, requests)
-        return EventBuffer(self._unread, abort, self._metrics.unserved.ended)
+        buffer = EventBuffer(self._unread, abort, self._metrics.unserved.ended)
+        if self._ended:
+            buffer.end(_shutting_down())
+        calls.add(buffer)
+        try:
+            yield buffer
+        finally:
+            calls.discard(buffer)
+            if self._draining and not self._direct:
+                self._direct_ended.set()
+            buffer.close()
+            abort()
 
     def _abort_all(self, requests: Iterable[str]) -> None:
         for request_id in requests:
@@ -101,60 +134,60 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateEvent]:
         """Runs a request. The end of the call aborts it."""
         mine: list[str] = []
-        buffer = self._buffer(mine)
         try:
-            submission = self._submit(request, buffer)
-            mine.append(submission.request_id)
-            left = len(submission.sequences)
-            while left:
-                for event in await buffer.take():
-                    if isinstance(event, Event):
-                        if event.error is not None:
-                            raise event.error
-                        left -= event.finish_reason is not None
-                    for message, _ in event_to_protos(event):
-                        yield message
+            with self._buffer(mine, self._direct) as buffer:
+                submission = self._submit(request, buffer)
+                mine.append(submission.request_id)
+                left = len(submission.sequences)
+                while left:
+                    for event in await buffer.take():
+                        if isinstance(event, Event):
+                            if event.error is not None:
+                                raise event.error
+                            left -= event.finish_reason is not None
+                        for message, _ in event_to_protos(event):
+                            yield message
         except TriptychError as error:
             await abort(context, error)
-        finally:
-            buffer.close()
-            self._abort_all(mine)
 
     async def Connect(
         self, request_iterator: AsyncIterator[inference_pb2.ConnectRequest], context: Context
     ) -> AsyncIterator[inference_pb2.ConnectResponse]:
         """Runs many requests. The end of the stream aborts those still live."""
         mine: set[str] = set()
-        buffer, encoder = self._buffer(mine), ConnectEncoder()
-        reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
-        self._streams.add(buffer)
         try:
-            # A client that half-closes the stream still reads the answers.
-            reader.add_done_callback(lambda _: buffer.wake())
-            while mine or not reader.done():
-                if self._draining:
-                    raise _shutting_down()
-                if events := await buffer.take():
-                    # Ask the engine, too: a refused duplicate of a live id must not orphan the live request.
-                    ended = {
-                        event.request_id
-                        for event in events
-                        if isinstance(event, Event) and (event.finish_reason or event.error)
-                    }
-                    mine.difference_update(name for name in ended if self._engine.find(name) is None)
-                    for message in encoder.encode(events):
+            with self._buffer(mine, self._streams) as buffer:
+                reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
+                try:
+                    async for message in self._answers(reader, buffer, mine):
                         yield message
-                if reader.done() and reader.exception() is not None:
-                    break
-            await reader
+                    await reader
+                finally:
+                    reader.cancel()
+                    await asyncio.gather(reader, return_exceptions=True)
         except TriptychError as error:
             await abort(context, error)
-        finally:
-            self._streams.discard(buffer)
-            buffer.close()
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
-            self._abort_all(mine)
+
+    async def _answers(
+        self, reader: asyncio.Task[None], buffer: EventBuffer, mine: set[str]
+    ) -> AsyncIterator[inference_pb2.ConnectResponse]:
+        """Yields a stream's messages until its reader has failed, or has ended and no request is live."""
+        encoder = ConnectEncoder()
+        # A client that half-closes the stream still reads the answers.
+        reader.add_done_callback(lambda _: buffer.wake())
+        while mine or not reader.done():
+            if events := await buffer.take():
+                # Ask the engine, too: a refused duplicate of a live id must not orphan the live request.
+                ended = {
+                    event.request_id
+                    for event in events
+                    if isinstance(event, Event) and (event.finish_reason or event.error)
+                }
+                mine.difference_update(name for name in ended if self._engine.find(name) is None)
+                for message in encoder.encode(events):
+                    yield message
+            if reader.done() and reader.exception() is not None:
+                break
 
     async def _read(
         self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
@@ -200,17 +233,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, requests: Sequence[inference_pb2.PoolRequest], context: Context
     ) -> list[inference_pb2.PoolResponse]:
         mine: dict[str, PoolSubmission] = {}
-        buffer = self._buffer(mine)
         results: dict[str, inference_pb2.PoolResponse] = {}
         started_s, outcome = time.monotonic(), FinishReason.ABORT.name.lower()
         try:
-            submissions = self._pool_submissions(requests)
-            self._engine.submit_pooling(submissions, buffer)
-            mine.update((submission.request_id, submission) for submission in submissions)
-            while mine:
-                for event in await buffer.take():
-                    assert isinstance(event, Event)
-                    results[event.request_id] = pooled_to_proto(event, mine.pop(event.request_id))
+            with self._buffer(mine, self._direct) as buffer:
+                submissions = self._pool_submissions(requests)
+                self._engine.submit_pooling(submissions, buffer)
+                mine.update((submission.request_id, submission) for submission in submissions)
+                while mine:
+                    for event in await buffer.take():
+                        assert isinstance(event, Event)
+                        results[event.request_id] = pooled_to_proto(event, mine.pop(event.request_id))
             outcome = FinishReason.STOP.name.lower()
         except TriptychError as error:
             outcome = type(error).__name__
@@ -218,8 +251,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 self._metrics.unserved.refused(error, len(requests))
             await abort(context, error)
         finally:
-            buffer.close()
-            self._abort_all(mine)
             self._log.info(
                 "request",
                 request_id=requests[0].request_id if requests else "",
@@ -232,6 +263,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
     def _pool_submissions(self, requests: Sequence[inference_pb2.PoolRequest]) -> list[PoolSubmission]:
         """Validates all requests before the first is submitted."""
+        self._check_open()
         for request in requests:
             self._check_model(request.model)
         submissions = [pool_submission_from_proto(request, self._tracer) for request in requests]
@@ -239,10 +271,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             check_results_fit(submissions, served.model.pooled_size)
         return submissions
 
-    def _check_model(self, name: str) -> None:
-        """Refuses requests while draining, and requests for another model."""
+    def _check_open(self) -> None:
+        """Refuses direct clients while draining."""
         if self._draining:
             raise _shutting_down()
+
+    def _check_model(self, name: str) -> None:
+        """Refuses requests for another model."""
         served = self._deployment.served
         if served is None:
             return
@@ -252,11 +287,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 param="model",
             )
 
-    def _submit(self, request: inference_pb2.GenerateRequest, sink: Sink) -> Submission:
+    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> Submission:
         try:
+            if buffer in self._direct:
+                self._check_open()
             self._check_model(request.model)
             submission = submission_from_proto(request, self._tracer)
-            self._engine.submit(submission, sink)
+            self._engine.submit(submission, buffer)
         except TriptychError as error:
             self._metrics.unserved.refused(error)
             self._log.info(
@@ -347,7 +384,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Loads a LoRA adapter."""
         await self._served(context)
         try:
-            self._check_model("")
+            self._check_open()
             check_fields(request)
             adapter = await self.loras.load(request.name, request.source, in_place=request.load_inplace)
         except TriptychError as error:

@@ -120,6 +120,7 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
         self._driven: dict[str, tuple[str, FailedSteps]] = {}
         # The groups with a registered rank, by replica.
         self._groups: dict[str, RankGroup] = {}
+        self._closed = False
         self._log = get_logger()
 
     async def Register(
@@ -146,6 +147,8 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
     def _log_end(self, seat: Seat, error: TriptychError) -> bool:
         """Logs why a registration ends; returns whether the reason is an error for the worker."""
         address = seat.address
+        if self._closed:
+            return True
         if isinstance(error, Left):
             self._log.info("worker_left", worker=address.worker_id, target=address.target)
             return False
@@ -160,6 +163,8 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
 
     async def _admit(self, address: RankAddress) -> Seat:
         """Adds a rank to its group."""
+        if self._closed:
+            raise Unavailable("the scheduler stops", retry_after_ms=1000)
         group = self._groups.get(address.replica_id)
         if group is not None and (earlier := group.seat_of(address.worker_id)) is not None:
             await group.make_way(earlier)
@@ -200,6 +205,12 @@ class RegistryServicer(registry_pb2_grpc.WorkerRegistryServicer):
             if (seat := group.seat_of(request.worker_id)) is not None:
                 await group.leave(seat)
         return registry_pb2.LeaveResponse()
+
+    async def close(self) -> None:
+        """Ends all registrations and waits for the ends of the replicas."""
+        self._closed = True
+        for group in list(self._groups.values()):
+            await group.close()
 
     def _failed_steps_of(self, worker_id: str) -> FailedSteps:
         return self._failed_steps.get(worker_id) or FailedSteps(self._detach_after_failed_steps)

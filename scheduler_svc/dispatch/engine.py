@@ -1,8 +1,8 @@
 """The engine of a generating deployment: all requests, all replicas, and the dispatch of one to the other.
 
-Runs on the thread of one event loop; no method but :meth:`Engine.drained` waits. A waiting request belongs to
-no replica. It goes to a replica with a free slot and enough memory, preferably one that has cached its
-prefix. The requests of a lost replica wait again.
+Runs on the thread of one event loop; no method waits. A waiting request belongs to no replica. It goes to a
+replica with a free slot and enough memory, preferably one that has cached its prefix. The requests of a lost
+replica wait again.
 """
 
 import itertools
@@ -219,10 +219,6 @@ class Engine:
         for request in requests:
             self._fail(request, error)
         return len(requests)
-
-    async def drained(self, timeout_s: float) -> bool:
-        """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
-        return await self._live.drained(timeout_s)
 
     def _fail(self, request: Request, error: TriptychError) -> None:
         """Ends a request that has no slot."""

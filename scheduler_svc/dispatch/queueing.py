@@ -1,7 +1,5 @@
 """All live requests of an engine, the queues of those that no replica has, and the limits on them."""
 
-import asyncio
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -38,7 +36,6 @@ class LiveRequests:
         self._groups: dict[str, SequenceGroup] = {}
         self.failed: list[SequenceGroup] = []
         """Groups in which a sequence failed. Their other sequences are aborted before the next decision."""
-        self._empty: asyncio.Event | None = None
 
     def __len__(self) -> int:
         """The number of live sequences."""
@@ -75,22 +72,11 @@ class LiveRequests:
             if (group.failed or not group.members) and self._groups.get(group.request_id) is group:
                 del self._groups[group.request_id]
                 self.failed.append(group)
-        if not self._by_id and self._empty is not None:
-            self._empty.set()
 
     def take_failed(self) -> list[Request]:
         """Returns the live sequences of groups that have failed since the last call."""
         failed, self.failed = self.failed, []
         return [request for group in failed for request in group.members]
-
-    async def drained(self, timeout_s: float) -> bool:
-        """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
-        if not self._by_id:
-            return True
-        self._empty = asyncio.Event()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
-        return not self._by_id
 
 
 class WaitingQueue:

@@ -310,10 +310,6 @@ class PoolEngine:
         """Does nothing: all replicas have the same shapes."""
         return 0
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
-        return await self._live.drained(timeout_s)
-
     # ---- replicas ----
 
     def make_scheduler(self, replica_id: str, model: PooledModel) -> PoolScheduler:

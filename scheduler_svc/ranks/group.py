@@ -100,6 +100,12 @@ class RankGroup:
         self._remove(seat, Unavailable("the worker has registered again"), returned=True)
         await self.ended()
 
+    async def close(self) -> None:
+        """Ends all registrations and the replica: the scheduler stops."""
+        for seat in list(self._seats.values()):
+            self._remove(seat, Unavailable("the scheduler stops", retry_after_ms=1000), returned=True)
+        await self.ended()
+
     async def leave(self, seat: Seat) -> None:
         """Lets a rank go, and with it the replica: its running plan ends, and its requests wait."""
         self._leaving.add(seat.address.rank)

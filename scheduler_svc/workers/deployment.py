@@ -210,10 +210,6 @@ class Deployment:
         starting = (ReplicaLoad(name, starting=detail) for name, detail in self.starting.items())
         return replace(load, replicas=(*load.replicas, *starting))
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
-        return await self.engine.drained(timeout_s)
-
     @property
     def _has_replicas(self) -> bool:
         return bool(self.engine.load().replicas)

@@ -148,9 +148,6 @@ class EngineProtocol(Protocol):
     def fail_oversized(self) -> int:
         """Fails waiting requests that are too large for every replica; returns how many."""
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Waits until no request is live; returns False if some still are after `timeout_s` seconds."""
-
     def load(self) -> Load:
         """Returns the current load of the ready replicas and the queue."""
 

@@ -179,7 +179,7 @@ async def test_the_drain_timeout_ends_streams_properly(scheduler: tuple[FakeSche
     """After the drain timeout, a stream ends with an error object instead of a cut connection."""
     fake, port = scheduler
     fake.pause_after = 3
-    with started("--scheduler-address", f"127.0.0.1:{port}", "--drain-timeout-s", "0.3") as gateway:
+    with started("--scheduler-address", f"127.0.0.1:{port}", "--drain-s", "0.3") as gateway:
         async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
             await healthy(http)
             body = {"prompt": "x", "stream": True}

@@ -34,6 +34,7 @@ from tests.support.scheduler.running_scheduler import (
     failure,
     generate_request,
     joined,
+    num_live,
     run_scheduler,
     tokens_of,
 )
@@ -130,7 +131,7 @@ async def test_the_end_of_a_call_and_an_abort_both_free_the_request(
             last = event
         assert last is not None
         assert last.finish_reason == common_pb2.FINISH_REASON_ABORT
-    assert await scheduler.engine.drained(5)
+    await until(lambda: not num_live(scheduler))
     assert not (await scheduler.inference.Abort(inference_pb2.AbortRequest(request_id="x"))).found
     load = await scheduler.inference.GetLoad(inference_pb2.GetLoadRequest())
     assert (load.num_running, load.kv_usage) == (0, 0)
@@ -245,17 +246,23 @@ async def test_a_full_queue_is_overloaded_with_a_time_to_retry() -> None:
     assert error.retry_after_ms > 0
 
 
-async def test_while_draining_new_requests_are_refused_and_running_ones_finish(
+def draining(scheduler: RunningScheduler, timeout_s: float = 20.0) -> "asyncio.Task[None]":
+    """Starts a drain, which nobody hurries."""
+    return asyncio.create_task(scheduler.servicer.drain(timeout_s, asyncio.Event()))
+
+
+async def test_while_draining_direct_clients_are_refused_and_their_running_requests_finish(
     scheduler: RunningScheduler, worker: FakeWorker
 ) -> None:
-    """A draining scheduler refuses new requests and finishes running ones."""
+    """The drain ends with the last of them."""
     worker.gate.clear()
     running = asyncio.create_task(tokens_of(scheduler, generate_request()))
     await until(lambda: scheduler.engine.num_running)
-    scheduler.servicer.drain()
+    drain = draining(scheduler)
     assert isinstance(await failure(scheduler.inference.Generate(generate_request())), Unavailable)
+    assert not drain.done()
     worker.gate.set()
-    assert await scheduler.engine.drained(5)
+    await drain
     assert await running == expected_tokens([5, 6, 7], 8)
 
 
@@ -267,12 +274,60 @@ async def test_a_draining_scheduler_ends_the_streams_of_gateways_at_once(
     call = scheduler.inference.Connect()
     await call.write(hello())
     await until(lambda: scheduler.engine.num_running)
-    scheduler.servicer.drain()
+    await draining(scheduler)
     for stream in (call, scheduler.inference.Connect()):
         error = await failure(stream)
         assert isinstance(error, Unavailable)
         assert "shutting down" in error.message
-    assert await scheduler.engine.drained(5), "nothing is left to wait for"
+    await until(lambda: not num_live(scheduler))
+
+
+async def test_streams_of_gateways_serve_while_a_direct_call_is_drained(
+    scheduler: RunningScheduler, worker: FakeWorker
+) -> None:
+    """They would find no worker elsewhere. When the direct call has ended, they are handed over."""
+    worker.gate.clear()
+    direct = asyncio.create_task(tokens_of(scheduler, generate_request(max_tokens=40)))
+    call = scheduler.inference.Connect()
+    await call.write(hello(request_id="before", max_tokens=4))
+    await until(lambda: scheduler.engine.num_running == 2)
+    worker.hold_at_step = 30
+    drain = draining(scheduler)
+    await call.write(hello(request_id="during", max_tokens=4))
+    await until(lambda: num_live(scheduler) == 3)
+    worker.gate.set()
+    reader, received = ConnectReader(), dict[str, list[int]]()
+    while sum(map(len, received.values())) < 8:
+        response = await call.read()
+        assert isinstance(response, inference_pb2.ConnectResponse)
+        for event in reader.events(response):
+            received.setdefault(event.request_id, []).extend(event.token_ids)
+    assert set(received) == {"before", "during"}
+    await until(lambda: not worker.gate.is_set())  # the worker holds
+    assert not drain.done()
+    worker.gate.set()
+    await drain
+    with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
+        await call.read()
+    assert await direct == expected_tokens([5, 6, 7], 40)
+
+
+@pytest.mark.parametrize("how", ["time", "hurry"])
+async def test_a_drain_ends_direct_calls_with_a_typed_error(
+    scheduler: RunningScheduler, worker: FakeWorker, how: str
+) -> None:
+    """After the time given for it, or as soon as somebody is in a hurry."""
+    worker.gate.clear()
+    running = asyncio.create_task(failure(scheduler.inference.Generate(generate_request())))
+    await until(lambda: scheduler.engine.num_running)
+    hurry = asyncio.Event()
+    drain = asyncio.create_task(scheduler.servicer.drain(0.01 if how == "time" else 60.0, hurry))
+    if how == "hurry":
+        hurry.set()
+    await drain
+    error = await running
+    assert isinstance(error, Unavailable)
+    assert "shutting down" in error.message
 
 
 async def test_watch_load_reports_changes(scheduler: RunningScheduler, worker: FakeWorker) -> None:
@@ -296,7 +351,7 @@ async def test_a_deadline_ends_the_request(scheduler: RunningScheduler, worker: 
     error = await failure(scheduler.inference.Generate(generate_request(), timeout=0.1))
     worker.gate.set()
     assert isinstance(error, Unavailable | Aborted)
-    assert await scheduler.engine.drained(5)
+    await until(lambda: not num_live(scheduler))
 
 
 async def test_a_refused_duplicate_does_not_orphan_the_live_request(
@@ -313,7 +368,7 @@ async def test_a_refused_duplicate_does_not_orphan_the_live_request(
     assert scheduler.engine.find("twin") is not None
     call.cancel()
     worker.gate.set()
-    assert await scheduler.engine.drained(5)
+    await until(lambda: not num_live(scheduler))
 
 
 async def test_services_are_tested_on_uvloop() -> None:

@@ -156,7 +156,7 @@ async def running_gateway(
             **{name: field.default for name, field in Settings.model_fields.items()},
             "port": 0,
             "scheduler_address": f"127.0.0.1:{scheduler_port}",
-            "drain_timeout_s": 0.2,
+            "drain_s": 0.2,
             **changes,
         }
     )
@@ -169,7 +169,7 @@ async def running_gateway(
     app = create_app(settings, client)
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = HttpServer(http_config(settings, app), client, settings.drain_timeout_s)
+    server = HttpServer(http_config(settings, app), client, settings.drain_s)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with asyncio.timeout(10):

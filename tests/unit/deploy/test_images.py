@@ -99,6 +99,13 @@ def test_the_secure_compose_file_names_settings_and_the_files_that_are_made(tmp_
         assert needed <= service["environment"].keys()
 
 
+def test_containers_may_drain_before_they_are_killed() -> None:
+    """With the default --drain-s and time to close."""
+    for name in ("gateway", "scheduler"):
+        grace_s = int(COMPOSE["services"][name]["stop_grace_period"].removesuffix("s"))
+        assert grace_s >= SETTINGS[name].model_fields["drain_s"].default + 5
+
+
 def test_each_worker_has_a_compile_cache_of_its_own() -> None:
     """Workers run the code that they find, so the folder is an anonymous volume, one for each container.
 

@@ -21,7 +21,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--bogus"], "--bogus"), (["stray"], "stray"), (["--log-level", "loud"], "--log-level"),
         (["--scheduler-address", "nowhere"], "--scheduler-address"), (["--scheduler-address", "a:0"], "host:port"),
         (["--scheduler-address", "a:70000"], "host:port"), (["--max-body-bytes", "1"], "--max-body-bytes"),
-        (["--drain-timeout-s", "-1"], "--drain-timeout-s"), (["--tool-call-parser", "x"], "--tool-call-parser"),
+        (["--drain-s", "-1"], "--drain-s"), (["--tool-call-parser", "x"], "--tool-call-parser"),
         (["--reasoning-parser", "vllm:"], "--reasoning-parser"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from tests.support.campaign.processes.link import Link
 from tests.support.gateway.clients import EventReader, started
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
-from tests.support.scheduler.running_scheduler import RunningScheduler, joined, run_scheduler
+from tests.support.scheduler.running_scheduler import RunningScheduler, joined, num_live, run_scheduler
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.contract
@@ -72,8 +72,8 @@ async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_hol
             drawn = await seeds_of(worker, 4)
             await asyncio.gather(*[event.wait() for event in begun[:4]])
             if drains:
-                first.servicer.drain()
-                assert await first.engine.drained(5), "its gateways have taken everything back"
+                await first.servicer.drain(20.0, asyncio.Event())
+                await until(lambda: not num_live(first))  # its gateways have taken everything back
             await first.server.stop(0)
     try:
         fewer = Settings(max_waiting_requests=2, max_num_seqs=4)

@@ -152,12 +152,12 @@ async def test_draining_lets_running_requests_finish(
     worker.gate.clear()
     call = asyncio.create_task(values_of(scheduler, [1]))
     await worker.received.wait()
-    scheduler.servicer.drain()
+    drain = asyncio.create_task(scheduler.servicer.drain(20.0, asyncio.Event()))
     assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Unavailable)
-    assert not await scheduler.deployment.drained(0.01)
+    assert not drain.done()
     worker.gate.set()
     assert await call == embedding_of([1])
-    assert await scheduler.deployment.drained(5)
+    await drain
 
 
 async def test_a_prompt_that_fits_no_shape_is_refused_with_the_shapes(scheduler: RunningScheduler) -> None:

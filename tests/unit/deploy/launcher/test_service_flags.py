@@ -41,11 +41,11 @@ def test_each_service_gets_its_own_settings() -> None:
         "--no-enable-prefix-caching", "--trust-remote-code", "--tool-call-parser", "hermes",
     )  # fmt: skip
     assert set(gateway(*arguments)) == {
-        "--host=0.0.0.0", "--port=8123", "--scheduler-address=unix:/run/s.sock", "--drain-timeout-s=5.0",
+        "--host=0.0.0.0", "--port=8123", "--scheduler-address=unix:/run/s.sock",
         "--log-format=json", "--tool-call-parser=hermes",
     }  # fmt: skip
     assert set(scheduler(*arguments)) == {
-        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--drain-s=2.0", "--log-format=json", "--served-model-name=pet",
+        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--log-format=json", "--served-model-name=pet",
         "--max-num-seqs=4", "--no-enable-prefix-caching",
     }  # fmt: skip
     assert set(worker(*arguments)) == {
@@ -57,7 +57,7 @@ def test_each_service_gets_its_own_settings() -> None:
 def test_unset_settings_are_omitted() -> None:
     """The services' own defaults hold where the launcher has no value."""
     assert set(scheduler()) == {
-        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--drain-s=2.0", "--log-format=json",
+        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--log-format=json",
     }  # fmt: skip
 
 

@@ -51,6 +51,8 @@ def test_two_launchers_never_share_a_run_dir(tmp_path: Path) -> None:
             (tmp_path / name).write_text("1\n")
         with pytest.raises(ConfigurationRefused, match=r"in use by another .*pid \d+"), claim(tmp_path):
             pass
+        assert (tmp_path / "worker-0.sock").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["worker-0.log"], "files of killed services"
     with claim(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["launcher.pid"]
 

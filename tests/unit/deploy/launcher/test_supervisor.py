@@ -190,7 +190,7 @@ async def test_a_failure_is_told_before_the_services_stop(tmp_path: Path) -> Non
         "print('triptych worker: no', file=sys.stderr)\n"
         "sys.exit(2)"
     )
-    supervisor = Supervisor([[busy], [spec(tmp_path, "worker-0", code)]], Reports(), grace_s=0.1)
+    supervisor = Supervisor([[busy], [spec(tmp_path, "worker-0", code)]], Reports(), drain_s=0.1, grace_s=0.0)
     told: list[tuple[str, bool]] = []
 
     def complain(error: LaunchError) -> None:
@@ -262,6 +262,70 @@ async def test_stops_stage_by_stage(tmp_path: Path) -> None:
     assert order.read_text() == "gsw"
 
 
+async def test_all_stages_share_the_time_for_running_requests(tmp_path: Path) -> None:
+    """When it is over, whatever still drains gets SIGINT, which hurries it, and nothing is killed."""
+    hurried = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(0))\n" + FOREVER
+    )
+    stages = [[spec(tmp_path, name, hurried)] for name in ("gateway", "scheduler")]
+    reports = Reports()
+    async with supervised(Supervisor(stages, reports, drain_s=1.0)):
+        for (child,) in stages:
+            await pid_of(child)
+        began = asyncio.get_running_loop().time()
+    assert 1.0 <= asyncio.get_running_loop().time() - began < 1.9
+    assert reports.lines == []
+
+
+@pytest.mark.parametrize(
+    ("second", "code", "finishes"),
+    [(signal.SIGTERM, 0, True), (signal.SIGHUP, 0, True), (signal.SIGINT, 130, False)],
+)
+async def test_only_ctrl_c_hurries_a_stop(
+    tmp_path: Path, second: signal.Signals, code: int, finishes: bool
+) -> None:
+    """`timeout` and process managers send SIGTERM to the process, and again to its group."""
+    may_end, done = tmp_path / "may-end", tmp_path / "done"
+    child = spec(
+        tmp_path,
+        "gateway",
+        "import pathlib, signal, sys, time\n"
+        "def drain(*_):\n"
+        "    print('drains', flush=True)\n"
+        f"    while not pathlib.Path({str(may_end)!r}).exists():\n"
+        "        time.sleep(0.005)\n"
+        f"    pathlib.Path({str(done)!r}).touch()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, drain)\n" + FOREVER,
+    )
+    supervisor = Supervisor([[child]], Reports())
+    running = asyncio.create_task(run_until_signal(supervisor, supervisor.run(), complain=print))
+    await pid_of(child)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await until(lambda: "drains" in child.log.read_text())
+    os.kill(os.getpid(), second)
+    if finishes:
+        await asyncio.sleep(0)  # the handler of the signal runs
+        may_end.touch()
+    assert await running == code
+    assert done.exists() == finishes
+    assert not child.pid_file.exists()
+
+
+async def test_a_service_that_was_asked_to_stop_is_one_line(tmp_path: Path) -> None:
+    """It did not die, and its log says nothing more."""
+    code = "import signal, sys; signal.signal(15, lambda *_: sys.exit(0)); " + FOREVER
+    child, reports = spec(tmp_path, "scheduler", code), Reports()
+    supervisor = Supervisor([[child]], reports, policy=QUICK)
+    supervisor.mark_served()
+    async with supervised(supervisor):
+        os.kill(await pid_of(child), signal.SIGTERM)
+        line = await reports.wait_for("scheduler")
+    assert line == "scheduler was stopped. scheduler restarts in 0.01 s."
+
+
 async def test_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
     """After the grace period the child and its own children are killed, and the supervisor reports it."""
     stubborn = spec(
@@ -269,16 +333,17 @@ async def test_kills_a_child_that_ignores_sigterm(tmp_path: Path) -> None:
         "worker-0",
         "import signal, subprocess, sys\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "p = subprocess.Popen([sys.executable, '-I', '-S', '-c', 'import signal; signal.pause()'])\n"
         "print(p.pid)\n" + FOREVER,
     )
     reports = Reports()
-    async with supervised(Supervisor([[stubborn]], reports, grace_s=0.1)):
+    async with supervised(Supervisor([[stubborn]], reports, drain_s=0.1, grace_s=0.1)):
         child = await pid_of(stubborn)
         grandchild = int(stubborn.log.read_text().split()[0])
     assert not alive(child)
     await until(lambda: not alive(grandchild) or is_zombie(grandchild))
-    assert "worker-0 did not exit within 0.1 s" in reports.lines[-1]
+    assert "worker-0 did not exit within 0.2 s" in reports.lines[-1]
 
 
 def is_zombie(pid: int) -> bool:

@@ -165,16 +165,6 @@ def test_suspending_the_engine_fails_waiting_requests() -> None:
     rig.submit(make_submission(request_id="d"))
 
 
-async def test_drained_waits_for_the_last_request() -> None:
-    """It returns True when no request is live and False when the time is over."""
-    rig = make_rig()
-    assert await rig.engine.drained(0)
-    rig.submit(make_submission())
-    assert not await rig.engine.drained(0.01)
-    rig.run()
-    assert await rig.engine.drained(0)
-
-
 def test_a_request_that_fits_no_remaining_replica_waits_for_a_large_one() -> None:
     """After the large replica is lost, its request does not block the smaller one."""
     rig = make_rig(num_blocks=17)
