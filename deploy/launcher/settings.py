@@ -71,6 +71,11 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     }
 
     needs_master: ClassVar[bool] = False
+    common: ClassVar[tuple[str, ...]] = (
+        "model", "served_model_name", "host", "port", "device", "dtype", "max_model_len", "max_num_seqs", "kv_memory",
+        "tensor_parallel_size", "workers", "gateways", "tool_call_parser", "reasoning_parser", "enable_lora",
+        "lora_modules", "api_key_file", "secure", "run_dir", "log_level",
+    )  # fmt: skip
     positional: ClassVar[str] = "model"
     section: ClassVar[str] = "launcher"
     file_names: ClassVar[Mapping[str, Mapping[str, str]]] = {

@@ -1,22 +1,67 @@
 """Help for users of a command line: parts of `--help`, its examples, and suggestions for mistyped flags."""
 
 import argparse
+import copy
 import difflib
 import re
 import sys
 import textwrap
 from argparse import Action, _ArgumentGroup
 from collections.abc import Collection, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Final, NoReturn
 
 from protos.service.redaction import words_shown
 
+# What follows says more than a line has room for.
+_MORE: Final = re.compile(r"[.;] |: auto|, for example|, each as")
 _LIST: Final = "listgroup"
 _FULL: Final = ("all", "page")
 
 
-class SearchableHelp(argparse.ArgumentParser):
+class ParserWanted(BaseException):
+    """Raised instead of reading a command line, for a caller that wants the parser only."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__()
+        self.parser = parser
+
+
+wants_parser: ContextVar[bool] = ContextVar("wants_parser", default=False)
+"""Whether parsers raise themselves, as `ParserWanted`: `triptych completion` describes their flags."""
+
+
+class _CapturedParser(argparse.ArgumentParser):
+    # The signature is that of the base class.
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+        if wants_parser.get():
+            raise ParserWanted(self)
+        return super().parse_known_args(*args, **options)
+
+
+class SearchableHelp(_CapturedParser):
     """A parser with help for a heading, or for flags by a word in their name."""
+
+    def full_help(self) -> str:
+        """Returns the help of all flags."""
+        return super().format_help()
+
+    def short_help(self, fields: Sequence[str]) -> str:
+        """Returns a line for each of these fields' flags, with the first sentence of its help."""
+        actions = {action.dest: action for action in self._actions}
+        formatter = argparse.HelpFormatter(self.prog, max_help_position=32, width=100)
+        formatter.add_usage(self.usage, [], [])
+        formatter.add_text(self.description)
+        formatter.start_section("Settings")
+        for name in fields:
+            action = copy.copy(actions[name])
+            action.help = _MORE.split(action.help or "")[0].rstrip(".")
+            action.option_strings = [flag for flag in action.option_strings if flag.startswith("--")][:1]
+            action.nargs = 0 if action.nargs == 0 else None
+            formatter.add_argument(action)
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
 
     def found(self, word: str, foreign: Mapping[str, str]) -> str:
         """Returns the part of the help named by a word, or a line about its absence.
@@ -27,7 +72,7 @@ class SearchableHelp(argparse.ArgumentParser):
         """
         word = _plain(word).strip("-")
         if word in _FULL:
-            return self.format_help()
+            return self.full_help()
         if word == _LIST:
             titles = (group.title for group in self._action_groups if _actions(group))
             return "".join(f"{title}\n" for title in titles)
@@ -114,7 +159,7 @@ def _options(parser: argparse.ArgumentParser) -> set[str]:
 _AMBIGUOUS: Final = re.compile(r"(ambiguous option: [^=\s]+)=.*( could match )", re.DOTALL)
 
 
-class ArgumentParser(argparse.ArgumentParser):
+class ArgumentParser(_CapturedParser):
     """Refuses a bad argument in one line, without the usage; so do its subcommands' parsers."""
 
     # The signature is that of the base class.

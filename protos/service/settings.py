@@ -102,6 +102,8 @@ class ServiceSettings(BaseSettings):
     """The section of a configuration file with the fields of the class that declares it."""
     file_names: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """By section: names in a configuration file that set another field, or none if the field is empty."""
+    common: ClassVar[tuple[str, ...]] = ()
+    """The fields that ``--help`` shows; empty for every field, which ``--help-all`` always shows."""
     positional: ClassVar[str] = ""
     """A field that may also be the argument without a flag."""
 
@@ -262,8 +264,8 @@ class _Parser(SearchableHelp):
             usage=f"%(prog)s {f'[{cls.positional.upper()}] ' if cls.positional else ''}[FLAGS]",
             description=(cls.__doc__ or "").partition("\n\n")[0],
             epilog="Each flag is also a variable: --log-level is TRIPTYCH_LOG_LEVEL. A flag comes before a"
-            " variable, and a variable before the file of --config. --help=WORD shows the heading or the flags that"
-            " it names; --help=listgroup lists the headings.",
+            " variable, and a variable before the file of --config. --help-all shows all flags, --help=WORD the"
+            " heading or the flags that it names; --help=listgroup lists the headings.",
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -279,8 +281,8 @@ class _Parser(SearchableHelp):
     def parse_args(self, args: Sequence[str], namespace: Namespace | None = None) -> Namespace:  # type: ignore[override]
         """Reads a command line, and takes the configuration file out of the result."""
         for argument in args:
-            if argument.startswith("--help="):
-                sys.stdout.write(self.found(argument.partition("=")[2], self._known))
+            if argument.startswith(("--help=", "--help-all")):
+                sys.stdout.write(self.found(argument.partition("=")[2] or "all", self._known))
                 self.exit()
         parsed, rest = self.parse_known_args(args, namespace)
         if rest[:1] == ["--"]:
@@ -326,11 +328,16 @@ class _Parser(SearchableHelp):
             container.add_argument(*names, **options)
 
     def format_help(self) -> str:
-        """Returns the help, with an example under each heading."""
+        """Returns the help of the settings that people use, or of all if the class names none."""
+        common = self._settings.common
+        return self.short_help(("help", "config", *common)) if common else self.full_help()
+
+    def full_help(self) -> str:
+        """Returns the help of all flags, with an example under each heading."""
         for heading, section in self._sections.items():
             text = example(heading, self._option_string_actions)
             section.description = text and f"For example: {text}"
-        return super().format_help()
+        return super().full_help()
 
     def error(self, message: str) -> NoReturn:
         """Refuses a flag."""

@@ -77,3 +77,12 @@ def test_an_unusable_model_ends_the_start(
     assert errors.count("\n") == 1
     assert reason in errors
     assert took_s < 3, "a second, and the end of the services on a busy machine"
+
+
+def test_a_start_shows_its_first_phase_at_once(smollm2: Path, tmp_path: Path) -> None:
+    """The imports of a worker take seconds, and nothing would be printed meanwhile."""
+    with launcher(tmp_path / "run", *QUICK, "--model", str(smollm2)) as process:
+        read_until(process, "logs in")
+        began = time.monotonic()
+        assert read_until(process, "import") == "  worker-0: import torch and vLLM\n"
+        assert time.monotonic() - began < 1

@@ -36,9 +36,9 @@ Triptych takes over from vLLM, vLLM-RBLN or vLLM-Spyre. Last comes the file of `
 Lists are written with commas. A switch is `--flag` or `--no-flag`; as a variable it is `1` or `0`. An empty value is a value where
 the description says what empty means; elsewhere, an empty flag or entry of a file is refused, and an empty variable is unset.
 
-A bad value ends the start with exit code 2 and one line that names the flag, the variable and what is wrong. `triptych COMMAND --help`
-prints the same settings, with an example under each heading. `--help=WORD` shows one heading ("KV memory"), or the flags
-with the word in their name; `--help=listgroup` lists the headings, as in vLLM.
+A bad value ends the start with exit code 2 and one line that names the flag, the variable and what is wrong. `triptych up --help`
+prints twenty settings, `--help-all` (and `--help` of a single service) all of them, with an example under each heading. `--help=WORD`
+shows one heading ("KV memory"), or the flags with the word in their name; `--help=listgroup` lists the headings, as in vLLM.
 
 ## Write settings to a file
 

@@ -51,3 +51,28 @@ def test_what_a_word_names(word: str, expected: str, absent: str, capsys: pytest
     text = printed(capsys, "serve", word)
     assert expected in text
     assert absent not in text
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_help_is_one_screen(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The twenty settings that people use, and where the rest is."""
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert (
+        len(flags) == len({*flags, "--model", "--port", "--max-model-len", "--enable-lora", "--secure"}) == 22
+    )
+    assert len(lines) <= 45
+    assert max(map(len, lines)) <= 100
+    assert "--help-all shows all flags" in " ".join(lines)
+
+
+@pytest.mark.parametrize("command", ["serve", "gateway", "scheduler", "worker"])
+def test_help_all_has_every_setting(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under headings, as `--help=all`."""
+    assert "usage" in (everything := printed(capsys, command, "all"))
+    with pytest.raises(SystemExit):
+        cli.main([command, "--help-all"])
+    assert capsys.readouterr().out == everything
+    assert "--max-concurrent-rpcs" in everything or command == "gateway"
