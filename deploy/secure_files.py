@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from protos.errors import ConfigurationRefused
+from protos.service.private_files import check, make_folder
 
 SERVICE_NAME: Final = "triptych.internal"
 """The name in the certificate of all services: ``--grpc-tls-name``."""
@@ -66,10 +67,13 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
     `hosts` are names and addresses of the HTTP API in addition to those of the loopback.
 
     Raises:
-        ConfigurationRefused: a host has letters that certificates do not allow.
+        ConfigurationRefused: a host has letters that certificates do not allow, or others may have changed
+            the folder or one of its files.
     """
     files = SecureFiles.in_folder(folder)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder, "the folder of secrets", "choose another")
+    for path in filter(Path.exists, vars(files).values()):
+        check(path, "the secret", "remove it, and a new one is made")
     if not files.service_token.exists():
         _write(files.service_token, f"{secrets.token_urlsafe(32)}\n".encode())
     if not files.api_keys.exists():

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from protos.errors import ConfigurationRefused
 from protos.service.backpressure import UnreadLimits
 from protos.service.logs import get_logger
+from protos.service.private_files import make_folder
 
 # vLLM's bucket bounds, seconds: dashboards made for vLLM keep working.
 _TTFT: Final = (
@@ -336,7 +337,7 @@ class SharedMetrics:
             ConfigurationRefused: if there can be no socket in the folder.
         """
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(self._folder, "--metrics-folder", "choose another")
             self._path.unlink(missing_ok=True)
             self._server = await asyncio.start_unix_server(self._answer, self._path)
         except OSError as error:

@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused, print_end
+from protos.service import private_files
 from protos.service.logs import configure, get_logger
 from protos.service.settings import load
 from worker_svc import __main__ as worker
@@ -113,6 +114,6 @@ def _detach_from_launcher(orders: Orders) -> None:
     if orders.log is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        with Path(orders.log).open("ab") as log:
+        with private_files.open_binary(Path(orders.log), "ab") as log:
             os.dup2(log.fileno(), sys.stdout.fileno())
             os.dup2(log.fileno(), sys.stderr.fileno())

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from protos.service import private_files
+
 PARENT_VARIABLE = "TRIPTYCH_LAUNCHER_PID"
 """The environment variable that tells a child its launcher's process id."""
 _PR_SET_PDEATHSIG = 1
@@ -107,7 +109,7 @@ class Child:
             output: IO[bytes] | int | None = None
             if self.spec.has_log:
                 try:
-                    output = stack.enter_context(self.spec.log.open("ab"))
+                    output = stack.enter_context(private_files.open_binary(self.spec.log, "ab"))
                 except OSError as error:  # such as a full disk: a log must not end the services
                     self._report_missing(self.spec.log, error)
                     output = asyncio.subprocess.DEVNULL
@@ -125,7 +127,7 @@ class Child:
         """Takes a running process for this child's."""
         self._process = process
         try:
-            self.spec.pid_file.write_text(f"{process.pid}\n")
+            private_files.write_text(self.spec.pid_file, f"{process.pid}\n")
         except OSError as error:
             self._report_missing(self.spec.pid_file, error)
             with contextlib.suppress(OSError):
@@ -195,6 +197,7 @@ class Child:
             return
         older = log.with_suffix(".log.1")
         try:
+            older.unlink(missing_ok=True)  # a link would be followed
             shutil.copyfile(log, older)
         except OSError:
             older.unlink(missing_ok=True)

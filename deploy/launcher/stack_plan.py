@@ -18,6 +18,7 @@ from deploy.launcher.service_flags import LOOPBACK
 from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
+from protos.service import private_files
 from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.settings import Settings as WorkerSettings
@@ -37,12 +38,12 @@ def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
     `clean` removes the files of earlier launchers, and at the end those of this one, except logs.
 
     Raises:
-        ConfigurationRefused: Another launcher uses the folder, or it cannot be written.
+        ConfigurationRefused: Another launcher uses the folder, others may write to it, or we cannot.
     """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        private_files.make_folder(run_dir, "the run dir", "choose another --run-dir", mode=0o755)
         # Unbuffered: what a full disk refuses must not be written again when the file is closed.
-        lock = (run_dir / _LOCK).open("a+b", buffering=0)
+        lock = private_files.open_binary(run_dir / _LOCK, "a+b", buffering=0)
     except OSError as error:
         raise _unwritable(run_dir, error) from error
     with lock:

@@ -18,6 +18,7 @@ from protos.errors import ConfigurationRefused, InvalidArgument
 from protos.limits import MAX_NAME_BYTES
 from protos.service.config_file import parse_yaml
 from protos.service.logs import get_logger
+from protos.service.private_files import read_secret
 from protos.service.tls import WatchedFiles
 
 TENANT_HEADER: Final = "x-tenant"
@@ -204,11 +205,7 @@ def read_key_file(path: Path) -> Sequence[KeyEntry]:
     Raises:
         ConfigurationRefused: if the file cannot be read or is wrong; the message repeats none of its values.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise ConfigurationRefused(f"cannot read the key file {path}: {error.strerror}") from None
+    content = read_secret(path, "--api-key-file", _MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
         raise ConfigurationRefused(f"the key file {path} is larger than {_MOST_BYTES} bytes")
     try:

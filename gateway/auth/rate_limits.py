@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from protos.errors import ConfigurationRefused, Overloaded
+from protos.service.private_files import make_folder
 
 _ADMISSION: Final = "triptych.admission"
 
@@ -28,6 +29,7 @@ _BUCKET_SIZE: Final = 3
 _NUM_BUCKET_VALUES: Final = 2 * _BUCKET_SIZE
 # `triptych up` starts at most 64 gateways; draining gateways still hold their slots.
 _NUM_SLOTS: Final = 128
+_CREATE: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
 _BYTES: Final = 8 * (_NUM_BUCKET_VALUES + _NUM_SLOTS)
 
 # A process stopped while it holds a lock must not stop the others. They then go on without it.
@@ -76,15 +78,14 @@ class SharedLedger:
         # Two pages of one key would count this process' requests in the same slot.
         self._pages: weakref.WeakValueDictionary[str, Page] = weakref.WeakValueDictionary()
         try:
-            for each in (folder.parent, folder):  # the mode of parents is that of the umask
-                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder, "--metrics-folder", "choose another")
             self._slot = self._take_slot()
         except OSError as error:
             raise self._unusable(error) from error
 
     def _take_slot(self) -> int:
         for slot in range(_NUM_SLOTS):
-            lock = os.open(_slot_path(self._folder, slot), os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(_slot_path(self._folder, slot), _CREATE, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -115,7 +116,7 @@ class SharedLedger:
 class _SharedPage(Page):
     def __init__(self, ledger: SharedLedger, folder: Path, name: str, slot: int) -> None:
         # A name may be "..", and has no slash.
-        self._file = os.open(folder / f"{name}.used", os.O_RDWR | os.O_CREAT, 0o600)
+        self._file = os.open(folder / f"{name}.used", _CREATE, 0o600)
         weakref.finalize(self, os.close, self._file)
         # A full disk must fail here, and not when a value is written.
         os.posix_fallocate(self._file, 0, _BYTES)

@@ -10,6 +10,7 @@ from typing import Final, NoReturn, Self
 
 from gateway.settings import SecuritySettings
 from protos.errors import ConfigurationRefused
+from protos.service.private_files import check
 from protos.service.tls import WatchedFiles
 
 _BACKLOG: Final = 2048
@@ -105,6 +106,8 @@ class ServerTls:
             context.num_tickets = 0
         keyfile = settings.ssl_keyfile or self._certfile
         try:
+            for path in filter(None, (self._certfile, keyfile, settings.ssl_ca_certs)):
+                check(path, "the file", "change its owner and mode")
             context.load_cert_chain(self._certfile, keyfile, _refuse_passphrase)
         except OSError as error:
             raise ConfigurationRefused(

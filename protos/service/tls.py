@@ -10,6 +10,7 @@ import grpc
 
 from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
+from protos.service.private_files import read_secret
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Certificates:
 
 def _read(paths: CertificatePaths) -> tuple[bytes, bytes | None, bytes | None]:
     """Returns the contents of the three files."""
-    ca = read_bytes(paths.ca, "--grpc-tls-ca")
+    ca = read_secret(paths.ca, "--grpc-tls-ca")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         # Comments between certificates may have other letters.
@@ -78,8 +79,8 @@ def _read(paths: CertificatePaths) -> tuple[bytes, bytes | None, bytes | None]:
         raise ConfigurationRefused(f"--grpc-tls-ca: {paths.ca} has no PEM certificates") from error
     if paths.cert is None or paths.key is None:
         return ca, None, None
-    cert = read_bytes(paths.cert, "--grpc-tls-cert")
-    key = read_bytes(paths.key, "--grpc-tls-key")
+    cert = read_secret(paths.cert, "--grpc-tls-cert")
+    key = read_secret(paths.key, "--grpc-tls-key")
     try:
         # An encrypted key would ask for its password on the terminal.
         context.load_cert_chain(paths.cert, paths.key, password=lambda: "")
@@ -137,11 +138,3 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def read_bytes(path: Path, flag: str) -> bytes:
-    """Returns a file's content; the refusal names the flag."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigurationRefused(f"{flag}: cannot read {path}: {error.strerror}") from error

@@ -11,7 +11,8 @@ import grpc.aio
 
 from protos.errors import ConfigurationRefused, Context, Unauthenticated, abort
 from protos.service.logs import get_logger
-from protos.service.tls import WatchedFiles, read_bytes
+from protos.service.private_files import read_secret
+from protos.service.tls import WatchedFiles
 
 # What gRPC's metadata can carry, without spaces. Short ones could be guessed.
 _TOKEN: Final = re.compile(rb"[!-~]{16,512}")
@@ -45,7 +46,7 @@ class ServiceTokens:
 
 def _read(file: Path) -> tuple[bytes, ...]:
     flag = "--service-token-file"
-    lines = [line.strip() for line in read_bytes(file, flag).splitlines()]
+    lines = [line.strip() for line in read_secret(file, flag).splitlines()]
     tokens = [line for line in lines if line and not line.startswith(b"#")]
     if not tokens:
         raise ConfigurationRefused(f"{flag}: {file} has no token; write one a line")

@@ -13,6 +13,7 @@ from typing import Any
 
 from structlog.typing import FilteringBoundLogger
 
+from protos.service import private_files
 from scheduler_svc.shapes.buckets import usage_of
 
 _VERSION = 1
@@ -68,10 +69,10 @@ class RecordedBatches:
         """Replaces the file atomically: a reader sees the old or the new file."""
         counts = {str(rows): steps for rows, steps in sorted(self.counts.items())}
         data = {"version": _VERSION, "model": self.model, "buckets": list(self.buckets), "counts": counts}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_text(json.dumps(data) + "\n")
+            private_files.write_text(temporary, json.dumps(data) + "\n")
             temporary.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -93,7 +94,12 @@ class BatchHistogram:
 
         `interval_s` is the time between two log lines. None or a value that is not positive disables them;
         the file is then written once a minute.
+
+        Raises:
+            ConfigurationRefused: others may write to the folder.
         """
+        if path is not None and path.parent.exists():
+            private_files.check(path.parent, "the state dir", "choose another --state-dir")
         self._path = path
         self._interval_s = interval_s if interval_s is not None and interval_s > 0 else None
         self._clock = clock

@@ -12,7 +12,7 @@ from worker_svc.graphs.compile_cache import (
     CompileCache,
     CompiledCode,
     VerificationCache,
-    replace_unwritable_cache_dirs,
+    replace_unusable_cache_dirs,
 )
 from worker_svc.graphs.fingerprint import code_fields
 from worker_svc.graphs.graph_runner import INDUCTOR_LEVEL, GraphOptions, GraphRunner, GraphSignature
@@ -163,7 +163,7 @@ class Compilation:
 
     def use(self) -> None:
         """Makes compilers use the folder of the code, and later folders that can be written."""
-        replace_unwritable_cache_dirs()
+        replace_unusable_cache_dirs()
         if self._code is not None:
             self._code.activate()
             self._device.use_code_folder(self._code.folder)

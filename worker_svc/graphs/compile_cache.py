@@ -12,11 +12,13 @@ import atexit
 import contextlib
 import errno
 import functools
+import getpass
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 import time
 import uuid
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from protos.errors import ConfigurationRefused
+from protos.service import private_files
 from protos.service.logs import get_logger
 
 MANIFEST: Final = "manifest.json"
@@ -88,7 +91,13 @@ class CompileCache:
     """The folder; it need not exist."""
 
     def __init__(self, root: Path) -> None:
-        """Reads nothing yet."""
+        """Reads nothing yet.
+
+        Raises:
+            ConfigurationRefused: if others may write to the folder: they could change the code that we run.
+        """
+        if root.exists():
+            private_files.check(root, "the compile cache", "remove it, or choose another --compile-cache-dir")
         self.root = root
 
     def entries(self) -> list[str]:
@@ -103,10 +112,13 @@ class CompileCache:
         """Reads an entry's manifest; `None` if there is no such entry.
 
         Raises:
-            DamagedEntry: if the manifest cannot be read.
+            DamagedEntry: if the manifest cannot be read, or others may have changed it.
         """
         path = self.root / key / MANIFEST
         try:
+            for each in (path.parent, path):
+                if reason := private_files.fault(each):
+                    raise DamagedEntry(f"{each} {reason}")
             data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             manifest = Manifest(
                 data["fields"], data["graphs"], float(data["seconds"]), float(data["created"]), data["files"]
@@ -201,7 +213,8 @@ class CompileCache:
         """
         folder = self.root / f"{_PENDING}{key_of(fields)}-{uuid.uuid4().hex}"
         try:
-            folder.mkdir(parents=True)
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700)
             _check_free(folder)
         except OSError as error:
             shutil.rmtree(folder, ignore_errors=True)
@@ -275,41 +288,56 @@ def _sha256(path: Path) -> str:
 _VARIABLES: Final = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
-def replace_unwritable_cache_dirs() -> None:
-    """Gives each compiler with an unwritable folder a private folder, until this process ends.
+def replace_unusable_cache_dirs() -> None:
+    """Gives each compiler with an unusable folder a private folder, until this process ends.
 
-    Otherwise a kernel compiled while serving would fail its step.
+    In a folder that we cannot write, a kernel compiled while serving would fail its step. In one that others
+    can write, they would decide what we run.
     """
-    unwritable = {name: path for name, path in _compiler_cache_dirs().items() if not _is_writable(path)}
-    if not unwritable:
+    faults = {name: fault for name, path in _compiler_cache_dirs().items() if (fault := _fault_of(path))}
+    if not faults:
         return
     log = get_logger()
-    folders = ", ".join(map(str, unwritable.values()))
+    folders = ", ".join(map(str, faults.values()))
     try:
         private = Path(tempfile.mkdtemp(prefix=TEMPORARY))
     except OSError as error:
+        for fault in faults.values():
+            if isinstance(fault, ConfigurationRefused):
+                raise fault from error
         log.warning("compiler_folders_not_writable", folders=folders, reason=str(error))
         return
     atexit.register(shutil.rmtree, private, ignore_errors=True)
-    for name in unwritable:
+    for name in faults:
         os.environ[name] = str(private / _VARIABLES[name])
     log.warning("compiler_folders_replaced", folders=folders, by=str(private))
 
 
 def _compiler_cache_dirs() -> dict[str, Path]:
-    """Returns the compilers' folders by variable.
-
-    PyTorch's own choice is left out: it lies among temporary files already.
-    """
+    """Returns the compilers' folders by variable."""
+    # PyTorch's own choice has a name that anyone can guess, among the temporary files of all users.
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container may run as a user without an entry
+        user = f"uid_{os.getuid()}"
+    temporary = Path(tempfile.gettempdir()) / re.sub(r'[\\/:*?"<>|]', "_", f"torchinductor_{user}")
     triton_home = Path(os.path.expanduser(os.environ.get("TRITON_HOME") or "~"))  # noqa: PTH111 - never raises
-    folders = {"TRITON_CACHE_DIR": triton_home / ".triton" / "cache"}
+    folders = {"TRITON_CACHE_DIR": triton_home / ".triton" / "cache", "TORCHINDUCTOR_CACHE_DIR": temporary}
     return folders | {name: Path(value) for name in _VARIABLES if (value := os.environ.get(name))}
 
 
-def _is_writable(folder: Path) -> bool:
+def _fault_of(folder: Path) -> OSError | ConfigurationRefused | None:
     # `Path.exists` raises where a folder may not be searched.
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))  # noqa: PTH110
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        return PermissionError(f"{folder} cannot be written")
+    try:
+        # Where everyone may make folders, the name is taken before a stranger takes it.
+        if existing == folder.absolute() or existing.stat().st_mode & stat.S_IWOTH:
+            private_files.make_folder(folder, "the compiler's folder", "remove it")
+    except (ConfigurationRefused, OSError) as error:
+        return error
+    return None
 
 
 _REMEDY = "run triptych compile with the same settings, or omit --require-precompiled"
@@ -444,6 +472,7 @@ class VerificationCache:
         """Reads nothing yet; without a folder nothing is remembered. `fields` are `code_fields`."""
         self._file: Path | None = None
         if cache is not None:
+            CompileCache(cache)  # refuses a folder that others may write to
             key = key_of({**fields, "worker": _digest_of_sources()})
             self._file = cache / "checked" / f"{key}.json"
 
@@ -463,8 +492,8 @@ class VerificationCache:
             return
         unfinished = self._file.with_suffix(f".{uuid.uuid4().hex}")
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(sorted(signatures)), encoding="utf-8")
+            self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private_files.write_text(unfinished, json.dumps(sorted(signatures)))
             unfinished.replace(self._file)
         except OSError:
             with contextlib.suppress(OSError):

@@ -15,6 +15,7 @@ from typing import Self
 from safetensors import SafetensorError, safe_open
 
 from protos.errors import ConfigurationRefused
+from protos.service import private_files
 from protos.service.logs import get_logger
 
 _INDEX = "model.safetensors.index.json"
@@ -245,6 +246,7 @@ def _file_digest(path: Path, cache: Path) -> str:
     key = f"{content}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
     entry = cache / hashlib.sha256(key.encode()).hexdigest()
     try:
+        private_files.check(cache, "the cache of digests", "remove it, or change --compile-cache-root")
         known = entry.read_text()
     except (OSError, ValueError):
         known = ""
@@ -259,8 +261,8 @@ def _read_and_keep(content: Path, entry: Path) -> str:
     found = digest.hexdigest()
     unfinished = entry.with_suffix(f".{os.getpid()}")
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(found)
+        entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_files.write_text(unfinished, found)
         unfinished.replace(entry)
     except OSError as error:
         get_logger().warning("weights_digest_not_kept", file=str(entry), reason=error.strerror)

@@ -11,7 +11,6 @@ import glob
 import hashlib
 import importlib.metadata
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from protos.errors import ConfigurationRefused
+from protos.service import private_files
 from worker_svc.settings import LoadFormat
 
 # Files of tokenizers, chat templates and prompts. The configurations tell transformers which class to use.
@@ -31,8 +31,6 @@ _TOKENIZER_FILES = (
     "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-# In the name of a GGUF file that is a part of a model.
-_PART = re.compile(r"-\d{5}(?=-of-\d{5}\.gguf$)")
 
 
 def resolve(
@@ -48,8 +46,10 @@ def resolve(
         model: a folder, a GGUF file, a demo model's name or a Hugging Face id.
         revision: branch, tag or commit of a hub model.
         load_format: format of the weights; "auto" takes safetensors if there are any.
-        trust_remote_code: whether to fetch a hub model's Python files too.
+        trust_remote_code: whether to fetch a hub model's Python files too, and to run a model's.
     """
+    if trust_remote_code:
+        _check_modules_cache()
     path = Path(model).expanduser()
     if path.is_dir():
         return _resolve_folder(path, load_format).absolute()
@@ -76,6 +76,15 @@ def resolve(
     return _download(model, revision, patterns)
 
 
+def _check_modules_cache() -> None:
+    """Refuses a folder of transformers from which others could make us run code."""
+    from transformers.utils import HF_MODULES_CACHE  # heavy, and few models need it
+
+    for folder in (Path(HF_MODULES_CACHE), Path(HF_MODULES_CACHE) / "transformers_modules"):
+        if folder.exists():
+            private_files.check(folder, "the folder of models' code", "remove it, or change HF_MODULES_CACHE")
+
+
 def is_missing(model: str, revision: str | None = None) -> bool:
     """Whether `resolve` would download the model."""
     if Path(model).expanduser().exists() or _is_path(model):
@@ -99,9 +108,8 @@ def _is_path(model: str) -> bool:
 def _resolve_folder(folder: Path, load_format: LoadFormat) -> Path:
     gguf = sorted(folder.glob("*.gguf"))
     is_complete = (folder / "config.json").is_file()
-    own = [path for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_model")]
-    if load_format == "gguf" or (load_format == "auto" and gguf and not (is_complete and own)):
-        if gguf and _parts(gguf[0]) == gguf:
+    if load_format == "gguf" or (load_format == "auto" and gguf and not is_complete):
+        if len(gguf) == 1:
             return convert(gguf[0])
         some = f"{len(gguf)} GGUF files; pass one of them as" if gguf else "no GGUF file; check"
         raise ConfigurationRefused(f"the folder {folder} has {some} --model")
@@ -117,7 +125,7 @@ def display_name(model: str) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         return path.absolute().name
-    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) if path.is_file() else model
+    return path.stem if path.is_file() else model
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -152,7 +160,8 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
 # Part of the folder's stamp: raise it when the conversion of the same packages changes.
 _RECIPE = 1
 # The same for GGUF files of one's own.
-_GGUF_RECIPE = 3
+_GGUF_RECIPE = 2
+_CACHE_WORDS = ("the model cache", "remove it, or change XDG_CACHE_HOME")
 _STAMP = ".triptych-recipe"
 # Third-party modules that gguf_convert imports.
 _CONVERTER_PACKAGES = ("gguf", "safetensors", "tokenizers", "torch")
@@ -211,26 +220,20 @@ def fetch(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
-    """Returns the folder of a GGUF file, or of the model of which it is a part; converts it first if needed.
+    """Returns the folder of a GGUF file; converts it first unless the cache has it.
 
-    Path, size and time of modification identify a file in the cache. Prints progress to standard error.
+    The file's path, size and time of modification identify it. Prints progress to standard error.
 
     Raises:
         ConfigurationRefused: if the file cannot be converted, or the cache cannot be written.
     """
-    parts = _parts(gguf.absolute())  # not resolved: a hub's cache links names of parts to names of blobs
-    gguf = parts[0]
+    gguf = gguf.resolve()
     # A separate folder, since a file may have a demo model's name.
     cache = (cache_dir or default_cache_dir()).absolute() / "gguf"
-    files = ((path, path.stat()) for path in parts)
-    stamp = f"{_GGUF_RECIPE} {' '.join(f'{path} {of.st_size} {of.st_mtime_ns}' for path, of in files)}\n"
+    status = gguf.stat()
+    stamp = f"{_GGUF_RECIPE} {gguf} {status.st_size} {status.st_mtime_ns}\n"
     name = f"{gguf.stem}-{hashlib.sha256(str(gguf).encode()).hexdigest()[:12]}"
     return _once(cache, name, stamp, lambda _, folder: _convert(gguf, folder))
-
-
-def _parts(gguf: Path) -> list[Path]:
-    """Returns the files in the folder that are parts of the same model by their names, ordered."""
-    return sorted(gguf.parent.glob(_PART.sub("-?????", glob.escape(gguf.name))))
 
 
 def _is_complete(target: Path, stamp: str) -> bool:
@@ -242,7 +245,7 @@ def _is_complete(target: Path, stamp: str) -> bool:
 @contextlib.contextmanager
 def _lock(path: Path, name: str) -> Iterator[None]:
     """Holds a lock between processes; the kernel releases it when a process dies."""
-    with path.open("w") as file:
+    with private_files.open_binary(path, "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -254,10 +257,12 @@ def _lock(path: Path, name: str) -> Iterator[None]:
 def _once(cache: Path, name: str, stamp: str, fill: Callable[[Path, Path], None]) -> Path:
     """Returns the folder `name` of the cache, made by `fill` if it is missing or its stamp differs."""
     target = cache / name
-    if _is_complete(target, stamp):
-        return target
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        if cache.exists():
+            private_files.check(cache, *_CACHE_WORDS)
+        if _is_complete(target, stamp):
+            return target
+        private_files.make_folder(cache, *_CACHE_WORDS)
         with _lock(cache / f".{name}.lock", name):
             if not _is_complete(target, stamp):  # another process may have made it meanwhile
                 _make(target, stamp, fill)
@@ -350,8 +355,8 @@ def _convert(source: Path, folder: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        killed = f"the converter ended by signal {-done.returncode}; free memory and start again"
-        reason = killed if done.returncode < 0 else lines[-1] if lines else "no message"
+        # A traceback's last line has the error's name and text.
+        reason = lines[-1].removeprefix("ValueError: ") if lines else "no message"
         raise ConfigurationRefused(f"cannot convert {source}: {reason}")
 
 

@@ -1,6 +1,7 @@
 """The files of a secure deployment."""
 
 import datetime as dt
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from protos.errors import ConfigurationRefused
 from protos.service.settings import load
 from protos.service.tls import CertificatePaths, Certificates
 from protos.service.tokens import ServiceTokens
+from tests.support.foreign import Foreign, foreign_folders
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -92,6 +94,29 @@ def test_up_secures_what_the_user_has_not_set(tmp_path: Path) -> None:
     settings, _ = secured(load(LaunchSettings, ["--secure", run_dir, *own]))
     assert (settings.api_key_file, settings.service_token_file, settings.ssl_keyfile) == (None, None, None)
     assert settings.grpc_tls_ca == files.ca
+
+
+@foreign_folders
+def test_secrets_that_others_could_change_are_refused(foreign: Foreign, tmp_path: Path) -> None:
+    """A folder made beforehand is refused, and so is a file in it, by `--secure` and by each reader."""
+    files = make(tmp_path / "run" / "secure")
+    paths = CertificatePaths(files.ca, files.service_cert, files.service_key)
+    for path, read in (
+        (files.api_keys, lambda: read_key_file(files.api_keys)),
+        (files.service_token, lambda: ServiceTokens(file=files.service_token)),
+        (files.service_key, lambda: Certificates(paths)),
+        (files.ca, lambda: Certificates(paths)),
+    ):
+        words = foreign(path)
+        with pytest.raises(ConfigurationRefused, match=f"{path} belongs to {words}"):
+            read()
+        with pytest.raises(ConfigurationRefused, match=f"the secret {path} belongs to {words}"):
+            make(files.folder)
+        os.chown(path, os.geteuid(), 0)
+        path.chmod(0o600)
+    words = foreign(files.folder)
+    with pytest.raises(ConfigurationRefused, match=f"secrets {files.folder} belongs to {words}"):
+        secured(load(LaunchSettings, ["--secure", f"--run-dir={tmp_path / 'run'}"]))
 
 
 def test_the_command_prints_settings_and_no_secret(

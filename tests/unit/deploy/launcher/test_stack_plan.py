@@ -1,5 +1,6 @@
 """The folder and the ports of a stack."""
 
+import os
 import resource
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ from deploy.launcher.stack_plan import claim, free_ports, socket_folder
 from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES
 from protos.service.settings import load
+from tests.support.foreign import Foreign, foreign_folders
 
 
 def settings(*flags: str) -> LaunchSettings:
@@ -65,6 +67,35 @@ def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         claim(tmp_path / "file" / "run"),
     ):
         pass
+
+
+@foreign_folders
+def test_a_run_dir_that_others_can_write_to_is_refused(foreign: Foreign, tmp_path: Path) -> None:
+    """They could replace its sockets, logs and secrets. A new one is closed to them whatever the umask is."""
+    run_dir = tmp_path / "run"
+    before = os.umask(0)
+    try:
+        with claim(run_dir):
+            assert run_dir.stat().st_mode & 0o777 == 0o755
+    finally:
+        os.umask(before)
+    words = foreign(run_dir)
+    with (
+        pytest.raises(ConfigurationRefused, match=f"the run dir {run_dir} belongs to {words}.*--run-dir"),
+        claim(run_dir),
+    ):
+        pass
+    assert not list(run_dir.iterdir())
+
+
+def test_the_lock_is_never_a_link(tmp_path: Path) -> None:
+    """The file that it names would be overwritten with a process id."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "launcher.pid").symlink_to(victim)
+    with pytest.raises(ConfigurationRefused, match="pid is a symbolic link"), claim(tmp_path):
+        pass
+    assert victim.read_text() == "precious"
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:

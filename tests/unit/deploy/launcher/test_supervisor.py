@@ -104,6 +104,28 @@ async def test_a_killed_child_is_named_and_restarted(tmp_path: Path) -> None:
     assert not child.pid_file.exists()
 
 
+async def test_a_childs_files_are_never_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Log, pid file and rotated log leave the files alone that links name, and the child runs."""
+    child = Child(spec(tmp_path, "worker-0", "import signal; signal.pause()"))
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    child.spec.pid_file.symlink_to(victim)
+    child.spec.log.symlink_to(victim)
+    await child.start()
+    try:
+        assert capsys.readouterr().err.count("is a symbolic link") == 2
+        assert child.running
+        child.spec.log.unlink()
+        child.spec.log.write_text("long")
+        child.spec.log.with_name("worker-0.log.1").symlink_to(victim)
+        child.rotate_log(1)
+    finally:
+        waiting = asyncio.create_task(child.wait())
+        await child.stop(0)
+        await waiting
+    assert victim.read_text() == "precious"
+
+
 async def test_a_child_runs_although_its_files_cannot_be_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

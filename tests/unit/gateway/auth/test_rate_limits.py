@@ -12,6 +12,7 @@ import pytest
 from gateway.auth import rate_limits
 from gateway.auth.rate_limits import Admission, KeyLimiter, Limits, Page, SharedLedger
 from protos.errors import ConfigurationRefused, Overloaded
+from tests.support.foreign import Foreign, foreign_folders
 
 
 class Clock:
@@ -230,6 +231,17 @@ def test_other_users_see_neither_folder(tmp_path: Path) -> None:
     SharedLedger(tmp_path / "metrics" / "keys")
     folders = (tmp_path / "metrics", tmp_path / "metrics" / "keys")
     assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700, 0o700]
+
+
+@foreign_folders
+def test_a_ledger_that_others_could_change_is_refused(foreign: Foreign, tmp_path: Path) -> None:
+    """They could lift every limit."""
+    SharedLedger(tmp_path / "keys")
+    words = foreign(tmp_path / "keys")
+    with pytest.raises(
+        ConfigurationRefused, match=f"^--metrics-folder {tmp_path / 'keys'} belongs to {words}"
+    ):
+        SharedLedger(tmp_path / "keys")
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

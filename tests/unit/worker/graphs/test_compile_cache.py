@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from protos.errors import ConfigurationRefused
+from tests.support.foreign import Foreign, foreign_folders
 from worker_svc.graphs.compile_cache import (
     MANIFEST,
     CompileCache,
@@ -22,7 +24,7 @@ from worker_svc.graphs.compile_cache import (
     DamagedEntry,
     VerificationCache,
     key_of,
-    replace_unwritable_cache_dirs,
+    replace_unusable_cache_dirs,
 )
 
 FIELDS = {"model": "Llama 1234", "dtype": "bfloat16", "chunk": "128"}
@@ -206,6 +208,24 @@ def test_a_copied_folder_is_valid(tmp_path: Path) -> None:
     assert CompiledCode(CompileCache(tmp_path / "there"), FIELDS, required=True).is_warm
 
 
+@foreign_folders
+def test_code_that_others_could_change_is_not_used(foreign: Foreign, tmp_path: Path) -> None:
+    """A foreign cache is refused before anything is read; a foreign entry in our cache counts as damaged."""
+    key = store(tmp_path / "cache")
+    cache = CompileCache(tmp_path / "cache")
+    for part in (cache.root / key / MANIFEST, cache.root / key):
+        words = foreign(part)
+        with pytest.raises(DamagedEntry, match=f"{part} belongs to {words}"):
+            cache.verify(key)
+        os.chown(part, os.geteuid(), 0)
+        part.chmod(0o700)
+    assert cache.verify(key) is not None
+    words = foreign(cache.root)
+    for use in (CompileCache, lambda root: VerificationCache(root, FIELDS)):
+        with pytest.raises(ConfigurationRefused, match=f"the compile cache {cache.root} belongs to {words}"):
+            use(cache.root)
+
+
 def test_missing_required_code_is_explained_field_by_field(tmp_path: Path) -> None:
     """The refusal lists the differences from the nearest entry and the remedy."""
     store(tmp_path)
@@ -274,7 +294,7 @@ def test_a_home_that_may_not_be_searched_is_replaced(
     home.mkdir()
     monkeypatch.setattr(os, "stat", refuse)
     monkeypatch.setattr(os, "access", lambda path, _: path != home)
-    replace_unwritable_cache_dirs()
+    replace_unusable_cache_dirs()
     assert Path(os.environ["TRITON_CACHE_DIR"]).parent.parent == temporary
 
 
@@ -288,7 +308,7 @@ def test_a_user_without_a_home_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
     before = variables()
-    replace_unwritable_cache_dirs()
+    replace_unusable_cache_dirs()
     assert variables() == before
 
 
@@ -297,7 +317,7 @@ def test_folders_that_can_be_written_stay(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     before = variables()
-    replace_unwritable_cache_dirs()
+    replace_unusable_cache_dirs()
     assert variables() == before
     assert not (tmp_path / "home").exists()
 
@@ -308,7 +328,7 @@ def test_kernels_go_to_a_private_folder(
 ) -> None:
     """Only the compiler whose folder cannot be written gets another one, which only this user can read."""
     monkeypatch.setenv(variable, str(no_folder))
-    replace_unwritable_cache_dirs()
+    replace_unusable_cache_dirs()
     folder = Path(os.environ["TRITON_CACHE_DIR"])
     assert folder.parent.parent == temporary
     assert folder.parent.stat().st_mode & 0o777 == 0o700
@@ -318,8 +338,53 @@ def test_kernels_go_to_a_private_folder(
 def test_pytorchs_folder_is_replaced_too(monkeypatch: pytest.MonkeyPatch, no_folder: Path) -> None:
     """Its variable may name a read-only volume."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(no_folder))
-    replace_unwritable_cache_dirs()
+    replace_unusable_cache_dirs()
     Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).mkdir(parents=True)
+
+
+@foreign_folders
+@pytest.mark.parametrize("name", _NAMES)
+def test_a_compilers_folder_that_others_can_write_to_is_replaced(
+    name: str,
+    foreign: Foreign,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    temporary: Path,
+    no_folder: Path,
+) -> None:
+    """Without a private one in its place, the start is refused: others would decide what we run."""
+    folder = tmp_path / "folder"
+    folder.mkdir(0o700)
+    words = foreign(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(name, str(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(no_folder))
+        with pytest.raises(ConfigurationRefused, match=f"{folder} belongs to {words}"):
+            replace_unusable_cache_dirs()
+    replace_unusable_cache_dirs()
+    assert Path(os.environ[name]).parent.parent == temporary
+
+
+def test_pytorchs_own_choice_is_taken_before_strangers_take_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: Path
+) -> None:
+    """Its name among the temporary files of all users can be guessed."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    temporary.chmod(0o1777)
+    choice = Path(default_cache_dir())
+    assert choice.parent == temporary
+    # The import may have made it, and set the variable.
+    shutil.rmtree(choice, ignore_errors=True)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    replace_unusable_cache_dirs()
+    assert choice.stat().st_mode & 0o777 == 0o700
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+    choice.chmod(0o777)
+    replace_unusable_cache_dirs()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] != str(choice)
 
 
 def test_a_full_folder_for_temporary_files_costs_no_start(
@@ -328,7 +393,7 @@ def test_a_full_folder_for_temporary_files_costs_no_start(
     """Most workers compile nothing while they serve."""
     monkeypatch.setenv("HOME", str(no_folder))
     monkeypatch.setattr("tempfile.tempdir", str(no_folder))
-    replace_unwritable_cache_dirs()
+    replace_unusable_cache_dirs()
     assert variables() == dict.fromkeys(_NAMES)
     assert "compiler_folders_not_writable" in capsys.readouterr().out
 
@@ -337,8 +402,8 @@ def test_the_private_folder_goes_with_the_process(tmp_path: Path, no_folder: Pat
     """Nothing is left after a worker has ended."""
     code = (
         "import os, pathlib\n"
-        "from worker_svc.graphs.compile_cache import replace_unwritable_cache_dirs\n"
-        "replace_unwritable_cache_dirs()\n"
+        "from worker_svc.graphs.compile_cache import replace_unusable_cache_dirs\n"
+        "replace_unusable_cache_dirs()\n"
         "folder = pathlib.Path(os.environ['TRITON_CACHE_DIR'])\n"
         "folder.mkdir()\n"
         "(folder / 'kernel').write_text('code')\n"

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from protos.errors import ConfigurationRefused
+from tests.support.foreign import Foreign, foreign_folders
 from worker_svc.model_files import gguf_convert, loader
 from worker_svc.model_files.checkpoint import Checkpoint
 from worker_svc.quantized import codes
@@ -136,11 +137,9 @@ def test_a_gguf_file_is_converted_once(
 
 
 def test_safetensors_come_before_gguf(tmp_path: Path) -> None:
-    """In a folder with both, GGUF is used only if --load-format says so; without safetensors it is used."""
+    """In a folder with both, GGUF is used only if --load-format says so."""
     write_gguf(tmp_path / "tiny.gguf")
     (tmp_path / "config.json").write_text("{}")
-    assert loader.resolve(str(tmp_path)).name.startswith("tiny-")
-    (tmp_path / "model.safetensors").touch()
     assert loader.resolve(str(tmp_path)) == tmp_path
     assert loader.resolve(str(tmp_path), load_format="gguf") != tmp_path
 
@@ -175,7 +174,7 @@ def test_unsupported_gguf_files_are_refused(tmp_path: Path, cache: Path) -> None
     ):
         write_gguf(file, change=change)
         assert text in refused(file)
-    for content in (b"", b"GGUF"):
+    for content in (b"", b"GGUF", b"no GGUF file, but a longer one than the magic number"):
         file.write_bytes(content)
         assert refused(file) == "it is not a complete GGUF file; fetch it again"
     # The worker's message is one line, and the cache has only a lock.
@@ -323,6 +322,25 @@ def test_fetch_makes_a_folder_once(catalog: Path, capsys: pytest.CaptureFixture[
     assert loader.fetch("tiny", catalog) == folder
     assert marker.read_text() == "untouched"
     assert capsys.readouterr().out == ""  # progress goes to standard error
+
+
+@foreign_folders
+def test_models_that_others_could_change_are_refused(
+    foreign: Foreign, tmp_path: Path, catalog: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is the folder from which transformers loads models' code, where that may run."""
+    folder = loader.fetch("tiny", catalog)
+    (folder / "config.json").touch()
+    words = foreign(catalog)
+    with pytest.raises(ConfigurationRefused, match=f"^the model cache {catalog} belongs to {words}"):
+        loader.fetch("tiny", catalog)
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    monkeypatch.setattr("transformers.utils.HF_MODULES_CACHE", str(modules))
+    assert loader.resolve(str(folder), trust_remote_code=True) == folder
+    words = foreign(modules)
+    with pytest.raises(ConfigurationRefused, match=f"code {modules} belongs to {words}.*HF_MODULES_CACHE"):
+        loader.resolve(str(folder), trust_remote_code=True)
 
 
 def test_interrupted_fetch_is_cleaned_up(catalog: Path) -> None:

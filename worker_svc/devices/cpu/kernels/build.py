@@ -1,7 +1,8 @@
 """Compiles the kernels: `python -m worker_svc.devices.cpu.kernels.build [FOLDER]`.
 
 A worker compiles them at its first start, in seconds. For machines without a compiler, such as images, the
-command stores them in FOLDER, or next to their source.
+command stores them in FOLDER, or next to their source. The file ends with the SHA-256 of its code and the
+sources, so a damaged or other library of the same name is compiled again.
 """
 
 import functools
@@ -14,6 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from protos.service import private_files
+
 _SOURCES: Final = Path(__file__).parent
 _FLAGS: Final = (
     "-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-w",
@@ -22,6 +25,7 @@ _FLAGS: Final = (
 # Processor features, as the system names them.
 _NEEDED: Final = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 _AMX: Final = "amx_bf16"
+_SEAL_BYTES: Final = 32
 
 
 class KernelsUnavailable(Exception):  # noqa: N818 - a state, not an error
@@ -33,15 +37,20 @@ def library() -> Path:
 
     Raises:
         KernelsUnavailable: if this processor cannot run them, or if they do not compile.
+        ConfigurationRefused: if others may write to the folder that keeps them.
     """
     flags = _processor_flags()
     if missing := [name for name in _NEEDED if name not in flags]:
         raise KernelsUnavailable(f"the processor has no {missing[0]}")
     name = file_name()
-    for folder in (_SOURCES, _cache()):
-        if (folder / name).exists():
-            return folder / name
-    return compile_into(_cache())
+    # Whoever owns the sources decides what we run anyway.
+    if _is_ours(_SOURCES / name):
+        return _SOURCES / name
+    try:
+        private_files.make_folder(_cache(), "the cache of kernels", "remove it, or change XDG_CACHE_HOME")
+    except OSError as error:
+        raise _unwritable(_cache(), error) from error
+    return _cache() / name if _is_ours(_cache() / name) else compile_into(_cache())
 
 
 def has_matrix_units() -> bool:
@@ -51,10 +60,29 @@ def has_matrix_units() -> bool:
 
 def file_name() -> str:
     """Returns the library's file name, which changes with the sources and the compiler's flags."""
+    return f"kernels-{_sources_digest()[:16]}.so"
+
+
+@functools.cache
+def _sources_digest() -> str:
     digest = hashlib.sha256(" ".join(_FLAGS).encode())
     for path in sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")]):
         digest.update(path.read_bytes())
-    return f"kernels-{digest.hexdigest()[:16]}.so"
+    return digest.hexdigest()
+
+
+def _seal(code: bytes) -> bytes:
+    """Returns the end of a library file, which loaders ignore: a digest of its code and sources."""
+    return hashlib.sha256(code + _sources_digest().encode()).digest()
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file is the library of these sources, as the compiler wrote it."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return content[-_SEAL_BYTES:] == _seal(content[:-_SEAL_BYTES])
 
 
 def compile_into(folder: Path) -> Path:
@@ -79,15 +107,19 @@ def compile_into(folder: Path) -> Path:
                 [compiler, "-shared", str(unlinked), "-o", str(linked)],
             ):
                 subprocess.run(command, check=True, capture_output=True, text=True)
+            with linked.open("ab") as file:
+                file.write(_seal(linked.read_bytes()))
             linked.replace(target)
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), "no reason given")
         raise KernelsUnavailable(f"{compiler} does not compile the kernels ({reason.strip()})") from error
     except OSError as error:
-        raise KernelsUnavailable(
-            f"the kernels cannot be compiled into {folder} ({error.strerror or error})"
-        ) from error
+        raise _unwritable(folder, error) from error
     return target
+
+
+def _unwritable(folder: Path, error: OSError) -> KernelsUnavailable:
+    return KernelsUnavailable(f"the kernels cannot be compiled into {folder} ({error.strerror or error})")
 
 
 @functools.cache

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from protos.errors import ConfigurationRefused
+from tests.support.foreign import Foreign, foreign_folders
 from worker_svc.devices.attention import AttentionCall, AttentionParams, PagedInput
 from worker_svc.devices.cpu import device as device_module
 from worker_svc.devices.cpu.device import CpuDevice
@@ -324,7 +326,42 @@ def test_several_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pyte
         thread.join()
     assert paths == [folder / build.file_name()] * 4
     assert [path.name for path in folder.iterdir()] == [build.file_name()]
-    assert paths[0].read_text() == "made\n"
+    assert paths[0].read_bytes().startswith(b"made\n")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a machine whose processor can run the kernels, and whose compiler writes a text."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_processor_flags", lambda: frozenset(build._NEEDED))
+    return tmp_path / "cache" / "triptych" / "kernels"
+
+
+def test_a_library_with_other_content_is_compiled_again(cache: Path) -> None:
+    """Its name alone does not make it ours: the file ends with a digest of all before it."""
+    made = build.library()
+    assert made == cache / build.file_name()
+    assert cache.stat().st_mode & 0o777 == 0o700
+    content = made.read_bytes()
+    for planted in (b"planted", b"", b"planted" + content[-32:], content[:-1]):
+        made.write_bytes(planted)
+        assert build.library() == made
+        assert made.read_bytes() == content
+    stamp = made.stat().st_mtime_ns
+    assert build.library().stat().st_mtime_ns == stamp
+
+
+@foreign_folders
+def test_a_cache_that_others_can_write_to_is_refused(cache: Path, foreign: Foreign) -> None:
+    """Nothing is loaded from there, not even what was compiled here."""
+    build.library()
+    words = foreign(cache)
+    with pytest.raises(ConfigurationRefused, match=f"the cache of kernels {cache} belongs to {words}"):
+        build.library()
 
 
 @pytest.mark.parametrize(("compiler", "reason"), [("/bin/false", "does not compile"), ("/no/compiler", "cannot be compiled")])  # fmt: skip

@@ -1,0 +1,126 @@
+"""Files and folders that only this user, or root, can have made or changed.
+
+Whoever owns a folder, or may write to it, decides what we load from it and which files we overwrite there. So
+folders are checked before use, files of secrets each time they are read, and no file is written through a
+link.
+"""
+
+import contextlib
+import errno
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+from typing import IO, cast
+
+from protos.errors import ConfigurationRefused
+
+
+def fault(path: Path) -> str | None:
+    """Says whose a file or folder is if others may have changed it; `None` if they cannot.
+
+    Of a link, the owner of the link and of its target count, and the mode of the target.
+
+    Raises:
+        OSError: it cannot be looked at.
+    """
+    return _fault_of(path.lstat(), path.stat())
+
+
+def check(path: Path, what: str, remedy: str) -> None:
+    """Refuses what others may have changed.
+
+    Args:
+        path: a file or folder that exists.
+        what: names it in the refusal, such as "the run dir".
+        remedy: what else to do, such as "choose another --run-dir".
+
+    Raises:
+        ConfigurationRefused: names path, owner and mode.
+        OSError: it cannot be looked at.
+    """
+    if reason := fault(path):
+        raise ConfigurationRefused(_refusal(f"{what} {path}", reason, remedy))
+
+
+def make_folder(path: Path, what: str, remedy: str, *, mode: int = 0o700) -> None:
+    """Makes a folder with its parents, closed to others; refuses an existing one as `check` does."""
+    for each in (*reversed(path.parents), path):
+        if not each.is_dir():
+            each.mkdir(mode=mode, exist_ok=True)
+    check(path, what, remedy)
+
+
+def open_binary(path: Path, mode: str, *, buffering: int = -1) -> IO[bytes]:
+    """Opens a file as `Path.open` does, but never through a link; only we may write to a new one."""
+    return cast("IO[bytes]", open(path, mode, buffering, opener=_open))
+
+
+def _open(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{Path(path).name} is a symbolic link", path) from None
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file as `Path.write_text` does, but never through a link."""
+    with open_binary(path, "wb") as file:
+        file.write(text.encode())
+
+
+def read_secret(path: Path, flag: str, most_bytes: int = -1) -> bytes:
+    """Returns the content of a file on which the security of a service rests.
+
+    Args:
+        path: may be a link: that is how secrets are mounted into containers.
+        flag: names the setting in refusals.
+        most_bytes: stops reading after these; negative: reads all.
+
+    Raises:
+        ConfigurationRefused: it cannot be read, or others may have changed it.
+    """
+    try:
+        with path.open("rb") as file:
+            reason = _fault_of(path.lstat(), os.fstat(file.fileno()))
+            content = file.read(most_bytes)
+    except OSError as error:
+        raise ConfigurationRefused(f"{flag}: cannot read {path}: {error.strerror}") from error
+    if reason:
+        raise ConfigurationRefused(_refusal(f"{flag}: {path}", reason, "change its owner and mode"))
+    return content
+
+
+def _refusal(name: str, reason: str, remedy: str) -> str:
+    return f"{name} {reason}: only {_user(os.geteuid())} or root may own it and write to it; {remedy}"
+
+
+def _fault_of(*found: os.stat_result) -> str | None:
+    foreign = [each.st_uid for each in found if each.st_uid not in (0, os.geteuid())]
+    target = found[-1]
+    written_by_others = target.st_mode & stat.S_IWOTH or (
+        target.st_mode & stat.S_IWGRP and not _is_private_group(target.st_gid)
+    )
+    if not foreign and not written_by_others:
+        return None
+    owner = _user(foreign[0] if foreign else target.st_uid)
+    return f"belongs to {owner} with mode {stat.S_IMODE(target.st_mode):04o}"
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether a group is root's, or has this user alone: many systems let such a group write by default."""
+    if gid == 0:
+        return True
+    with contextlib.suppress(KeyError):
+        group, name = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
+        return group.gr_name == name and set(group.gr_mem) <= {name}
+    return False
+
+
+def _user(uid: int) -> str:
+    with contextlib.suppress(KeyError):
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    return f"uid {uid}"
