@@ -3,8 +3,9 @@
 A file whose projections are all Q4_0 or all Q8_0 keeps their codes and scales: the folder is a checkpoint of
 compressed-tensors with groups of 32. Everything else is dequantized to bfloat16.
 
-A program with the arguments FILE and FOLDER. It runs in its own process, whose end frees the memory. Other
-families, scaled rotary embeddings and other pre-tokenizers are refused.
+A program with the arguments FILE and FOLDER. It runs in its own process, whose end frees the memory. Absent
+metadata have llama.cpp's defaults. Tensors that the metadata do not describe are refused, and so are other
+families, rotary embeddings and pre-tokenizers.
 
 The weights equal those of transformers' converter bit for bit. transformers' tokenizers are wrong: Gemma's
 takes merge ranks for the scores of a unigram model, so "capital" becomes four tokens, and lacks the
@@ -12,9 +13,10 @@ beginning-of-sequence token; SmolLM2's ends texts with `<|im_start|>`.
 """
 
 import json
+import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +26,62 @@ from gguf.quants import dequantize
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from worker_svc.model_files.gguf_file import GgufFile, StoredTensor
 from worker_svc.quantized.checkpoint_config import quantization_config, quantization_group
 from worker_svc.quantized.codes import Bits, Scheme, pack
 
+# By GGUF's name: Hugging Face's, and the shape in words of `_sizes`.
 _TOP_LEVEL = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "token_embd": ("model.embed_tokens", "tokens hidden"),
+    "output_norm": ("model.norm", "hidden"),
+    "output": ("lm_head", "tokens hidden"),
 }
 _IN_LAYER = {
-    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}  # fmt: skip
-# The same GGUF name stands for different norms in the two families.
-_NORMS = {
-    "llama": {"ffn_norm": "post_attention_layernorm"},
+    "attn_norm": ("input_layernorm", "hidden"),
+    "attn_q": ("self_attn.q_proj", "queries hidden"),
+    "attn_k": ("self_attn.k_proj", "keys hidden"),
+    "attn_v": ("self_attn.v_proj", "keys hidden"),
+    "attn_output": ("self_attn.o_proj", "hidden queries"),
+    "ffn_gate": ("mlp.gate_proj", "inner hidden"),
+    "ffn_up": ("mlp.up_proj", "inner hidden"),
+    "ffn_down": ("mlp.down_proj", "hidden inner"),
+}
+_OF_FAMILY = {
+    "llama": {"ffn_norm": ("post_attention_layernorm", "hidden")},
     "gemma3": {
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
+        "attn_q_norm": ("self_attn.q_norm", "head"),
+        "attn_k_norm": ("self_attn.k_norm", "head"),
+        "post_attention_norm": ("post_attention_layernorm", "hidden"),
+        "ffn_norm": ("pre_feedforward_layernorm", "hidden"),
+        "post_ffw_norm": ("post_feedforward_layernorm", "hidden"),
     },
+}
+_TIED = "output.weight"
+# Llama 3.1's factors of rotary frequencies.
+_FREQUENCIES = "rope_freqs.weight"
+# Metadata with the only values that are served; others change the computation.
+_NEUTRAL: dict[str, tuple[type, Any]] = {
+    "expert_count": (int, 0),
+    "attention.causal": (bool, True),
+    "rope.scaling.attn_factor": (float, 1.0),
+    "final_logit_softcapping": (float, 0.0),
 }
 # Supported pre-tokenizers of byte-level tokenizers: GPT-2's rule; SmolLM splits digits first.
 _SPLITS = ("gpt-2", "smollm")
 # By Hugging Face's name of a special token, GGUF's.
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+# SentencePiece's special tokens where a file names none.
+_DEFAULT_SPECIAL = {"bos": 1, "eos": 2, "unk": 0}
+# Ends of a turn, which llama.cpp finds by their text.
+_TURN_ENDS = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<EOT>",
+)
 # Types whose blocks of 32 weights are codes and a scale, with their bits. Other types have zero points or
 # codes of other sizes.
 _BITS: dict[Any, Bits] = {gguf.GGMLQuantizationType.Q4_0: 4, gguf.GGMLQuantizationType.Q8_0: 8}
@@ -58,7 +89,11 @@ _BLOCK = 32
 # Rows dequantized at a time: a step takes several times their size in float32.
 _ROWS = 4096
 # ggml's token types.
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+
+_INSTEAD = "use the model's safetensors instead"
+_AGAIN = "convert the model to GGUF again"
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -66,23 +101,26 @@ def convert(source: Path, folder: Path) -> None:
 
     `ValueError` says why a file cannot be converted.
     """
-    try:
-        reader = gguf.GGUFReader(source)
-    except (ValueError, IndexError, OSError) as error:
-        raise ValueError("it is not a complete GGUF file; fetch it again") from error
-    fields = {name: field.contents() for name, field in reader.fields.items()}
-    family = fields["general.architecture"]
-    _check(family, fields)
-    bits = _bits_of_projections(reader)
-    weights = dict(_weights(reader, family, fields, bits))
+    file = GgufFile(source)
+    if file.field("general.type", str, "model") != "model":
+        raise ValueError(
+            f"it is of the type {file.field('general.type', str)}, not a model; pass the model's file"
+        )
+    family = file.field("general.architecture", str)
+    if family not in _OF_FAMILY:
+        raise ValueError(
+            f"GGUF files of the architecture {family} are not supported, only {' and '.join(_OF_FAMILY)};"
+            f" {_INSTEAD}"
+        )
+    vocabulary = _Vocabulary(file, family)
+    config = _common_config(file, family, len(vocabulary.tokens))
+    config |= _llama_config(file, config) if family == "llama" else _gemma_config(file, config)
+    names = _check_tensors(file, family, config)
+    tokenizer = vocabulary.tokenizer()
+    bits = _bits_of_projections(file.tensors)
+    weights = dict(_weights(file.tensors, names, config, bits))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # save_file makes it private, but a cache may be shared
-    config = _llama_config(fields) if family == "llama" else _gemma_config(fields)
-    config |= {
-        "dtype": "bfloat16",
-        "tie_word_embeddings": not any(name.startswith("lm_head.") for name in weights),
-        "vocab_size": weights["model.embed_tokens.weight"].shape[0],
-    }
     if bits:
         head = ["lm_head"]
         targets, ignored = (
@@ -90,50 +128,66 @@ def convert(source: Path, folder: Path) -> None:
         )
         group = quantization_group(Scheme(bits, _BLOCK), targets)
         config["quantization_config"] = quantization_config({"group_0": group}, ignored)
-    del weights  # the tokenizer of a large vocabulary takes as much
-    special = {
-        f"{short}_token_id": int(fields[f"tokenizer.ggml.{name}_token_id"])
-        for short, name in _SPECIAL.items()
-        if f"tokenizer.ggml.{name}_token_id" in fields
-    }
-    _write(folder / "config.json", config | special)
-    _write(folder / "generation_config.json", {k: v for k, v in special.items() if k != "unk_token_id"})
-    tokenizer = _byte_level(fields) if fields["tokenizer.ggml.model"] == "gpt2" else _sentencepiece(fields)
+    special = {f"{short}_token_id": token_id for short, token_id in vocabulary.special.items()}
+    stops = vocabulary.stops()
+    ends = {"eos_token_id": stops if len(stops) > 1 else stops[0]} if stops else {}
+    _write(folder / "config.json", config | special | ends)
+    _write(
+        folder / "generation_config.json", {k: v for k, v in (special | ends).items() if k != "unk_token_id"}
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
-    tokens = fields["tokenizer.ggml.tokens"]
     _write(
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": config["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
-            **{name.removesuffix("_id"): tokens[token_id] for name, token_id in special.items()},
+            **{f"{short}_token": vocabulary.tokens[i] for short, i in vocabulary.special.items()},
         },
     )
-    template = fields.get("tokenizer.chat_template")
-    if template:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    if vocabulary.template:
+        (folder / "chat_template.jinja").write_text(vocabulary.template, encoding="utf-8")
 
 
-def _check(family: str, fields: dict[str, Any]) -> None:
-    instead = "use the model's safetensors instead"
-    if family not in _NORMS:
+def _check_tensors(file: GgufFile, family: str, config: dict[str, Any]) -> dict[str, str]:
+    """Returns Hugging Face's names by GGUF's; refuses missing, unknown and misshapen tensors."""
+    layers, head = config["num_hidden_layers"], config["head_dim"]
+    sizes = {
+        "tokens": config["vocab_size"], "hidden": config["hidden_size"], "inner": config["intermediate_size"],
+        "head": head, "queries": config["num_attention_heads"] * head, "keys": config["num_key_value_heads"] * head,
+    }  # fmt: skip
+    if not 0 < layers <= len(file.tensors):
         raise ValueError(
-            f"GGUF files of the architecture {family} are not supported, only {' and '.join(_NORMS)};"
-            f" {instead}"
+            f"its metadata describe {layers} layers, but it has {len(file.tensors)} tensors; {_AGAIN}"
         )
-    scaling = fields.get(f"{family}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ValueError(f"rotary embeddings with {scaling} scaling are not supported; {instead}")
-    kind = fields["tokenizer.ggml.model"]
-    split = fields.get("tokenizer.ggml.pre", "none")
-    known = split in _SPLITS if kind == "gpt2" else kind == "llama" and family == "gemma3"
-    if not known:
-        raise ValueError(f"tokenizers of the type {kind} ({split}) are not supported; {instead}")
+    parts = _TOP_LEVEL | {
+        f"blk.{layer}.{name}": (f"model.layers.{layer}.{own}", shape)
+        for layer in range(layers)
+        for name, (own, shape) in (_IN_LAYER | _OF_FAMILY[family]).items()
+    }
+    expected = {f"{name}.weight": (f"{own}.weight", shape) for name, (own, shape) in parts.items()}
+    missing = [name for name in expected if name not in file.tensors and name != _TIED]
+    if missing:
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        raise ValueError(f"it lacks {', '.join(missing[:10])}{more}; fetch it again")
+    for name, tensor in file.tensors.items():
+        if name == _FREQUENCIES and (dequantize(tensor.data, tensor.kind) == 1).all():
+            continue
+        if name not in expected:
+            raise ValueError(
+                f"tensors like {name} are not supported in {layers} layers of {family}; {_INSTEAD}"
+            )
+        shape = tuple(sizes[word] for word in expected[name][1].split())
+        if tensor.shape[-len(shape) :] != shape or tensor.data.shape[0] != math.prod(shape[:-1]):
+            raise ValueError(
+                f"tensor {name} is {list(tensor.shape)} in the file, but its metadata describe {list(shape)};"
+                f" fetch it again, or {_AGAIN}"
+            )
+    return {name: own for name, (own, _) in expected.items() if name in file.tensors}
 
 
-def _bits_of_projections(reader: gguf.GGUFReader) -> Bits | None:
-    kinds = {tensor.tensor_type for tensor in reader.tensors if _is_projection(tensor.name)}
+def _bits_of_projections(tensors: Mapping[str, StoredTensor]) -> Bits | None:
+    kinds = {tensor.kind for name, tensor in tensors.items() if _is_projection(name)}
     return _BITS.get(kinds.pop()) if len(kinds) == 1 else None
 
 
@@ -142,33 +196,43 @@ def _is_projection(name: str) -> bool:
 
 
 def _weights(
-    reader: gguf.GGUFReader, family: str, fields: dict[str, Any], bits: Bits | None
+    tensors: Mapping[str, StoredTensor], names: Mapping[str, str], config: dict[str, Any], bits: Bits | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields all tensors; with `bits`, projections and an output head of their type keep their codes."""
-    for tensor in reader.tensors:
-        name = _hugging_face_name(tensor.name, family)
+    is_gemma = "layer_types" in config
+    for stored, name in names.items():
+        tensor = tensors[stored]
         heads = 0
-        if family == "llama" and ".q_proj." in name:
-            heads = int(fields["llama.attention.head_count"])
-        elif family == "llama" and ".k_proj." in name:
-            heads = int(fields["llama.attention.head_count_kv"])
-        is_head = name == "lm_head.weight" and _BITS.get(tensor.tensor_type) == bits
-        if bits and (is_head or _is_projection(tensor.name)):
+        if not is_gemma and ".q_proj." in name:
+            heads = config["num_attention_heads"]
+        elif not is_gemma and ".k_proj." in name:
+            heads = config["num_key_value_heads"]
+        is_head = name == "lm_head.weight" and _BITS.get(tensor.kind) == bits
+        if bits and (is_head or _is_projection(stored)):
             codes, scales = (_unpermute(each, heads) for each in _blocks(tensor.data, bits))
+            _check_finite(stored, scales)
             module = name.removesuffix(".weight")
             yield f"{module}.weight_packed", pack(codes, bits)
             yield f"{module}.weight_scale", scales.contiguous()
             yield f"{module}.weight_shape", torch.tensor(codes.shape)
             continue
         # Gemma's layers add 1 to a stored norm; GGUF stores the sum.
-        offset = 1 if family == "gemma3" and name.endswith("norm.weight") else 0
+        offset = 1 if is_gemma and name.endswith("norm.weight") else 0
         parts = [
-            torch.from_numpy(dequantize(tensor.data[first : first + _ROWS], tensor.tensor_type) - offset).to(
+            torch.from_numpy(dequantize(tensor.data[first : first + _ROWS], tensor.kind) - offset).to(
                 torch.bfloat16
             )
             for first in range(0, len(tensor.data), _ROWS)
         ]
-        yield name, _unpermute(torch.cat(parts), heads)
+        for part in parts:
+            _check_finite(stored, part)
+        weight = _unpermute(torch.cat(parts), heads)
+        yield name, weight[0] if name.endswith("norm.weight") else weight
+
+
+def _check_finite(name: str, values: torch.Tensor) -> None:
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"tensor {name} has numbers that are not finite; fetch it again")
 
 
 def _blocks(data: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,16 +248,6 @@ def _blocks(data: Any, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.flatten(1), blocks[..., :2].contiguous().view(torch.float16).squeeze(-1)
 
 
-def _hugging_face_name(name: str, family: str) -> str:
-    if name in _TOP_LEVEL:
-        return _TOP_LEVEL[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    part = ({**_IN_LAYER, **_NORMS[family]}).get(match[2]) if match else None
-    if match is None or part is None:
-        raise ValueError(f"tensors like {name} are not supported; use the model's safetensors instead")
-    return f"model.layers.{match[1]}.{part}.weight"
-
-
 def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Undoes llama.cpp's interleaving of the two halves of each head, which serves its rotary embedding.
 
@@ -205,121 +259,225 @@ def _unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _common_config(fields: dict[str, Any], family: str) -> dict[str, Any]:
-    def of(name: str) -> Any:
-        return fields[f"{family}.{name}"]
+def _common_config(file: GgufFile, family: str, tokens: int) -> dict[str, Any]:
+    for name, (kind, value) in _NEUTRAL.items():
+        found: Any = file.field(f"{family}.{name}", kind, value)
+        if found != value:
+            raise ValueError(f"{family}.{name} of {found} is not supported; {_INSTEAD}")
 
+    def of(name: str, default: int | None = None) -> int:
+        found = file.same_in_layers(f"{family}.{name}", layers, default)
+        if found < 1:
+            raise ValueError(f"{family}.{name} is {found} in its metadata; {_AGAIN}")
+        return found
+
+    layers = file.field(f"{family}.block_count", int)
+    hidden, heads = of("embedding_length"), of("attention.head_count")
+    kv_heads = of("attention.head_count_kv", heads)
+    head = of("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (found := of(name, head)) != head:
+            raise ValueError(f"{family}.{name} is {found}, but heads have {head} numbers; {_INSTEAD}")
+    if heads % kv_heads or head % 2:
+        raise ValueError(f"{heads} heads of {head} numbers do not share {kv_heads} keys; {_AGAIN}")
     return {
         "attention_bias": False,
-        "hidden_size": of("embedding_length"),
+        "dtype": "bfloat16",
+        "head_dim": head,
+        "hidden_size": hidden,
         "intermediate_size": of("feed_forward_length"),
         "max_position_embeddings": of("context_length"),
-        "num_attention_heads": of("attention.head_count"),
-        "num_hidden_layers": of("block_count"),
-        "num_key_value_heads": of("attention.head_count_kv"),
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
         # Stored as float32; rounding to six digits restores the value that the authors wrote.
-        "rms_norm_eps": float(f"{of('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rms_norm_eps": float(f"{file.field(f'{family}.attention.layer_norm_rms_epsilon', float):.6g}"),
+        "tie_word_embeddings": _TIED not in file.tensors,
+        "vocab_size": tokens,
     }
 
 
-def _llama_config(fields: dict[str, Any]) -> dict[str, Any]:
-    common = _common_config(fields, "llama")
-    return common | {
+def _rotary(file: GgufFile, family: str) -> dict[str, Any]:
+    """Returns the rotary embedding with llama.cpp's defaults: a factor without a type scales linearly."""
+    prefix = f"{family}.rope"
+    base = file.field(f"{prefix}.freq_base", float, 10_000.0)
+    kind = file.field(f"{prefix}.scaling.type", str, "linear")
+    factor = file.field(f"{prefix}.scaling.factor", float, file.field(f"{prefix}.scale_linear", float, 0.0))
+    if kind not in ("linear", "none"):
+        raise ValueError(f"rotary embeddings with {kind} scaling are not supported; {_INSTEAD}")
+    if not (0 <= factor < math.inf and 0 < base < math.inf):
+        raise ValueError(f"{prefix} has the base {base} and the factor {factor}; {_AGAIN}")
+    if kind == "none" or factor in (0, 1):
+        return {"rope_type": "default", "rope_theta": base}
+    return {"rope_type": "linear", "rope_theta": base, "factor": factor}
+
+
+def _llama_config(file: GgufFile, common: dict[str, Any]) -> dict[str, Any]:
+    del common
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "head_dim": fields.get(
-            "llama.attention.key_length", common["hidden_size"] // common["num_attention_heads"]
-        ),
         "hidden_act": "silu",
         "mlp_bias": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
+        "rope_parameters": _rotary(file, "llama"),
     }
 
 
-def _gemma_config(fields: dict[str, Any]) -> dict[str, Any]:
-    common = _common_config(fields, "gemma3")
-    head_dim = fields["gemma3.attention.key_length"]
-    full_every = 6  # not in the file; the same in the whole family
-    return common | {
+def _gemma_config(file: GgufFile, common: dict[str, Any]) -> dict[str, Any]:
+    layers, head_dim = common["num_hidden_layers"], common["head_dim"]
+    full_every = file.field("gemma3.attention.sliding_window_pattern", int, 6)
+    # Without a window all layers are alike. The configuration needs a number.
+    window = file.field("gemma3.attention.sliding_window", int, 0)
+    local_base = file.field("gemma3.rope.freq_base_swa", float, 10_000.0)
+    is_27b = layers == 62  # as in llama.cpp, which has no other sign of it
+    return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "head_dim": head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": [
-            "sliding_attention" if (layer + 1) % full_every else "full_attention"
-            for layer in range(common["num_hidden_layers"])
+            "sliding_attention"
+            if window and (not full_every or (layer + 1) % full_every)
+            else "full_attention"
+            for layer in range(layers)
         ],
-        "query_pre_attn_scalar": head_dim,
+        "query_pre_attn_scalar": common["hidden_size"] // common["num_attention_heads"]
+        if is_27b
+        else head_dim,
         "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": fields["gemma3.rope.freq_base"]},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": _rotary(file, "gemma3"),
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
         },
-        "sliding_window": fields["gemma3.attention.sliding_window"],
+        "sliding_window": window or common["max_position_embeddings"],
     }
 
 
-def _byte_level(fields: dict[str, Any]) -> Tokenizer:
-    """Builds a byte-level tokenizer like GPT-2's; SmolLM's also splits digits."""
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = (
-        pre_tokenizers.Sequence([digits, byte_level])
-        if fields.get("tokenizer.ggml.pre") == "smollm"
-        else byte_level
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(_tokens_of_type(fields, _CONTROL))
-    return tokenizer
+class _Vocabulary:
+    """Tokens, special tokens and tokenizer of a file."""
 
+    def __init__(self, file: GgufFile, family: str) -> None:
+        kind, split = (file.field(f"tokenizer.ggml.{name}", str, "none") for name in ("model", "pre"))
+        self._is_bytes = kind == "gpt2"
+        known = split in _SPLITS if self._is_bytes else kind == "llama" and family == "gemma3"
+        if not known:
+            raise ValueError(f"tokenizers of the type {kind} ({split}) are not supported; {_INSTEAD}")
+        self._file, self._split = file, split
+        found = file.field("tokenizer.ggml.tokens", list)
+        self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(found)]
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.ids) < len(self.tokens):
+            twice = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
+            raise ValueError(f"two of its tokens are {twice!r}; {_AGAIN}")
+        kinds = file.numbers("tokenizer.ggml.token_type", len(self.tokens))
+        self._kinds = [_NORMAL] * len(self.tokens) if kinds is None else kinds.tolist()
+        self.template = file.field("tokenizer.chat_template", str, "")
+        defaults = {} if self._is_bytes else _DEFAULT_SPECIAL
+        ids = {short: self._token(name, defaults.get(short)) for short, name in _SPECIAL.items()}
+        self.special = {short: token for short, token in ids.items() if token is not None}
 
-def _sentencepiece(fields: dict[str, Any]) -> Tokenizer:
-    """Builds Gemma's SentencePiece BPE tokenizer; a piece's score is the rank of the merge that makes it."""
-    # Some files store runs of spaces as spaces, others as SentencePiece's "▁".
-    tokens = [token.replace(" ", "▁") for token in fields["tokenizer.ggml.tokens"]]
-    scores = fields["tokenizer.ggml.scores"]
-    kinds = fields["tokenizer.ggml.token_type"]
-    ids = {token: i for i, token in enumerate(tokens)}
-    merges = []
-    for token, score, kind in zip(tokens, scores, kinds, strict=True):
-        if kind in (_CONTROL, _USER_DEFINED):
-            continue  # such tokens are matched before merging
-        halves = ((token[:at], token[at:]) for at in range(1, len(token)))
-        known = [pair for pair in halves if pair[0] in ids and pair[1] in ids]
-        merges += [(-score, ids[left], ids[right], left, right) for left, right in known]
-    merges.sort()
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab=ids, merges=[merge[3:] for merge in merges], fuse_unk=True, byte_fallback=True,
-            unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
+    def _token(self, name: str, default: int | None = None) -> int | None:
+        found = self._file.field(f"tokenizer.ggml.{name}_token_id", int, -1 if default is None else default)
+        if found >= len(self.tokens):
+            raise ValueError(
+                f"tokenizer.ggml.{name}_token_id is {found}, but it has {len(self.tokens)} tokens; {_AGAIN}"
+            )
+        return found if found >= 0 else None
+
+    def stops(self) -> list[int]:
+        """Returns the tokens that end an answer: of the text, of a turn, of a message."""
+        turn = self._token("eot")
+        if turn is None:
+            turn = next(
+                (self.ids[end] for end in _TURN_ENDS if end in self.ids and end in self.template), None
+            )
+        ends = (self.special.get("eos"), turn, self._token("eom"))
+        return list(dict.fromkeys(end for end in ends if end is not None))
+
+    def tokenizer(self) -> Tokenizer:
+        """Builds the tokenizer; `ValueError` names what it lacks."""
+        try:
+            tokenizer = self._byte_level() if self._is_bytes else self._sentencepiece()
+            special = [AddedToken(each, special=True, normalized=False) for each in self._of_kind(_CONTROL)]
+            tokenizer.add_special_tokens(special)
+            # Normalized tokens are matched after spaces are replaced, so runs of "▁" are found.
+            tokenizer.add_tokens(
+                [AddedToken(each, normalized="▁" in each) for each in self._of_kind(_USER_DEFINED)]
+            )
+            self._add_ends(tokenizer)
+        except ValueError:
+            raise
+        except Exception as error:  # the library has no other type
+            raise ValueError(f"its tokenizer cannot be built: {error}; {_AGAIN}") from error
+        return tokenizer
+
+    def _of_kind(self, wanted: int) -> list[str]:
+        tokens = self.tokens if self._is_bytes else self._pieces()
+        return [token for token, kind in zip(tokens, self._kinds, strict=False) if kind == wanted]
+
+    def _add_ends(self, tokenizer: Tokenizer) -> None:
+        """Lets the tokenizer add the tokens that begin and end a text."""
+        ends = []
+        for short, default in (("bos", not self._is_bytes), ("eos", False)):
+            is_added = self._file.field(f"tokenizer.ggml.add_{short}_token", bool, default)
+            if is_added and short not in self.special:
+                raise ValueError(f"it adds a token {short} to texts, but names none; {_AGAIN}")
+            ends.append(self.tokens[self.special[short]] if is_added else "")
+        if any(ends):
+            bos, eos = ends
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{bos} $A {eos}".strip(),
+                pair=" ".join(filter(None, (bos, "$A", eos, bos and f"{bos}:1", "$B:1", eos and f"{eos}:1"))),
+                special_tokens=[(end, self.ids[end]) for end in ends if end],
+            )
+
+    def _byte_level(self) -> Tokenizer:
+        """Builds a byte-level tokenizer like GPT-2's; SmolLM's also splits digits."""
+        merges = []
+        for merge in self._file.field("tokenizer.ggml.merges", list):
+            left, _, right = merge.partition(" ")
+            if not {left, right, left + right} <= self.ids.keys():
+                raise ValueError(f"tokenizer.ggml.merges has {merge!r}, which joins no two tokens; {_AGAIN}")
+            merges.append((left, right))
+        tokenizer = Tokenizer(models.BPE(vocab=self.ids, merges=merges))
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = (
+            pre_tokenizers.Sequence([digits, byte_level]) if self._split == "smollm" else byte_level
         )
-    )  # fmt: skip
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    tokenizer.add_special_tokens(_tokens_of_type(fields, _CONTROL))
-    # Normalized tokens are matched after spaces are replaced, so runs of "▁" are found.
-    tokenizer.add_tokens(
-        [
-            AddedToken(tokens[i], normalized="▁" in tokens[i])
-            for i, kind in enumerate(kinds)
-            if kind == _USER_DEFINED
-        ]
-    )
-    if fields.get("tokenizer.ggml.add_bos_token"):
-        bos = tokens[fields["tokenizer.ggml.bos_token_id"]]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, ids[bos])]
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+
+    def _pieces(self) -> list[str]:
+        # Some files store runs of spaces as spaces, others as SentencePiece's "▁".
+        return [token.replace(" ", "▁") for token in self.tokens]
+
+    def _sentencepiece(self) -> Tokenizer:
+        """Builds Gemma's SentencePiece BPE tokenizer; a piece's score is the rank of its merge."""
+        if self._file.field("tokenizer.ggml.add_space_prefix", bool, False):
+            raise ValueError(f"tokenizers that begin texts with a space are not supported; {_INSTEAD}")
+        tokens = self._pieces()
+        scores = self._file.numbers("tokenizer.ggml.scores", len(tokens))
+        if scores is None:
+            raise ValueError(f"its metadata lack tokenizer.ggml.scores; {_AGAIN}")
+        ids = {token: i for i, token in enumerate(tokens)}
+        merges = []
+        for token, score, kind in zip(tokens, scores.tolist(), self._kinds, strict=False):
+            if kind in (_CONTROL, _USER_DEFINED):
+                continue  # such tokens are matched before merging
+            halves = ((token[:at], token[at:]) for at in range(1, len(token)))
+            known = [pair for pair in halves if pair[0] in ids and pair[1] in ids]
+            merges += [(-score, ids[left], ids[right], left, right) for left, right in known]
+        merges.sort()
+        tokenizer = Tokenizer(
+            models.BPE(
+                vocab=ids, merges=[merge[3:] for merge in merges], fuse_unk=True, byte_fallback=True,
+                unk_token=tokens[self.special["unk"]],
+            )
+        )  # fmt: skip
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         )
-    return tokenizer
-
-
-def _tokens_of_type(fields: dict[str, Any], wanted: int) -> list[AddedToken]:
-    pairs = zip(fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"], strict=True)
-    return [AddedToken(token, special=True, normalized=False) for token, kind in pairs if kind == wanted]
+        return tokenizer
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -327,4 +485,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    try:
+        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    except ValueError as error:
+        sys.exit(" ".join(str(error).split()))

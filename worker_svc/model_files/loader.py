@@ -11,6 +11,7 @@ import glob
 import hashlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,8 @@ _TOKENIZER_FILES = (
     "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+# In the name of a GGUF file that is a part of a model.
+_PART = re.compile(r"-\d{5}(?=-of-\d{5}\.gguf$)")
 
 
 def resolve(
@@ -108,8 +111,9 @@ def _is_path(model: str) -> bool:
 def _resolve_folder(folder: Path, load_format: LoadFormat) -> Path:
     gguf = sorted(folder.glob("*.gguf"))
     is_complete = (folder / "config.json").is_file()
-    if load_format == "gguf" or (load_format == "auto" and gguf and not is_complete):
-        if len(gguf) == 1:
+    own = [path for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_model")]
+    if load_format == "gguf" or (load_format == "auto" and gguf and not (is_complete and own)):
+        if gguf and _parts(gguf[0]) == gguf:
             return convert(gguf[0])
         some = f"{len(gguf)} GGUF files; pass one of them as" if gguf else "no GGUF file; check"
         raise ConfigurationRefused(f"the folder {folder} has {some} --model")
@@ -125,7 +129,7 @@ def display_name(model: str) -> str:
     path = Path(model).expanduser()
     if path.is_dir():
         return path.absolute().name
-    return path.stem if path.is_file() else model
+    return re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) if path.is_file() else model
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
@@ -160,7 +164,7 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
 # Part of the folder's stamp: raise it when the conversion of the same packages changes.
 _RECIPE = 1
 # The same for GGUF files of one's own.
-_GGUF_RECIPE = 2
+_GGUF_RECIPE = 3
 _CACHE_WORDS = ("the model cache", "remove it, or change XDG_CACHE_HOME")
 _STAMP = ".triptych-recipe"
 # Third-party modules that gguf_convert imports.
@@ -220,20 +224,26 @@ def fetch(name: str, cache_dir: Path | None = None) -> Path:
 
 
 def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
-    """Returns the folder of a GGUF file; converts it first unless the cache has it.
+    """Returns the folder of a GGUF file, or of the model of which it is a part; converts it first if needed.
 
-    The file's path, size and time of modification identify it. Prints progress to standard error.
+    Path, size and time of modification identify a file in the cache. Prints progress to standard error.
 
     Raises:
         ConfigurationRefused: if the file cannot be converted, or the cache cannot be written.
     """
-    gguf = gguf.resolve()
+    parts = _parts(gguf.absolute())  # not resolved: a hub's cache links names of parts to names of blobs
+    gguf = parts[0]
     # A separate folder, since a file may have a demo model's name.
     cache = (cache_dir or default_cache_dir()).absolute() / "gguf"
-    status = gguf.stat()
-    stamp = f"{_GGUF_RECIPE} {gguf} {status.st_size} {status.st_mtime_ns}\n"
+    files = ((path, path.stat()) for path in parts)
+    stamp = f"{_GGUF_RECIPE} {' '.join(f'{path} {of.st_size} {of.st_mtime_ns}' for path, of in files)}\n"
     name = f"{gguf.stem}-{hashlib.sha256(str(gguf).encode()).hexdigest()[:12]}"
     return _once(cache, name, stamp, lambda _, folder: _convert(gguf, folder))
+
+
+def _parts(gguf: Path) -> list[Path]:
+    """Returns the files in the folder that are parts of the same model by their names, ordered."""
+    return sorted(gguf.parent.glob(_PART.sub("-?????", glob.escape(gguf.name))))
 
 
 def _is_complete(target: Path, stamp: str) -> bool:
@@ -355,8 +365,8 @@ def _convert(source: Path, folder: Path) -> None:
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        # A traceback's last line has the error's name and text.
-        reason = lines[-1].removeprefix("ValueError: ") if lines else "no message"
+        killed = f"the converter ended by signal {-done.returncode}; free memory and start again"
+        reason = killed if done.returncode < 0 else lines[-1] if lines else "no message"
         raise ConfigurationRefused(f"cannot convert {source}: {reason}")
 
 

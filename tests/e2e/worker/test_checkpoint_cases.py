@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoints import safetensors_cases
+from tests.support.checkpoints import gguf_cases, safetensors_cases
 from tests.support.checkpoints.cases import Case, check
 
 pytestmark = [
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # importing vLLM and transformers
 ]
 
-CASES = safetensors_cases.CASES
+CASES = [*safetensors_cases.CASES, *gguf_cases.CASES]
 
 
 @pytest.fixture(scope="module")
