@@ -61,8 +61,8 @@ class SecureFiles:
         return cls(folder, *(folder / name for name in (*names, "service-token", "api-key", "api-keys.json")))
 
 
-def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
-    """Makes the files that a folder lacks, and new certificates if they expire within 30 days.
+def make(folder: Path, hosts: Iterable[str] = (), *, only_token: bool = False) -> SecureFiles:
+    """Makes the files that a folder lacks, or the service token alone; certificates 30 days early.
 
     `hosts` are names and addresses of the HTTP API in addition to those of the loopback.
 
@@ -76,6 +76,8 @@ def make(folder: Path, hosts: Iterable[str] = ()) -> SecureFiles:
         check(path, "the secret", "remove it, and a new one is made")
     if not files.service_token.exists():
         _write(files.service_token, f"{secrets.token_urlsafe(32)}\n".encode())
+    if only_token:
+        return files
     if not files.api_keys.exists():
         key = secrets.token_urlsafe(32)
         entry = {"name": "default", "sha256": hashlib.sha256(key.encode()).hexdigest()}

@@ -16,7 +16,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 from protos.limits import MAX_CONCURRENT_RPCS
 from protos.service.logs import LogFormat, LogLevel
 from protos.service.security_settings import LinkSecuritySettings
-from protos.service.settings import Group
+from protos.service.settings import Group, MayBeEmpty
 from protos.service.tracing import OtlpEndpoint
 from scheduler_svc.adapters.modules import name_and_path, split_modules
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
@@ -32,7 +32,7 @@ class Settings(LinkSecuritySettings):
 
     section: ClassVar[str] = "scheduler"
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
-        Group.MODEL: ("served_model_name", "max_model_len"),
+        Group.MODEL: ("expect_model", "served_model_name", "max_model_len"),
         Group.BATCHING: (
             "max_num_seqs",
             "max_num_batched_tokens",
@@ -97,8 +97,8 @@ class Settings(LinkSecuritySettings):
         "log_level": "VLLM_LOGGING_LEVEL",
     }
 
-    host: str = Field("127.0.0.1")
-    """Address to listen on."""
+    host: MayBeEmpty = "127.0.0.1"
+    """Address to listen on. Empty: only on --socket."""
     port: int = Field(50051, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
     socket: Path | None = None
@@ -106,6 +106,9 @@ class Settings(LinkSecuritySettings):
     max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
     """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
     RESOURCE_EXHAUSTED."""
+    expect_model: str = ""
+    """Name of the only model that workers may serve: a Hugging Face id, or the name of a folder. Default: the
+    first worker decides."""
     served_model_name: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode] = ()
     """Names that requests may use for the model, for example llama llama-3.1-8b. Answers and metrics have the
     first one. Default: the worker's model id or folder name."""

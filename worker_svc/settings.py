@@ -263,8 +263,8 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Seed of the process's own random numbers, such as made-up weights. Requests have their own seeds."""
     cpu_threads: int | None = Field(None, ge=1, le=1024)
     """Threads that CPU kernels use. Default: all cores."""
-    host: str = Field("127.0.0.1", min_length=1)
-    """Address to listen on."""
+    host: MayBeEmpty = "127.0.0.1"
+    """Address to listen on. Empty: only on --socket."""
     port: int = Field(50061, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
     socket: Path | None = None

@@ -64,11 +64,13 @@ def _check_stack(settings: LaunchSettings, report: Report) -> "Device | None":
         def plan() -> str:
             held.enter_context(_claimed(settings.run_dir))
             folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="triptych-")))
-            used = _secured(settings, folder) if settings.secure else settings
+            used = _secured(settings, folder)
             used.link_security()
             plans.append(StackPlan.make(used, folder))
-            ports = plans[0].ports
-            return f"{settings.run_dir} and ports {ports.http} and {ports.scheduler} are free"
+            ports = (plans[0].ports.http, plans[0].ports.scheduler)
+            return (
+                f"{settings.run_dir} and ports {' and '.join(str(port) for port in ports if port)} are free"
+            )
 
         if report.check("launcher", plan) != "ok":
             return None
@@ -143,7 +145,7 @@ def _scheduler(settings: SchedulerSettings) -> str:
     with _packages("scheduler"):
         from scheduler_svc.__main__ import check
     check(settings)
-    return f"would listen on {settings.host} port {settings.port}"
+    return f"would listen on {f'{settings.host} port {settings.port}' if settings.host else settings.socket}"
 
 
 def _model(settings: WorkerSettings) -> str:
@@ -243,7 +245,7 @@ def _claimed(run_dir: Path) -> Iterator[None]:
 
 
 def _secured(settings: LaunchSettings, folder: Path) -> LaunchSettings:
-    """Returns the settings with copies of the files of --secure, or with temporary files."""
+    """Returns the settings with copies of the files of a start, or with temporary files."""
     existing = settings.run_dir / "secure"
     if existing.is_dir():
         shutil.copytree(existing, folder / "secure")

@@ -85,7 +85,7 @@ def _compile(settings: CompileSettings) -> str:
     from worker_svc.execution.worker import Worker
     from worker_svc.graphs.compile_cache import MANIFEST, CompileCache
 
-    worker_settings = load(_RankSettings, worker_flags(settings, 0, index=settings.rank))
+    worker_settings = load(_RankSettings, worker_flags(settings, index=settings.rank))
     if not worker_settings.enable_warm_up:
         raise ConfigurationRefused("graphs are compiled during warm-up; remove --no-enable-warm-up")
     if not worker_settings.compile_cache:
@@ -106,7 +106,7 @@ def _compile(settings: CompileSettings) -> str:
 
 def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.ConfigureRequest":
     """Returns the configuration that a scheduler with the same flags would send."""
-    scheduler = load(SchedulerSettings, scheduler_flags(settings, 0))
+    scheduler = load(SchedulerSettings, scheduler_flags(settings))
     layout, is_generating = worker.layout, worker.description.pooling is None
     if is_generating and layout.pipeline > 1 and worker.device.caches_are_inputs and not scheduler.num_blocks:
         raise ConfigurationRefused(

@@ -169,7 +169,7 @@ def _server(arguments: Namespace, flags: Sequence[str]) -> Iterator[Server]:
     environment[PARENT_VARIABLE] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="triptych-batch-") as folder:
         server = Server("http://localhost", uds=f"{folder}/http.sock")
-        command = [sys.executable, "-m", "deploy.cli", "up", arguments.model, "--scheduler-port=0", *flags]
+        command = [sys.executable, "-m", "deploy.cli", "up", arguments.model, *flags]
         # Its own session: Ctrl-C reaches this command, which then stops the stack.
         launcher = subprocess.Popen(
             [*command, f"--uds={server.uds}"], env=environment, stdout=sys.stderr, start_new_session=True

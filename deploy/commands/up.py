@@ -75,10 +75,7 @@ def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings]
         with claim(settings.run_dir), socket_folder(settings.run_dir) as sockets:
             if settings.model in DEMO_MODELS:
                 settings = settings.model_copy(update={"model": fetch_demo_model(settings.model)})
-            files = None
-            if settings.secure:
-                settings, files = secured(settings)
-            return asyncio.run(Launcher(settings, sockets, files).run())
+            return asyncio.run(Launcher(*secured(settings), sockets).run())
     except ConfigurationRefused as error:
         print(f"{program}: {error}", file=sys.stderr)
         return BAD_SETTING
@@ -107,13 +104,13 @@ def fetch_demo_model(name: str) -> str:
 class Launcher:
     """Chooses ports, runs the services, and prints their progress and the address to use."""
 
-    def __init__(self, settings: LaunchSettings, sockets: Path, files: "SecureFiles | None" = None) -> None:
+    def __init__(self, settings: LaunchSettings, files: "SecureFiles", sockets: Path) -> None:
         """Plans the children.
 
         Args:
-            settings: the launcher's.
+            settings: the launcher's, as `secured` returns them.
+            files: the service token and the files of `--secure`.
             sockets: the absolute folder of the services' Unix sockets.
-            files: the files of `--secure`.
         """
         self._settings = settings
         self._files = files
@@ -195,9 +192,19 @@ class Launcher:
             f"\nServing {model.served_name} on {uds or f'{base}/v1'} after {time.monotonic() - started:.0f} s. Try:\n\n"
             f"  curl {'' if uds is None else f'--unix-socket {uds} '}{base}{path} {credentials(self._settings, self._files)}-H 'Content-Type: application/json'"
             f" -d '{json.dumps(body)}'\n\n"
-            f"{metrics}gRPC clients use 127.0.0.1:{self._plan.ports.scheduler}"
-            f"{'' if self._files is None else f', with the files of {self._files.folder}'}. Ctrl-C stops it."
+            f"{metrics}gRPC clients use {self._direct_address()}, with the {self._direct_files()}. Ctrl-C stops it."
         )
+
+    def _direct_address(self) -> str:
+        port = self._plan.ports.scheduler
+        return self._scheduler if port is None else f"{service_flags.LOOPBACK}:{port}"
+
+    def _direct_files(self) -> str:
+        """Returns where gRPC clients find what the scheduler wants."""
+        if self._settings.secure:
+            return f"files of {self._files.folder}"
+        file = self._settings.service_token_file
+        return "service token" if file is None else f"token in {file}"
 
     async def _wait_for_model(self, gateways: Sequence[str]) -> common_pb2.ModelInfo:
         """Returns the model once every gateway serves it."""
@@ -219,10 +226,10 @@ class Launcher:
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-def credentials(settings: LaunchSettings, files: "SecureFiles | None") -> str:
+def credentials(settings: LaunchSettings, files: "SecureFiles") -> str:
     """Returns the flags of curl for the gateway's certificate and keys, without a key."""
-    ca = f"--cacert {files.ca} " if files is not None and settings.ssl_certfile == files.http_cert else ""
-    if files is not None and settings.api_key_file == files.api_keys:
+    ca = f"--cacert {files.ca} " if settings.ssl_certfile == files.http_cert else ""
+    if settings.api_key_file == files.api_keys:
         key = f"$(cat {files.api_key})"
     elif settings.api_key or settings.api_key_file is not None:
         key = "$KEY"

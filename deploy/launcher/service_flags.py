@@ -14,10 +14,11 @@ from protos.service.grpc_options import unix_address
 from protos.service.settings import ServiceSettings, is_secret, reference_variables
 from scheduler_svc.settings import Settings as SchedulerSettings
 from worker_svc.devices.registry import DEVICES
+from worker_svc.model_files.loader import display_name
 from worker_svc.settings import Settings as WorkerSettings
 
 LOOPBACK = "127.0.0.1"
-"""Address of the scheduler and the workers, in addition to their Unix sockets."""
+"""Address of the scheduler, in addition to its Unix socket, and of the ranks' meeting."""
 
 
 def gateway_flags(
@@ -37,12 +38,15 @@ def gateway_flags(
     )
 
 
-def scheduler_flags(settings: LaunchSettings, port: int, socket: Path | None = None) -> list[str]:
-    """Returns the scheduler's flags. Direct gRPC clients use the port, gateways and workers the socket."""
+def scheduler_flags(
+    settings: LaunchSettings, port: int | None = None, socket: Path | None = None
+) -> list[str]:
+    """Returns the scheduler's flags. Gateways and workers use the socket; direct gRPC clients, the port."""
     return flags_of(
         SchedulerSettings,
         settings,
-        host=LOOPBACK,
+        expect_model=display_name(settings.model),
+        host="" if port is None else LOOPBACK,
         port=port,
         socket=socket,
         log_format="json",
@@ -51,7 +55,6 @@ def scheduler_flags(settings: LaunchSettings, port: int, socket: Path | None = N
 
 def worker_flags(
     settings: LaunchSettings,
-    port: int,
     socket: Path | None = None,
     scheduler: Path | None = None,
     *,
@@ -62,8 +65,7 @@ def worker_flags(
 
     Args:
         settings: the launcher's.
-        port: the worker's.
-        socket: the worker's.
+        socket: the worker's only address.
         scheduler: the scheduler's socket.
         index: place of the worker in `StackPlan.workers`.
         master: the port where the ranks of its replica meet; `None` for a rank that compiles alone.
@@ -80,8 +82,8 @@ def worker_flags(
         WorkerSettings,
         settings,
         model=settings.model,
-        host=LOOPBACK,
-        port=port,
+        host="",
+        port=None,
         socket=socket,
         scheduler_address=unix_address(scheduler) if scheduler else None,
         log_format="json",

@@ -57,6 +57,7 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
         Group.LAUNCHER: ("workers", "gateways", "run_dir", "max_log_mb", "secure"),
     }
     fixed: ClassVar[Mapping[str, str]] = {
+        "expect_model": "it is the --model of the launcher",
         "scheduler_address": "the launcher knows where its scheduler listens",
         "reuse_port": "the launcher knows how many gateways share the port",
         "metrics_folder": "the launcher chooses the folder of gateways that share the port",
@@ -85,8 +86,9 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
 
     model: str = Field("smollm2", min_length=1)
     """smollm2, gemma3-270m, minilm, a Hugging Face id, a local folder or a .gguf file."""
-    scheduler_port: int = Field(50051, ge=0, le=65535)
-    """Port for direct gRPC clients; 0 takes a free port."""
+    scheduler_port: int | None = Field(None, ge=0, le=65535)
+    """Port for direct gRPC clients of this machine, for example 50051; 0 takes a free port. Default: none;
+    they use the Unix socket that the launcher prints. Calls need the service token."""
     workers: int = Field(1, ge=1, le=64)
     """Number of replicas. Each is a worker, or --tensor-parallel-size times --pipeline-parallel-size of
     them."""
@@ -98,7 +100,8 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     """Folder for pid files and logs."""
     secure: bool = False
     """Protect everything: HTTPS with an API key, and TLS, client certificates and a service token between
-    services. Makes what is needed in `secure/` in the run dir, and reuses it in later starts."""
+    services. Makes what is needed in `secure/` in the run dir, and reuses it in later starts. Without it, a
+    token made there still keeps strangers from the services."""
     max_log_mb: int = Field(64, ge=1, le=65536)
     """MiB above which a service's log is moved to `.log.1` and starts again."""
 
@@ -123,9 +126,10 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
 
 
 def secured(settings: LaunchSettings) -> "tuple[LaunchSettings, SecureFiles]":
-    """Makes the files of `--secure` in the run dir and returns settings with them.
+    """Makes a service token in the run dir, and the other files of `--secure`; returns settings with them.
 
-    The user's own settings stay.
+    The user's own settings stay. Only holders of the token can call the services: without it, any process of
+    this machine could register a worker, or use the services past the gateway's keys.
     """
     from deploy.secure_files import SERVICE_NAME, make  # needs cryptography
 
@@ -134,11 +138,13 @@ def secured(settings: LaunchSettings) -> "tuple[LaunchSettings, SecureFiles]":
     names = [name for name in (socket.gethostname(),) if name.isascii()]
     hosts = [*names, *([] if settings.host in _WILDCARDS else [settings.host])]
     try:
-        files = make(folder, hosts)
+        files = make(folder, hosts, only_token=not settings.secure)
     except OSError as error:
-        raise ConfigurationRefused(f"--secure: cannot write {folder}: {error.strerror}") from error
+        raise ConfigurationRefused(f"cannot write {folder}: {error.strerror}") from error
     added: dict[str, Path | str | bool] = {}
-    if settings.grpc_tls_ca is None:
+    if settings.service_token is None and settings.service_token_file is None:
+        added["service_token_file"] = files.service_token
+    if settings.secure and settings.grpc_tls_ca is None:
         added |= {
             "grpc_tls_ca": files.ca,
             "grpc_tls_cert": files.service_cert,
@@ -146,11 +152,9 @@ def secured(settings: LaunchSettings) -> "tuple[LaunchSettings, SecureFiles]":
             "grpc_tls_name": SERVICE_NAME,
             "grpc_tls_require_client_cert": True,
         }
-    if settings.service_token is None and settings.service_token_file is None:
-        added["service_token_file"] = files.service_token
-    if settings.ssl_certfile is None:
+    if settings.secure and settings.ssl_certfile is None:
         added |= {"ssl_certfile": files.http_cert, "ssl_keyfile": files.http_key}
-    if not settings.api_key and settings.api_key_file is None:
+    if settings.secure and not settings.api_key and settings.api_key_file is None:
         added["api_key_file"] = files.api_keys
     return settings.model_copy(update=added), files
 

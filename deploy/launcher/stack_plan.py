@@ -100,11 +100,10 @@ class Ports:
 
     http: int
     """All gateways'; unused with a Unix socket."""
-    scheduler: int
-    workers: tuple[int, ...]
-    """Each rank's, replica by replica."""
+    scheduler: int | None
+    """For direct gRPC clients."""
     masters: tuple[int, ...]
-    """Where the ranks of each replica meet."""
+    """Where the ranks of each replica meet; none for replicas of one rank."""
     metrics: tuple[int | None, ...]
     """Each gateway's own; None for a single gateway with a port that was given none."""
 
@@ -135,11 +134,11 @@ def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
                 return None
             return hold(settings.http_host, first + index if first else 0, "--metrics-port")
 
+        direct, ranks = settings.scheduler_port, settings.layout.world_size
         yield Ports(
             hold(LOOPBACK, 0, "") if settings.uds else hold(settings.host, settings.port, "--port or --host"),
-            hold(LOOPBACK, settings.scheduler_port, "--scheduler-port"),
-            tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers * settings.layout.world_size)),
-            tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers)),
+            None if direct is None else hold(LOOPBACK, direct, "--scheduler-port"),
+            tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers if ranks > 1 else 0)),
             tuple(metrics_port(index) for index in range(settings.gateways)),
         )
 
@@ -195,11 +194,11 @@ def _scheduler(settings: LaunchSettings, ports: Ports, socket: Path) -> ChildSpe
 def _workers(settings: LaunchSettings, ports: Ports, sockets: Path, socket: Path) -> tuple[ChildSpec, ...]:
     secrets, ranks = service_flags.secrets_of(settings, WorkerSettings), settings.layout.world_size
     specs = []
-    for index, port in enumerate(ports.workers):
+    for index in range(settings.workers * ranks):
         replica, rank = divmod(index, ranks)
         name = f"worker-{replica}" if ranks == 1 else f"worker-{replica}-rank-{rank}"
-        own, master = sockets / f"{name}.sock", ports.masters[replica]
-        flags = service_flags.worker_flags(settings, port, own, socket, index=index, master=master)
+        own, master = sockets / f"{name}.sock", ports.masters[replica] if ranks > 1 else None
+        flags = service_flags.worker_flags(settings, own, socket, index=index, master=master)
         variables = {**service_flags.worker_environment(settings, index), **secrets}
         specs.append(worker_spec(name, tuple(flags), settings.run_dir, variables))
     return tuple(specs)

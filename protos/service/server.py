@@ -70,25 +70,34 @@ class Server:
     async def start(self, host: str, port: int, path: Path | None = None) -> int:
         """Binds ``host:port`` (0: any free port) and the Unix socket at `path`, starts, and returns the port.
 
+        An empty host binds no port, and returns 0.
+
         Raises:
-            ConfigurationRefused: an address cannot be bound.
+            ConfigurationRefused: an address cannot be bound, or there is none.
         """
         await self.set_serving(False)
         if path is not None:
             self._bind_socket(path)
+        elif not host:
+            raise ConfigurationRefused("an empty --host needs a --socket to listen on; set one of them")
+        if host:
+            self.port = self._bind_port(host, port)
+        await self._server.start()
+        return self.port
+
+    def _bind_port(self, host: str, port: int) -> int:
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
             # Try a plain socket first: gRPC prints an internal trace when it cannot bind.
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             socket.create_server((host, port), family=family).close()
-            self.port = self._security.add_port(self._server, address)
+            bound = self._security.add_port(self._server, address)
         except (OSError, RuntimeError) as error:
             raise ConfigurationRefused(
                 f"cannot listen on {address}: {error}; choose another host or port"
             ) from error
         self._security.warn_if_open(host)
-        await self._server.start()
-        return self.port
+        return bound
 
     def _bind_socket(self, path: Path) -> None:
         path = path.absolute()

@@ -48,8 +48,8 @@ def address_of(request: registry_pb2.RegisterRequest, peer: str) -> RankAddress:
         raise SchemaMismatch(
             f"the worker speaks schema revision {request.schema_revision}, this scheduler {SCHEMA_REVISION}; run the same release on both"
         )
-    if not request.worker_id or not 1 <= request.port <= 65535:
-        raise InvalidArgument("a worker must send its id and its port")
+    if not request.worker_id or not (request.socket or 1 <= request.port <= 65535):
+        raise InvalidArgument("a worker must send its id, and its port or its socket")
     sizes = _sizes_of(request)
     replica_id = request.replica_id or request.worker_id
     return RankAddress(replica_id, request.worker_id, _target_of(request, peer), request.rank, sizes)

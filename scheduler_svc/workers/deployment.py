@@ -101,6 +101,12 @@ class Deployment:
         Raises:
             ConfigurationRefused: the settings contradict each other, the model or the device.
         """
+        # Before a worker of another model loads anything.
+        expected = self.served.model.source if self.served else self._settings.expect_model
+        if expected and (source := description.model.source) != expected:
+            raise ConfigurationRefused(
+                f"replica {replica_id} serves {source!r} and this deployment {expected!r}; all workers must run one model"
+            )
         return self._factory_for(description).set_up(replica_id, description)
 
     def attach(

@@ -49,7 +49,7 @@ def resident_mib(requests: int) -> dict[str, float]:
     """Returns the resident memory of gateway and scheduler in MiB, after that many chat requests."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        launched("--scheduler-port", "0", "--run-dir", folder) as url,
+        launched("--run-dir", folder) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         for index in range(requests):

@@ -76,7 +76,7 @@ def measure(folder: Path, caches: Path, standbys: int, kills: int) -> list[Resta
     """Kills a worker several times, each time after it has served for a while."""
     restarts = []
     flags = (
-        "--device", "cpu", "--scheduler-port", "0", "--model", str(fetch("smollm2")), "--served-model-name", "smollm2",
+        "--device", "cpu", "--model", str(fetch("smollm2")), "--served-model-name", "smollm2",
         "--compile-cache-root", str(caches), "--max-model-len", "2048", "--max-num-seqs", "32",
         "--standby-workers", str(standbys), "--run-dir", str(folder),
     )  # fmt: skip

@@ -11,9 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import grpc.aio
 import httpx
 import pytest
 
+from protos.service.channels import LinkSecurity
+from protos.service.tokens import ServiceTokens
 from tests.support.paths import ROOT
 
 START_TIMEOUT_S = 100.0
@@ -26,13 +29,23 @@ class Stack:
     base_url: str
     """The gateway's URL, without /v1."""
     scheduler_address: str
-    """host:port for direct gRPC clients."""
+    """host:port for direct gRPC clients, which need the token."""
     run_dir: Path
     """The folder of pid files and logs."""
     model: str
     """The name that requests use."""
     example: str
     """The example command that the launcher printed."""
+
+    @property
+    def token_file(self) -> Path:
+        """The file with the service token, unless a test has set another."""
+        return self.run_dir / "secure" / "service-token"
+
+    def open_channel(self) -> grpc.aio.Channel:
+        """Opens a channel of a direct gRPC client."""
+        security = LinkSecurity(tokens=ServiceTokens(file=self.token_file))
+        return security.open_channel(self.scheduler_address)
 
     def pid(self, service: str) -> int:
         """Returns the process id of "gateway", "scheduler" or "worker-0"."""
@@ -93,6 +106,7 @@ def run_example(script: str, stack: Stack, *arguments: str, key: str = "unused")
         "OPENAI_BASE_URL": f"{stack.base_url}/v1",
         "OPENAI_API_KEY": key,
         "TRIPTYCH_SCHEDULER_ADDRESS": stack.scheduler_address,
+        "TRIPTYCH_SERVICE_TOKEN_FILE": str(stack.token_file),
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, str(ROOT / "examples" / script), *arguments]

@@ -82,7 +82,7 @@ def contenders(
     def ours(port: int, run_dir: Path) -> list[str]:
         return [
             sys.executable, "-m", "deploy.cli", "up", "--model", str(folder), *flags, "--device", "cpu", "--port", str(port),
-            "--scheduler-port", "0", "--run-dir", str(run_dir / "run"),
+            "--run-dir", str(run_dir / "run"),
         ]  # fmt: skip
 
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))

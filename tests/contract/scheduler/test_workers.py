@@ -16,7 +16,7 @@ from protos.errors import (
     Unavailable,
     from_rpc_error,
 )
-from protos.triptych.v1 import common_pb2, registry_pb2, worker_pb2
+from protos.triptych.v1 import common_pb2, inference_pb2, registry_pb2, worker_pb2
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.factories import expected_tokens
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -152,6 +152,18 @@ async def test_a_worker_with_another_model_is_refused() -> None:
         caught = await failure(scheduler.registry.Register(registration(port, "w2")))
     assert isinstance(caught, ConfigurationRefused)
     assert "all workers must run one model" in caught.message
+
+
+async def test_a_stranger_that_comes_first_does_not_decide_the_model() -> None:
+    """A worker of another model than the expected one is refused before it is configured."""
+    stranger, settings = FakeWorker(source="other"), Settings(expect_model="simulated")
+    async with run_scheduler(settings) as scheduler, run_worker(stranger) as port:
+        caught = await failure(scheduler.registry.Register(registration(port, "first")))
+        assert isinstance(caught, ConfigurationRefused)
+        assert "replica first serves 'other' and this deployment 'simulated'" in caught.message
+        assert stranger.configured is None
+        async with joined(scheduler, FakeWorker()):
+            assert (await scheduler.inference.GetModel(inference_pb2.GetModelRequest())).source == "simulated"
 
 
 async def test_a_worker_with_other_weights_of_the_same_name_is_refused() -> None:

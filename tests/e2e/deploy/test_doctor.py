@@ -45,7 +45,7 @@ def triptych(*arguments: str, cwd: Path, **variables: str) -> subprocess.Complet
 def check_refusal(model: Path, folder: Path, flags: str, words: str, **variables: str) -> None:
     """Both refuse with exit code 2 and the same line; sizes of free memory may differ."""
     command = [str(model), *flags.split()]
-    for flag in ("--port", "--scheduler-port"):
+    for flag in ("--port",):
         command += [] if flag in command else [flag, "0"]
     before = set(folder.iterdir())
     doctor = triptych("doctor", "up", *command, "--json", cwd=folder, **variables)
@@ -150,7 +150,7 @@ def test_a_damaged_model_gets_the_same_refusal(
 @SLOW
 def test_a_model_that_serves_passes(model: Path, tmp_path: Path) -> None:
     """The doctor says yes, leaves nothing, and has a result of each service."""
-    doctor = triptych("doctor", "up", str(model), "--port=0", "--scheduler-port=0", "--json", cwd=tmp_path)
+    doctor = triptych("doctor", "up", str(model), "--port=0", "--json", cwd=tmp_path)
     report = json.loads(doctor.stdout)
     assert (doctor.returncode, report["error"]) == (0, ""), report
     assert {"launcher", "gateway", "scheduler", "worker", "shapes", "text"} <= {
@@ -165,7 +165,6 @@ def test_a_flag_without_effect_is_a_note(model: Path, tmp_path: Path) -> None:
     flags = [
         str(model),
         "--port=0",
-        "--scheduler-port=0",
         "--device=cpu",
         "-O1",
         "--require-precompiled",
@@ -180,7 +179,7 @@ def test_a_flag_without_effect_is_a_note(model: Path, tmp_path: Path) -> None:
 @SLOW
 def test_a_secure_stack_keeps_its_files(model: Path, tmp_path: Path) -> None:
     """The doctor uses the certificates that are there, makes others only for itself, and changes nothing."""
-    flags = [str(model), "--port=0", "--scheduler-port=0", "--secure", "--json"]
+    flags = [str(model), "--port=0", "--secure", "--json"]
     new = triptych("doctor", "up", *flags, cwd=tmp_path)
     assert new.returncode == 0, new.stdout
     assert {path.name for path in tmp_path.iterdir()} <= {"code"}
@@ -200,7 +199,7 @@ def test_a_secure_stack_keeps_its_files(model: Path, tmp_path: Path) -> None:
 def test_each_worker_is_checked_with_its_own_devices(model: Path, tmp_path: Path) -> None:
     """The second worker gets another NPU, in a process of its own."""
     device = ("--workers=2", "--device=rbln", "--rbln-backend=rbln-check")
-    flags = [str(model), "--port=0", "--scheduler-port=0", *device]
+    flags = [str(model), "--port=0", *device]
     doctor = triptych("doctor", "up", *flags, "--json", cwd=tmp_path)
     checks = {check["name"]: check["status"] for check in json.loads(doctor.stdout)["checks"]}
     assert (doctor.returncode, checks["worker-1"]) == (0, "ok"), doctor.stdout

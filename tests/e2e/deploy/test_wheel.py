@@ -103,7 +103,7 @@ def test_a_bare_wheel_installs_its_services_and_serves(wheel: Path, tmp_path: Pa
         assert "usage: triptych" in run(binaries / "triptych", service, "--help", cwd=tmp_path)
     run(binaries / "triptych", "install", "worker", cwd=tmp_path)
     command = (
-        binaries / "triptych", "up", "--port", "0", "--scheduler-port", "0", "--max-num-seqs", "2",
+        binaries / "triptych", "up", "--port", "0", "--max-num-seqs", "2",
         "--max-model-len", "256", "--device", "cpu",
     )  # fmt: skip
     with subprocess.Popen(

@@ -49,7 +49,9 @@ def test_grpc_and_http_agree(minilm: Stack) -> None:
     prompt = [101, 1037, 4937, 102]
     with grpc.insecure_channel(minilm.scheduler_address) as channel:
         inference = inference_pb2_grpc.InferenceStub(channel)
-        alone = list(inference.Pool(inference_pb2.PoolRequest(prompt_token_ids=prompt), timeout=20).values)
+        request = inference_pb2.PoolRequest(prompt_token_ids=prompt)
+        token = (("authorization", f"Bearer {minilm.token_file.read_text().strip()}"),)
+        alone = list(inference.Pool(request, timeout=20, metadata=token).values)
     many = [prompt, *([101, *range(2000, 2000 + n), 102] for n in range(1, 40))]
     data = httpx.post(f"{minilm.base_url}/v1/embeddings", json={"input": many}, timeout=30).json()["data"]
     assert len(data) == 40

@@ -10,7 +10,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.support.stack import Stack, running_stack
 from tests.support.worker.peft_adapters import AdapterSpec, PeftReference, write_adapter
@@ -76,7 +75,7 @@ async def test_tokens_equal_peft_alone_mixed_and_after_faults(
     for name in "bc":
         assert change(stack, "load", {"lora_name": name, "lora_path": str(adapters[name])}).status_code == 200
     jobs = [(reference.encode(text), name) for name in ("", "a", "b", "c") for text in TEXTS]
-    async with open_channel(stack.scheduler_address) as channel:
+    async with stack.open_channel() as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         calls = [asyncio.ensure_future(tokens_of(stub, prompt, name)) for prompt, name in jobs]
         # The first answers are complete, others run or wait.

@@ -40,7 +40,7 @@ async def differing(
 async def test_parameters_have_the_same_answers_at_once(stack: Stack) -> None:
     """Bursts of 17 of each kind, and of all kinds mixed, get the answers of requests alone."""
     cases = some_cases(SHORTER_PROMPTS)
-    async with open_clients(stack.base_url, stack.scheduler_address) as clients:
+    async with open_clients(stack.base_url, stack.open_channel()) as clients:
         matrix = Matrix(clients)
         assert await matrix.learn(cases) == []
         assert await differing(matrix, cases, (17,), most=1) == []
@@ -56,7 +56,7 @@ async def test_layouts_have_the_same_answers_at_once(smollm2: Path, tmp_path: Pa
     problems = []
     for layout, flags in LAYOUTS.items():
         with matrix_stack(smollm2, tmp_path / layout.replace(" ", "-"), *flags) as stack:
-            async with open_clients(stack.base_url, stack.scheduler_address) as clients:
+            async with open_clients(stack.base_url, stack.open_channel()) as clients:
                 found = []
                 if matrix is None:
                     matrix = Matrix(clients)

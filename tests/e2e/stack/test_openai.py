@@ -10,7 +10,6 @@ import httpx
 import openai
 import pytest
 
-from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2_grpc import InferenceStub
 from tests.support.stack import Stack
@@ -37,7 +36,7 @@ async def client_async(stack: Stack) -> AsyncIterator[openai.AsyncOpenAI]:
 
 async def until_idle(stack: Stack) -> None:
     """Waits until the scheduler has no requests."""
-    async with open_channel(stack.scheduler_address) as channel, asyncio.timeout(30):
+    async with stack.open_channel() as channel, asyncio.timeout(30):
         async for load in InferenceStub(channel).WatchLoad(inference.WatchLoadRequest()):
             if load.num_running == load.num_waiting == 0:
                 return

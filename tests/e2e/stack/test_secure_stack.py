@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from deploy.secure_files import SERVICE_NAME, SecureFiles
+from protos.service.grpc_options import unix_address
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.e2e.stack.test_up import QUICK, launcher, read_until
 from tests.support.stack import listening_port
@@ -21,10 +22,9 @@ OPTIONS = [("grpc.ssl_target_name_override", SERVICE_NAME), ("grpc.enable_http_p
 
 
 def code_of(
-    port: int, method: str, credentials: grpc.ChannelCredentials | None, token: str
+    address: str, method: str, credentials: grpc.ChannelCredentials | None, token: str
 ) -> grpc.StatusCode:
     """Calls GetModel or Describe; returns the status."""
-    address = f"127.0.0.1:{port}"
     channel = (
         grpc.insecure_channel(address, options=OPTIONS)
         if credentials is None
@@ -49,7 +49,7 @@ def code_of(
 def test_a_secure_stack_serves_those_with_its_files_alone(tmp_path: Path) -> None:
     """The printed command works as it is; each port refuses callers that lack a file; no log has a secret."""
     files = SecureFiles.in_folder(tmp_path / "secure")
-    with launcher(tmp_path, *QUICK, "--secure") as process:
+    with launcher(tmp_path, *QUICK, "--secure", "--scheduler-port", "0") as process:
         printed = [read_until(process, "Serving smollm2"), read_until(process, "/chat/completions")]
         done = subprocess.run(["sh", "-c", printed[1]], capture_output=True, text=True, check=True)
         assert "Paris" in done.stdout, done.stdout
@@ -62,14 +62,19 @@ def test_a_secure_stack_serves_those_with_its_files_alone(tmp_path: Path) -> Non
         mutual = grpc.ssl_channel_credentials(
             ca, files.service_key.read_bytes(), files.service_cert.read_bytes()
         )
-        for service, method in (("scheduler", "GetModel"), ("worker-0", "Describe")):
-            port = listening_port(tmp_path / f"{service}.log")
-            refused = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
-            assert code_of(port, method, None, token) is refused[0]
-            assert code_of(port, method, grpc.ssl_channel_credentials(ca), token) is refused[0]
-            assert code_of(port, method, mutual, "") is refused[1]
-            assert code_of(port, method, mutual, "x" * 43) is refused[1]
-            assert code_of(port, method, mutual, token) not in refused
+        direct = f"127.0.0.1:{listening_port(tmp_path / 'scheduler.log')}"
+        refused = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
+        assert code_of(direct, "GetModel", None, token) is refused[0]
+        assert code_of(direct, "GetModel", grpc.ssl_channel_credentials(ca), token) is refused[0]
+        calls = (
+            (direct, "GetModel", mutual),
+            (unix_address(tmp_path / "scheduler.sock"), "GetModel", None),
+            (unix_address(tmp_path / "worker-0.sock"), "Describe", None),
+        )
+        for address, method, with_tls in calls:
+            assert code_of(address, method, with_tls, "") is refused[1]
+            assert code_of(address, method, with_tls, "x" * 43) is refused[1]
+            assert code_of(address, method, with_tls, token) not in refused
         process.terminate()
         rest, errors = process.communicate(timeout=30)
     assert errors == ""

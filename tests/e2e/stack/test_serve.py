@@ -26,7 +26,7 @@ def test_a_unit_file_of_vllm_serve(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "deploy.cli", "serve", "smollm2", "--config", str(file), "--uds", str(uds),
         "--max-num-seqs", "2", "--gpu-memory-utilization", "0.1", "--api-key", "k1", "k2", "-O1",
-        "--disable-log-stats", "--run-dir", str(tmp_path / "run"), "--scheduler-port", "0",
+        "--disable-log-stats", "--run-dir", str(tmp_path / "run"),
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None

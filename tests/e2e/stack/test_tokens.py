@@ -12,7 +12,6 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from protos.service.grpc_options import open_channel
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.support.prompts import PROMPTS
 from tests.support.stack import Stack
@@ -62,7 +61,7 @@ async def generate(stack: Stack, prompts: Sequence[Sequence[int]], **sampling: o
         )
         return [token async for event in stub.Generate(request) for token in event.token_ids]
 
-    async with open_channel(stack.scheduler_address) as channel:
+    async with stack.open_channel() as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         return await asyncio.gather(*(one(prompt) for prompt in prompts))
 
@@ -138,7 +137,7 @@ async def test_a_worker_killed_during_a_stream_loses_no_token(stack: Stack, toke
     expected = (await generate(stack, [prompt]))[0]
     received: list[int] = []
     pid = stack.pid("worker-0")
-    async with open_channel(stack.scheduler_address) as channel:
+    async with stack.open_channel() as channel:
         request = inference_pb2.GenerateRequest(
             prompt_token_ids=prompt,
             sampling=common_pb2.SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),

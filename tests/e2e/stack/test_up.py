@@ -22,8 +22,7 @@ QUICK = ["--device", "cpu", "--max-num-seqs", "2", "--max-model-len", "1024"]
 def launcher(run_dir: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Runs a launcher on free ports, and kills it at the end if it still runs; its children die with it."""
     command = [
-        sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--scheduler-port", "0",
-        "--run-dir", str(run_dir), *arguments,
+        sys.executable, "-m", "deploy.cli", "up", "--port", "0", "--run-dir", str(run_dir), *arguments,
     ]  # fmt: skip
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:

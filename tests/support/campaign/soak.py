@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import linear_regression
 from typing import Final
 
+from protos.service.grpc_options import open_channel
 from tests.support.campaign.campaign import loaded_stack, say
 from tests.support.campaign.load import Load
 from tests.support.campaign.processes.inspection import leaks, resident_mib
@@ -121,7 +122,7 @@ async def run(
     dice, soak = random.Random(seed), Soak(seed, dtype)
     async with (
         loaded_stack(model, folder, dtype=dtype, dice=dice) as (stack, load),
-        open_clients(stack.gateway_url, stack.scheduler_address) as clients,
+        open_clients(stack.gateway_url, open_channel(stack.scheduler_address)) as clients,
     ):
         parameters = Parameters(Matrix(clients), make_cases(SHORTER_PROMPTS))
         await parameters.learn()

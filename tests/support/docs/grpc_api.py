@@ -26,6 +26,10 @@ The package is `triptych.v1`. The files are in `protos/triptych/v1/`; the Python
 also answers gRPC health checks (`grpc.health.v1`) and server reflection. A failed call carries an [`Error`](#error) as a detail of its
 status.
 
+A direct client of `triptych up` uses the Unix socket `run/scheduler.sock`, or the port of `--scheduler-port`, and sends the token in
+`run/secure/service-token` as metadata, `authorization: Bearer TOKEN`; [examples/grpc_token_ids.py](../examples/grpc_token_ids.py) does.
+A scheduler of its own listens on `--port` (50051) and asks for a token if it has one ([Security](security.md)).
+
 Clients and gateways call `Inference` on the scheduler. The calls between scheduler and workers are in `registry.proto` and `worker.proto`.
 """
 

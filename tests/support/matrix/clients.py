@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc.aio
 import httpx
 
-from protos.service.grpc_options import SCHEMA_REVISION, open_channel
+from protos.service.grpc_options import SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.support.connect_reader import ConnectReader
 from tests.support.matrix.answers import Answer, events_of, joined, joined_wire, plain
@@ -129,12 +129,12 @@ class ConnectStream:
 
 
 @asynccontextmanager
-async def open_clients(base_url: str, scheduler_address: str) -> AsyncIterator[Clients]:
-    """Opens the connections for the block."""
+async def open_clients(base_url: str, scheduler: grpc.aio.Channel) -> AsyncIterator[Clients]:
+    """Opens the connections for the block, and closes the channel to the scheduler after it."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with (
         httpx.AsyncClient(base_url=base_url, timeout=_PATIENT, limits=limits, trust_env=False) as http,
-        open_channel(scheduler_address) as channel,
+        scheduler as channel,
     ):
         stub = inference_pb2_grpc.InferenceStub(channel)
         connect = ConnectStream(stub)

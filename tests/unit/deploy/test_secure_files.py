@@ -119,6 +119,21 @@ def test_secrets_that_others_could_change_are_refused(foreign: Foreign, tmp_path
         secured(load(LaunchSettings, ["--secure", f"--run-dir={tmp_path / 'run'}"]))
 
 
+def test_up_without_secure_has_a_token_alone(tmp_path: Path) -> None:
+    """Only this user can read it; a later start, with `--secure` too, has the same; the user's own wins."""
+    run_dir = f"--run-dir={tmp_path / 'run'}"
+    settings, files = secured(load(LaunchSettings, [run_dir]))
+    assert [path.name for path in files.folder.iterdir()] == ["service-token"]
+    assert (files.folder.stat().st_mode & 0o777, files.service_token.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert settings.service_token_file == files.service_token
+    assert (settings.grpc_tls_ca, settings.ssl_certfile, settings.api_key_file) == (None, None, None)
+    token = files.service_token.read_text()
+    secured(load(LaunchSettings, [run_dir, "--secure"]))
+    assert files.service_token.read_text() == token
+    settings, _ = secured(load(LaunchSettings, [run_dir, f"--service-token={'own' * 9}"]))
+    assert settings.service_token_file is None
+
+
 def test_the_command_prints_settings_and_no_secret(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -222,7 +222,7 @@ def test_it_works_where_torch_is_not_installed(command: str, without_torch: Path
     arguments = [
         f"--model={model}",
         *flags,
-        *(["--port=0", "--scheduler-port=0"] if command == "serve" else []),
+        *(["--port=0"] if command == "serve" else []),
     ]
     done = subprocess.run(
         [sys.executable, "-S", "-c", code, "doctor", command, *arguments, "--json"],

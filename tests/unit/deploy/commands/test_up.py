@@ -54,7 +54,7 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureF
     assert error.count("\n") == 1
     assert f"port {port}" in error
     assert "--port" in error
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["secure"]
 
 
 def test_what_has_no_effect_is_named(
@@ -92,9 +92,9 @@ def test_the_example_request_sends_a_key_where_it_needs_one(tmp_path: Path) -> N
     files = SecureFiles.in_folder(tmp_path)
     made = {"ssl_certfile": files.http_cert, "api_key_file": files.api_keys}
     plain = LaunchSettings(api_key=())
-    assert up.credentials(plain, None) == ""
+    assert up.credentials(plain, files) == ""
     with_key = LaunchSettings.model_validate({"api_key": ("hush",)})
-    assert up.credentials(with_key, None) == '-H "Authorization: Bearer $KEY" '
+    assert up.credentials(with_key, files) == '-H "Authorization: Bearer $KEY" '
     secure = plain.model_copy(update=made)
     assert up.credentials(secure, files) == (
         f'--cacert {files.ca} -H "Authorization: Bearer $(cat {files.api_key})" '

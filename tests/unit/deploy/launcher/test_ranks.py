@@ -19,9 +19,7 @@ SPLIT = ["--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"]
 def test_each_rank_of_each_replica_is_a_worker() -> None:
     """Ranks of a replica share its name and its meeting place, and each has a device of its own."""
     settings = load(LaunchSettings, [*SPLIT, "--workers", "2", "--device", "cuda"])
-    flags = [
-        worker_flags(settings, 50061 + index, index=index, master=29500 + index // 4) for index in range(8)
-    ]
+    flags = [worker_flags(settings, index=index, master=29500 + index // 4) for index in range(8)]
     workers = [load(WorkerSettings, each) for each in flags]
     assert [worker.layout.rank for worker in workers] == [0, 1, 2, 3] * 2
     assert [worker.replica_id for worker in workers] == ["replica-0"] * 4 + ["replica-1"] * 4
@@ -37,16 +35,14 @@ def test_workers_are_named_by_replica_and_rank(tmp_path: Path) -> None:
         ([*SPLIT, "--workers", "2"], ["worker-0-rank-3", "worker-1-rank-0"]),
         (["--workers", "5"], ["worker-3", "worker-4"]),
     ):
-        settings = load(LaunchSettings, [*flags, "--port=0", "--scheduler-port=0"])
+        settings = load(LaunchSettings, [*flags, "--port=0"])
         assert [spec.name for spec in StackPlan.make(settings, tmp_path).workers[3:5]] == names
 
 
 def test_one_rank_needs_no_meeting_place() -> None:
     """A replica of one rank is started as ever."""
     settings = load(LaunchSettings, ["--workers", "2"])
-    assert not any(
-        flag.startswith(("--rank", "--master", "--replica-id")) for flag in worker_flags(settings, 1)
-    )
+    assert not any(flag.startswith(("--rank", "--master", "--replica-id")) for flag in worker_flags(settings))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def scheduler(*arguments: str) -> list[str]:
 
 def worker(*arguments: str) -> list[str]:
     return service_flags.worker_flags(
-        load(LaunchSettings, list(arguments)), 8, Path("/run/w.sock"), SCHEDULER, master=9
+        load(LaunchSettings, list(arguments)), Path("/run/w.sock"), SCHEDULER, master=9
     )
 
 
@@ -45,11 +45,11 @@ def test_each_service_gets_its_own_settings() -> None:
         "--log-format=json", "--tool-call-parser=hermes",
     }  # fmt: skip
     assert set(scheduler(*arguments)) == {
-        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--log-format=json", "--served-model-name=pet",
+        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--log-format=json", "--served-model-name=pet", "--expect-model=m",
         "--max-num-seqs=4", "--no-enable-prefix-caching",
     }  # fmt: skip
     assert set(worker(*arguments)) == {
-        "--model=m", "--host=127.0.0.1", "--port=8", "--socket=/run/w.sock", "--scheduler-address=unix:/run/s.sock", "--log-format=json",
+        "--model=m", "--host=", "--socket=/run/w.sock", "--scheduler-address=unix:/run/s.sock", "--log-format=json",
         "--trust-remote-code",
     }  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_each_service_gets_its_own_settings() -> None:
 def test_unset_settings_are_omitted() -> None:
     """The services' own defaults hold where the launcher has no value."""
     assert set(scheduler()) == {
-        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--log-format=json",
+        "--host=127.0.0.1", "--port=9", "--socket=/run/s.sock", "--log-format=json", "--expect-model=smollm2",
     }  # fmt: skip
 
 

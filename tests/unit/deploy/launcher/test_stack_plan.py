@@ -1,5 +1,6 @@
 """The folder and the ports of a stack."""
 
+import contextlib
 import os
 import resource
 import socket
@@ -8,21 +9,52 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.settings import LaunchSettings
-from deploy.launcher.stack_plan import claim, free_ports, socket_folder
+from deploy.launcher.stack_plan import Ports, StackPlan, claim, free_ports, socket_folder
 from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES
 from protos.service.settings import load
+from scheduler_svc.settings import Settings as SchedulerSettings
 from tests.support.foreign import Foreign, foreign_folders
+from tests.support.ports import free_port
+from worker_svc.settings import Settings as WorkerSettings
 
 
 def settings(*flags: str) -> LaunchSettings:
-    return load(LaunchSettings, ["--port", "0", "--scheduler-port", "0", *flags])
+    return load(LaunchSettings, ["--port", "0", *flags])
 
 
 def test_ports_are_all_different() -> None:
-    """The gateways share a port and have one each; the scheduler and every worker have one."""
-    with free_ports(settings("--workers", "4", "--gateways", "3")) as ports:
-        assert len({ports.http, ports.scheduler, *ports.workers, *ports.metrics}) == 2 + 4 + 3
+    """The gateways share a port and have one each; the scheduler has one if a flag asks for it."""
+    flags = ("--workers", "4", "--tensor-parallel-size", "2", "--gateways", "3", "--scheduler-port", "0")
+    with free_ports(settings(*flags)) as ports:
+        assert len({ports.http, ports.scheduler, *ports.masters, *ports.metrics}) == 2 + 4 + 3
+
+
+def test_a_stack_has_its_http_port_alone(tmp_path: Path) -> None:
+    """Scheduler and workers listen on Unix sockets, whatever the variables of the ports say."""
+    asked = settings("--workers", "2")
+    plan = StackPlan.make(asked, tmp_path)
+    assert plan.ports == Ports(plan.ports.http, None, (), (None,))
+    for spec, cls in ((plan.scheduler, SchedulerSettings), (plan.workers[1], WorkerSettings)):
+        service = load(cls, spec.command[4:])
+        assert (service.host, service.socket) == ("", tmp_path / f"{spec.name}.sock")
+    plan = StackPlan.make(settings("--scheduler-port", "0"), tmp_path)
+    scheduler = load(SchedulerSettings, plan.scheduler.command[4:])
+    assert (scheduler.host, scheduler.port) == ("127.0.0.1", plan.ports.scheduler)
+
+
+def test_two_stacks_need_two_http_ports_alone() -> None:
+    """No other port of theirs is fixed."""
+    with free_ports(settings("--workers", "2")), free_ports(settings("--workers", "2")):
+        pass
+
+
+def test_the_scheduler_expects_the_model_that_was_asked_for(tmp_path: Path) -> None:
+    """It is known by the name that the worker gives it."""
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    for model, name in ((str(tmp_path / "models" / "mine"), "mine"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
+        plan = StackPlan.make(settings(model), tmp_path)
+        assert load(SchedulerSettings, plan.scheduler.command[4:]).expect_model == name
 
 
 def test_one_gateway_needs_no_second_port() -> None:
@@ -34,9 +66,17 @@ def test_one_gateway_needs_no_second_port() -> None:
         assert ports.metrics == (free,)
 
 
+def after_a_free_port() -> int:
+    """Returns a free port after another free one."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port + 1)):
+            return port + 1
+
+
 def test_gateways_have_consecutive_metrics_ports() -> None:
     """A taken one is refused with the flag to change."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", after_a_free_port())) as taken:
         port = taken.getsockname()[1]
         flags = ("--gateways", "2", "--metrics-port", str(port - 1))
         refusal = f"port {port}: .*choose another with --metrics-port"
