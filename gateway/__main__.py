@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import resource
 import signal
@@ -56,6 +57,8 @@ class HttpServer(uvicorn.Server):
 
     def serve_until_signal(self, sockets: list[socket.socket]) -> int:
         """Serves; returns the exit code."""
+        # Modules stay. Looking at them in each collection holds up all streams for longer than a large body.
+        gc.freeze()
         self.run(sockets)
         return 2 if self._refused else 0
 

@@ -42,7 +42,7 @@ async def encode_chat(
         may_call: whether the model may call the tools; if not, a template that does not show tools gets no
             description of them.
         special: whether to add BOS and its like; usually not, because chat templates bring their own.
-        size: bytes of the request's body: a template visits every message, however short.
+        size: bytes of the request's body.
 
     Raises:
         InvalidArgument: if there is no chat template, or it refuses the messages.
@@ -54,7 +54,7 @@ async def encode_chat(
             param="messages",
         )
     write = partial(_write_chat, template, messages, body, defaults, may_call=may_call)
-    text = await worker.run(size, write)
+    text = await worker.run(size, write, inline=False)
     if ignored := list(_ignored(body, template.variables)):
         names = [clip(name) for name in ignored[:32]]
         get_logger().debug("the chat template does not read some parameters", fields=names)

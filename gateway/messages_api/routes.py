@@ -265,7 +265,7 @@ async def batches() -> Response:
 
 async def _chat(request: Request, body: PromptRequest, served: ServedModel) -> ConvertedRequest:
     size, template = len(await request.body()), _template(body, served)
-    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
+    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template), inline=False)
 
 
 def _template(body: PromptRequest, served: ServedModel) -> ChatTemplate | None:

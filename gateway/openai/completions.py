@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated, ClassVar, Final
 
 import orjson
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, PlainValidator, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +17,7 @@ from gateway.generation.sequence_text import Delta
 from gateway.generation.streaming import AnswerHead, CollectedWriter, ResponseWriter
 from gateway.http.openapi import api_router, documented, event_stream
 from gateway.openai.answers import Completion, CompletionChunk, CompletionChunks
+from gateway.scheduler_client.served_model import ServedModel
 from gateway.schemas.base import Unserved
 from gateway.schemas.sampling import COMMON_UNSERVED, UINT32_MAX, SamplingRequest, as_prompts
 from protos import limits
@@ -38,7 +39,7 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Annotated[
         list[str | list[int]],
-        BeforeValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        PlainValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ] = Field(description="One prompt or several, as text or as token ids.")
 
     max_tokens: int | None = Field(
@@ -109,27 +110,29 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         body = body.with_forced_usage()
     served = await generating_model(request, body.model)
     _check_counts(body, context.settings.max_prompts)
+    size, special = len(await request.body()), body.add_special_tokens is not False
     prompts = await encode_prompts(
-        served,
-        context.text_worker,
-        body.prompt,
-        special=body.add_special_tokens is not False,
-        size=len(await request.body()),
-        param="prompt",
+        served, context.text_worker, body.prompt, special=special, size=size, param="prompt"
     )
     prompts = [truncated(served, body, prompt) for prompt in prompts]
-    echoes = None
-    if body.echo:
-        # An echo omits the tokens that truncation removed, and those that were added to a text.
-        cut = body.truncate_prompt_tokens is not None
-        echoes = [
-            given
-            if isinstance(given, str) and not cut
-            else served.text.decode(prompt, skip_special_tokens=body.skip_special_tokens)
-            for given, prompt in zip(body.prompt, prompts, strict=True)
-        ]
-    plan = AnswerPlan(constraint=body.constraint(), constraint_param=body.constraint_param)
+
+    def prepare() -> tuple[list[str] | None, AnswerPlan]:
+        echoes = _echoes(served, body, prompts) if body.echo else None
+        return echoes, AnswerPlan(constraint=body.constraint(), constraint_param=body.constraint_param)
+
+    echoes, plan = await context.text_worker.run(size, prepare)
     return await respond(request, body, served, prompts, plan, _writer, id_prefix="cmpl-", echoes=echoes)
+
+
+def _echoes(served: ServedModel, body: CompletionRequest, prompts: list[list[int]]) -> list[str]:
+    # An echo omits the tokens that truncation removed, and those that were added to a text.
+    cut = body.truncate_prompt_tokens is not None
+    return [
+        given
+        if isinstance(given, str) and not cut
+        else served.text.decode(prompt, skip_special_tokens=body.skip_special_tokens)
+        for given, prompt in zip(body.prompt, prompts, strict=True)
+    ]
 
 
 def _check_counts(body: CompletionRequest, max_prompts: int) -> None:

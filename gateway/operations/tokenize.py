@@ -5,10 +5,11 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from gateway.generation.respond import chat_prompt, context_of, known_model
-from gateway.http.openapi import api_router
+from gateway.http.openapi import api_router, documented, json_response
 from gateway.schemas.base import RequestModel, Unserved
 from gateway.schemas.chat import TEMPLATE_UNSERVED, Messages, TemplateInput
 from gateway.schemas.sampling import ModelName, TokenIds
@@ -64,37 +65,40 @@ class Detokenized(TypedDict):
     prompt: str
 
 
-@router.post("/tokenize", summary="Tokenize")
-async def tokenize(request: Request, body: TokenizeRequest) -> Tokenized:
+@router.post("/tokenize", summary="Tokenize", responses=documented(Tokenized))
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Returns the token ids of a text, or of a conversation after the model's chat template.
 
     Send either `prompt` or `messages`.
     """
-    context = context_of(request)
-    served = await known_model(request, body.model)
+    worker, served = context_of(request).text_worker, await known_model(request, body.model)
+
+    def answer(ids: list[int]) -> Response:
+        tokenized: Tokenized = {
+            "count": len(ids),
+            "max_model_len": served.model.max_model_len,
+            "tokens": ids,
+            "token_strs": served.text.tokens(ids) if body.return_token_strs else None,
+        }
+        return json_response(tokenized)
+
     if body.messages is not None:
         special = bool(body.add_special_tokens)
         ids = await chat_prompt(request, served, body.messages, body, special=special)
-    else:
-        text, special = body.prompt or "", body.add_special_tokens is not False
-        ids = await context.text_worker.run(
-            len(text), lambda: served.text.encode(text, add_special_tokens=special)
-        )
-    strings = served.text.tokens(ids) if body.return_token_strs else None
-    return {
-        "count": len(ids),
-        "max_model_len": served.model.max_model_len,
-        "tokens": ids,
-        "token_strs": strings,
-    }
+        return await worker.run(len(ids), lambda: answer(ids))
+    text, special = body.prompt or "", body.add_special_tokens is not False
+    return await worker.run(len(text), lambda: answer(served.text.encode(text, add_special_tokens=special)))
 
 
-@router.post("/detokenize", summary="Detokenize")
-async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
+@router.post("/detokenize", summary="Detokenize", responses=documented(Detokenized))
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """Returns the text of token ids, special tokens included."""
-    context = context_of(request)
     served = await known_model(request, body.model)
-    if served.model.vocab_size:
-        check_ids("tokens", body.tokens, served.model.vocab_size)
-    text = served.text
-    return {"prompt": await context.text_worker.run(len(body.tokens), lambda: text.decode(body.tokens))}
+
+    def answer() -> Response:
+        if served.model.vocab_size:
+            check_ids("tokens", body.tokens, served.model.vocab_size)
+        detokenized: Detokenized = {"prompt": served.text.decode(body.tokens)}
+        return json_response(detokenized)
+
+    return await context_of(request).text_worker.run(len(body.tokens), answer)

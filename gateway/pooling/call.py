@@ -185,7 +185,8 @@ class PoolCall:
                 f"the request has {size} characters once its query or prompt stands before each text;"
                 f" send fewer texts at once, {_MOST_CHARACTERS} characters at most"
             )
-        return await self.context.text_worker.run(max(size, len(await self.request.body())), work)
+        size = max(size, len(await self.request.body()))
+        return await self.context.text_worker.run(size, work, inline=False)
 
     async def pool(
         self,

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
 from typing_extensions import TypedDict
 
 from gateway.schemas.base import RequestModel, Unserved, ignore, quote
@@ -21,7 +29,7 @@ def _inputs(value: Any, info: ValidationInfo) -> list[str | list[int]]:
 
 Inputs = Annotated[
     list[str | list[int]],
-    BeforeValidator(_inputs, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    PlainValidator(_inputs, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     Field(description="One input or several, as text or as token ids.", validate_default=True),
 ]
 

@@ -231,7 +231,7 @@ async def count_input_tokens(request: Request, body: ResponsesRequest) -> Respon
 async def _chat(request: Request, body: ResponsesRequest, served: ServedModel) -> ResponseAsChat:
     size = len(await request.body())
     template = served.text.tool_template if body.functions else served.text.chat_template
-    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template))
+    return await context_of(request).text_worker.run(size, lambda: to_chat(body, template), inline=False)
 
 
 def _writer(body: ResponsesRequest, plan: AnswerPlan, head: AnswerHead) -> ResponseWriter:

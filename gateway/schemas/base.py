@@ -3,7 +3,8 @@
 import codecs
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import orjson
@@ -84,6 +85,10 @@ M = TypeVar("M", bound="RequestModel")
 
 # More than any request needs. Beyond this, checking each of them would take seconds.
 _MAX_FIELDS: Final = 256
+
+# Values of one body: every list, object and text costs a hundred bytes or more, and none must hold up other
+# threads while it is read. Token ids are cheaper.
+_MOST: Final = {"lists and objects": 100_000, "texts": 100_000, "values": 1_000_000}
 
 # Ignored fields that are kept for the log.
 _MAX_IGNORED: Final = 32
@@ -206,8 +211,9 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         InvalidArgument: names the first invalid parameter and the remedy.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
-    if not body.strip():
+    if not body or body.isspace():
         raise InvalidArgument("the request has no body; send a JSON object")
+    _check_counts(body)
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -218,6 +224,38 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         return model.model_validate(data, context=ignored)
     except ValidationError as error:
         raise refusal(error.errors(include_url=False)[0]) from error
+
+
+def _check_counts(body: bytes) -> None:
+    """Refuses a body with more values than any request needs, before there is an object for each."""
+    if not _excess(body):
+        return
+    # Every second piece is outside texts: signs within texts do not count.
+    pieces = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * _MOST["texts"] + 1)
+    if kind := _excess(b'""'.join(pieces[::2])):
+        field = clip(_fullest_field(pieces).decode(errors="replace"))
+        raise InvalidArgument(
+            f"the body has more than {_MOST[kind]} {kind}, most of them in '{field}'; send fewer at once",
+            param=field,
+        )
+
+
+def _fullest_field(pieces: Sequence[bytes]) -> bytes:
+    """Returns the field of a body with the most values, from the pieces outside texts and between them."""
+    counts, field, depth = Counter[bytes](), b"", 1
+    for text, outside in zip(pieces[1::2], pieces[2::2], strict=False):
+        if depth == 1 and outside.lstrip()[:1] == b":":
+            field = text
+        opened = outside.count(b"[") + outside.count(b"{")
+        depth += opened - outside.count(b"]") - outside.count(b"}")
+        counts[field] += opened + outside.count(b",")
+    return max(counts, key=lambda name: counts[name], default=b"")
+
+
+def _excess(body: bytes) -> str:
+    """Returns the kind of value of which a body seems to have too many."""
+    counts = {"texts": body.count(b'"') // 2, "lists and objects": body.count(b"[") + body.count(b"{")}
+    return next((kind for kind, most in _MOST.items() if counts.get(kind, body.count(b",")) > most), "")
 
 
 def refusal(detail: ErrorDetails) -> InvalidArgument:

@@ -20,6 +20,7 @@ import jinja2.sandbox
 
 from gateway.schemas.base import clip
 from gateway.settings import ToolFormat
+from gateway.text.cpu_time import OutOfCpuTime, limited
 from protos.errors import ConfigurationRefused, InvalidArgument
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
@@ -83,6 +84,9 @@ class ContentForm:
         # A template for texts may write a list as Python or JSON does.
         return _TEXT_PROBE in text and not (parts and _DUMPED.search(text))
 
+
+# CPU time of writing one conversation, seconds. The longest ones take a tenth of it.
+_CPU_S: Final = 2
 
 # Where a last turn ends that the model continues; no conversation has it.
 _MARK: Final = "\ue000continue here\ue000 "
@@ -196,15 +200,21 @@ class ChatTemplate:
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in messages
             ]
-        text = self._write(
-            [self._contents.fit(message) for message in messages],
-            {
-                "tools": list(tools) if tools else None,
-                "documents": list(documents) if documents else None,
-                "add_generation_prompt": add_generation_prompt,
-                **(variables or {}),
-            },
-        )
+        given = {
+            "tools": list(tools) if tools else None,
+            "documents": list(documents) if documents else None,
+            "add_generation_prompt": add_generation_prompt,
+            **(variables or {}),
+        }
+        try:
+            with limited(_CPU_S):
+                text = self._write([self._contents.fit(message) for message in messages], given)
+        except OutOfCpuTime:
+            raise InvalidArgument(
+                f"the model's chat template takes more than {_CPU_S} s of CPU time for these messages; send"
+                " less, or start the gateway with another --chat-template",
+                param="messages",
+            ) from None
         return _up_to_mark(text) if continue_final_message else text
 
     def _write(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:

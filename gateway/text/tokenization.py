@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,8 +16,9 @@ from tokenizers import Tokenizer
 from gateway.schemas.base import clip
 from gateway.settings import ToolFormat
 from gateway.text.chat_template import ChatTemplate, thinks, tool_format
+from gateway.text.cpu_time import OutOfCpuTime, limited
 from gateway.text.detokenizer import DetokenizerFactory
-from protos.errors import Internal, InvalidArgument, Overloaded
+from protos.errors import ContextExceeded, Internal, InvalidArgument, Overloaded
 
 PROMPTS_FILE: Final = "config_sentence_transformers.json"
 
@@ -75,7 +77,15 @@ T = TypeVar("T")
 # Encoding so many bytes takes well under a millisecond; a hop to another thread would cost more.
 _INLINE_SIZE: Final = 2_000
 
+# Work on more bytes has threads of its own, so that short texts never wait for long ones.
+_LONG_SIZE: Final = 256 * 1024
 _THREADS: Final = 2
+
+# CPU time of one piece of work for a request, seconds. The largest body takes less than half of it.
+_CPU_S: Final = 10
+
+# Tokens of one text. Each copy of a list of them holds up all other threads.
+_MAX_TOKENS: Final = 1_000_000
 
 _NAMED_TOKENS: Final = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -193,6 +203,14 @@ class TextCodec:
         return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
 
+class _Threads:
+    """Threads that work on texts of a kind."""
+
+    def __init__(self, name: str) -> None:
+        self.pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix=name)
+        self.unfinished = 0
+
+
 class TextWorker:
     """Runs slow text work in threads and quick work in the event loop.
 
@@ -202,36 +220,56 @@ class TextWorker:
 
     def __init__(self, max_waiting: int = 256) -> None:
         """Starts its threads when they are needed; ``max_waiting`` slow requests may wait for one."""
-        self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="text")
+        self._short, self._long = _Threads("text"), _Threads("long-text")
         self._max_waiting = max_waiting
-        self._unfinished = 0
 
-    async def run(self, size: int, work: Callable[[], T]) -> T:
+    async def run(self, size: int, work: Callable[[], T], *, inline: bool = True) -> T:
         """Returns the result of ``work``, whose effort grows with ``size`` (bytes or token ids).
+
+        Without ``inline``, it always runs in a thread, because its effort may grow with something else.
 
         Raises:
             Overloaded: if too much work waits already.
+            InvalidArgument: if it takes too much CPU time.
         """
-        if size > _INLINE_SIZE and self._unfinished >= _THREADS + self._max_waiting:
+        if inline and size <= _INLINE_SIZE:
+            return work()
+        if self._threads(size).unfinished >= _THREADS + self._max_waiting:
             raise Overloaded(
                 f"{self._max_waiting} long texts of other requests are waiting to be read; retry later",
                 retry_after_ms=1000,
             )
-        return await self.finish(size, work)
+        return await self._in_thread(size, partial(_in_time, work))
 
     async def finish(self, size: int, work: Callable[[], T]) -> T:
         """Does the same for a generated answer, which is never refused."""
-        if size <= _INLINE_SIZE:
-            return work()
-        self._unfinished += 1
+        return work() if size <= _INLINE_SIZE else await self._in_thread(size, work)
+
+    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+        threads = self._threads(size)
+        threads.unfinished += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.get_running_loop().run_in_executor(threads.pool, work)
         finally:
-            self._unfinished -= 1
+            threads.unfinished -= 1
+
+    def _threads(self, size: int) -> _Threads:
+        return self._short if size <= _LONG_SIZE else self._long
 
     def close(self) -> None:
         """Refuses new work; running work finishes."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._short, self._long):
+            threads.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_time(work: Callable[[], T]) -> T:
+    try:
+        with limited(_CPU_S):
+            return work()
+    except OutOfCpuTime:
+        raise InvalidArgument(
+            f"preparing the request takes more than {_CPU_S} s of CPU time; send less at once"
+        ) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -278,9 +316,15 @@ def token_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> l
 
     The library keeps Python's global lock while it encodes a single text, but not for a batch. A text of 8
     MB takes seconds, in which every stream would stand still.
+
+    Raises:
+        ContextExceeded: if there are more than a million.
     """
     if len(text) <= _INLINE_SIZE:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     else:
-        ids = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    if (count := len(encoding)) > _MAX_TOKENS:
+        raise ContextExceeded(f"a text has {count} tokens; send at most {_MAX_TOKENS} in one text")
+    ids: list[int] = encoding.ids
     return ids

@@ -254,10 +254,10 @@ async def test_parameters_that_the_template_does_not_read(
     assert await encoded(worker, plain, **fields) == "hi"
 
 
-async def test_thousands_of_short_messages_leave_the_event_loop(
+async def test_templates_leave_the_event_loop(
     worker: TextWorker, codec: TextCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template's effort grows with the whole body, so a long body is rendered in a thread."""
+    """A template's effort is its author's choice, so even a short body is rendered in a thread."""
     threads: list[str] = []
 
     def render(*_: object, **__: object) -> str:
@@ -267,5 +267,4 @@ async def test_thousands_of_short_messages_leave_the_event_loop(
     monkeypatch.setattr(ChatTemplate, "render", render)
     for size in (50, 5000):
         await encoded(worker, codec, size=size)
-    assert threads[0] == threading.current_thread().name
-    assert threads[1].startswith("text")
+    assert all(name.startswith("text") for name in threads)
