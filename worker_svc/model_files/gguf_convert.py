@@ -23,6 +23,7 @@ from typing import Any
 import gguf
 import torch
 from gguf.quants import dequantize
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -59,6 +60,9 @@ _OF_FAMILY = {
 _TIED = "output.weight"
 # Llama 3.1's factors of rotary frequencies.
 _FREQUENCIES = "rope_freqs.weight"
+_LLAMA_CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "mlp_bias": False,
+}  # fmt: skip
 # Metadata with the only values that are served; others change the computation.
 _NEUTRAL: dict[str, tuple[type, Any]] = {
     "expert_count": (int, 0),
@@ -73,15 +77,7 @@ _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 # SentencePiece's special tokens where a file names none.
 _DEFAULT_SPECIAL = {"bos": 1, "eos": 2, "unk": 0}
 # Ends of a turn, which llama.cpp finds by their text.
-_TURN_ENDS = (
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<EOT>",
-)
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<EOT>")
 # Types whose blocks of 32 weights are codes and a scale, with their bits. Other types have zero points or
 # codes of other sizes.
 _BITS: dict[Any, Bits] = {gguf.GGMLQuantizationType.Q4_0: 4, gguf.GGMLQuantizationType.Q8_0: 8}
@@ -90,8 +86,6 @@ _BLOCK = 32
 _ROWS = 4096
 # ggml's token types.
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-
-
 _INSTEAD = "use the model's safetensors instead"
 _AGAIN = "convert the model to GGUF again"
 
@@ -102,10 +96,8 @@ def convert(source: Path, folder: Path) -> None:
     `ValueError` says why a file cannot be converted.
     """
     file = GgufFile(source)
-    if file.field("general.type", str, "model") != "model":
-        raise ValueError(
-            f"it is of the type {file.field('general.type', str)}, not a model; pass the model's file"
-        )
+    if (kind := file.field("general.type", str, "model")) != "model":
+        raise ValueError(f"it is of the type {kind}, not a model; pass the model's file")
     family = file.field("general.architecture", str)
     if family not in _OF_FAMILY:
         raise ValueError(
@@ -114,7 +106,7 @@ def convert(source: Path, folder: Path) -> None:
         )
     vocabulary = _Vocabulary(file, family)
     config = _common_config(file, family, len(vocabulary.tokens))
-    config |= _llama_config(file, config) if family == "llama" else _gemma_config(file, config)
+    config |= _gemma_config(file, config) if family == "gemma3" else _LLAMA_CONFIG
     names = _check_tensors(file, family, config)
     tokenizer = vocabulary.tokenizer()
     bits = _bits_of_projections(file.tensors)
@@ -122,19 +114,14 @@ def convert(source: Path, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # save_file makes it private, but a cache may be shared
     if bits:
-        head = ["lm_head"]
-        targets, ignored = (
-            (["Linear", *head], []) if "lm_head.weight_packed" in weights else (["Linear"], head)
-        )
-        group = quantization_group(Scheme(bits, _BLOCK), targets)
-        config["quantization_config"] = quantization_config({"group_0": group}, ignored)
-    special = {f"{short}_token_id": token_id for short, token_id in vocabulary.special.items()}
-    stops = vocabulary.stops()
-    ends = {"eos_token_id": stops if len(stops) > 1 else stops[0]} if stops else {}
-    _write(folder / "config.json", config | special | ends)
-    _write(
-        folder / "generation_config.json", {k: v for k, v in (special | ends).items() if k != "unk_token_id"}
-    )
+        head, is_packed = ["lm_head"], "lm_head.weight_packed" in weights
+        group = quantization_group(Scheme(bits, _BLOCK), ["Linear", *(head if is_packed else [])])
+        config["quantization_config"] = quantization_config({"group_0": group}, [] if is_packed else head)
+    special: dict[str, Any] = {f"{short}_token_id": i for short, i in vocabulary.special.items()}
+    if stops := vocabulary.stops():
+        special["eos_token_id"] = stops if len(stops) > 1 else stops[0]
+    _write(folder / "config.json", config | special)
+    _write(folder / "generation_config.json", {k: v for k, v in special.items() if k != "unk_token_id"})
     tokenizer.save(str(folder / "tokenizer.json"))
     _write(
         folder / "tokenizer_config.json",
@@ -199,14 +186,11 @@ def _weights(
     tensors: Mapping[str, StoredTensor], names: Mapping[str, str], config: dict[str, Any], bits: Bits | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields all tensors; with `bits`, projections and an output head of their type keep their codes."""
-    is_gemma = "layer_types" in config
+    is_gemma = config["model_type"] == "gemma3_text"
+    reordered = () if is_gemma else (".q_proj.weight", ".k_proj.weight")
     for stored, name in names.items():
         tensor = tensors[stored]
-        heads = 0
-        if not is_gemma and ".q_proj." in name:
-            heads = config["num_attention_heads"]
-        elif not is_gemma and ".k_proj." in name:
-            heads = config["num_key_value_heads"]
+        heads = tensor.shape[0] // config["head_dim"] if name.endswith(reordered) else 0
         is_head = name == "lm_head.weight" and _BITS.get(tensor.kind) == bits
         if bits and (is_head or _is_projection(stored)):
             codes, scales = (_unpermute(each, heads) for each in _blocks(tensor.data, bits))
@@ -224,9 +208,8 @@ def _weights(
             )
             for first in range(0, len(tensor.data), _ROWS)
         ]
-        for part in parts:
-            _check_finite(stored, part)
         weight = _unpermute(torch.cat(parts), heads)
+        _check_finite(stored, weight)
         yield name, weight[0] if name.endswith("norm.weight") else weight
 
 
@@ -292,6 +275,7 @@ def _common_config(file: GgufFile, family: str, tokens: int) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         # Stored as float32; rounding to six digits restores the value that the authors wrote.
         "rms_norm_eps": float(f"{file.field(f'{family}.attention.layer_norm_rms_epsilon', float):.6g}"),
+        "rope_parameters": _rotary(file, family),
         "tie_word_embeddings": _TIED not in file.tensors,
         "vocab_size": tokens,
     }
@@ -312,39 +296,26 @@ def _rotary(file: GgufFile, family: str) -> dict[str, Any]:
     return {"rope_type": "linear", "rope_theta": base, "factor": factor}
 
 
-def _llama_config(file: GgufFile, common: dict[str, Any]) -> dict[str, Any]:
-    del common
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "mlp_bias": False,
-        "rope_parameters": _rotary(file, "llama"),
-    }
-
-
 def _gemma_config(file: GgufFile, common: dict[str, Any]) -> dict[str, Any]:
-    layers, head_dim = common["num_hidden_layers"], common["head_dim"]
+    layers = common["num_hidden_layers"]
+    # llama.cpp has no other sign of the model of 27 billion parameters.
+    scale_of = common["hidden_size"] // common["num_attention_heads"] if layers == 62 else common["head_dim"]
     full_every = file.field("gemma3.attention.sliding_window_pattern", int, 6)
     # Without a window all layers are alike. The configuration needs a number.
     window = file.field("gemma3.attention.sliding_window", int, 0)
     local_base = file.field("gemma3.rope.freq_base_swa", float, 10_000.0)
-    is_27b = layers == 62  # as in llama.cpp, which has no other sign of it
+
+    def local(layer: int) -> bool:
+        return window > 0 and (full_every == 0 or (layer + 1) % full_every != 0)
+
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": [
-            "sliding_attention"
-            if window and (not full_every or (layer + 1) % full_every)
-            else "full_attention"
-            for layer in range(layers)
-        ],
-        "query_pre_attn_scalar": common["hidden_size"] // common["num_attention_heads"]
-        if is_27b
-        else head_dim,
+        "layer_types": [f"{'sliding' if local(layer) else 'full'}_attention" for layer in range(layers)],
+        "query_pre_attn_scalar": scale_of,
         "rope_parameters": {
-            "full_attention": _rotary(file, "gemma3"),
+            "full_attention": common["rope_parameters"],
             "sliding_attention": {"rope_type": "default", "rope_theta": local_base},
         },
         "sliding_window": window or common["max_position_embeddings"],
@@ -384,24 +355,19 @@ class _Vocabulary:
 
     def stops(self) -> list[int]:
         """Returns the tokens that end an answer: of the text, of a turn, of a message."""
-        turn = self._token("eot")
-        if turn is None:
-            turn = next(
-                (self.ids[end] for end in _TURN_ENDS if end in self.ids and end in self.template), None
-            )
-        ends = (self.special.get("eos"), turn, self._token("eom"))
+        told = [self.ids[end] for end in _TURN_ENDS if end in self.ids and end in self.template]
+        turns = told if (turn := self._token("eot")) is None else [turn]
+        ends = (self.special.get("eos"), *turns, self._token("eom"))
         return list(dict.fromkeys(end for end in ends if end is not None))
 
     def tokenizer(self) -> Tokenizer:
         """Builds the tokenizer; `ValueError` names what it lacks."""
         try:
             tokenizer = self._byte_level() if self._is_bytes else self._sentencepiece()
-            special = [AddedToken(each, special=True, normalized=False) for each in self._of_kind(_CONTROL)]
-            tokenizer.add_special_tokens(special)
+            control, defined = self._of_kind(_CONTROL), self._of_kind(_USER_DEFINED)
+            tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
             # Normalized tokens are matched after spaces are replaced, so runs of "▁" are found.
-            tokenizer.add_tokens(
-                [AddedToken(each, normalized="▁" in each) for each in self._of_kind(_USER_DEFINED)]
-            )
+            tokenizer.add_tokens([AddedToken(token, normalized="▁" in token) for token in defined])
             self._add_ends(tokenizer)
         except ValueError:
             raise
@@ -487,5 +453,5 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 if __name__ == "__main__":
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]))
-    except ValueError as error:
+    except (ValueError, OSError, SafetensorError) as error:
         sys.exit(" ".join(str(error).split()))

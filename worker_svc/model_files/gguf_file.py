@@ -37,7 +37,7 @@ _TYPE_NAMES = {each.value: each.name for each in gguf.GGMLQuantizationType} | {
     156: "IQ3_KS", 157: "IQ2_KL", 158: "IQ1_KT",
 }  # fmt: skip
 _INCOMPLETE = "it is not a complete GGUF file; fetch it again"
-_Kind = TypeVar("_Kind", int, float, str, bool, list[str])
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,8 @@ def convert(gguf: Path, cache_dir: Path | None = None) -> Path:
     Raises:
         ConfigurationRefused: if the file cannot be converted, or the cache cannot be written.
     """
-    parts = _parts(gguf.absolute())  # not resolved: a hub's cache links names of parts to names of blobs
+    # A hub's cache links names of parts to names of blobs, which say nothing.
+    parts = _parts(gguf.absolute() if _PART.search(gguf.name) else gguf.resolve())
     gguf = parts[0]
     # A separate folder, since a file may have a demo model's name.
     cache = (cache_dir or default_cache_dir()).absolute() / "gguf"

@@ -178,6 +178,14 @@ def test_parts_are_one_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) 
     assert "is ready" in capfd.readouterr().err
 
 
+def test_a_link_leads_to_all_parts(tmp_path: Path) -> None:
+    """A link of another name to a part stands for the model."""
+    first = write("llama", [gguf_cases.sets(split=12, model=gguf_cases.part(1, 2))], tmp_path / "m")
+    link = tmp_path / "model.gguf"
+    link.symlink_to(first)
+    assert loader.resolve(str(link)) == loader.resolve(str(first))
+
+
 def test_links_of_a_hub_cache_lead_to_all_parts(tmp_path: Path) -> None:
     """Parts are found by the names of the links, not by those of the blobs."""
     made = write("llama", [gguf_cases.sets(split=12, model=None)], tmp_path / "m")
