@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import VERSION
-from gateway.auth.key_store import KeyStore
+from gateway.auth.key_store import KeyStore, account_of
 from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
 from gateway.generation.respond import Context
+from gateway.http.bodies import BodyMemory
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import PAGE_FOLDER, RequestMiddleware
 from gateway.messages_api import routes as messages
@@ -120,11 +121,13 @@ def _assemble(
     )
     most, flag = settings.max_unread_answer_bytes, "--max-unread-answer-bytes"
     unread = UnreadLimits(per_reader=most, total=most, flags=(flag, flag), unit="bytes")
+    bodies = BodyMemory(settings.max_total_body_bytes)
     measured = Metrics(
         lambda: watcher.model_name,
         lambda: client.num_pending,
         lambda: len(client.startup_queue),
         unread,
+        lambda: bodies.num_bytes,
         lambda: watcher.max_model_len,
     )
     shared = settings.metrics_folder
@@ -134,6 +137,7 @@ def _assemble(
         watcher,
         measured,
         unread,
+        bodies,
         TextWorker(settings.max_waiting_texts),
         KeyStore.from_settings(settings, clock, shared and shared / "keys"),
         SharedMetrics(shared, measured.text) if shared else None,
@@ -171,6 +175,8 @@ def _add_middleware(app: FastAPI, context: Context, tracer: Tracer | None) -> No
         RequestMiddleware,
         metrics=context.metrics,
         max_body_bytes=settings.max_body_bytes,
+        bodies=context.bodies,
+        tenant_of=lambda scope: account_of(Request(scope)).tenant,
         read_timeout_s=settings.read_timeout_s,
         new_id=context.new_id,
         clock=context.clock,

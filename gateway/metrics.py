@@ -232,6 +232,7 @@ class Metrics:
         num_pending: Callable[[], int],
         num_parked: Callable[[], int],
         unread: UnreadLimits,
+        num_body_bytes: Callable[[], int],
         max_model_len: Callable[[], int],
     ) -> None:
         """Creates the metrics."""
@@ -270,6 +271,9 @@ class Metrics:
         self._gauge(
             "triptych:gateway_parked_requests", "New requests that wait for a scheduler with a ready worker."
         ).set_function(num_parked)
+        self._gauge(
+            "triptych:gateway_body_bytes", "Bytes of the bodies of HTTP requests under way."
+        ).set_function(num_body_bytes)
         self.registry.register(_SlowReaders(unread))
         self._scheduler_up = self._gauge(
             "triptych:gateway_scheduler_up", "Whether the scheduler's metrics follow."

@@ -178,6 +178,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "disable_fastapi_docs",
             "enable_force_include_usage",
             "max_body_bytes",
+            "max_total_body_bytes",
             "max_prompts",
             "max_logprobs",
             "max_inputs",
@@ -262,6 +263,12 @@ class Settings(CallSecuritySettings, SecuritySettings):
         ge=1024,
         le=14 * 1024 * 1024,
         description="Largest request body, bytes; a larger one gets 413.",
+    )
+    max_total_body_bytes: int = Field(
+        64 << 20,
+        ge=2048,
+        description="Most bytes of the bodies of all requests under way. A tenant may hold as many as are free,"
+        " half of them if it is alone; a request beyond that gets 429. At least twice --max-body-bytes.",
     )
     max_prompts: int = Field(
         128,
@@ -401,6 +408,15 @@ class Settings(CallSecuritySettings, SecuritySettings):
             return json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError('must be JSON, for example {"enable_thinking": false}') from error
+
+    @model_validator(mode="after")
+    def _bodies_fit(self) -> Self:
+        if self.max_total_body_bytes < 2 * self.max_body_bytes:
+            raise ValueError(
+                f"--max-total-body-bytes {self.max_total_body_bytes} must be at least twice --max-body-bytes"
+                f" {self.max_body_bytes}; raise it, or lower the other"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_address(self) -> Self:

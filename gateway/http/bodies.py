@@ -1,19 +1,24 @@
-"""Request bodies: bounds on their size and the time they take, and their content encodings."""
+"""Request bodies: bounds on their size, memory and time, and their content encodings."""
 
 import asyncio
 import contextlib
+import io
 import zlib
+from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive
 
 from gateway.http.errors import ENCODINGS, ClientGone, PayloadTooLarge, RequestTooSlow, UnsupportedEncoding
-from protos.errors import InvalidArgument
+from protos.errors import InvalidArgument, Overloaded
 
 # Bytes of an oversized body that are read and discarded, as a multiple of the limit, and the time for it.
 _DISCARD_FACTOR: Final = 8
 _DISCARD_S: Final = 10
+
+_RETRY_AFTER_MS: Final = 1000
 
 _GZIP: Final = frozenset({"gzip", "x-gzip"})
 _DEFLATE: Final = "deflate"
@@ -22,52 +27,109 @@ _MAX_ENCODINGS: Final = 2
 _MAX_MEMBERS: Final = 64
 
 
-class BoundedBody:
-    """Receives a request's body, decoded and bounded in size and time."""
+class BodyMemory:
+    """The bytes of all request bodies in memory. A tenant may hold as many as are free.
 
-    def __init__(self, receive: Receive, headers: Headers, max_bytes: int, timeout_s: float) -> None:
-        """Bounds the bytes of a body, both as sent and decoded, and the seconds until it is complete."""
+    So a tenant alone holds half of the limit at most, and another's small body has room at all times.
+    """
+
+    num_bytes: int
+    """Bytes of all bodies."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """Starts without bodies."""
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._held = Counter[str]()
+
+    def take(self, tenant: str, num_bytes: int) -> None:
+        """Counts further bytes of a tenant's bodies.
+
+        Raises:
+            Overloaded: if they are too many.
+        """
+        held = self._held[tenant]
+        if held + num_bytes > self._max_bytes - self.num_bytes:
+            raise Overloaded(
+                f"the tenant's requests under way have bodies of {held} bytes, and more do not fit into memory"
+                " (--max-total-body-bytes); retry when some of them are answered",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        self._held[tenant] = held + num_bytes
+        self.num_bytes += num_bytes
+
+    def give_back(self, tenant: str, num_bytes: int) -> None:
+        """Ends the count of some bytes."""
+        self.num_bytes -= num_bytes
+        self._held[tenant] -= num_bytes
+        if not self._held[tenant]:
+            del self._held[tenant]
+
+
+class BoundedBody:
+    """Receives a request's body as a whole, decoded and bounded in size, memory and time."""
+
+    def __init__(
+        self,
+        receive: Receive,
+        headers: Headers,
+        max_bytes: int,
+        timeout_s: float,
+        memory: BodyMemory,
+        tenant: Callable[[], str],
+    ) -> None:
+        """Bounds the bytes of a body, both as sent and decoded, and the seconds until it is complete.
+
+        `memory` counts the body until :meth:`close` as held by `tenant`, known once keys are checked.
+        """
         self._receive = receive
         self._headers = headers
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
         self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._decoders: list[_Decoder] | None = None
-        self._received = 0
+        self._memory = memory
+        self._tenant = tenant
+        self._holder = ""
+        self._held = 0
         self._complete = False
 
     async def __call__(self) -> Message:
-        """Returns the next message. The first call checks the headers, after the check of keys."""
+        """Returns the whole body in one message, then the next ones. Checks the headers, after the keys."""
         if self._complete:
             return await self._receive()
-        if self._decoders is None:
-            self._decoders = await self._begin()
-        message = await self._next()
-        body, more = message.get("body", b""), message.get("more_body", False)
-        self._received += len(body)
-        self._complete = not more
-        try:
-            if self._received > self._max_bytes:
-                raise self._too_large()
-            for decoder in self._decoders:
-                body = decoder.feed(body)
-                if not more:
-                    decoder.finish()
-        except InvalidArgument:
-            if more:
-                await self._discard()
-            raise
-        return {**message, "body": body}
-
-    async def _begin(self) -> "list[_Decoder]":
+        self._complete = True
+        body, received, more = io.BytesIO(), 0, True
         try:
             if int(self._headers.get("content-length") or 0) > self._max_bytes:
                 raise self._too_large()
-            return [_Decoder(name, self._max_bytes) for name in _encodings(self._headers)]
-        except InvalidArgument:
-            if "expect" not in self._headers:
+            decoders = [_Decoder(name, self._max_bytes) for name in _encodings(self._headers)]
+            self._holder = self._tenant()
+            while more:
+                message = await self._next()
+                part, more = message.get("body", b""), message.get("more_body", False)
+                received += len(part)
+                if received > self._max_bytes:
+                    raise self._too_large()
+                for decoder in decoders:
+                    part = decoder.feed(part)
+                    if not more:
+                        decoder.finish()
+                self._memory.take(self._holder, len(part))
+                self._held += len(part)
+                body.write(part)
+        except (InvalidArgument, Overloaded) as error:
+            body.close()
+            self.close()
+            # A client that waits for the status 100 sends nothing until then.
+            if more and not isinstance(error, RequestTooSlow) and (received or "expect" not in self._headers):
                 await self._discard()
             raise
+        return {**message, "body": body.getvalue()}
+
+    def close(self) -> None:
+        """Ends the count of the body."""
+        self._memory.give_back(self._holder, self._held)
+        self._held = 0
 
     async def _next(self) -> Message:
         try:

@@ -1,5 +1,6 @@
 """Middleware around every HTTP request: request id, access log, metrics, spans, and the body's limits."""
 
+import functools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.bodies import BoundedBody
+from gateway.http.bodies import BodyMemory, BoundedBody
 from gateway.http.errors import METHOD, error_code, error_response, internal, sent_method
 from gateway.metrics import Metrics
 from protos.service.logs import bind_request, get_logger
@@ -195,16 +196,23 @@ class RequestMiddleware:
         *,
         metrics: Metrics,
         max_body_bytes: int,
+        bodies: BodyMemory,
+        tenant_of: Callable[[Scope], str],
         read_timeout_s: float,
         new_id: Callable[[], str],
         clock: Callable[[], float],
         tracer: Tracer | None = None,
     ) -> None:
-        """Wraps ``app``; ``tracer`` writes the spans of requests, if anything does."""
+        """Wraps ``app``; ``tracer`` writes the spans of requests, if anything does.
+
+        ``bodies`` counts the bytes of bodies by ``tenant_of`` a request.
+        """
         self._traces = HttpTraces(tracer) if tracer is not None else None
         self._app = app
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
+        self._tenant_of = tenant_of
         self._read_timeout_s = read_timeout_s
         self._new_id = new_id
         self._clock = clock
@@ -233,7 +241,10 @@ class RequestMiddleware:
                 message["headers"] = [*given, *more, *security_headers(given)]
             await send(message)
 
-        body = BoundedBody(receive, headers, self._max_body_bytes, self._read_timeout_s)
+        body = BoundedBody(
+            receive, headers, self._max_body_bytes, self._read_timeout_s, self._bodies,
+            functools.partial(self._tenant_of, scope),
+        )  # fmt: skip
         with bind_request(request_id), self._metrics.in_flight():
             try:
                 await self._app(scope, body, send_with_id)
@@ -243,6 +254,7 @@ class RequestMiddleware:
                     raise  # the response has begun: only the server can end it now
                 await error_response(internal(error), path=scope["path"])(scope, receive, send_with_id)
             finally:
+                body.close()
                 self._record(scope, status, began)
 
     def _record(self, scope: MutableMapping[str, Any], status: int, began: float) -> None:

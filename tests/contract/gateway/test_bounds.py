@@ -130,6 +130,47 @@ async def test_a_late_body() -> None:
         assert scheduler.requests == []
 
 
+async def test_bodies_of_a_tenant_leave_memory_for_others() -> None:
+    """Half of a tenant's bodies get 429, finished or not; those of another have room, and memory is freed."""
+    limits = {"max_body_bytes": 100_000, "max_total_body_bytes": 400_000}
+    body = completion(5, unknown="a" * 90_000)
+    async with stack(**limits) as (scheduler, gateway), contextlib.AsyncExitStack() as clients:
+        bodies = gateway.app.state.context.bodies
+
+        async def sends(tenant: str, text: str, length: int | None = None) -> Client:
+            client = await clients.enter_async_context(connected(gateway))
+            client.send("POST /v1/completions", text, f"x-tenant: {tenant}\r\nconnection: close\r\n", length)
+            return client
+
+        for count in (1, 2):
+            await sends("a", body, 100_000)
+            await until(lambda count=count: bodies.num_bytes == count * len(body))  # type: ignore[misc]
+        head, _, text = (await (await sends("a", body)).rest()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 429 ")
+        assert b"retry-after: 1" in head.lower()
+        assert "--max-total-body-bytes" in json.loads(text)["error"]["message"]
+        assert bodies.num_bytes == 2 * len(body)
+        assert b"[DONE]" in await (await sends("b", body)).rest()
+        assert len(scheduler.requests) == 1
+        await clients.aclose()
+        await until(lambda: bodies.num_bytes == 0)
+        assert b"[DONE]" in await (await sends("a", body)).rest()
+
+
+async def test_small_bodies_of_a_tenant_have_room_when_another_fills_memory() -> None:
+    """However many bodies of the other are half sent."""
+    limits = {"max_body_bytes": 10_000, "max_total_body_bytes": 20_000}
+    async with stack(**limits) as (_, gateway), contextlib.AsyncExitStack() as clients:
+        for _ in range(20):
+            client = await clients.enter_async_context(connected(gateway))
+            client.send("POST /v1/completions", "a" * 5_000, "x-tenant: a\r\n", 10_000)
+        bodies = gateway.app.state.context.bodies
+        await until(lambda: bodies.num_bytes == 10_000)
+        other = await clients.enter_async_context(connected(gateway))
+        other.send("POST /v1/completions", completion(5), "x-tenant: b\r\nconnection: close\r\n")
+        assert b"[DONE]" in await other.rest()
+
+
 async def test_a_client_that_leaves_within_its_body() -> None:
     """It counts as a client that left, not as a fault of the gateway."""
     async with stack() as (_, gateway):

@@ -14,6 +14,7 @@ def make_metrics(*, longest: int = 1000) -> Metrics:
         lambda: 0,
         lambda: 0,
         UnreadLimits(per_reader=9, total=9, flags=("", "")),
+        lambda: 0,
         lambda: longest,
     )
 
