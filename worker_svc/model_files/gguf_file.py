@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from gguf.quants import dequantize
 
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-"""Name of a file that is a part of a model: stem, number from 1, number of parts."""
+# Name of a file that is a part of a model: stem, number from 1, number of parts.
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
 # NumPy's types by GGUF's numbers.
@@ -65,7 +65,7 @@ class GgufFile:
             self._join(source, number + 1, count)
 
     def _join(self, source: Path, number: int, count: int) -> None:
-        match = PART.fullmatch(source.name)
+        match = _PART.fullmatch(source.name)
         part = f"it is part {number} of {count}"
         if match is None or (int(match[2]), int(match[3])) != (number, count):
             raise ValueError(
@@ -80,19 +80,13 @@ class GgufFile:
                 values, own = _read(path)
             except ValueError as error:
                 raise ValueError(f"{part}, and of part {each}, {path.name}: {error}") from None
-            if (values.get("split.no"), values.get("split.count")) != (each - 1, count):
+            numbers = values.get("split.no"), values.get("split.count")
+            if numbers != (each - 1, count) or tensors.keys() & own.keys():
                 raise ValueError(f"{part}, but {path.name} is another part or model; fetch it again")
-            if twice := tensors.keys() & own.keys():
-                raise ValueError(f"{part}, and the tensor {min(twice)} is in two parts; fetch them again")
             tensors |= own
             if each == 1:
                 self._values = values  # other parts have tensors alone
         self.tensors = tensors
-        total = self.field("split.tensors.count", int, len(tensors))
-        if total != len(tensors):
-            raise ValueError(
-                f"{part}, and the parts have {len(tensors)} of {total} tensors; fetch them again"
-            )
 
     def field(self, name: str, kind: type[_Kind], default: _Kind | None = None) -> _Kind:
         """Returns an entry of the metadata.
