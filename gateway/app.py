@@ -126,6 +126,7 @@ def _assemble(
         lambda: watcher.model_name,
         lambda: client.num_pending,
         lambda: len(client.startup_queue),
+        lambda: client.is_refused,
         unread,
         lambda: bodies.num_bytes,
         lambda: watcher.max_model_len,

@@ -231,6 +231,7 @@ class Metrics:
         model_name: Callable[[], str],
         num_pending: Callable[[], int],
         num_parked: Callable[[], int],
+        is_refused: Callable[[], bool],
         unread: UnreadLimits,
         num_body_bytes: Callable[[], int],
         max_model_len: Callable[[], int],
@@ -278,6 +279,10 @@ class Metrics:
         self._scheduler_up = self._gauge(
             "triptych:gateway_scheduler_up", "Whether the scheduler's metrics follow."
         )
+        self._gauge(
+            "triptych:gateway_scheduler_refuses",
+            "Whether the scheduler refuses this gateway, as one of another release or service token.",
+        ).set_function(is_refused)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
@@ -321,7 +326,7 @@ _END: Final = b"# EOF\n"
 # Figures of a process mean nothing when they are added up. They are on its own --metrics-port.
 _OF_ONE_PROCESS: Final = ("process_", "python_")
 # Gauges that say yes or no: the largest value counts.
-_FLAGS: Final = frozenset({"triptych:gateway_scheduler_up"})
+_FLAGS: Final = frozenset({"triptych:gateway_scheduler_up", "triptych:gateway_scheduler_refuses"})
 
 
 class SharedMetrics:

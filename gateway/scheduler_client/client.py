@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import grpc.aio
+from google.protobuf.message import Message
 
 from gateway.scheduler_client.in_flight import InFlightRequests, Outbox, StartupQueue, Subscription, jittered
 from gateway.scheduler_client.pool_calls import pool_all
@@ -27,7 +28,7 @@ from protos.errors import (
     from_rpc_error,
 )
 from protos.service.channels import PLAIN, LinkSecurity, wait_until_ready
-from protos.service.grpc_options import SCHEMA_REVISION
+from protos.service.grpc_options import ACCEPTED_HEADER, SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -103,7 +104,6 @@ class InferenceClient:
         # Why no stream was open the last time, and when the last one ended.
         self._down: TriptychError = Unavailable(f"the scheduler at {address} has not been reached yet")
         self._closed_s = -math.inf
-        self._refusal = ""
         self._on_connect: list[Callable[[], None]] = []
         self._log = get_logger(scheduler=address)
         self._task: asyncio.Task[None] | None = None
@@ -127,6 +127,11 @@ class InferenceClient:
     def on_connect(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` at each opening of a stream."""
         self._on_connect.append(callback)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a scheduler answers and refuses this gateway: another release, or another service token."""
+        return bool(self.startup_queue.obstacle)
 
     @property
     def num_pending(self) -> int:
@@ -159,6 +164,8 @@ class InferenceClient:
             Unavailable: if no scheduler is connected and the startup queue is full.
             TriptychError: the first failure; the other requests are cancelled.
         """
+        if self.is_refused:
+            raise self._down.with_traceback(None)
         self._check_may_wait(1)
         return await pool_all(
             self._stub,
@@ -180,38 +187,39 @@ class InferenceClient:
         """Returns the served model.
 
         Raises:
-            TriptychError: ``Unavailable`` if no replica has been ready yet, or the scheduler is away.
+            TriptychError: ``Unavailable`` if no replica has been ready yet, or the scheduler is away or
+                refuses this gateway.
         """
-        return await _typed(self._stub.GetModel(inference.GetModelRequest(), timeout=self._call_timeout_s))
+        if not self._outbox.is_open:
+            raise self._down.with_traceback(None)
+        return await self._ask(self._stub.GetModel, inference.GetModelRequest())
 
     async def list_loras(self) -> Sequence[inference.LoraInfo]:
         """Returns the LoRA adapters that requests can name; raises as :meth:`get_model` does."""
-        call = self._stub.ListLoras(inference.ListLorasRequest(), timeout=self._call_timeout_s)
-        return (await _typed(call)).loras
+        return (await self._ask(self._stub.ListLoras, inference.ListLorasRequest())).loras
 
     async def load_lora(self, request: inference.LoadLoraRequest) -> inference.LoraInfo:
         """Loads a LoRA adapter; takes as long as the workers read it."""
-        return await _typed(self._stub.LoadLora(request, timeout=_LOAD_TIMEOUT_S))
+        return await self._ask(self._stub.LoadLora, request, _LOAD_TIMEOUT_S)
 
     async def unload_lora(self, name: str) -> None:
         """Frees the name of a LoRA adapter."""
-        request = inference.UnloadLoraRequest(name=name)
-        await _typed(self._stub.UnloadLora(request, timeout=self._call_timeout_s))
+        await self._ask(self._stub.UnloadLora, inference.UnloadLoraRequest(name=name))
 
     async def reset_prefix_cache(self) -> int:
         """Drops all cached prefixes; returns the number of replicas. Raises as :meth:`get_model`."""
-        call = self._stub.ResetPrefixCache(inference.ResetPrefixCacheRequest(), timeout=self._call_timeout_s)
-        return (await _typed(call)).num_replicas
+        return (
+            await self._ask(self._stub.ResetPrefixCache, inference.ResetPrefixCacheRequest())
+        ).num_replicas
 
     async def get_load(self) -> inference.Load:
         """Returns the deployment's load; raises as :meth:`get_model` does."""
-        return await _typed(self._stub.GetLoad(inference.GetLoadRequest(), timeout=self._call_timeout_s))
+        return await self._ask(self._stub.GetLoad, inference.GetLoadRequest())
 
     async def get_metrics(self) -> bytes:
         """Returns the scheduler's metrics in Prometheus' text format; raises as :meth:`get_model` does."""
         timeout = min(self._call_timeout_s, _METRICS_TIMEOUT_S)
-        response = await _typed(self._stub.GetMetrics(inference.GetMetricsRequest(), timeout=timeout))
-        return response.text
+        return (await self._ask(self._stub.GetMetrics, inference.GetMetricsRequest(), timeout)).text
 
     async def get_tokenizer(self, folder: Path) -> None:
         """Writes the model's tokenizer files into ``folder``, which is empty.
@@ -247,6 +255,17 @@ class InferenceClient:
         finally:
             call.cancel()
 
+    async def _ask(
+        self, method: Callable[..., Awaitable[T]], request: Message, timeout_s: float | None = None
+    ) -> T:
+        """Makes a unary call unless the scheduler refuses this gateway; failures are a `TriptychError`."""
+        if self.is_refused:
+            raise self._down.with_traceback(None)
+        try:
+            return await method(request, timeout=timeout_s or self._call_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
     async def _connect(self) -> None:
         """Opens stream after stream until it is cancelled."""
         pause = _FIRST_PAUSE_S
@@ -259,23 +278,26 @@ class InferenceClient:
                 raise asyncio.CancelledError
             was_open = self._outbox.is_open
             self._outbox.close()
-            self._down = error
+            self._down = self._noted(error)
             if was_open:
                 self._closed_s = self._clock()
                 self._log.warning("connection lost", error=str(error), pending=len(self._table))
-            self._log_refusal(error)
             if self._clock() - began > _LONGEST_PAUSE_S:
                 pause = _FIRST_PAUSE_S
             self._table.mark_all_lost()
             await asyncio.sleep(jittered(pause))
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _log_refusal(self, error: TriptychError) -> None:
-        """Logs once that the scheduler wants another service token or another release."""
-        refusal = error.message if isinstance(error, _REFUSALS) else ""
-        if refusal and refusal != self._refusal:
-            self._log.error("refused", reason=refusal, retry="until it succeeds")
-        self._refusal = refusal
+    def _noted(self, error: TriptychError) -> TriptychError:
+        """Returns the error for clients. Notes, and logs once, that the scheduler refuses this gateway."""
+        refusal = ""
+        if isinstance(error, _REFUSALS):
+            refusal = f"the scheduler at {self._address} refuses this gateway: {error.message}"
+            if refusal != self.startup_queue.obstacle:
+                self._log.error("refused", reason=error.message, retry="until it succeeds")
+            error = Unavailable(refusal)
+        self.startup_queue.obstacle = refusal
+        return error
 
     async def _session(self) -> TriptychError:
         """Runs a stream to its end; returns the reason."""
@@ -287,6 +309,10 @@ class InferenceClient:
             await wait_until_ready(self._channel, self._address)
             call = self._stub.Connect()
             await call.write(_HELLO)
+            if ACCEPTED_HEADER not in tuple(await call.initial_metadata() or ()):
+                await call.read()  # raises the refusal
+                return Unavailable("the scheduler did not accept the stream")
+            self.startup_queue.obstacle = ""
             self._outbox.open()
             self._table.resubmit_all()
             writer = asyncio.create_task(self._write(call), name="inference-write")
@@ -336,11 +362,3 @@ class InferenceClient:
             self._log.exception("the stream to the scheduler could not be written")
             # Ends the reader, too.
             call.cancel()
-
-
-async def _typed(call: Awaitable[T]) -> T:
-    """Awaits a unary call; raises its failure as a ``TriptychError``."""
-    try:
-        return await call
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error

@@ -35,10 +35,13 @@ class StartupQueue:
 
     timeout_s: float
     """How long a request may wait."""
+    obstacle: str
+    """Why no scheduler takes requests, if one answers and refuses this gateway; otherwise empty."""
 
     def __init__(self, max_requests: int = 1024, timeout_s: float = 60.0) -> None:
         """Starts without requests."""
         self.timeout_s = timeout_s
+        self.obstacle = ""
         self._max_requests = max_requests
         self._parked: set[object] = set()
 
@@ -47,6 +50,11 @@ class StartupQueue:
 
     def __contains__(self, request: object) -> bool:
         return request in self._parked
+
+    @property
+    def because(self) -> str:
+        """The obstacle as the end of a clause."""
+        return f", because {self.obstacle}" if self.obstacle else ""
 
     def has_room(self, count: int) -> bool:
         """Returns whether `count` more requests may wait."""
@@ -74,7 +82,7 @@ class StartupQueue:
     def expired(self) -> Unavailable:
         """Returns the error of a request that waited in vain."""
         return Unavailable(
-            f"no worker became ready within {self.timeout_s:g} s; send the request again later",
+            f"no worker became ready within {self.timeout_s:g} s{self.because}; send the request again later",
             retry_after_ms=_RETRY_AFTER_MS,
         )
 
@@ -638,6 +646,7 @@ class InFlightRequests:
             if pending in self._startup_queue
             else Unavailable(
                 f"the request was interrupted and could not be resumed within {self._resume_timeout_s:g} s"
+                f"{self._startup_queue.because}"
             )
         )
 

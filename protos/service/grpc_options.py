@@ -13,7 +13,10 @@ from protos.triptych.v1 import common_pb2
 # Increase it whenever an older peer would misread a message or lack a call. Peers exchange it when they
 # connect (Register, Describe, the first message of Connect) and refuse other revisions with SCHEMA_MISMATCH.
 # A refused peer tries again, because an upgrade replaces one service after the other.
-SCHEMA_REVISION: Final = 9
+SCHEMA_REVISION: Final = 10
+
+# The header that a scheduler sends at once on a Connect stream of its own revision.
+ACCEPTED_HEADER: Final = ("triptych-schema-revision", str(SCHEMA_REVISION))
 
 # Longest message that a peer accepts. A prompt of a million token ids has about 3 MB.
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024

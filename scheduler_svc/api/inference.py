@@ -17,7 +17,7 @@ from protos.errors import (
     abort,
 )
 from protos.service.backpressure import UnreadLimits
-from protos.service.grpc_options import SCHEMA_REVISION
+from protos.service.grpc_options import ACCEPTED_HEADER, SCHEMA_REVISION
 from protos.service.logs import get_logger
 from protos.service.tracing import Tracer
 from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
@@ -157,7 +157,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         mine: set[str] = set()
         try:
             with self._buffer(mine, self._streams) as buffer:
-                reader = asyncio.create_task(self._read(request_iterator, buffer, mine))
+                reader = asyncio.create_task(self._read(request_iterator, context, buffer, mine))
                 try:
                     async for message in self._answers(reader, buffer, mine):
                         yield message
@@ -190,8 +190,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 break
 
     async def _read(
-        self, messages: AsyncIterator[inference_pb2.ConnectRequest], buffer: EventBuffer, mine: set[str]
-    ) -> None:
+        self, messages: AsyncIterator[inference_pb2.ConnectRequest], context: Context, buffer: EventBuffer,
+        mine: set[str],
+    ) -> None:  # fmt: skip
         """Submits and aborts requests as a stream asks. A request's error becomes its event."""
         first = True
         async for message in messages:
@@ -200,6 +201,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     f"the client speaks schema revision {message.schema_revision}, this scheduler {SCHEMA_REVISION}; "
                     "run the same release on both"
                 )
+            if first:
+                await context.send_initial_metadata((ACCEPTED_HEADER,))
             first = False
             await buffer.has_room()
             match message.WhichOneof("message"):

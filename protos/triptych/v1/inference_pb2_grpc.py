@@ -126,8 +126,9 @@ class InferenceServicer:
         """Runs many requests over one stream, with the tokens of a step in two columns of one message. An event
         carries the failure of its request. The end of the stream aborts its requests. Generate is simpler for
         clients with few requests.
-        When the scheduler shuts down, the stream ends with UNAVAILABLE at once: resubmit its requests to the next
-        scheduler, with the tokens received.
+        The header `triptych-schema-revision` says that the scheduler accepts the stream.
+        When the scheduler shuts down, the stream ends with UNAVAILABLE: resubmit its requests to the next scheduler, with
+        the tokens received.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,8 +40,9 @@ class InferenceStub:
     """Runs many requests over one stream, with the tokens of a step in two columns of one message. An event
     carries the failure of its request. The end of the stream aborts its requests. Generate is simpler for
     clients with few requests.
-    When the scheduler shuts down, the stream ends with UNAVAILABLE at once: resubmit its requests to the next
-    scheduler, with the tokens received.
+    The header `triptych-schema-revision` says that the scheduler accepts the stream.
+    When the scheduler shuts down, the stream ends with UNAVAILABLE: resubmit its requests to the next scheduler, with
+    the tokens received.
     """
     Pool: _grpc.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]
     """Runs one request of a pooling model."""
@@ -86,8 +87,9 @@ class InferenceAsyncStub(InferenceStub):
     """Runs many requests over one stream, with the tokens of a step in two columns of one message. An event
     carries the failure of its request. The end of the stream aborts its requests. Generate is simpler for
     clients with few requests.
-    When the scheduler shuts down, the stream ends with UNAVAILABLE at once: resubmit its requests to the next
-    scheduler, with the tokens received.
+    The header `triptych-schema-revision` says that the scheduler accepts the stream.
+    When the scheduler shuts down, the stream ends with UNAVAILABLE: resubmit its requests to the next scheduler, with
+    the tokens received.
     """
     Pool: _aio.UnaryUnaryMultiCallable[_inference_pb2.PoolRequest, _inference_pb2.PoolResponse]  # type: ignore[assignment]
     """Runs one request of a pooling model."""
@@ -141,8 +143,9 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         """Runs many requests over one stream, with the tokens of a step in two columns of one message. An event
         carries the failure of its request. The end of the stream aborts its requests. Generate is simpler for
         clients with few requests.
-        When the scheduler shuts down, the stream ends with UNAVAILABLE at once: resubmit its requests to the next
-        scheduler, with the tokens received.
+        The header `triptych-schema-revision` says that the scheduler accepts the stream.
+        When the scheduler shuts down, the stream ends with UNAVAILABLE: resubmit its requests to the next scheduler, with
+        the tokens received.
         """
 
     @_abc_1.abstractmethod

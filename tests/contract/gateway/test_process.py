@@ -141,6 +141,38 @@ async def test_a_full_disk_ends_it(scheduler: tuple[FakeScheduler, int]) -> None
     assert "tokenizer cannot be kept" in line
 
 
+@pytest.mark.parametrize("difference", [-1, 1], ids=["newer gateway", "older gateway"])
+async def test_a_gateway_of_another_schema_says_so_until_the_scheduler_is_of_its_own(
+    scheduler: tuple[FakeScheduler, int], difference: int
+) -> None:
+    """Not ready, with the reason, in probes, metric, log and refused requests."""
+    fake, port = scheduler
+    fake.schema_revision += difference
+    flags = ("--scheduler-address", f"127.0.0.1:{port}", "--park-timeout-s", "0.3")
+    with started(*flags) as gateway:
+        async with httpx.AsyncClient(base_url=gateway.base_url, timeout=20) as http:
+            while "refuses" not in (await http.get("/health")).text:
+                await asyncio.sleep(0.02)
+            refused = [await http.get(path) for path in ("/health", "/ready", "/ping")]
+            refused.append(await http.post("/v1/completions", json={"prompt": "x"}))
+            for answer in refused:
+                assert answer.status_code == 503
+                assert "refuses this gateway: the scheduler speaks another revision" in answer.text
+            assert (await http.get("/live")).status_code == 200
+            metrics = (await http.get("/metrics")).text
+            assert "\ntriptych:gateway_scheduler_refuses 1.0\n" in metrics
+            assert "\ntriptych:gateway_scheduler_up 0.0\n" in metrics
+            fake.schema_revision -= difference
+            await healthy(http)
+            assert (await http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+            assert "\ntriptych:gateway_scheduler_refuses 0.0\n" in (await http.get("/metrics")).text
+        gateway.process.terminate()
+        _, log = await asyncio.to_thread(gateway.process.communicate, None, 20)
+    events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
+    told = [event for event in events if event in {"refused", "connected", "serving"}]
+    assert told == ["refused", "connected", "serving"]
+
+
 @pytest.mark.parametrize("sig", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 async def test_a_signal_lets_streams_finish(
     scheduler: tuple[FakeScheduler, int], sig: signal.Signals

@@ -22,7 +22,7 @@ from protos.errors import (
     Unsupported,
     from_proto,
 )
-from protos.service.grpc_options import SCHEMA_REVISION
+from protos.service.grpc_options import ACCEPTED_HEADER, SCHEMA_REVISION
 from protos.triptych.v1 import common_pb2, inference_pb2
 from scheduler_svc.settings import Settings
 from tests.support.connect_reader import ConnectReader
@@ -103,6 +103,14 @@ async def test_connect_aborts_by_id(scheduler: RunningScheduler, worker: FakeWor
     taken, aborted = await first_events(call, 2)
     assert taken == inference_pb2.GenerateEvent(request_id="a", accepted=True)
     assert aborted.finish_reason == common_pb2.FINISH_REASON_ABORT
+    call.cancel()
+
+
+async def test_an_accepted_stream_has_its_header_before_any_answer(scheduler: RunningScheduler) -> None:
+    """A gateway must not send requests to a scheduler that is about to refuse it."""
+    call = scheduler.inference.Connect()
+    await call.write(inference_pb2.ConnectRequest(schema_revision=SCHEMA_REVISION))
+    assert ACCEPTED_HEADER in tuple(await call.initial_metadata())
     call.cancel()
 
 

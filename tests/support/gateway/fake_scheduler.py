@@ -27,7 +27,7 @@ from protos.errors import (
     Unavailable,
     abort,
 )
-from protos.service.grpc_options import FILE_CHUNK_BYTES, SCHEMA_REVISION
+from protos.service.grpc_options import ACCEPTED_HEADER, FILE_CHUNK_BYTES, SCHEMA_REVISION
 from protos.service.server import Server
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
@@ -188,6 +188,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
     break_in_prompt: bool = False
     """Break the stream once, between two events with log-probabilities of a prompt."""
     schema_revision: int = SCHEMA_REVISION
+    refusals: int = 0
+    """Streams of another revision so far."""
     requests: list[GENERATE] = field(default_factory=list)
     """Requests so far, in order."""
     aborted: list[str] = field(default_factory=list)
@@ -304,6 +306,13 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
             await abort(context, Unavailable("on purpose"))
         return inference.GetMetricsResponse(text=self.metrics, content_type=CONTENT_TYPE_LATEST)
 
+    async def _greet(self, message: inference.ConnectRequest, context: Context) -> None:
+        """Accepts a stream, or refuses it."""
+        if message.schema_revision != self.schema_revision:
+            self.refusals += 1
+            await abort(context, SchemaMismatch("the scheduler speaks another revision"))
+        await context.send_initial_metadata((ACCEPTED_HEADER,))
+
     async def Connect(self, request_iterator, context):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
         running: dict[tuple[str, int], FakeSequence] = {}
         handles: dict[tuple[str, int], int] = {}
@@ -313,8 +322,8 @@ class FakeScheduler(_Servicer):  # type: ignore[misc]
         async def read() -> None:
             nonlocal first
             async for message in request_iterator:
-                if first and message.schema_revision != self.schema_revision:
-                    await abort(context, SchemaMismatch("the scheduler speaks another revision"))
+                if first:
+                    await self._greet(message, context)
                 first = False
                 if message.HasField("generate"):
                     request = message.generate

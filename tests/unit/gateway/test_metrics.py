@@ -13,6 +13,7 @@ def make_metrics(*, longest: int = 1000) -> Metrics:
         lambda: "m",
         lambda: 0,
         lambda: 0,
+        lambda: False,
         UnreadLimits(per_reader=9, total=9, flags=("", "")),
         lambda: 0,
         lambda: longest,

@@ -8,6 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from protos.service.grpc_options import ACCEPTED_HEADER
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from tests.bench.support.gateway.token_clock import Answer, Pace, read_token_ids
@@ -28,6 +29,7 @@ class EmittingScheduler(FakeScheduler):
 
         async def read() -> None:
             nonlocal pace
+            await context.send_initial_metadata((ACCEPTED_HEADER,))
             async for message in request_iterator:
                 if message.HasField("generate"):
                     request = message.generate

@@ -153,21 +153,44 @@ async def test_an_unexpected_exception_is_a_pause(
 async def test_requests_outlast_a_scheduler_of_another_schema(scheduler: FakeScheduler) -> None:
     """During an upgrade, running and new requests wait for one of this release; the log says so once."""
     scheduler.break_after = 3
-    async with serving(scheduler) as server, connected(server.port) as client:
-        attempts: asyncio.Queue[None] = asyncio.Queue()
-        client.on_connect(lambda: attempts.put_nowait(None))
+    async with serving(scheduler) as server, started(server.port, connected=True) as client:
         running = asyncio.create_task(tokens_of(EventReader(client.submit([request("a")]))))
         await scheduler.until(lambda: scheduler.break_after is None)
         scheduler.schema_revision += 1
+        refusals = scheduler.refusals
         with capture_logs() as logs:
-            for _ in range(3):
-                await attempts.get()
-        assert [line["event"] for line in logs].count("refused") == 1
+            await until(lambda: scheduler.refusals >= refusals + 3)
+        assert [line["event"] for line in logs] == ["connection lost", "refused"]
         new = asyncio.create_task(tokens_of(EventReader(client.submit([request("b")]))))
-        await attempts.get()
+        refusals = scheduler.refusals
+        await until(lambda: scheduler.refusals > refusals)
         scheduler.schema_revision -= 1
         assert await running == [REPLY]
         assert await new == [REPLY]
+        assert not client.is_refused
+
+
+async def test_requests_that_outlive_their_patience_name_the_other_schema(scheduler: FakeScheduler) -> None:
+    """A running one and a new one; no call is made to a scheduler whose messages may mean something else."""
+    scheduler.break_after = 3
+    queue = StartupQueue(timeout_s=0.5)
+    async with (
+        serving(scheduler) as server,
+        started(server.port, connected=True, startup_queue=queue, resume_timeout_s=0.5) as client,
+    ):
+        running = asyncio.create_task(tokens_of(EventReader(client.submit([request("a")]))))
+        await scheduler.until(lambda: scheduler.break_after is None)
+        scheduler.schema_revision += 1
+        await until(lambda: client.is_refused)
+        new = asyncio.create_task(tokens_of(EventReader(client.submit([request("b")]))))
+        for task in (running, new):
+            with pytest.raises(
+                Unavailable, match=r"within 0.5 s, because .* refuses this gateway: .*revision"
+            ):
+                await task
+        for call in (client.get_load, client.get_model):
+            with pytest.raises(Unavailable, match="refuses this gateway"):
+                await call()
 
 
 async def test_an_abort_from_elsewhere_is_an_error(scheduler: FakeScheduler) -> None:
