@@ -90,9 +90,8 @@ class HttpServer(uvicorn.Server):
         timer.cancel()
 
 
-def http_config(settings: Settings, app: Any) -> uvicorn.Config:
-    """Returns uvicorn's configuration for ``app``."""
-    tls = ServerTls.from_settings(settings)
+def http_config(settings: Settings, app: Any, tls: ServerTls | None) -> uvicorn.Config:
+    """Returns uvicorn's configuration for ``app``; without ``tls`` it speaks plain HTTP."""
     protocol = functools.partial(
         BoundedProtocol, read_timeout_s=settings.read_timeout_s, write_timeout_s=settings.write_timeout_s
     )
@@ -126,19 +125,21 @@ def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
     """Builds the gateway's server, which listens nowhere yet."""
     vllm_parsers.check("--tool-call-parser", settings.tool_call_parser)
     vllm_parsers.check("--reasoning-parser", settings.reasoning_parser)
+    security, tls = settings.link_security(), ServerTls.from_settings(settings)
     client = InferenceClient(
         settings.scheduler_address,
         resume_timeout_s=settings.resume_timeout_s,
         call_timeout_s=settings.call_timeout_s,
         startup_queue=StartupQueue(settings.max_parked_requests, settings.park_timeout_s),
-        security=settings.link_security(),
+        security=security,
     )
 
     def refuse(error: TriptychError) -> None:
         server.refuse(error)
 
-    app = create_app(settings, client, tracer=tracer, on_unusable=refuse)
-    server = HttpServer(http_config(settings, app), client, settings.drain_s)
+    expiries = [each.expiries for each in (security.certificates, tls) if each is not None]
+    app = create_app(settings, client, tracer=tracer, on_unusable=refuse, expiries=expiries)
+    server = HttpServer(http_config(settings, app, tls), client, settings.drain_s)
     return server
 
 

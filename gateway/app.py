@@ -3,7 +3,7 @@
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from gateway.http.bodies import BodyMemory
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import PAGE_FOLDER, RequestMiddleware
 from gateway.messages_api import routes as messages
-from gateway.metrics import Metrics, SharedMetrics
+from gateway.metrics import CertificateDays, Metrics, SharedMetrics
 from gateway.openai import chat, completions, models
 from gateway.operations import routes as operations
 from gateway.operations import tokenize
@@ -38,6 +38,7 @@ from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.logs import get_logger
+from protos.service.tls import Expiries
 from protos.service.tracing import Tracer
 
 # Opens the OpenAPI document.
@@ -68,6 +69,7 @@ def create_app(
     wall_clock: Callable[[], float] = time.time,
     tracer: Tracer | None = None,
     on_unusable: Callable[[TriptychError], None] = lambda _: None,
+    expiries: Sequence[Expiries] = (),
 ) -> FastAPI:
     """Builds the application. Its lifespan connects ``client`` and closes it.
 
@@ -79,8 +81,9 @@ def create_app(
         wall_clock: seconds since the epoch.
         tracer: writes the spans of requests, if anything does.
         on_unusable: called if the first model's text files cannot be used.
+        expiries: of the certificates in use.
     """
-    context = _assemble(settings, client, new_id, clock, wall_clock, on_unusable)
+    context = _assemble(settings, client, new_id, clock, wall_clock, on_unusable, expiries)
     options: dict[str, Any] = {
         "title": "Triptych",
         "description": _DESCRIPTION,
@@ -111,6 +114,7 @@ def _assemble(
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
     on_unusable: Callable[[TriptychError], None],
+    expiries: Sequence[Expiries],
 ) -> Context:
     watcher = ServedModelWatcher(
         client,
@@ -132,7 +136,7 @@ def _assemble(
         lambda: watcher.max_model_len,
     )
     shared = settings.metrics_folder
-    return Context(
+    context = Context(
         settings,
         client,
         watcher,
@@ -145,7 +149,10 @@ def _assemble(
         new_id=new_id,
         clock=clock,
         wall_clock=wall_clock,
+        expiries=expiries,
     )
+    measured.registry.register(CertificateDays(context.certificate_days_left))
+    return context
 
 
 def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:

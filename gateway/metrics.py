@@ -5,7 +5,7 @@ import contextlib
 import uuid
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -50,6 +50,8 @@ _MAX_ENGINES: Final = 64
 
 # The `engine` label for the sum over those that were met before them, as in the scheduler's metrics.
 _RETIRED: Final = "retired"
+
+_CERTIFICATES: Final = "triptych:gateway_certificate_days_left"
 
 # vLLM's reasons for the end of a sequence.
 _REASONS: Final = ("stop", "length", "abort", "error")
@@ -220,6 +222,22 @@ class _SlowReaders(Collector):
         )
 
 
+class CertificateDays(Collector):
+    """The days that certificates have left."""
+
+    def __init__(self, days_left: Callable[[], Mapping[str, float]]) -> None:
+        """Measures what `days_left` returns: days by setting."""
+        self._days_left = days_left
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields the metric, for a scrape; nothing without certificates."""
+        if days_left := self._days_left():
+            family = GaugeMetricFamily(_CERTIFICATES, "Days until the certificate ends.", labels=("setting",))
+            for flag, days in days_left.items():
+                family.add_metric((flag,), days)
+            yield family
+
+
 class Metrics:
     """A gateway's metrics, in their own registry."""
 
@@ -325,8 +343,10 @@ _END: Final = b"# EOF\n"
 
 # Figures of a process mean nothing when they are added up. They are on its own --metrics-port.
 _OF_ONE_PROCESS: Final = ("process_", "python_")
-# Gauges that say yes or no: the largest value counts.
-_FLAGS: Final = frozenset({"triptych:gateway_scheduler_up", "triptych:gateway_scheduler_refuses"})
+# Gauges that are the same in all: the largest value counts.
+_COMMON: Final = frozenset(
+    {"triptych:gateway_scheduler_up", "triptych:gateway_scheduler_refuses", _CERTIFICATES}
+)
 
 
 class SharedMetrics:
@@ -418,7 +438,7 @@ def merged(texts: Iterable[bytes]) -> bytes:
                 before = values.get(key)
                 if before is None:
                     values[key] = sample.value
-                elif family.name in _FLAGS or sample.name.endswith("_created"):
+                elif family.name in _COMMON or sample.name.endswith("_created"):
                     values[key] = max(before, sample.value)
                 else:
                     values[key] = before + sample.value

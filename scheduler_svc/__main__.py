@@ -33,7 +33,10 @@ async def serve(settings: Settings) -> None:
     security = settings.link_security()
     deployment = Deployment(settings)
     tracer = open_tracer(settings.otlp_traces_endpoint, "scheduler")
-    inference = InferenceServicer(deployment, settings, tracer)
+    certificates = security.certificates
+    inference = InferenceServicer(
+        deployment, settings, tracer, dict if certificates is None else certificates.expiries.days_left
+    )
     registry = RegistryServicer(
         deployment,
         step_timeout_s=settings.step_timeout_s,

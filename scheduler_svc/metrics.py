@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from prometheus_client import generate_latest
@@ -164,8 +164,14 @@ class SchedulerMetrics(Collector):
     "retired".
     """
 
-    def __init__(self, deployment: Deployment, unread: UnreadLimits) -> None:
-        """Measures `deployment`, and what waits for its slow clients."""
+    def __init__(
+        self,
+        deployment: Deployment,
+        unread: UnreadLimits,
+        days_left: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """Measures `deployment`, what waits for its slow clients, and the days left of certificates."""
+        self._days_left = days_left
         self._deployment = deployment
         self._unread = unread
         self.unserved = UnservedRequests()
@@ -192,6 +198,15 @@ class SchedulerMetrics(Collector):
         yield self.unserved.metric()
         yield _timeouts(self._deployment.timeouts)
         yield from _unread(self._unread)
+        if days_left := self._days_left():
+            days = GaugeMetricFamily(
+                "triptych:scheduler_certificate_days_left",
+                "Days until the certificate ends.",
+                labels=("setting",),
+            )
+            for flag, left in days_left.items():
+                days.add_metric((flag,), left)
+            yield days
         served = self._deployment.served
         if served is None:
             return

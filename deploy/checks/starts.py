@@ -42,6 +42,8 @@ S = TypeVar("S", bound=ServiceSettings)
 
 def check(settings: ServiceSettings, report: Report) -> "Device | None":
     """Checks a command with these settings; returns the worker's device if it could be opened."""
+    if isinstance(settings, CallSecuritySettings) and _names_certificates(settings):
+        report.check("certificates", lambda: _certificates(settings))
     match settings:
         case LaunchSettings():
             return _check_stack(settings, report)
@@ -55,6 +57,21 @@ def check(settings: ServiceSettings, report: Report) -> "Device | None":
                 report.check("scheduler", lambda: _answers(settings.scheduler_address, settings))
             return _check_worker(settings, report)
     return None
+
+
+def _names_certificates(settings: CallSecuritySettings) -> bool:
+    return settings.grpc_tls_ca is not None or getattr(settings, "ssl_certfile", None) is not None
+
+
+def _certificates(settings: CallSecuritySettings) -> str:
+    """Reads certificates as the services do, which refuse those that have ended."""
+    from gateway.http.listeners import ServerTls
+
+    tls = ServerTls.from_settings(settings) if isinstance(settings, GatewaySettings) else None
+    known = [each for each in (settings.link_security().certificates, tls) if each is not None]
+    if soon := [line for each in known for line in each.expiries.soon()]:
+        raise Note("; ".join(soon))
+    return "none ends within 30 days"
 
 
 def _check_stack(settings: LaunchSettings, report: Report) -> "Device | None":

@@ -10,8 +10,8 @@ from typing import Final, NoReturn, Self
 
 from gateway.settings import SecuritySettings
 from protos.errors import ConfigurationRefused
-from protos.service.private_files import check
-from protos.service.tls import WatchedFiles
+from protos.service.private_files import check, read_secret
+from protos.service.tls import Expiries, WatchedFiles
 
 _BACKLOG: Final = 2048
 _ADVICE: Final = "check that they are PEM files, belong together and may be read"
@@ -75,10 +75,12 @@ class ServerTls:
         """Reads the files.
 
         Raises:
-            ConfigurationRefused: if a file cannot be read, or two do not belong together.
+            ConfigurationRefused: if a file cannot be read or has expired, or two do not belong together.
         """
         self._settings = settings
         self._certfile = certfile
+        self.expiries = Expiries()
+        """When the certificates end."""
         paths = (certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
         watched = tuple(path for path in paths if path is not None) if settings.enable_ssl_refresh else ()
         self._latest = WatchedFiles(watched, self._read)
@@ -92,6 +94,7 @@ class ServerTls:
         return None if settings.ssl_certfile is None else cls(settings, settings.ssl_certfile)
 
     def _choose(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+        self.expiries.remind()
         # OpenSSL calls this for every handshake. A context that was changed in place would keep the old CAs.
         connection.context = self._latest.get()
 
@@ -129,6 +132,8 @@ class ServerTls:
                 raise ConfigurationRefused(
                     f"--ssl-ciphers {settings.ssl_ciphers} names no cipher that OpenSSL has; see `openssl ciphers`"
                 ) from None
+        files = (("--ssl-certfile", self._certfile), ("--ssl-ca-certs", settings.ssl_ca_certs))
+        self.expiries.note((flag, path, read_secret(path, flag)) for flag, path in files if path is not None)
         return context
 
 

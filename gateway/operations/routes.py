@@ -9,7 +9,7 @@ from fastapi import Depends
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import Field, with_config
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from typing_extensions import TypedDict
 
 from gateway import VERSION
@@ -262,7 +262,10 @@ async def reset_no_cache() -> Response:
     return Response(status_code=200)
 
 
-_SERVES = documented(description="A replica is ready. The body is empty.")
+_SERVES = documented(
+    description="A replica is ready. With TLS, the JSON body has `certificate_days_left`, by the setting that names"
+    " the file; otherwise it is empty."
+)
 
 
 class ServerLoad(TypedDict):
@@ -276,9 +279,10 @@ class ServerLoad(TypedDict):
 @router.get("/ping", summary="Check health, as SageMaker does", response_class=Response, responses=_SERVES)
 @router.post("/ping", summary="Check health by POST", response_class=Response, responses=_SERVES)
 async def health(request: Request) -> Response:
-    """Answers 200 without a body if a request sent now would run, otherwise 503 with the reason.
+    """Answers 200 if a request sent now would run, otherwise 503 with the reason.
 
-    The check asks the scheduler whether a replica is ready.
+    The check asks the scheduler whether a replica is ready. With TLS, the body has the days that each
+    certificate has left.
     """
     context = context_of(request)
     load = await context.client.get_load()
@@ -286,6 +290,9 @@ async def health(request: Request) -> Response:
         details = [f"{replica.replica_id}: {replica.detail or 'not ready'}" for replica in load.replicas]
         raise Unavailable(f"no replica is ready ({'; '.join(details) or 'no worker has registered'})")
     context.watcher.served()
+    if days_left := context.certificate_days_left():
+        rounded = {flag: round(days, 1) for flag, days in days_left.items()}
+        return JSONResponse({"certificate_days_left": rounded})
     return Response(status_code=200)
 
 

@@ -1,7 +1,10 @@
 """The certificate files of a service: checked, and read again after changes."""
 
+import datetime as dt
+import math
 import ssl
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -26,17 +29,82 @@ class CertificatePaths:
     """The key of `cert`."""
 
 
+_DAY_S = 86_400.0
+_REMIND_DAYS = 30
+
+
+class Expiries:
+    """When the certificates of a service end, by the setting that names their file."""
+
+    def __init__(self) -> None:
+        """Knows none yet."""
+        self._ends: dict[str, tuple[Path, float]] = {}
+        self._reminded_s = -math.inf
+
+    def note(self, files: Iterable[tuple[str, Path, bytes]]) -> None:
+        """Notes the ends of certificates that come into use; refuses files whose certificates have ended.
+
+        Of a service's own certificate the first in the file counts; of CAs (`-ca`, `-ca-certs`), the last to
+        end: others may be on their way out.
+
+        Args:
+            files: setting, path and content of each, in PEM.
+        """
+        from cryptography import x509  # only services with TLS need it
+
+        ends: dict[str, tuple[Path, float]] = {}
+        for flag, path, content in files:
+            try:
+                found = [each.not_valid_after_utc for each in x509.load_pem_x509_certificates(content)]
+            except ValueError:  # OpenSSL, which has read the file, is less strict
+                continue
+            end = max(found) if "-ca" in flag else found[0]
+            if end <= dt.datetime.now(dt.UTC):
+                raise ConfigurationRefused(
+                    f"{flag}: the certificate in {path} ended on {end:%Y-%m-%d %H:%M} UTC; replace it"
+                )
+            ends[flag] = path, end.timestamp()
+        if ends != self._ends:
+            self._ends, self._reminded_s = ends, -math.inf
+        self.remind()
+
+    def days_left(self) -> dict[str, float]:
+        """Returns the days that each certificate has left, by setting; negative after its end."""
+        self.remind()
+        return {flag: (end - time.time()) / _DAY_S for flag, (_, end) in self._ends.items()}
+
+    def soon(self) -> list[str]:
+        """Describes the certificates that end within 30 days."""
+        left = {flag: math.floor((end - time.time()) / _DAY_S) for flag, (_, end) in self._ends.items()}
+        return [
+            f"{flag}: the certificate in {self._ends[flag][0]} "
+            + ("has ended" if days < 0 else f"ends in {days} day{'s' if days != 1 else ''}")
+            for flag, days in left.items()
+            if days < _REMIND_DAYS
+        ]
+
+    def remind(self) -> None:
+        """Logs them, once a day; call it now and then."""
+        if time.monotonic() - self._reminded_s >= _DAY_S:
+            self._reminded_s = time.monotonic()
+            for reason in self.soon():
+                get_logger().warning("certificate_ends", reason=reason)
+
+
 class Certificates:
     """The certificates of a service, as gRPC takes them."""
 
     def __init__(self, paths: CertificatePaths) -> None:
-        """Reads the files; refuses missing and bad ones, and a key of another certificate."""
+        """Reads the files; refuses missing, bad and expired ones, and a key of another certificate."""
+        self.expiries = Expiries()
+        """When they end."""
         files = tuple(path for path in (paths.ca, paths.cert, paths.key) if path is not None)
-        self._files = WatchedFiles(files, lambda: _read(paths))
+        self._files = WatchedFiles(files, lambda: _read(paths, self.expiries))
 
     def version(self) -> int:
         """Looks at the files; returns a number that grows with every change."""
         self._files.get()
+        self.expiries.remind()
         return self._files.version
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -68,8 +136,8 @@ class Certificates:
         return grpc.ssl_server_certificate_configuration([(key, cert)], ca)
 
 
-def _read(paths: CertificatePaths) -> tuple[bytes, bytes | None, bytes | None]:
-    """Returns the contents of the three files."""
+def _read(paths: CertificatePaths, expiries: Expiries) -> tuple[bytes, bytes | None, bytes | None]:
+    """Returns the contents of the three files, and notes when they end."""
     ca = read_secret(paths.ca, "--grpc-tls-ca")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -78,6 +146,7 @@ def _read(paths: CertificatePaths) -> tuple[bytes, bytes | None, bytes | None]:
     except (ssl.SSLError, ValueError) as error:
         raise ConfigurationRefused(f"--grpc-tls-ca: {paths.ca} has no PEM certificates") from error
     if paths.cert is None or paths.key is None:
+        expiries.note([("--grpc-tls-ca", paths.ca, ca)])
         return ca, None, None
     cert = read_secret(paths.cert, "--grpc-tls-cert")
     key = read_secret(paths.key, "--grpc-tls-key")
@@ -89,6 +158,7 @@ def _read(paths: CertificatePaths) -> tuple[bytes, bytes | None, bytes | None]:
             f"--grpc-tls-cert and --grpc-tls-key: {paths.cert} and {paths.key} are not a PEM certificate and its"
             " unencrypted key"
         ) from error
+    expiries.note([("--grpc-tls-ca", paths.ca, ca), ("--grpc-tls-cert", paths.cert, cert)])
     return ca, cert, key
 
 

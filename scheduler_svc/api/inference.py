@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -61,8 +61,21 @@ def _shutting_down() -> Unavailable:
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """The service that clients call."""
 
-    def __init__(self, deployment: Deployment, settings: Settings, tracer: Tracer | None = None) -> None:
-        """Serves `deployment`; `tracer` writes the spans of sampled requests."""
+    def __init__(
+        self,
+        deployment: Deployment,
+        settings: Settings,
+        tracer: Tracer | None = None,
+        days_left: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """Serves a deployment.
+
+        Args:
+            deployment: the replicas.
+            settings: the scheduler's.
+            tracer: writes the spans of sampled requests.
+            days_left: returns the days that each certificate has left, by setting.
+        """
         self._tracer = tracer
         self._deployment = deployment
         self.loras = LoraService(deployment, settings.lora_modules)
@@ -72,7 +85,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             total=settings.max_unread_stream_tokens,
             flags=("--max-unread-tokens-per-stream", "--max-unread-stream-tokens"),
         )
-        self._metrics = SchedulerMetrics(deployment, self._unread)
+        self._metrics = SchedulerMetrics(deployment, self._unread, days_left)
         self._draining = False
         # Set when the drain has ended.
         self._ended = False

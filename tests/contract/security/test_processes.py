@@ -87,6 +87,11 @@ async def test_services_with_the_same_secrets_serve_and_others_are_refused(tmp_p
                 refusal = await line_with(logs, "refused")
                 await client.close()
             assert "another service token" in refusal["reason"]
+            friend = InferenceClient(address, security=ours)
+            await friend.start()
+            days_left = (await friend.get_metrics()).decode().partition("scheduler_certificate_days_left{")[2]
+            await friend.close()
+            assert days_left.startswith('setting="--grpc-tls-ca"} 39')
             written = gateway.end() + scheduler.end()
     fake.gate.set()
     await worker.stop(0)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from gateway.__main__ import HttpServer, http_config
 from gateway.app import create_app
-from gateway.http.listeners import listen
+from gateway.http.listeners import ServerTls, listen
 from gateway.scheduler_client.client import InferenceClient
 from gateway.scheduler_client.in_flight import StartupQueue
 from gateway.settings import Settings
@@ -166,10 +166,11 @@ async def running_gateway(
         call_timeout_s=settings.call_timeout_s,
         startup_queue=StartupQueue(settings.max_parked_requests, settings.park_timeout_s),
     )
-    app = create_app(settings, client)
+    tls = ServerTls.from_settings(settings)
+    app = create_app(settings, client, expiries=[tls.expiries] if tls else [])
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = HttpServer(http_config(settings, app), client, settings.drain_s)
+    server = HttpServer(http_config(settings, app, tls), client, settings.drain_s)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         async with asyncio.timeout(10):

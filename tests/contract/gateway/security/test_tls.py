@@ -15,7 +15,9 @@ from gateway.http.listeners import ServerTls
 from gateway.settings import Settings
 from protos.errors import ConfigurationRefused
 from protos.service.tls import CertificatePaths
-from tests.support.gateway.serving import Gateway, running_gateway
+from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.fake_scheduler import serving as serving_fake
+from tests.support.gateway.serving import Gateway, running_gateway, smollm2_folder
 from tests.support.security.certificates import BOTH, ca, service_files
 
 pytestmark = pytest.mark.contract
@@ -40,6 +42,25 @@ async def version_of(gateway: Gateway, *, trusts: str = "ours", shows: Certifica
         context.load_cert_chain(shows.cert, shows.key)
     async with httpx.AsyncClient(verify=context, timeout=5) as http:
         return (await http.get(f"https://127.0.0.1:{gateway.port}/version")).status_code
+
+
+async def test_health_and_metrics_tell_the_days_that_certificates_have_left(tmp_path: Path) -> None:
+    """A monitor needs no connection of its own to look at the certificate."""
+    scheduler = FakeScheduler(smollm2_folder(), [504])
+    paths = service_files(tmp_path, days=12.5)
+    async with (
+        serving_fake(scheduler) as server,
+        running_gateway(server.port, **flags_of(paths)) as gateway,
+        httpx.AsyncClient(
+            base_url=f"https://127.0.0.1:{gateway.port}",
+            verify=ssl.create_default_context(cadata=ca("ours").pem.decode()),
+        ) as http,
+    ):
+        health = await http.get("/health")
+        assert health.status_code == 200
+        assert health.json() == {"certificate_days_left": {"--ssl-certfile": 12.5}}
+        sample = 'triptych:gateway_certificate_days_left{setting="--ssl-certfile"} 12.4'
+        assert sample in (await http.get("/metrics")).text
 
 
 async def test_new_connections_get_a_new_certificate(tmp_path: Path) -> None:

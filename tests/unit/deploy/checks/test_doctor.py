@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from deploy.checks.check_results import setting_sources
 from deploy.commands import doctor
@@ -21,7 +22,7 @@ from protos.service.settings import given_flags, load
 from tests.support import tiny_models
 from tests.support.paths import ROOT
 from tests.support.ports import free_port
-from tests.support.security.certificates import OTHER_TOKEN, TOKEN
+from tests.support.security.certificates import OTHER_TOKEN, TOKEN, service_files
 
 # Without these, a gateway and a scheduler run, and a worker does not.
 _WORKERS_OWN = ("torch", "vllm", "transformers", "triton")
@@ -57,6 +58,25 @@ def test_a_gateway_is_checked_without_torch(capsys: pytest.CaptureFixture[str]) 
     assert found["gateway"][0] == "ok"
     assert found["scheduler"][0] == "note"
     assert found.keys() == {"environment", "gateway", "scheduler"}
+
+
+@pytest.mark.parametrize(("days", "status"), [(90, "ok"), (20, "note"), (-1, "FAILED")])
+def test_certificates_near_their_end_are_noted_and_ended_ones_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, days: float, status: str
+) -> None:
+    """The gateway itself would not start with the latter, and says the same."""
+    paths = service_files(tmp_path, days=days)
+    flags = [f"--ssl-certfile={paths.cert}", f"--ssl-keyfile={paths.key}", f"--grpc-tls-ca={paths.ca}"]
+    flags += ["--port=0", f"--scheduler-address=127.0.0.1:{free_port()}"]
+    with capture_logs():
+        code, content = report(capsys, "gateway", *flags)
+    found = checks(content)
+    assert found["certificates"][0] == status
+    assert code == (2 if days < 0 else 0)
+    if days < 90:
+        assert f"--ssl-certfile: the certificate in {paths.cert} end" in found["certificates"][1]
+    if days < 0:
+        assert found["gateway"] == ("FAILED", found["certificates"][1])
 
 
 def test_a_port_in_use_stops_a_start(capsys: pytest.CaptureFixture[str]) -> None:
