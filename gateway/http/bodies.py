@@ -19,6 +19,8 @@ _DISCARD_FACTOR: Final = 8
 _DISCARD_S: Final = 10
 
 _RETRY_AFTER_MS: Final = 1000
+# Digits of a length; Python refuses to read thousands of them.
+_MAX_DIGITS: Final = 20
 
 _GZIP: Final = frozenset({"gzip", "x-gzip"})
 _DEFLATE: Final = "deflate"
@@ -100,7 +102,12 @@ class BoundedBody:
         self._complete = True
         body, received, more = io.BytesIO(), 0, True
         try:
-            if int(self._headers.get("content-length") or 0) > self._max_bytes:
+            length = self._headers.get("content-length", "0")
+            if len(length) > _MAX_DIGITS:
+                raise InvalidArgument(
+                    f"Content-Length has {len(length)} digits; send the body's length without zeros"
+                )
+            if int(length) > self._max_bytes:
                 raise self._too_large()
             decoders = [_Decoder(name, self._max_bytes) for name in _encodings(self._headers)]
             self._holder = self._tenant()

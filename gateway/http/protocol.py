@@ -139,7 +139,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._write_timeout_s = write_timeout_s
         self._in_head = True
         self._in_body = False
+        # Bytes received since the last advance, and those of them in complete headers.
         self._head_bytes = 0
+        self._header_bytes = 0
         # Whether the bytes at hand ended a head or brought a part of a body.
         self._advanced = False
         self._head_timer: asyncio.TimerHandle | None = None
@@ -175,6 +177,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answers malformed HTTP in the form of the API's errors, and closes the connection."""
+        if self.transport.is_closing():
+            return
         running = self._running
         if running is not None and running.response_started and not running.response_complete:
             self.transport.abort()  # nothing may be written into an answer
@@ -192,11 +196,22 @@ class BoundedProtocol(HttpToolsProtocol):
         """Starts the time for a head."""
         super().on_message_begin()
         # The part of the head that came with the end of another request is not counted.
-        self._in_head, self._head_bytes = True, 1
+        self._in_head, self._head_bytes, self._header_bytes = True, 1, 0
         self._start_head_timer()
+
+    def on_url(self, url: bytes) -> None:
+        """Takes a part of the request's target."""
+        super().on_url(url)
+        if len(self.url) > MAX_HEAD_BYTES:
+            self._refuse(b"414 URI Too Long")
+            raise httptools.HttpParserError("long target")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Takes a header; drops trailers, which could pass for headers checked by a proxy."""
+        self._header_bytes += len(name) + len(value) + len(b": \r\n")
+        if self._header_bytes + len(self.url) > MAX_HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+            raise httptools.HttpParserError("long headers")
         if self._in_head:
             super().on_header(name, value)
 
@@ -205,7 +220,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.declines:
             return
         self._in_head, self._in_body = False, True
-        self._advanced, self._head_bytes = True, 0
+        self._advanced, self._head_bytes, self._header_bytes = True, 0, 0
         self._stop_head_timer()
         super().on_headers_complete()
         if len(self.pipeline) > MAX_PIPELINED:

@@ -176,6 +176,11 @@ async def test_floods_of_headers(stack: Stack) -> None:
         ([f"x-{index}: y" for index in range(200_000)], 431),
         (["x: " + "y" * 10_000_000], 431),
         (["y" * 10_000_000 + ": x"], 431),
+        (["x: " + "y" * 63_000], 200),
+        (["x: " + "y" * 65_600], 431),
+        (["x: " + "y" * 70_000], 431),
+        ([f"x-{index}: {'y' * 1000}" for index in range(70)], 431),
+        ([f"x-{index}: {'y' * 1000}" for index in range(120)], 431),
     ):
         sent = request_of("/v1/completions", body, "connection: close", *headers)
         try:
@@ -184,6 +189,36 @@ async def test_floods_of_headers(stack: Stack) -> None:
             status = 431  # cut off while it still sent
         assert status == expected
     await before.returns()
+
+
+async def test_long_targets(stack: Stack) -> None:
+    """Beyond 64 KiB, a request's target is refused as such."""
+    for target, expected in (
+        ("/live?" + "a" * 66_000, 414),
+        ("/" + "a" * 66_000, 414),
+        ("/" + "a" * 60_000, 404),
+    ):
+        status, _ = await exchange(stack.gateway.port, request_of(target, b"", "connection: close"))
+        assert status == expected
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [
+        ("32", 200), ("0032", 200), ("0" * 5000 + "32", 400), ("1" * 5000, 400), ("9" * 20, 400), ("+32", 400),
+        ("-32", 400), ("3_2", 400), ("32, 32", 400), ("32\r\ncontent-length: 32", 400), ("٣٢", 400), ("0x20", 400),
+        ("32.0", 400), ("3 2", 400), ("", 400),
+    ],
+)  # fmt: skip
+async def test_lengths_that_are_none(stack: Stack, length: str, expected: int) -> None:
+    """A length is a few digits; anything else is malformed and never fails in the gateway."""
+    body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+    assert len(body) == 32
+    headers = (f"content-length: {length}", "connection: close")
+    status, _ = await exchange(
+        stack.gateway.port, request_of("/v1/completions", body, *headers, length=False)
+    )
+    assert status == expected
 
 
 def long_chat(turns: int) -> dict[str, Any]:
