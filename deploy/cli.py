@@ -46,6 +46,9 @@ _COMMANDS = {
     "worker": _Command("worker_svc.__main__", "start one worker alone", "worker"),
     # The launcher's own: a process that becomes a worker when another dies.
     "standby": _Command("worker_svc.standby", ""),
+    # What images run.
+    "healthcheck": _Command("deploy.healthcheck", ""),
+    "build-kernels": _Command("worker_svc.devices.cpu.kernels.build", "", "worker"),
     "keep-worker": _Command(
         "deploy.commands.keep_worker", "start one worker, and restart it when it dies", "worker"
     ),

@@ -1,4 +1,4 @@
-"""Checks a service's health from inside its container: `python -m deploy.healthcheck ADDRESS [SERVICE]`.
+"""Checks a service's health from inside its container: `triptych healthcheck ADDRESS [SERVICE]`.
 
 ADDRESS is an HTTP or HTTPS URL, or `host:port` or `unix:PATH` of a gRPC server. SERVICE names a gRPC
 service; without it the check covers the whole server. `TRIPTYCH_GRPC_TLS_*` say how gRPC servers are reached,
@@ -75,7 +75,3 @@ def check_grpc(address: str, service: str) -> str:
             return f"{address}: {details() if details else error}"
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return "" if status == "SERVING" else f"{address}: {status}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,11 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from triptych import add_packages
 from worker_svc.vllm_platform import PLATFORM_VARIABLE
+
+# For the processes that tests start in other folders.
+add_packages()
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -31,6 +31,6 @@ USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30s \
-  CMD ["/opt/triptych/bin/python", "-m", "deploy.healthcheck", "http://127.0.0.1:8000/health"]
+  CMD ["/opt/triptych/bin/triptych", "healthcheck", "http://127.0.0.1:8000/health"]
 ENTRYPOINT ["/opt/triptych/bin/triptych", "gateway"]
 CMD ["--host", "0.0.0.0"]

@@ -32,6 +32,6 @@ WORKDIR /tmp
 EXPOSE 50051
 # The registry serves from the start, inference only once a worker is ready.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
-  CMD ["/opt/triptych/bin/python", "-m", "deploy.healthcheck", "127.0.0.1:50051", "triptych.v1.WorkerRegistry"]
+  CMD ["/opt/triptych/bin/triptych", "healthcheck", "127.0.0.1:50051", "triptych.v1.WorkerRegistry"]
 ENTRYPOINT ["/opt/triptych/bin/triptych", "scheduler"]
 CMD ["--host", "0.0.0.0"]

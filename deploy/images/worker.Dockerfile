@@ -31,7 +31,7 @@ RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \
 # Our kernels for x86 processors. Without them a worker uses the kernels of vLLM's wheel.
 RUN if [ "$(uname -m)" = x86_64 ] && [ -z "$DEVICE_REQUIREMENTS" ]; then \
       apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/* \
-      && cd /tmp && /opt/triptych/bin/python -m worker_svc.devices.cpu.kernels.build; \
+      && cd /tmp && /opt/triptych/bin/triptych build-kernels; \
     fi
 
 FROM ${PYTHON_IMAGE}
@@ -47,7 +47,7 @@ USER 10001:10001
 WORKDIR /tmp
 EXPOSE 50061
 HEALTHCHECK --interval=10s --timeout=5s --start-period=600s \
-  CMD ["/opt/triptych/bin/python", "-m", "deploy.healthcheck", "127.0.0.1:50061"]
+  CMD ["/opt/triptych/bin/triptych", "healthcheck", "127.0.0.1:50061"]
 # Restarts a dead worker from a process that has imported everything (TRIPTYCH_STANDBY_WORKERS).
 ENTRYPOINT ["/opt/triptych/bin/triptych", "keep-worker"]
 CMD ["--host", "0.0.0.0"]

@@ -35,9 +35,9 @@ def run(*command: object, cwd: Path, code: int = 0) -> str:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of this checkout, built from a copy because setuptools writes beside the sources."""
     source = tmp_path_factory.mktemp("source")
-    for name in PACKAGES:
+    for name in (*PACKAGES, "triptych"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     folder = tmp_path_factory.mktemp("dist")
     run(
@@ -61,14 +61,54 @@ def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
     with ZipFile(wheel) as content:
         names = set(content.namelist())
     files = {
-        str(path.relative_to(ROOT))
+        f"triptych/{path.relative_to(ROOT)}"
         for package in PACKAGES
         for path in (ROOT / package).rglob("*")
         if path.is_file() and path.suffix not in {".pyc", ".so"}
     }
     assert files - names == set()
-    assert {"deploy/compose.yaml", "deploy/images/gateway.Dockerfile", "deploy/locks/worker-cpu.txt"} <= names
-    assert not [name for name in names if name.startswith(("tests", "docs"))]
+    assert {"compose.yaml", "images/gateway.Dockerfile", "locks/worker-cpu.txt"} <= {
+        name.removeprefix("triptych/deploy/") for name in names
+    }
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"triptych"}
+
+
+@pytest.mark.slow
+def test_an_environment_keeps_its_own_names(wheel: Path, tmp_path: Path) -> None:
+    """Packages called like ours are the user's in the user's processes, and ours in those of `triptych`."""
+    binaries = environment(tmp_path, "--no-deps", wheel)
+    (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    before = {path.name for path in site.iterdir()}
+    assert {name for name in before if "triptych" not in name} <= {
+        "_distutils_hack", "distutils-precedence.pth", "pip", "setuptools", "pkg_resources", "__pycache__",
+        *(name for name in before if name.startswith(("pip-", "setuptools-"))),
+    }  # fmt: skip
+    for name in PACKAGES:
+        (site / name).mkdir()
+        (site / name / "__init__.py").write_text("WHOSE = 'the user'\n")
+    code = f"import triptych; print(triptych.register()); import {', '.join(PACKAGES)}; print(protos.WHOSE)"
+    assert run(binaries / "python", "-c", code, cwd=tmp_path) == "None\nthe user\n"
+    for command in ((binaries / "triptych",), (binaries / "python", "-m", "triptych")):
+        assert "usage: triptych" in run(*command, "--help", cwd=tmp_path)
+        assert '"triptych"' in run(*command, "env", "--json", cwd=tmp_path)
+    # A child process with `-m`, as the launcher starts its services, and one that multiprocessing spawns.
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import multiprocessing, os, subprocess, sys\n"
+        "def spawned():\n"
+        "    from deploy import cli\n"
+        "    print(cli.__file__, flush=True)\n"
+        "if __name__ == '__main__':\n"
+        "    import triptych\n"
+        "    triptych.add_packages()\n"
+        "    process = multiprocessing.get_context('spawn').Process(target=spawned)\n"
+        "    process.start(); process.join()\n"
+        "    subprocess.run([sys.executable, '-m', 'deploy.cli', 'version'], check=True)\n"
+    )
+    spawned, version = run(binaries / "python", child, cwd=tmp_path).splitlines()
+    assert Path(spawned) == site / "triptych" / "deploy" / "cli.py"
+    assert version.startswith("triptych ")
 
 
 @pytest.mark.slow

@@ -1,13 +1,13 @@
 """The names in Dockerfiles and compose files exist: files, modules, flags and variables."""
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from deploy import cli
 from deploy.launcher.settings import KeepWorkerSettings
 from deploy.secure_files import make
 from gateway.settings import Settings as GatewaySettings
@@ -28,16 +28,17 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.stem)
-def test_a_dockerfile_names_files_and_modules_that_exist(dockerfile: Path) -> None:
-    """The locks and modules that a build needs exist."""
+def test_a_dockerfile_names_files_and_commands_that_exist(dockerfile: Path) -> None:
+    """The locks that a build needs, and the commands of the build, the health check and the container."""
     text = dockerfile.read_text()
     assert f"-f {dockerfile.relative_to(ROOT)} " in text
     locks = set(re.findall(r"deploy/locks/[\w.-]+\.txt", text))
     assert locks
     assert [name for name in locks if not (ROOT / name).exists()] == []
-    modules = set(re.findall(r'-m"?,? "?((?:deploy|worker_svc)\.[\w.]+)', text))
-    assert modules
-    assert [name for name in modules if find_spec(name) is None] == []
+    commands = set(re.findall(r'/bin/triptych(?:", "| )([\w-]+)', text))
+    assert "healthcheck" in commands
+    for name in commands:
+        assert callable(cli._COMMANDS[name].load())
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -1,4 +1,4 @@
-"""Compiles the kernels: `python -m worker_svc.devices.cpu.kernels.build [FOLDER]`.
+"""Compiles the kernels: `triptych build-kernels [FOLDER]`.
 
 A worker compiles them at its first start, in seconds. For machines without a compiler, such as images, the
 command stores them in FOLDER, or next to their source. The file ends with the SHA-256 of its code and the
@@ -136,7 +136,7 @@ def _cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "triptych" / "kernels"
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Compiles into the given folder, or next to the sources.
 
     The processor need not be able to run the result.
@@ -145,12 +145,8 @@ def main() -> int:
         0, or 2 with the reason in one line.
     """
     try:
-        print(compile_into(Path(sys.argv[1]) if len(sys.argv) > 1 else _SOURCES))
+        print(compile_into(Path(argv[0]) if argv else _SOURCES))
     except KernelsUnavailable as error:
         print(f"no kernels: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

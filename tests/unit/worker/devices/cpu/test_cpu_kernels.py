@@ -378,7 +378,7 @@ def test_no_compiler_no_kernels(
 def test_the_command_says_why_it_compiled_nothing(tmp_path: Path) -> None:
     """A failed build exits with 2 and one line with the reason."""
     done = subprocess.run(
-        [sys.executable, "-m", "worker_svc.devices.cpu.kernels.build", str(tmp_path)],
+        [sys.executable, "-m", "triptych", "build-kernels", str(tmp_path)],
         env={"CXX": "/bin/false", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2
