@@ -159,6 +159,7 @@ def write(family: str, changes: Sequence[Change], folder: Path, inner: int = 128
     path = folder / parts.name
     logging.getLogger("gguf").setLevel(logging.ERROR)
     writer = gguf.GGUFWriter(path, parts.family, split_max_tensors=parts.split, **parts.options)
+    writer.data_alignment = parts.fields.get("general.alignment", (writer.data_alignment,))[0]
     for name, (value, kind) in parts.fields.items():
         writer.add_key_value(name, value, kind)
     for name, (data, kind) in parts.tensors.items():
@@ -392,6 +393,7 @@ def _damaged() -> list[Case]:
         hurt("a name of 2^60 letters", patch(24, "<Q", 1 << 60), says=incomplete),
         hurt("2^60 rows", after(DOWN, "<Q", 1 << 60, 12), says=["cannot convert"]),
         hurt("2^31 dimensions", after(DOWN, "<I", 1 << 31), says=[DOWN, "dimensions"]),
+        hurt("no architecture", damaged(lambda raw: raw.replace(b"architecture", b"architectura")), says=["lack general.architecture"]),
         hurt("a type of metadata", after(llama("block_count"), "<I", 77), says=["unknown type 77"]),
         hurt("no UTF-8", after(ggml("tokens"), "<B", 0xFF, 24), says=["UTF-8"]),
         hurt("misaligned", after(DOWN, "<Q", 36, 24), says=[DOWN, "at byte 36"]),
@@ -444,7 +446,7 @@ def _contradicting() -> list[Case]:
             )
         ),
         *(
-            contradicts(f"{name} as {kind.name}", put(name, value, kind), says=[name])
+            contradicts(f"{name} is {value!r}", put(name, value, kind), says=[name])
             for name, value, kind in (
                 (llama("block_count"), "two", V.STRING),
                 (llama("rope.freq_base"), "10000", V.STRING),
@@ -593,6 +595,8 @@ def _right() -> list[Case]:
         right("numbers of 64 bits", *(put(llama(name), value, V.UINT64) for name, value in (("block_count", 2), ("embedding_length", 64)))),
         right("frequencies of 1", add("rope_freqs.weight", 16)),
         right("unknown metadata", put("custom.note", "x", V.STRING), put(llama("vocab_size"), 256, V.UINT32)),
+        right("an alignment of 64", put("general.alignment", 64, V.UINT32)),
+        right("an alignment of 8", put("general.alignment", 8, V.UINT32)),
         right("version 2", patch(_AT_VERSION, "<I", 2)),
         right("bytes after the tensors", damaged(lambda raw: raw + b"\0" * 100)),
         right("without types of tokens", without(ggml("token_type"))),
