@@ -109,17 +109,21 @@ define install
 	  if [[ $$status != 0 ]]; then grep '^ERROR' $(STAMPS)/pip.log | tail -n 1 >&2; echo "make: pip failed; its output is in $(STAMPS)/pip.log. $(3)" >&2; exit 1; fi
 endef
 
+# pip refuses a file whose SHA-256 is not in the lock.
+HASHED := --require-hashes -r
+
 # torch is installed first and alone, so that a missing CPU build is reported in one line.
-TORCH := $(shell grep '^torch==' $(LOCKS)/worker-cpu.txt)
+TORCH := $(shell grep -o '^torch==[^ ]*' $(LOCKS)/worker-cpu.txt)
 
 $(STAMPS)/torch: $(LOCKS)/worker-cpu.txt | $(STAMPS)/venv
-	$(call install,$(TORCH) (200 MB),--only-binary :all: "$(TORCH)",Set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has $(TORCH).)
+	@grep '^torch==' $< > $(STAMPS)/torch.txt
+	$(call install,$(TORCH) (200 MB),--only-binary :all: $(HASHED) $(STAMPS)/torch.txt,Set PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS to a place that has $(TORCH).)
 	@touch $@
 
 SERVE_LOCKS := $(LOCKS)/gateway.txt $(LOCKS)/scheduler.txt $(LOCKS)/worker-cpu.txt
 
 $(STAMPS)/serve: $(SERVE_LOCKS) pyproject.toml $(STAMPS)/torch
-	$(call install,Packages of the three services ($(shell cat $(SERVE_LOCKS) | grep -v '^#' | sort -u | wc -l) of them),$(SERVE_LOCKS:%=-r %))
+	$(call install,Packages of the three services ($(shell cat $(SERVE_LOCKS) | grep -v '^#' | sort -u | wc -l) of them),$(SERVE_LOCKS:%=$(HASHED) %))
 	$(call install,triptych itself,--no-build-isolation --editable .)
 	@echo "== Bytecode of what a worker imports"
 	@$(VENV)/bin/python -c 'import worker_svc.service; from worker_svc.vllm_adapter.startup import prepare; prepare("cpu")' 2>$(STAMPS)/bytecode.log \
@@ -127,11 +131,11 @@ $(STAMPS)/serve: $(SERVE_LOCKS) pyproject.toml $(STAMPS)/torch
 	@touch $@
 
 $(STAMPS)/dev: $(LOCKS)/dev.txt $(STAMPS)/serve
-	$(call install,Tools for tests and checks,-r $(LOCKS)/dev.txt)
+	$(call install,Tools for tests and checks,$(HASHED) $(LOCKS)/dev.txt)
 	@touch $@
 
 # In a separate folder, which tests/conftest.py adds to the path: inside the environment vLLM would import it in every
 # worker, for nothing.
 $(STAMPS)/interpreter: $(LOCKS)/interpreter.txt $(STAMPS)/dev
-	$(call install,Triton for its interpreter (200 MB),--upgrade --target $(VENV)/interpreter -r $<)
+	$(call install,Triton for its interpreter (200 MB),--upgrade --target $(VENV)/interpreter $(HASHED) $<)
 	@touch $@

@@ -101,7 +101,7 @@ def packages() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for path in sorted((Path(deploy.__path__[0]) / "locks").glob("*.txt")):
         for line in path.read_text().splitlines():
-            name, equals, tested = line.partition("#")[0].strip().partition("==")
+            name, equals, tested = line.partition("#")[0].partition(" --hash=")[0].strip().partition("==")
             if equals:
                 entry = found.setdefault(name, {"tested": tested, "installed": _installed(name), "locks": []})
                 entry["locks"].append(path.stem)

@@ -3,6 +3,7 @@
 import argparse
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -48,8 +49,12 @@ def main(argv: list[str]) -> int:
     if not any(metadata.distributions(name="pip")):
         print(f"triptych install: there is no pip in {sys.prefix}", file=sys.stderr)
         return 1
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", *pins]
-    if subprocess.run(command, check=False).returncode:
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.writelines(f"{pin}\n" for pin in pins)
+        file.flush()
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--require-hashes", "-r", file.name]
+        failed = subprocess.run(command, check=False).returncode
+    if failed:
         hint = f"; {_TORCH_HINT}" if "worker" in services and not arguments.keep_torch else ""
         print(f"triptych install: pip failed, see above{hint}", file=sys.stderr)
         return 1
@@ -82,7 +87,7 @@ def _service(text: str) -> str:
 
 
 def pins_of(services: list[str]) -> list[str]:
-    """Returns the lines of the services' locks, each once."""
+    """Returns the lines of the services' locks, with the hashes of their files, each once."""
     pins: dict[str, None] = {}
     for service in services:
         text = (Path(deploy.__path__[0]) / "locks" / _LOCKS[service]).read_text()

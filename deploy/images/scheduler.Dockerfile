@@ -13,8 +13,9 @@ WORKDIR /src
 # The final environment has no pip: the build's pip installs into it.
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/triptych
 COPY deploy/locks/ deploy/locks/
-RUN /build/bin/python -m pip install --no-deps "$(grep '^setuptools==' deploy/locks/dev.txt)" \
- && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps -r deploy/locks/scheduler.txt \
+RUN grep '^setuptools==' deploy/locks/dev.txt > /tmp/setuptools.txt \
+ && /build/bin/python -m pip install --no-deps --require-hashes -r /tmp/setuptools.txt \
+ && /build/bin/python -m pip --python /opt/triptych/bin/python install --no-deps --require-hashes -r deploy/locks/scheduler.txt \
     -r deploy/locks/otel.txt
 # A checkout is built into a wheel; a folder that `triptych compose-files` wrote has one.
 COPY . .

@@ -16,14 +16,15 @@ WORKDIR /src
 RUN python3 -m venv /opt/triptych
 COPY deploy/locks/ deploy/locks/
 RUN grep -v '^torch==' deploy/locks/worker-cpu.txt > /tmp/without-torch.txt \
+ && grep '^torch==' deploy/locks/worker-cpu.txt > /tmp/torch.txt \
+ && sed 's/ --hash=.*//' /tmp/without-torch.txt > /tmp/versions.txt \
  && if [ -n "$DEVICE_REQUIREMENTS" ]; then \
-      /opt/triptych/bin/python -m pip install -c /tmp/without-torch.txt $DEVICE_REQUIREMENTS; \
+      /opt/triptych/bin/python -m pip install -c /tmp/versions.txt $DEVICE_REQUIREMENTS; \
     else \
-      torch="$(grep '^torch==' deploy/locks/worker-cpu.txt)"; \
-      /opt/triptych/bin/python -m pip install --no-deps --only-binary :all: "$torch" \
-      || { echo "no $torch found: pass --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, a place that has it" >&2; exit 1; }; \
+      /opt/triptych/bin/python -m pip install --no-deps --only-binary :all: --require-hashes -r /tmp/torch.txt \
+      || { echo "no $(cut -d ' ' -f 1 /tmp/torch.txt) found: pass --build-arg PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS, a place that has it" >&2; exit 1; }; \
     fi \
- && /opt/triptych/bin/python -m pip install --no-deps -r /tmp/without-torch.txt
+ && /opt/triptych/bin/python -m pip install --no-deps --require-hashes -r /tmp/without-torch.txt
 # A folder that `triptych compose-files` wrote has a wheel; a checkout is built.
 COPY . .
 RUN wheel="$(ls ./*.whl 2>/dev/null || true)" \

@@ -2,11 +2,15 @@
 
 `python -m tests.support.lockfile` checks, `--write` writes. A lock is the closure of requirements in
 `pyproject.toml` through the metadata of the installed distributions, less the packages that nothing imports.
+A line has the SHA-256 of every file that the index has of the version, so it installs on any machine. Known
+ones are kept; uv asks the index for those of new versions.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +24,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "deploy" / "locks"
+_HASH = " --hash=sha256:"
 
 NEVER_IMPORTED: Mapping[str, str] = {
     "pycparser": "cffi reads C declarations with it; those of cryptography are compiled",
@@ -171,18 +176,55 @@ def read(path: Path) -> dict[str, str]:
     """Returns the pins of a lock file, name to version.
 
     Raises:
-        LockError: A line is not `name==version`, or a name occurs twice.
+        LockError: A line is not `name==version` with hashes, or a name occurs twice.
     """
     pins: dict[str, str] = {}
-    for line in path.read_text().splitlines():
-        text = line.partition("#")[0].strip()
-        if not text:
-            continue
-        name, equals, version = text.partition("==")
-        if not equals or name in pins:
-            raise LockError(f"{path.name}: `{text}` is not the only `name==version` line for its name.")
+    for text in _lines(path):
+        pin, hashed, _ = text.partition(_HASH)
+        name, equals, version = pin.partition("==")
+        if not equals or name in pins or not hashed:
+            raise LockError(
+                f"{path.name}: `{pin}` is not the only `name==version` line for its name, with hashes."
+            )
         pins[name] = version
     return pins
+
+
+def _lines(path: Path) -> list[str]:
+    text = path.read_text() if path.exists() else ""
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def with_hashes(pins: Iterable[str]) -> dict[str, str]:
+    """Returns each pin with the hashes of its files, from the locks as they are or from the index.
+
+    Raises:
+        LockError: uv is missing, or the index has no hash of a file.
+    """
+    known = {line.partition(_HASH)[0]: line for path in LOCKS.glob("*.txt") for line in _lines(path)}
+    if new := [pin for pin in pins if _HASH not in known.get(pin, "")]:
+        if not (uv := shutil.which("uv")):
+            raise LockError("uv asks for the hashes of new versions: install it (`pip install uv`).")
+        command = [
+            uv,
+            "pip",
+            "compile",
+            "--quiet",
+            "--no-deps",
+            "--generate-hashes",
+            "--no-annotate",
+            "--no-header",
+        ]
+        done = subprocess.run(
+            [*command, "-"], input="\n".join(new), capture_output=True, text=True, check=False
+        )
+        found = done.stdout.replace(" \\\n   ", "").splitlines()
+        known |= {line.partition(_HASH)[0]: line for line in found}
+        if missing := [pin for pin in new if _HASH not in known.get(pin, "")]:
+            raise LockError(
+                f"no hash of {', '.join(missing)}: set UV_EXTRA_INDEX_URL to an index that has it. {done.stderr}"
+            )
+    return known
 
 
 def compute() -> dict[Lock, dict[str, str]]:
@@ -206,10 +248,10 @@ def compute() -> dict[Lock, dict[str, str]]:
     return result
 
 
-def render(lock: Lock, pins: Mapping[str, str]) -> str:
+def render(lock: Lock, lines: Iterable[str]) -> str:
     """Returns the text of a lock file."""
-    head = f"# {lock.purpose} Written by `make lock`; install with `pip install --no-deps -r`.\n"
-    return head + "".join(f"{name}=={version}\n" for name, version in pins.items())
+    head = f"# {lock.purpose} Written by `make lock`; install with `pip install --no-deps --require-hashes -r`.\n"
+    return head + "".join(f"{line}\n" for line in lines)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -225,19 +267,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write the locks instead of checking them")
     write = parser.parse_args(argv).write
     try:
-        locks = compute()
+        locks = {
+            lock: [f"{name}=={version}" for name, version in pins.items()] for lock, pins in compute().items()
+        }
+        if write:
+            hashed = with_hashes({pin for pins in locks.values() for pin in pins})
+            for lock, pins in locks.items():
+                lock.path.write_text(render(lock, (hashed[pin] for pin in pins)))
+            return 0
+        stale = [
+            lock for lock, pins in locks.items()
+            if not lock.path.exists() or [f"{name}=={version}" for name, version in read(lock.path).items()] != pins
+        ]  # fmt: skip
     except LockError as error:
         print(f"tests.support.lockfile: {error}", file=sys.stderr)
         return 1
-    stale = [
-        lock for lock, pins in locks.items() if write or not lock.path.exists() or read(lock.path) != pins
-    ]
     for lock in stale:
-        if write:
-            lock.path.write_text(render(lock, locks[lock]))
-        else:
-            print(f"{lock.path.relative_to(ROOT)} differs from what is installed here: run `make lock`.")
-    return 0 if write else int(bool(stale))
+        print(f"{lock.path.relative_to(ROOT)} differs from what is installed here: run `make lock`.")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

