@@ -155,7 +155,10 @@ def test_what_was_understood_is_printed(
         "TRIPTYCH_KEEP_ALIVE": "7",
     }.items():
         monkeypatch.setenv(name, value)
-    arguments = ("gateway", "--port=0", "--max-prompts=9", "--admin-api-key=sk-of-a-flag")
+    address = f"127.0.0.1:{free_port()}"
+    arguments = (
+        "gateway", "--port=0", f"--scheduler-address={address}", "--max-prompts=9", "--admin-api-key=sk-of-a-flag",
+    )  # fmt: skip
     _, content = report(capsys, *arguments)
     assert {each["name"]: each["kind"] for each in content["environment"]} == {
         "VLLM_API_KEY": "mapped",
@@ -165,6 +168,7 @@ def test_what_was_understood_is_printed(
     }
     assert {each["flag"]: (each["value"], each["source"]) for each in content["settings"]} == {
         "--port": ("0", "command line"),
+        "--scheduler-address": (address, "command line"),
         "--max-prompts": ("9", "command line"),
         "--admin-api-key": ("********", "command line"),
         "--keep-alive-s": ("7", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"),
@@ -238,12 +242,8 @@ def test_it_works_where_torch_is_not_installed(command: str, without_torch: Path
     """The worker would refuse to start for want of torch; the other services are checked."""
     model = tiny_models.write("llama", tmp_path / "model")
     code = "import sys; from deploy.cli import main; sys.exit(main())"
-    flags = ["--enforce-eager", "--run-dir", str(tmp_path / "run")] if command == "serve" else ["--port=0"]
-    arguments = [
-        f"--model={model}",
-        *flags,
-        *(["--port=0"] if command == "serve" else []),
-    ]
+    own = {"serve": ["--enforce-eager", f"--run-dir={tmp_path / 'run'}"], "worker": ["--scheduler-address="]}
+    arguments = [f"--model={model}", "--port=0", *own[command]]
     done = subprocess.run(
         [sys.executable, "-S", "-c", code, "doctor", command, *arguments, "--json"],
         check=False, capture_output=True, text=True, cwd=tmp_path, timeout=100,
