@@ -5,11 +5,16 @@ service; without it the check covers the whole server. `TRIPTYCH_GRPC_TLS_*` say
 as for the services.
 """
 
+import contextlib
 import os
+import socket
 import ssl
 import sys
-import urllib.error
-import urllib.request
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from pathlib import Path
+from urllib.parse import urlsplit
 
 _TIMEOUT_S = 3.0
 
@@ -31,25 +36,33 @@ def main(argv: list[str]) -> int:
     return int(bool(problem))
 
 
-def check_http(url: str, *, demands_certificate: bool = False) -> str:
+def check_http(url: str, *, uds: Path | None = None, demands_certificate: bool = False) -> str:
     """Returns the fault of a URL of this machine, whatever its certificate; empty if it answers 200.
 
-    A server that demands a client certificate is healthy if it refuses this client: it listens.
+    The server may be on a Unix socket. One that demands a client certificate is healthy if it refuses this
+    client: it listens.
     """
     # Nothing secret is sent that another server could steal.
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    opener = urllib.request.build_opener(
-        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
-    )
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    kind = partial(HTTPSConnection, context=context) if secure else HTTPConnection
     try:
-        with opener.open(url, timeout=_TIMEOUT_S) as answer:
-            return "" if answer.status == 200 else f"{url}: {answer.status}"
-    except OSError as error:
-        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        with contextlib.closing(kind(parts.netloc, timeout=_TIMEOUT_S)) as connection:
+            if uds is not None:
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(_TIMEOUT_S)
+                connection.sock.connect(str(uds))
+                if secure:
+                    connection.sock = context.wrap_socket(connection.sock)
+            connection.request("GET", parts.path or "/")
+            status = connection.getresponse().status
+            return "" if status == HTTPStatus.OK else f"{url}: {status}"
+    except (OSError, HTTPException) as error:
         # The server's alert may be lost when it closes the connection.
-        refused = isinstance(cause, ssl.SSLError | ConnectionResetError)
+        refused = isinstance(error, ssl.SSLError | ConnectionResetError)
         return "" if demands_certificate and refused else f"{url}: {error}"
 
 

@@ -18,7 +18,7 @@ from deploy.checks.check_results import CheckFailed, Note, Report
 from deploy.launcher.log_tail import nothing_to_precompile
 from deploy.launcher.process import ChildSpec
 from deploy.launcher.settings import LaunchSettings, secured
-from deploy.launcher.stack_plan import COMMAND, StackPlan, claim
+from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, with_run_dir
 from deploy.launcher.supervisor import BAD_SETTING
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused, TriptychError
@@ -75,6 +75,7 @@ def _certificates(settings: CallSecuritySettings) -> str:
 
 
 def _check_stack(settings: LaunchSettings, report: Report) -> "Device | None":
+    settings = with_run_dir(settings)
     with contextlib.ExitStack() as held:
         plans: list[StackPlan] = []
 
@@ -84,10 +85,13 @@ def _check_stack(settings: LaunchSettings, report: Report) -> "Device | None":
             used = _secured(settings, folder)
             used.link_security()
             plans.append(StackPlan.make(used, folder))
-            ports = (plans[0].ports.http, plans[0].ports.scheduler)
-            return (
-                f"{settings.run_dir} and ports {' and '.join(str(port) for port in ports if port)} are free"
-            )
+            ports = plans[0].ports
+            free = [
+                settings.run_dir,
+                settings.uds or ports.http,
+                *([ports.scheduler] if ports.scheduler else []),
+            ]
+            return f"free to use: {', '.join(map(str, free))}"
 
         if report.check("launcher", plan) != "ok":
             return None

@@ -22,7 +22,7 @@ from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress, refused_adapter
 from deploy.launcher.process import PARENT_VARIABLE
 from deploy.launcher.settings import LaunchSettings, check_variables, secured
-from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, socket_folder
+from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, socket_folder, with_run_dir
 from deploy.launcher.supervisor import (
     BAD_SETTING,
     LaunchError,
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None, settings_class: type[LaunchSettings]
         # The services get all settings as flags.
         os.environ.pop(CONFIG_VARIABLE, None)
         check_variables(os.environ, say)
+        settings = with_run_dir(settings)
         with claim(settings.run_dir), socket_folder(settings.run_dir) as sockets:
             if settings.model in DEMO_MODELS:
                 settings = settings.model_copy(update={"model": fetch_demo_model(settings.model)})
@@ -180,9 +181,9 @@ class Launcher:
 
     async def _print_address(self, started: float) -> None:
         uds = self._settings.uds
-        base = self._url(self._plan.ports.http) if uds is None else "http://localhost"
+        base = self._url(self._plan.ports.http if uds is None else None)
         own = [self._url(port) for port in self._plan.ports.metrics if port is not None]
-        model = await self._wait_for_model(own or [base])
+        model = await self._wait_for_model(own or [base], uds=None if own else uds)
         self._read_logs()
         self._has_served = True
         self._supervisor.mark_served()
@@ -206,23 +207,26 @@ class Launcher:
         file = self._settings.service_token_file
         return "service token" if file is None else f"token in {file}"
 
-    async def _wait_for_model(self, gateways: Sequence[str]) -> common_pb2.ModelInfo:
+    async def _wait_for_model(self, gateways: Sequence[str], uds: Path | None) -> common_pb2.ModelInfo:
         """Returns the model once every gateway serves it."""
+        demands = self._settings.ssl_cert_reqs == 2
+        check = partial(healthcheck.check_http, uds=uds, demands_certificate=demands)
         async with self._security.open_channel(self._scheduler) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             while True:
-                check = partial(healthcheck.check_http, demands_certificate=self._settings.ssl_cert_reqs == 2)
                 checks = (asyncio.to_thread(check, f"{url}/health") for url in gateways)
                 if not any(await asyncio.gather(*checks)):
                     with contextlib.suppress(grpc.aio.AioRpcError):  # a service died meanwhile
                         return await stub.GetModel(inference_pb2.GetModelRequest(), wait_for_ready=True)
                 await asyncio.sleep(_POLL_S)
 
-    def _url(self, port: int) -> str:
-        """Returns the URL of a gateway's port for clients of this machine."""
+    def _url(self, port: int | None) -> str:
+        """Returns the URL of a gateway's port, or of its Unix socket, for clients of this machine."""
         own = self._settings.http_host
         host = service_flags.LOOPBACK if own in {"0.0.0.0", "::"} else own  # noqa: S104
         scheme = "http" if self._settings.ssl_certfile is None else "https"
+        if port is None:
+            return f"{scheme}://localhost"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 

@@ -31,6 +31,18 @@ _RUNNING = ("*.pid", "*.sock", "metrics/*.sock")
 COMMAND = (sys.executable, "-m", "deploy.cli")
 
 
+def with_run_dir(settings: LaunchSettings) -> LaunchSettings:
+    """Returns the settings with a run dir of the HTTP port's if another launcher uses the default one."""
+    if "run_dir" in settings.model_fields_set or not (settings.run_dir / _LOCK).exists():
+        return settings
+    with contextlib.suppress(OSError), (settings.run_dir / _LOCK).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return settings.model_copy(update={"run_dir": Path(f"{settings.run_dir}-{settings.port}")})
+    return settings
+
+
 @contextmanager
 def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
     """Creates and locks the run dir.
@@ -99,7 +111,7 @@ class Ports:
     """The ports of a stack."""
 
     http: int
-    """All gateways'; unused with a Unix socket."""
+    """All gateways'; unused, and not held, with a Unix socket."""
     scheduler: int | None
     """For direct gRPC clients."""
     masters: tuple[int, ...]
@@ -130,13 +142,13 @@ def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
 
         def metrics_port(index: int) -> int | None:
             first = settings.metrics_port
-            if first is None and settings.gateways == 1 and settings.uds is None:
+            if first is None and settings.gateways == 1:
                 return None
             return hold(settings.http_host, first + index if first else 0, "--metrics-port")
 
         direct, ranks = settings.scheduler_port, settings.layout.world_size
         yield Ports(
-            hold(LOOPBACK, 0, "") if settings.uds else hold(settings.host, settings.port, "--port or --host"),
+            settings.port if settings.uds else hold(settings.host, settings.port, "--port or --host"),
             None if direct is None else hold(LOOPBACK, direct, "--scheduler-port"),
             tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers if ranks > 1 else 0)),
             tuple(metrics_port(index) for index in range(settings.gateways)),

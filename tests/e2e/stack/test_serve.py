@@ -43,6 +43,7 @@ def test_a_unit_file_of_vllm_serve(tmp_path: Path) -> None:
                 body = {
                     "model": "org/smol",
                     "messages": [{"role": "user", "content": "Count to one hundred."}],
+                    "temperature": 0,
                 }
                 assert http.post("/v1/chat/completions", json=body).status_code == 401
                 http.headers["authorization"] = "Bearer k2"

@@ -3,10 +3,12 @@
 import asyncio
 import functools
 import http.server
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,6 +71,29 @@ async def test_a_gateway_with_https_is_healthy_whatever_the_certificates(
         server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         assert await check(f"https://127.0.0.1:{server.server_port}/health") == 0
+        server.shutdown()
+
+
+class UnixServer(http.server.HTTPServer):
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        self.socket.bind(self.server_address)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        return self.socket.accept()[0], ("", 0)
+
+
+@pytest.mark.parametrize("code", [200, 503])
+async def test_a_gateway_on_a_unix_socket_is_asked_there(code: int, tmp_path: Path) -> None:
+    """The launcher asks it; a status other than 200 is a fault."""
+    path: Any = str(tmp_path / "http.sock")
+    ask = functools.partial(healthcheck.check_http, "http://localhost/health", uds=Path(path))
+    assert "No such file" in await asyncio.to_thread(ask)
+    with UnixServer(path, functools.partial(Handler, code)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = await asyncio.to_thread(ask)
+        assert found == ("" if code == 200 else "http://localhost/health: 503")
         server.shutdown()
 
 

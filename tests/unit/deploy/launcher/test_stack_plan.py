@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from deploy.launcher.settings import LaunchSettings
-from deploy.launcher.stack_plan import Ports, StackPlan, claim, free_ports, socket_folder
+from deploy.launcher.stack_plan import Ports, StackPlan, claim, free_ports, socket_folder, with_run_dir
+from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
 from protos.service.grpc_options import MAX_SOCKET_PATH_BYTES
 from protos.service.settings import load
@@ -35,9 +36,10 @@ def test_a_stack_has_its_http_port_alone(tmp_path: Path) -> None:
     asked = settings("--workers", "2")
     plan = StackPlan.make(asked, tmp_path)
     assert plan.ports == Ports(plan.ports.http, None, (), (None,))
-    for spec, cls in ((plan.scheduler, SchedulerSettings), (plan.workers[1], WorkerSettings)):
-        service = load(cls, spec.command[4:])
-        assert (service.host, service.socket) == ("", tmp_path / f"{spec.name}.sock")
+    scheduler = load(SchedulerSettings, plan.scheduler.command[4:])
+    worker = load(WorkerSettings, plan.workers[1].command[4:])
+    assert (scheduler.host, scheduler.socket) == ("", tmp_path / "scheduler.sock")
+    assert (worker.host, worker.socket) == ("", tmp_path / "worker-1.sock")
     plan = StackPlan.make(settings("--scheduler-port", "0"), tmp_path)
     scheduler = load(SchedulerSettings, plan.scheduler.command[4:])
     assert (scheduler.host, scheduler.port) == ("127.0.0.1", plan.ports.scheduler)
@@ -47,6 +49,29 @@ def test_two_stacks_need_two_http_ports_alone() -> None:
     """No other port of theirs is fixed."""
     with free_ports(settings("--workers", "2")), free_ports(settings("--workers", "2")):
         pass
+
+
+def test_two_stacks_of_a_folder_have_their_own_run_dirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second takes the name of its port, unless a flag names the folder."""
+    monkeypatch.chdir(tmp_path)
+    first, second = load(LaunchSettings, []), load(LaunchSettings, ["--port", "8001"])
+    assert with_run_dir(first).run_dir == Path("run")
+    with claim(first.run_dir):
+        assert with_run_dir(second).run_dir == Path("run-8001")
+        named = load(LaunchSettings, ["--run-dir", "run"])
+        assert with_run_dir(named).run_dir == Path("run")
+    assert with_run_dir(second).run_dir == Path("run")
+
+
+def test_a_stack_on_a_unix_socket_has_no_port(tmp_path: Path) -> None:
+    """Not even for metrics, unless a flag asks."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        plan = StackPlan.make(settings("--port", port, "--uds", str(tmp_path / "http.sock")), tmp_path)
+    gateway = load(GatewaySettings, plan.gateways[0].command[4:])
+    assert (gateway.uds, gateway.metrics_port) == (tmp_path / "http.sock", None)
 
 
 def test_the_scheduler_expects_the_model_that_was_asked_for(tmp_path: Path) -> None:
