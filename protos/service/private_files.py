@@ -17,19 +17,8 @@ from typing import IO, cast
 from protos.errors import ConfigurationRefused
 
 
-def fault(path: Path) -> str | None:
-    """Says whose a file or folder is if others may have changed it; `None` if they cannot.
-
-    Of a link, the owner of the link and of its target count, and the mode of the target.
-
-    Raises:
-        OSError: it cannot be looked at.
-    """
-    return _fault_of(path.lstat(), path.stat())
-
-
 def check(path: Path, what: str, remedy: str) -> None:
-    """Refuses what others may have changed.
+    """Refuses what others may have changed. Of a link, both owners count, and the mode of its target.
 
     Args:
         path: a file or folder that exists.
@@ -40,7 +29,7 @@ def check(path: Path, what: str, remedy: str) -> None:
         ConfigurationRefused: names path, owner and mode.
         OSError: it cannot be looked at.
     """
-    if reason := fault(path):
+    if reason := _fault_of(path.lstat(), path.stat()):
         raise ConfigurationRefused(_refusal(f"{what} {path}", reason, remedy))
 
 
@@ -95,7 +84,8 @@ def read_secret(path: Path, flag: str, most_bytes: int = -1) -> bytes:
 
 
 def _refusal(name: str, reason: str, remedy: str) -> str:
-    return f"{name} {reason}: only {_user(os.geteuid())} or root may own it and write to it; {remedy}"
+    owners = f"{_user(os.geteuid())} or root" if os.geteuid() else "root"
+    return f"{name} {reason}: only {owners} may own it and write to it; {remedy}"
 
 
 def _fault_of(*found: os.stat_result) -> str | None:

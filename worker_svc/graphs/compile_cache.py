@@ -117,8 +117,7 @@ class CompileCache:
         path = self.root / key / MANIFEST
         try:
             for each in (path.parent, path):
-                if reason := private_files.fault(each):
-                    raise DamagedEntry(f"{each} {reason}")
+                private_files.check(each, "the file", "the entry is not used")
             data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             manifest = Manifest(
                 data["fields"], data["graphs"], float(data["seconds"]), float(data["created"]), data["files"]
@@ -129,6 +128,8 @@ class CompileCache:
             if path.parent.is_dir():
                 raise DamagedEntry(f"{path} is missing") from None
             return None
+        except ConfigurationRefused as error:
+            raise DamagedEntry(error.message) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedEntry(f"{path} cannot be read ({type(error).__name__}: {error})") from error
         return manifest
