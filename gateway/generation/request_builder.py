@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from gateway.auth.key_store import NO_ACCOUNT, Account
 from gateway.scheduler_client.served_model import ServedModel
-from gateway.schemas.base import clip, quote
+from gateway.schemas.base import check_counts, clip, quote
 from gateway.schemas.chat import Message, TemplateInput
 from gateway.schemas.sampling import SamplingRequest
 from gateway.text.chat_template import ChatTemplate, joined
@@ -69,6 +69,8 @@ def _write_chat(
     *,
     may_call: bool,
 ) -> str:
+    arguments = (call.function.arguments or "" for message in messages for call in message.tool_calls)
+    check_counts(",".join(arguments).encode(), param="messages")
     tools = [tool.for_template() for tool in body.tools]
     turns = [message.for_template() for message in messages]
     variables = {**defaults, **_effort(body), **body.chat_template_kwargs}
@@ -325,6 +327,10 @@ def _within_context(
     return own
 
 
+# Parameters of all prompts of a request: each prompt has its own copy.
+_MAX_PARAMETER_BYTES: Final = 16 * 1024 * 1024
+
+
 def generate_requests(
     served: ServedModel,
     body: SamplingRequest,
@@ -345,6 +351,12 @@ def generate_requests(
     sampling = sampling_of(body, served.model, constraint)
     for token_ids in bad_words:
         sampling.bad_words.add(token_ids=token_ids)
+    if (size := sampling.ByteSize() * len(prompts)) > _MAX_PARAMETER_BYTES:
+        raise InvalidArgument(
+            f"the parameters of all {len(prompts)} prompts take {size} bytes; send at most {_MAX_PARAMETER_BYTES},"
+            " with fewer prompts or shorter lists",
+            param=body.prompt_param,
+        )
     return [
         inference.GenerateRequest(
             request_id=f"{request_id}-{index}" if len(prompts) > 1 else request_id,

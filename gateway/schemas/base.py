@@ -88,7 +88,7 @@ _MAX_FIELDS: Final = 256
 
 # Values of one body: every list, object and text costs a hundred bytes or more, and none must hold up other
 # threads while it is read. Token ids are cheaper.
-_MOST: Final = {"lists and objects": 100_000, "texts": 100_000, "values": 1_000_000}
+_MOST: Final = {"lists and objects": 100_000, "texts": 100_000, "values": 500_000}
 
 # Ignored fields that are kept for the log.
 _MAX_IGNORED: Final = 32
@@ -213,7 +213,7 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
     body = body.removeprefix(codecs.BOM_UTF8)
     if not body or body.isspace():
         raise InvalidArgument("the request has no body; send a JSON object")
-    _check_counts(body)
+    check_counts(body)
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -226,14 +226,17 @@ def parse(model: type[M], body: bytes, ignored: IgnoredFields | None = None) -> 
         raise refusal(error.errors(include_url=False)[0]) from error
 
 
-def _check_counts(body: bytes) -> None:
-    """Refuses a body with more values than any request needs, before there is an object for each."""
+def check_counts(body: bytes, *, param: str | None = None) -> None:
+    """Refuses JSON with more values than any request needs, before there is an object for each.
+
+    The error names ``param``, or the field of an object with the most of them.
+    """
     if not _excess(body):
         return
     # Every second piece is outside texts: signs within texts do not count.
-    pieces = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * _MOST["texts"] + 1)
+    pieces = body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"', 2 * _MOST["texts"] + 2)
     if kind := _excess(b'""'.join(pieces[::2])):
-        field = clip(_fullest_field(pieces).decode(errors="replace"))
+        field = param or clip(_fullest_field(pieces).decode(errors="replace"))
         raise InvalidArgument(
             f"the body has more than {_MOST[kind]} {kind}, most of them in '{field}'; send fewer at once",
             param=field,

@@ -38,7 +38,7 @@ FORMAT: Final = '"response_format":{"type":"json_schema","json_schema":{"name":"
 # Path, what precedes and follows the items, an item, and how many of them are just about accepted.
 ITEMS: Final = {
     "prompts": ("/v1/completions", '{"prompt":[', "[1]", "]}", 90_000),
-    "token-ids": ("/v1/completions", '{"prompt":[', "49000", "]}", 990_000),
+    "token-ids": ("/v1/completions", '{"prompt":[', "49000", "]}", 490_000),
     "allowed": ("/v1/completions", '{"prompt":"a","allowed_token_ids":[', "[1]", "]}", 90_000),
     "biases": ("/v1/completions", '{"prompt":"a","logit_bias":{', '"%d":1', "}}", 90_000),
     "stops": ("/v1/completions", '{"prompt":"a","stop":[', '"a"', "]}", 90_000),
@@ -84,12 +84,12 @@ ITEMS: Final = {
         4000,
     ),
     "results": ("/v1/responses", '{"input":[{"type":"x_call","results":[', "{}", "]}]}", 90_000),
-    "tokens": ("/detokenize", '{"tokens":[', "49000", "]}", 990_000),
+    "tokens": ("/detokenize", '{"tokens":[', "49000", "]}", 490_000),
     "tokens-lists": ("/detokenize", '{"tokens":[', "[1]", "]}", 90_000),
 }
 POOLED: Final = {
     "inputs": ("/v1/embeddings", '{"input":[', "[1]", "]}", 90_000),
-    "input-ids": ("/v1/embeddings", '{"input":[', "1", "]}", 990_000),
+    "input-ids": ("/v1/embeddings", '{"input":[', "1", "]}", 490_000),
     "texts": ("/score", '{"text_1":"a","text_2":[', '"a"', "]}", 90_000),
     "documents": ("/rerank", '{"query":"a","documents":[', '{"text":"a"}', "]}", 60_000),
 }
@@ -162,7 +162,7 @@ async def pooling() -> AsyncIterator[Stack]:
         yield stack
 
 
-QUICK: Final = ("prompts", "unknown", "tokens-lists")
+QUICK: Final = ("prompts", "unknown", "fields")
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,32 @@ async def test_signs_within_a_text_are_not_items(stack: Stack, text: str) -> Non
     assert longest < LONGEST_S
 
 
+async def test_lists_in_the_arguments_of_earlier_calls(stack: Stack) -> None:
+    """They are JSON within JSON, counted over all calls of a conversation."""
+    arguments = f'{{"x":[{",".join(["[1]"] * 60_000)}]}}'
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    for count, words in ((1, "maximum context length"), (30, "100000 lists and objects")):
+        turn = {"role": "assistant", "content": "", "tool_calls": [call] * count}
+        body = json.dumps({"messages": [*CHAT["messages"], turn]}).encode()
+        watch = asyncio.create_task(attack(stack, "/v1/chat/completions", body))
+        response = await stack.http.post("/v1/chat/completions", content=body)
+        assert response.status_code == 400
+        assert words in response.text
+        status, longest = await watch
+        assert status == 400
+        assert longest < LONGEST_S
+
+
+async def test_parameters_that_each_prompt_copies(stack: Stack) -> None:
+    """Lists that a single prompt may have are too long for a hundred prompts."""
+    token_ids = list(range(100, 49_100)) * 8
+    for prompts, expected in ((1, 200), (100, 400)):
+        body = {"prompt": ["a"] * prompts, "max_tokens": 1, "allowed_token_ids": token_ids}
+        status, longest = await attack(stack, "/v1/completions", json.dumps(body).encode())
+        assert status == expected
+        assert longest < LONGEST_S
+
+
 LOOPS: Final = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}"
 
 
@@ -221,7 +247,7 @@ LOOPS: Final = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfo
 async def test_a_template_without_end(tmp_path: Path, ends: str) -> None:
     """It is interrupted: chats get 400 with the reason, other requests are served meanwhile."""
     folder = shutil.copytree(smollm2_folder(), tmp_path / "model")
-    template = LOOPS if ends == "never" else f"{{% if messages|length > 1 or tools %}}{LOOPS}{{% endif %}}"
+    template = LOOPS if ends == "never" else f"{{% if messages|length > 1 or tools %}}{LOOPS}{{% endif %}}hi"
     (folder / "chat_template.jinja").write_text(template)
     async with running_stack(TEXT, folder=folder) as stack:
         chat = CHAT if ends == "never" else {"messages": CHAT["messages"] * 2}
