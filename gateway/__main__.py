@@ -95,7 +95,10 @@ class HttpServer(uvicorn.Server):
 def http_config(settings: Settings, app: Any, tls: ServerTls | None) -> uvicorn.Config:
     """Returns uvicorn's configuration for ``app``; without ``tls`` it speaks plain HTTP."""
     protocol = functools.partial(
-        BoundedProtocol, read_timeout_s=settings.read_timeout_s, write_timeout_s=settings.write_timeout_s
+        BoundedProtocol,
+        read_timeout_s=settings.read_timeout_s,
+        write_timeout_s=settings.write_timeout_s,
+        unread=app.state.context.unread,
     )
     return uvicorn.Config(
         app,

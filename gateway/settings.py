@@ -265,7 +265,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
         description="Largest request body, bytes; a larger one gets 413.",
     )
     max_total_body_bytes: int = Field(
-        64 << 20,
+        48 << 20,
         ge=2048,
         description="Most bytes of the bodies of all requests under way. A tenant may hold as many as are free,"
         " half of them if it is alone; a request beyond that gets 429. At least twice --max-body-bytes.",
@@ -355,10 +355,10 @@ class Settings(CallSecuritySettings, SecuritySettings):
     )
 
     max_unread_answer_bytes: int = Field(
-        64 << 20,
+        48 << 20,
         ge=4096,
-        description="Most bytes of streams not yet read by slow clients, all together; beyond them the stream"
-        " with the most unread bytes ends with an error, and its request is aborted.",
+        description="Most bytes of answers not yet read by slow clients, all together; beyond them the answer"
+        " with the most unread bytes ends, with an error if it is a stream, and its request is aborted.",
     )
 
     chat_template: str | None = Field(

@@ -14,6 +14,9 @@ from protos.service.private_files import check, read_secret
 from protos.service.tls import Expiries, WatchedFiles
 
 _BACKLOG: Final = 2048
+# Bytes of a connection that the system buffers, and so the most that one read takes. Without a limit, uvloop
+# takes 256 KB from each of thousands of connections at once.
+_RECEIVE_BUFFER: Final = 64 * 1024
 _ADVICE: Final = "check that they are PEM files, belong together and may be read"
 
 
@@ -21,11 +24,14 @@ def listen(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """Returns a listening socket; with ``reuse_port``, others may listen on the same port."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
+        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port)
     except OSError as error:
         raise ConfigurationRefused(
             f"cannot listen on {host}:{port}: {_socket_reason(error)}; choose another --host or --port"
         ) from error
+    # Connections inherit it.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER)
+    return listener
 
 
 def _socket_reason(error: OSError) -> str:

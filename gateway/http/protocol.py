@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from gateway.http.errors import error_body, error_response
-from protos.errors import InvalidArgument, Unavailable
+from gateway.http.errors import RequestTooSlow, error_body, error_response
+from protos.errors import InvalidArgument, TriptychError, Unavailable
+from protos.service.backpressure import UnreadLimits
 from protos.service.logs import get_logger
 
 # Longest request line and headers together, and most bytes in a row that belong to no body: trailers, or
@@ -22,6 +23,9 @@ MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_PIPELINED: Final = 100
 
 _RETRY_AFTER_MS: Final = 1000
+
+# Seconds between two looks at a reader that does not keep up.
+_LOOK_S: Final = 1.0
 
 # Headers and tokens with which a client offers another protocol.
 _OFFERS: Final = frozenset({b"upgrade", b"http2-settings"})
@@ -125,13 +129,16 @@ class BoundedProtocol(HttpToolsProtocol):
     time. The application then sees a disconnect and aborts the request.
     """
 
-    def __init__(self, *args: Any, read_timeout_s: float, write_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, read_timeout_s: float, write_timeout_s: float, unread: UnreadLimits, **kwargs: Any
+    ) -> None:
         """Prepares the connection.
 
         Args:
             *args: uvicorn's arguments.
             read_timeout_s: how long a client may take to send a request's head.
             write_timeout_s: how long unsent bytes may wait for a slow reader.
+            unread: bounds the unsent bytes of all slow readers.
             **kwargs: uvicorn's arguments.
         """
         super().__init__(*args, **kwargs)
@@ -146,8 +153,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._advanced = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        # Bytes that the client had not read when the timer was started.
-        self._unread = 0
+        # Bytes that the client had not read when it last read, and the loop's time then.
+        self._left, self._read_s = 0, 0.0
+        self._unread = unread.reader(self._cut_off)
         # Of the request that is being answered. uvicorn has only that of the newest one.
         self._running: Any = None
         self.parser: Any = DecliningParser(self._new_parser, self._plain_head)
@@ -161,6 +169,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Stops all timers, and tells the request that is being answered."""
         self._stop_head_timer()
         self._stop_write_timer()
+        self._unread.close()
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -240,8 +249,10 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Starts the time for the rest of a body after its answer."""
+        """Starts the time for the rest of a body after its answer, and drops what is there."""
         super().on_response_complete()
+        # A refused body may have begun to arrive.
+        self._running.body = bytearray()
         if self._in_body and not self.transport.is_closing():
             self._start_head_timer()
 
@@ -249,6 +260,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Starts the time for a slow reader."""
         super().pause_writing()
         if self._write_timer is None:
+            self._left, self._read_s = self.transport.get_write_buffer_size(), self.loop.time()
             self._start_write_timer()
 
     def resume_writing(self) -> None:
@@ -282,10 +294,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _start_write_timer(self) -> None:
-        self._unread = self.transport.get_write_buffer_size()
-        self._write_timer = self.loop.call_later(self._write_timeout_s, self._on_slow_reader)
+        self._write_timer = self.loop.call_later(min(_LOOK_S, self._write_timeout_s), self._on_slow_reader)
 
     def _stop_write_timer(self) -> None:
+        self._unread.set(0)
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
@@ -314,9 +326,17 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _on_slow_reader(self) -> None:
-        self._write_timer = None
-        if self.transport.get_write_buffer_size() < self._unread:
-            self._start_write_timer()  # it reads, if slowly
+        left, now = self.transport.get_write_buffer_size(), self.loop.time()
+        if left < self._left:
+            self._left, self._read_s = left, now
+        elif now - self._read_s >= self._write_timeout_s:
+            self._cut_off(RequestTooSlow(f"it read nothing for {self._write_timeout_s:g} s"))
             return
-        get_logger().warning("cut off a client that does not read", timeout_s=self._write_timeout_s)
+        self._start_write_timer()
+        # Not earlier: a quick reader takes a large answer in less.
+        self._unread.set(left)
+
+    def _cut_off(self, error: TriptychError) -> None:
+        self._stop_write_timer()
+        get_logger().warning("cut off a client that does not read", reason=str(error))
         self.transport.abort()

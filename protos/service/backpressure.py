@@ -110,6 +110,13 @@ class UnreadTokens:
         if not self.num:
             self._limits.behind.discard(self)
 
+    def set(self, num_tokens: int) -> None:
+        """Replaces the count; may end a reader."""
+        if (more := num_tokens - self.num) > 0:
+            self.add(more)
+        else:
+            self.remove(-more)
+
     def close(self) -> None:
         """Forgets the reader and its unread output."""
         self.remove(self.num)

@@ -90,6 +90,19 @@ async def test_an_answer_that_is_not_read_ends() -> None:
         assert b"triptych:gateway_unread_bytes 0.0" in metrics
 
 
+async def test_a_large_answer_that_is_not_read_ends() -> None:
+    """What waits in its connection counts as well; the connection ends long before --write-timeout-s."""
+    async with stack(max_unread_answer_bytes=500_000) as (_, gateway):
+        unread = gateway.app.state.context.unread
+        body = json.dumps({"prompt": "1 " * 400_000, "return_token_strs": True})
+        async with connected(gateway, reads=False) as client:
+            client.send("POST /tokenize", body)
+            await until(lambda: unread.num_ended == 1)
+            with contextlib.suppress(ConnectionError):
+                assert len(await client.rest()) < 20 * len(body)
+        assert (unread.num_tokens, unread.behind) == (0, set())
+
+
 async def test_a_client_that_reads_is_not_cut_off() -> None:
     """A stream may take longer and be larger than what is allowed to a client that does not read."""
     async with (
