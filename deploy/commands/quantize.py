@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 def _check_served(source: Path) -> None:
     """Refuses models whose architecture workers do not serve, in the worker's own line."""
-    from worker_svc.model_files.quantize import read_config
+    from worker_svc.quantized.checkpoint_config import read_config
 
     if not read_config(source).get("architectures"):
         return  # nothing to check, so vLLM need not be imported, which takes seconds

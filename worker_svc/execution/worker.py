@@ -35,6 +35,7 @@ from worker_svc.model_files import loader
 from worker_svc.model_files.checkpoint import Checkpoint, dummy_digest, start_digest
 from worker_svc.pending_step import PendingStep
 from worker_svc.phases import Phase, PhaseProgress, Phases
+from worker_svc.quantized.checkpoint_config import read as read_quantization
 from worker_svc.ranks.group import RankGroup
 from worker_svc.settings import Settings
 from worker_svc.shapes import KvGroup, ModelDescription, PoolShapeConfig, ShapeConfig, group_layers
@@ -151,7 +152,8 @@ class Worker:
             load_format=settings.load_format,
             trust_remote_code=settings.trust_remote_code,
         )
-        # Damaged or oversized weights are refused before the slow imports.
+        # Damaged or oversized weights and unserved quantizations are refused before the slow imports.
+        read_quantization(self.folder)
         checkpoint = None if settings.load_format == "dummy" else Checkpoint.open(self.folder)
         self.device = open_device(settings.device, settings.device_options)
         if checkpoint is not None:

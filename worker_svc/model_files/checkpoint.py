@@ -1,16 +1,17 @@
 """Reads the headers of safetensors files, checks their completeness and hashes their contents."""
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from safetensors import SafetensorError, safe_open
 
@@ -50,6 +51,18 @@ class Tensor:
         return self.num_elements * (int(bits[0]) if bits else 8) // 8
 
 
+@contextlib.contextmanager
+def reading(path: Path, framework: str = "pt") -> Iterator[Any]:
+    """Opens a file of tensors; refuses one that cannot be read or is damaged."""
+    try:
+        with safe_open(path, framework) as file:
+            yield file
+    except OSError as error:
+        raise ConfigurationRefused(f"cannot read {path}: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise ConfigurationRefused(f"{path} is damaged: {error}; fetch it again") from error
+
+
 @dataclass(frozen=True)
 class Shard:
     """A file whose length matches its header."""
@@ -61,20 +74,17 @@ class Shard:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Reads the header; refuses a file that cannot be read or is damaged."""
-        try:
-            with safe_open(path, framework="np") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-                return cls(
-                    path,
-                    {
-                        name: Tensor(each.get_dtype(), tuple(each.get_shape()))
-                        for name, each in slices.items()
-                    },
-                )
-        except OSError as error:
-            raise ConfigurationRefused(f"cannot read {path}: {error.strerror or error}") from error
-        except SafetensorError as error:
-            raise ConfigurationRefused(f"{path} is damaged: {error}; fetch it again") from error
+        with reading(path, "np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        return cls(
+            path,
+            {name: Tensor(each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()},
+        )
+
+    def read(self, name: str) -> Any:
+        """Returns a tensor with its numbers."""
+        with reading(self.path) as file:
+            return file.get_tensor(name)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _TOKENIZER_FILES = (
     "config_sentence_transformers.json", "generation_config.json", "merges.txt", "special_tokens_map.json",
     "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
 )  # fmt: skip
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*quant*_config.json")
 # In the name of a GGUF file that is a part of a model.
 _PART = re.compile(r"-\d{5}(?=-of-\d{5}\.gguf$)")
 

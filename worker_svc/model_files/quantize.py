@@ -22,7 +22,12 @@ from protos.errors import ConfigurationRefused
 from worker_svc.model_files.checkpoint import Checkpoint, Shard
 from worker_svc.quantized import codes
 from worker_svc.quantized.calibration import TOKENS, Calibrated, Progress, calibrate
-from worker_svc.quantized.checkpoint_config import quantization_config, quantization_group, stored_config
+from worker_svc.quantized.checkpoint_config import (
+    quantization_config,
+    quantization_group,
+    read_config,
+    stored_config,
+)
 from worker_svc.quantized.codes import Scheme, quantize
 
 HEAD: Final = Scheme(8, None)
@@ -108,17 +113,6 @@ def quantize_folder(
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigurationRefused(f"cannot write {target}: {reason}") from error
-
-
-def read_config(source: Path) -> dict[str, Any]:
-    """Returns a model's config.json; refuses one that cannot be read."""
-    try:
-        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigurationRefused(f"cannot read config.json of {source}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigurationRefused(f"config.json of {source} is not a JSON object")
-    return config
 
 
 class _Maker:

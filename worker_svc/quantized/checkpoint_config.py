@@ -20,8 +20,12 @@ Format = Literal["compressed-tensors", "gptq", "awq"]
 _BITS: Final[tuple[Bits, ...]] = (4, 8)
 _PACKED: Final = "pack-quantized"
 _OTHER: Final = "choose another checkpoint, or make one with `triptych quantize`"
-# vLLM reads this file of ModelOpt's checkpoints in addition to config.json.
-_MODELOPT: Final = "hf_quant_config.json"
+# Files that describe the quantization where config.json does not, by method.
+_OWN_FILES: Final = {
+    "gptq": "quantize_config.json", "awq": "quant_config.json", "modelopt": "hf_quant_config.json",
+}  # fmt: skip
+MARLIN: Final = "is in Marlin's own layout, which is not served; choose a checkpoint in GPTQ's layout"
+"""The end of the refusal of weights that were repacked for Marlin's kernels."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,6 @@ class CheckpointQuantization:
     for all linear layers; names come first."""
     ignored: tuple[str, ...] = ()
     """Names of modules to leave as they are, or expressions after "re:"."""
-    middle_zero_point: int | None = None
-    """GPTQ's stored value of a zero point in the middle; others are refused."""
 
     def __str__(self) -> str:
         """Returns words for people."""
@@ -56,23 +58,42 @@ class CheckpointQuantization:
         return None
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns a model's config.json; refuses one that cannot be read."""
+    config = _read_json(folder / "config.json")
+    if not isinstance(config, dict):
+        raise ConfigurationRefused(f"config.json of {folder} is not a JSON object")
+    return config
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationRefused(f"cannot read {path.name} of {path.parent}: {error}") from error
+
+
 def stored_config(config: Mapping[str, Any], folder: Path) -> Any:
     """Returns the description of a model's quantization in its config.json or its folder, if any."""
     for part in (config, config.get("text_config") or {}):
         for name in ("quantization_config", "compression_config"):
             if part.get(name):
                 return part[name]
-    return {"quant_method": "modelopt"} if (folder / _MODELOPT).exists() else None
+    for method, name in _OWN_FILES.items():
+        if (folder / name).exists():
+            found = _read_json(folder / name)
+            return {**found, "quant_method": method} if isinstance(found, dict) else found
+    return None
 
 
 def read(folder: Path) -> CheckpointQuantization | None:
     """Reads the quantization of a model; `None` without any, and for MXFP4, which is dequantized."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(folder)
     found = stored_config(config, folder)
     if found is None:
         return None
     try:
-        method = str(found.get("quant_method", "")).lower().replace("_", "-")
+        method = str(found.get("quant_method") or "").lower().replace("_", "-")
         if method == "compressed-tensors":
             return _compressed_tensors(found)
         if method == "gptq":
@@ -122,13 +143,15 @@ def _scheme(bits: int, group: int | None) -> Scheme:
     return Scheme(_BITS[_BITS.index(bits)], group)
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> CheckpointQuantization:
+def _compressed_tensors(found: Mapping[str, Any]) -> CheckpointQuantization | None:
     if found.get("kv_cache_scheme"):
         raise _refuse("the checkpoint quantizes the KV cache")
     if (found.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _refuse("the checkpoint has sparse weights")
     if found.get("transform_config"):
         raise _refuse("the checkpoint transforms activations (transform_config)")
+    if found.get("format") == "dense" and not found.get("config_groups"):
+        return None
     schemes = []
     for group in found["config_groups"].values():
         kind = group.get("format") or found.get("format")
@@ -167,13 +190,19 @@ def _gptq(found: Mapping[str, Any]) -> CheckpointQuantization:
     if found.get("dynamic"):
         raise _refuse("the checkpoint quantizes layers differently (dynamic)")
     scheme = _scheme(bits, int(found["group_size"]))
-    # The first version of the format stores a zero point minus 1.
-    version = str(found.get("checkpoint_format", "gptq"))
+    version = str(found.get("checkpoint_format") or found.get("format") or "gptq")
+    if version == "marlin" or found.get("is_marlin_format"):
+        raise ConfigurationRefused(f"the checkpoint {MARLIN}")
     if version not in ("gptq", "gptq_v2"):
         raise _refuse(f"the checkpoint has GPTQ's format {version} (served: gptq and gptq_v2)")
-    middle = 2 ** (bits - 1) - (version == "gptq")
+    listed = {name for names in found.get("modules_in_block_to_quantize") or () for name in _listed(names)}
+    targets = tuple(f"re:.*\\.{re.escape(name)}$" for name in sorted(listed)) or ("Linear",)
     ignored = () if found.get("lm_head") else ("re:.*lm_head",)
-    return CheckpointQuantization("gptq", ((("Linear",), scheme),), ignored, middle)
+    return CheckpointQuantization("gptq", ((targets, scheme),), ignored)
+
+
+def _listed(names: str | Sequence[str]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
 
 
 def _awq(found: Mapping[str, Any]) -> CheckpointQuantization:
@@ -185,9 +214,7 @@ def _awq(found: Mapping[str, Any]) -> CheckpointQuantization:
         raise _refuse(f"the checkpoint has AWQ weights of {bits} bits (served: 4)")
     scheme = _scheme(int(bits), int(group if group is not None else -1))
     kept = [f"re:.*{re.escape(name)}.*" for name in _strings(found.get("modules_to_not_convert"))]
-    return CheckpointQuantization(
-        "awq", ((("Linear",), scheme),), ("re:.*lm_head", *kept), 2 ** (int(bits) - 1)
-    )
+    return CheckpointQuantization("awq", ((("Linear",), scheme),), ("re:.*lm_head", *kept))
 
 
 def _strings(names: Sequence[str] | None) -> tuple[str, ...]:

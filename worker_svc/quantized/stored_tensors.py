@@ -4,15 +4,14 @@ The form is that of compressed-tensors: `weight_packed`, int32 [outputs, words] 
 `weight_scale`, [outputs, groups].
 """
 
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
 from protos.errors import ConfigurationRefused
 from worker_svc.quantized import codes
-from worker_svc.quantized.checkpoint_config import CheckpointQuantization, Format
+from worker_svc.quantized.checkpoint_config import MARLIN, CheckpointQuantization, Format
 
 _WEIGHT: Final = "weight_packed"
 _SCALE: Final = "weight_scale"
@@ -21,12 +20,13 @@ _NAMES: Final[dict[Format, dict[str, str]]] = {
     "compressed-tensors": {
         _WEIGHT: _WEIGHT, _SCALE: _SCALE, "weight_shape": "", "weight_zero_point": "", "weight_g_idx": "",
     },
-    "gptq": {"qweight": _WEIGHT, "scales": _SCALE, "qzeros": "", "g_idx": ""},
+    "gptq": {"qweight": _WEIGHT, "scales": _SCALE, "qzeros": "", "g_idx": "", "B": "", "s": ""},
     "awq": {"qweight": _WEIGHT, "scales": _SCALE, "qzeros": ""},
 }  # fmt: skip
 # AWQ packs 8 consecutive outputs into a word. Its nibbles, from the lowest, hold these.
 _AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 _WORD: Final = 32
+_MATRIX: Final = 2  # dimensions
 
 
 def quantized_module(quantization: CheckpointQuantization, tensor: str) -> str | None:
@@ -36,79 +36,124 @@ def quantized_module(quantization: CheckpointQuantization, tensor: str) -> str |
 
 
 class StoredLayers:
-    """Turns stored tensors into the common form, and checks that codes and scales belong together.
+    """Turns stored tensors into the common form; without a quantization, all stay as they are.
 
-    vLLM counts every parameter of such layers as loaded, so nothing else notices one that is missing.
+    Zero points, orders and shapes become nothing: `finish` checks them.
     """
 
-    def __init__(self, quantization: CheckpointQuantization) -> None:
+    def __init__(self, quantization: CheckpointQuantization | None) -> None:
         self._quantization = quantization
-        self._codes: dict[str, tuple[int, ...]] = {}
-        self._scales: dict[str, tuple[int, ...]] = {}
+        self._names = _NAMES[quantization.format] if quantization else {}
+        self._is_awq = quantization is not None and quantization.format == "awq"
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """Outputs and inputs of each layer, by its codes."""
+        self._others: dict[str, torch.Tensor] = {}
+        """Tensors of which nothing is left."""
+
+    def has_values(self, name: str) -> bool:
+        """Whether `finish` reads the numbers of a tensor of that name."""
+        return self._names.get(name.rpartition(".")[2]) == ""
+
+    def scheme(self, name: str) -> codes.Scheme | None:
+        """Returns the scheme that the configuration has for the layer of a tensor of that name."""
+        return self._quantization and self._quantization.scheme_of(name.rpartition(".")[0])
+
+    def stored_name(self, name: str) -> str:
+        """Returns the name in the files of a tensor in the common form."""
+        module, _, kind = name.rpartition(".")
+        names = {common: stored for stored, common in self._names.items() if common}
+        return f"{module}.{names.get(kind, kind)}"
+
+    def stored_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of a file's tensor of that name, from its shape in the common form."""
+        kind = name.rpartition(".")[2]
+        if kind not in self._names or kind == self._names[kind] or len(shape) != _MATRIX:
+            return tuple(shape)
+        outputs, columns = shape
+        if self._is_awq and kind == "qweight":
+            return columns * len(_AWQ_ORDER), outputs // len(_AWQ_ORDER)
+        return columns, outputs
 
     def take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Returns a stored tensor's name and value in the common form; `None` if nothing is left of it.
 
-        Tensors of layers that are not quantized stay as they are. Zero points, an order of activations and
-        scales that are not finite are refused.
+        Tensors of layers that are not quantized stay as they are. Scales that are not finite and tensors of
+        another type are refused.
         """
         module, _, kind = name.rpartition(".")
-        quantization, names = self._quantization, _NAMES[self._quantization.format]
+        names = self._names
         if kind not in names:
             return name, tensor
-        scheme = quantization.scheme_of(module)
+        scheme = self.scheme(name)
         if scheme is None:
             raise ConfigurationRefused(
                 f"{name} is quantized, but quantization_config does not name its layer"
             )
-        if kind == "weight_zero_point":
-            raise ConfigurationRefused(
-                f"{name} has zero points, which are not served; choose another checkpoint"
-            )
-        if kind.endswith("g_idx"):
-            _check_order(name, tensor, scheme.group)
-        if kind == "qzeros":
-            _check_middle(name, tensor, scheme.bits, quantization.middle_zero_point)
+        _check_kind(name, kind, tensor)
         if not names[kind]:
+            if kind == "weight_zero_point":
+                raise ConfigurationRefused(
+                    f"{name} has zero points, which are not served; choose another checkpoint"
+                )
+            if kind in ("B", "s"):
+                raise ConfigurationRefused(f"{name} {MARLIN}")
+            self._others[name] = tensor
             return None
-        if quantization.format == "awq" and kind == "qweight":
-            tensor = codes.pack(_from_awq(tensor), scheme.bits)
-        elif quantization.format != "compressed-tensors":
-            tensor = tensor.t().contiguous()
-        if names[kind] == _SCALE and tensor.dim() == 1:
+        if tensor.dim() == _MATRIX:
+            if self._is_awq and kind == "qweight":
+                tensor = codes.pack(_from_awq(tensor), scheme.bits)
+            elif kind != names[kind]:
+                tensor = tensor.t().contiguous()
+            if names[kind] == _WEIGHT:
+                self._sizes[module] = tensor.shape[0], tensor.shape[1] * _WORD // scheme.bits
+        elif names[kind] == _SCALE and tensor.dim() == 1 and scheme.group is None:
             tensor = tensor[:, None]
-        self._note(module, names[kind], tensor)
+        if names[kind] == _SCALE and not tensor.is_meta and not bool(tensor.isfinite().all()):
+            raise ConfigurationRefused(f"{name} is not finite; fetch the checkpoint again")
         return f"{module}.{names[kind]}", tensor
 
-    def _note(self, module: str, kind: str, tensor: torch.Tensor) -> None:
-        if kind == _WEIGHT:
-            self._codes[module] = tuple(tensor.shape)
-            return
-        self._scales[module] = tuple(tensor.shape)
-        if not tensor.is_meta and not bool(tensor.isfinite().all()):
-            raise ConfigurationRefused(f"{module}.{kind} is not finite; fetch the checkpoint again")
-
-    def check(self) -> None:
-        """Refuses codes without scales, the reverse, and shapes unlike the scheme; after the last file."""
-        for module in sorted(self._codes.keys() ^ self._scales.keys()):
-            missing = _SCALE if module in self._codes else _WEIGHT
-            raise ConfigurationRefused(f"{module} has no {missing}; fetch the checkpoint again")
-        for module, found in self._codes.items():
-            scheme = self._quantization.scheme_of(module)
-            assert scheme is not None  # `take` has refused others
-            inputs = found[-1] * _WORD // scheme.bits
-            expected = (found[0], scheme.groups(inputs))
-            if len(found) != 2 or self._scales[module] != expected:
+    def finish(self) -> None:
+        """Refuses what becomes of nothing and does not fit its layer, after the last tensor."""
+        for name, tensor in self._others.items():
+            module, _, kind = name.rpartition(".")
+            scheme = self.scheme(name)
+            if scheme is None or module not in self._sizes:
+                continue
+            outputs, inputs = self._sizes[module]
+            zeros = scheme.groups(inputs), outputs * scheme.bits // _WORD
+            expected = {"qzeros": zeros, "weight_shape": (_MATRIX,)}.get(kind, (inputs,))
+            if tuple(tensor.shape) != expected:
                 raise ConfigurationRefused(
-                    f"{module} has scales {list(self._scales[module])}, but its codes need {list(expected)};"
-                    " quantization_config does not describe it"
+                    f"tensor {name} is {list(tensor.shape)} in the file, but its layer has {list(expected)};"
+                    " fetch the checkpoint again"
                 )
+            if kind == "qzeros":
+                _check_middle(name, tensor, scheme.bits, is_awq=self._is_awq)
+            elif kind != "weight_shape":
+                _check_order(name, tensor, scheme.group)
+            elif tensor.tolist() != [outputs, inputs]:
+                raise ConfigurationRefused(
+                    f"{name} is {tensor.tolist()}, but the codes are of [{outputs}, {inputs}]; fetch the checkpoint again"
+                )
+
+
+def _check_kind(name: str, kind: str, tensor: torch.Tensor) -> None:
+    """Refuses codes and zeros other than int32, and scales other than floating-point numbers."""
+    if kind in ("scales", _SCALE):
+        fits, expected = tensor.is_floating_point() and tensor.itemsize > 1, "floating-point numbers"
+    elif kind in ("qweight", "qzeros", _WEIGHT):
+        fits, expected = tensor.dtype == torch.int32, "int32"
+    else:
+        return
+    if not fits:
+        raise ConfigurationRefused(
+            f"tensor {name} holds {str(tensor.dtype).removeprefix('torch.')}, but quantization_config describes"
+            f" {expected}; use the config.json that belongs to the weights"
+        )
 
 
 def _check_order(name: str, order: torch.Tensor, group: int | None) -> None:
     """Refuses an assignment of inputs to groups other than one after another."""
-    if order.is_meta:
-        return
     inputs = torch.arange(order.numel())
     expected = torch.zeros_like(inputs) if group is None else inputs // group
     if not torch.equal(order.flatten().long(), expected):
@@ -117,11 +162,11 @@ def _check_order(name: str, order: torch.Tensor, group: int | None) -> None:
         )
 
 
-def _check_middle(name: str, zeros: torch.Tensor, bits: int, middle: int | None) -> None:
-    if zeros.is_meta:
-        return
-    values = zeros.to(torch.int32).unsqueeze(-1) >> torch.arange(0, _WORD, bits, dtype=torch.int32)
-    if not bool(((values & (2**bits - 1)) == middle).all()):
+def _check_middle(name: str, zeros: torch.Tensor, bits: int, *, is_awq: bool) -> None:
+    """Refuses zero points outside the middle. GPTQ's first version stores one less, whatever the label."""
+    middle = 2 ** (bits - 1)
+    values = (zeros.unsqueeze(-1) >> torch.arange(0, _WORD, bits, dtype=torch.int32)) & (2**bits - 1)
+    if not any(bool((values == each).all()) for each in (middle, middle - (not is_awq))):
         raise ConfigurationRefused(
             f"{name} has zero points other than the middle of the range, which are not served;"
             " choose a symmetric checkpoint"
@@ -142,13 +187,6 @@ SCALES: Final = "_scales"
 # One bit of sign, two of exponent, one of mantissa.
 _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS: Final = 127
-
-
-def is_mxfp4(folder: Path) -> bool:
-    """Whether a model's experts are stored in MXFP4, as its config.json says."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    found = config.get("quantization_config")
-    return isinstance(found, dict) and found.get("quant_method") == "mxfp4"
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,6 @@ A multimodal checkpoint is loaded as its text model, so its other parts are neit
 """
 
 import contextlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,10 +15,10 @@ from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
 from worker_svc.devices.base import Device
 from worker_svc.model_files.checkpoint import Checkpoint
-from worker_svc.quantized.checkpoint_config import CheckpointQuantization
+from worker_svc.quantized.checkpoint_config import CheckpointQuantization, read_config, stored_config
 from worker_svc.quantized.checkpoint_config import read as read_quantization
 from worker_svc.quantized.codes import Scheme
-from worker_svc.quantized.stored_tensors import is_mxfp4, quantized_module
+from worker_svc.quantized.stored_tensors import quantized_module
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_adapter.startup import deferred
 
@@ -163,7 +162,7 @@ def configure(
             enable_expert_parallel=layout.experts,
             # Without a name, vLLM would look for as many devices as there are ranks.
             distributed_executor_backend="mp",
-            hf_overrides=_OVERRIDES[is_text_model, quantization is not None or is_mxfp4(folder)],
+            hf_overrides=_OVERRIDES[is_text_model, stored_config(read_config(folder), folder) is not None],
         ).create_engine_config()
 
     config = configured(dtype)
@@ -209,10 +208,13 @@ def is_text_model(model_config: Any) -> bool:
 def _quantized_modules(
     folder: Path, quantization: CheckpointQuantization, rename: Callable[[str], str | None]
 ) -> dict[str, Scheme | None]:
-    """Returns the schemes of a checkpoint's quantized modules by their names in the model."""
-    tensors = [name for shard in Checkpoint.open(folder).shards for name in shard.tensors]
-    modules = {module for name in tensors if (module := quantized_module(quantization, name))}
-    return {new: quantization.scheme_of(name) for name in modules if (new := rename(name))}
+    """Returns the schemes of a checkpoint's modules by their names in the model; `None` for plain ones."""
+    found: dict[str, Scheme | None] = {}
+    for tensor in (name for shard in Checkpoint.open(folder).shards for name in shard.tensors):
+        module = quantized_module(quantization, tensor)
+        if new := rename(module or tensor.removesuffix(".weight")):
+            found[new] = quantization.scheme_of(module) if module else None
+    return found
 
 
 def register_model_class(
@@ -228,7 +230,7 @@ def register_model_class(
     """
     from vllm.model_executor.models import ModelRegistry
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(folder)
     for name in served_as(config, language_model_only=language_model_only):
         architecture = _built_as(name, ModelRegistry.models)
         known = ModelRegistry.models.get(architecture)

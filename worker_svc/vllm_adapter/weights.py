@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as _DTYPES
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+from vllm.model_executor.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -28,16 +27,15 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from protos.errors import ConfigurationRefused
 from protos.service.logs import get_logger
-from worker_svc.model_files.checkpoint import Checkpoint
+from worker_svc.model_files.checkpoint import Checkpoint, reading
 from worker_svc.quantized.stored_tensors import Mxfp4Experts, StoredLayers
 from worker_svc.vllm_adapter.configuration import is_text_model, text_weight
 
-TakeTensor = Callable[[str, torch.Tensor], tuple[str, torch.Tensor] | None]
-"""Turns a stored tensor into the form that layers load; `None` drops it."""
 # Names in one error or log line.
 _MOST_NAMED = 10
 # Each unknown tensor that ends a model's own loading loop costs another dry run.
 _MOST_UNKNOWN = 100
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The number in the name of an expert's tensor.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -57,8 +55,8 @@ class _Source:
     """Copied regions with their numbers of elements."""
     targets: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """By identity of the copies' targets, the shapes that were written."""
-    becomes_float: bool = False
-    """Whether its integers were copied into a parameter of floating-point numbers."""
+    unlike: torch.dtype | None = None
+    """Type of a parameter that its numbers cannot become."""
     is_derived: bool = False
     """Whether another tensor was computed from it, so that its copies say nothing of its shape."""
 
@@ -88,7 +86,8 @@ class Copies(TorchDispatchMode):
             if source is not None:
                 source.read[_region(args[1])] = args[1].numel()
                 source.targets[_identity(args[0])] = tuple(args[0].shape)
-                source.becomes_float |= args[0].is_floating_point() and not args[1].is_floating_point()
+                if not _can_become(source.tensor.dtype, args[0].dtype):
+                    source.unlike = args[0].dtype
         elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             if self._fills:
                 self._write(args[0])
@@ -117,6 +116,11 @@ class Copies(TorchDispatchMode):
                 source.is_derived = True
 
 
+def _can_become(stored: torch.dtype, loaded: torch.dtype) -> bool:
+    """Whether numbers of a type mean the same in another; those of 8 bits need scales."""
+    return stored == loaded or (loaded.is_floating_point and stored in _FLOATS)
+
+
 def _identity(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public name for a storage
 
@@ -138,23 +142,24 @@ def compare(config: Any, model: torch.nn.Module, building: Copies) -> frozenset[
     unknown: dict[str, None] = {}
     while True:
         form = StoredForm(config)
-        run = _DryRun(model, checkpoint, form.take, unknown)
+        run = _DryRun(model, checkpoint, form, unknown)
         with set_current_vllm_config(config), run.tolerating_unknown(), run.copies:
             again = run.load()
         if not again or len(unknown) > _MOST_UNKNOWN:
             break
-    form.finish()
     run.copies.written |= {
         key: value for key, value in building.written.items() if key not in run.copies.written
     }
-    return _judge(run, model, checkpoint, config)
+    ignored = _judge(run, model, checkpoint, config)
+    form.layers.finish()
+    return ignored
 
 
 class _DryRun:
     """Loads a checkpoint's tensors without data into a model without memory."""
 
     def __init__(
-        self, model: torch.nn.Module, checkpoint: Checkpoint, take: TakeTensor, unknown: dict[str, None]
+        self, model: torch.nn.Module, checkpoint: Checkpoint, form: "StoredForm", unknown: dict[str, None]
     ) -> None:
         self.copies = Copies()
         self.unknown = unknown
@@ -164,7 +169,7 @@ class _DryRun:
         self.failed: list[tuple[torch.Tensor, tuple[int, ...] | None]] = []
         self._model = model
         self._checkpoint = checkpoint
-        self._take = take
+        self.form = form
         self._current = ""
         for name, parameter in model.named_parameters():
             self._watch(name, parameter)
@@ -190,8 +195,12 @@ class _DryRun:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for shard in self._checkpoint.shards:
             for name, header in shard.tensors.items():
-                stored = torch.empty(header.shape, dtype=_DTYPES.get(header.kind, torch.uint8), device="meta")
-                taken = self._take(name, stored)
+                stored = (
+                    shard.read(name)
+                    if self.form.layers.has_values(name)
+                    else torch.empty(header.shape, dtype=_DTYPES.get(header.kind, torch.uint8), device="meta")
+                )
+                taken = self.form.take(name, stored)
                 if taken is None:
                     self.consumed.add(name)
                     continue
@@ -233,7 +242,7 @@ class _DryRun:
             )
         if source is None:
             return ConfigurationRefused(f"tensor {self._current} does not fit config.json: {error}")
-        return _wrong_shape(source.name, source.shape, expected)
+        return _wrong_shape(source, expected, self.form)
 
     @contextlib.contextmanager
     def tolerating_unknown(self) -> Iterator[None]:
@@ -274,19 +283,33 @@ class _DryRun:
 
 def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint, config: Any) -> frozenset[str]:
     sources = {source.name: source for source in run.copies.sources.values()}
+    linear = {
+        _identity(parameter)
+        for module in model.modules()
+        if isinstance(module, LinearBase)
+        for parameter in module.parameters(recurse=False)
+    }
     for source in sources.values():
-        if source.becomes_float:
+        if source.unlike is not None:
+            described = "floating-point numbers" if source.unlike.is_floating_point else "other numbers"
             raise ConfigurationRefused(
                 f"tensor {source.name} holds {str(source.tensor.dtype).removeprefix('torch.')}, but config.json describes"
-                " floating-point numbers; use the config.json that belongs to the weights"
+                f" {described}; use the config.json that belongs to the weights"
+            )
+        is_plain = source.name.endswith(".weight") and linear & source.targets.keys()
+        if is_plain and (scheme := run.form.layers.scheme(source.name)):
+            raise ConfigurationRefused(
+                f"tensor {source.name} is not quantized, but quantization_config describes {scheme};"
+                " use the config.json that belongs to the weights"
             )
         copied = sum(source.read.values())
         if source.read and not source.is_derived and copied < source.tensor.numel():
             expected = next(iter(source.targets.values())) if len(source.read) == 1 else None
-            raise _wrong_shape(source.name, source.shape, expected)
+            raise _wrong_shape(source, expected, run.form)
     stored = {name for shard in checkpoint.shards for name in shard.tensors}
     used = {source.name for source in sources.values() if source.read or source.is_derived}
     ignored = frozenset(stored - used - run.consumed)
+    _refuse_parts_of_layers(ignored, used, checkpoint)
     missing: list[str] = []
     for name, parameter in model.named_parameters():
         identity = _identity(parameter)
@@ -295,8 +318,8 @@ def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint, config:
             experts = _absent_experts(writers, parameter.shape[0])
             if writers and not experts and _EXPERT.search(writers[0].name):
                 smallest = min(writers, key=lambda each: each.tensor.numel())
-                raise _wrong_shape(smallest.name, smallest.shape, None)
-            missing += experts or _absent(model, name, stored - ignored)
+                raise _wrong_shape(smallest, None, run.form)
+            missing += experts or _absent(model, run.form.layers.stored_name(name), stored - ignored)
     missing += _absent_head_bias(config, model, stored)
     if missing:
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
@@ -306,6 +329,19 @@ def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint, config:
             " fetch the checkpoint again, or use the config.json that belongs to it"
         )
     return ignored
+
+
+def _refuse_parts_of_layers(ignored: frozenset[str], used: set[str], checkpoint: Checkpoint) -> None:
+    """Refuses ignored tensors beside those of a layer, but for biases of zeros, which some tools write."""
+    layers = {name.rpartition(".")[0] for name in used}
+    for shard in checkpoint.shards:
+        for name in sorted(ignored & shard.tensors.keys()):
+            layer, _, kind = name.rpartition(".")
+            if layer in layers and not (kind == "bias" and not shard.read(name).any()):
+                raise ConfigurationRefused(
+                    f"tensor {name} has no place in the model of config.json;"
+                    " use the config.json that belongs to the weights"
+                )
 
 
 def _absent_head_bias(config: Any, model: torch.nn.Module, stored: set[str]) -> list[str]:
@@ -372,12 +408,11 @@ def _expected(
     return shape if math.prod(shape) else None
 
 
-def _wrong_shape(
-    name: str, stored: tuple[int, ...], expected: tuple[int, ...] | None
-) -> ConfigurationRefused:
-    described = f", but config.json describes {list(expected)}" if expected and expected != stored else ""
+def _wrong_shape(source: _Source, loaded: tuple[int, ...] | None, form: "StoredForm") -> ConfigurationRefused:
+    expected = form.layers.stored_shape(source.name, loaded) if loaded else source.shape
+    described = f"but config.json describes {list(expected)}" if expected != source.shape else ""
     return ConfigurationRefused(
-        f"tensor {name} is {list(stored)} in the file{described or ', which does not fit config.json'};"
+        f"tensor {source.name} is {list(source.shape)} in the file, {described or 'which does not fit config.json'};"
         " use the config.json that belongs to the weights"
     )
 
@@ -413,8 +448,9 @@ class StoredForm:
         model_config = config.model_config
         quantization = getattr(config.quant_config, "quantization", None)
         self._rename = text_weight if is_text_model(model_config) else str
-        self._layers = None if quantization is None else StoredLayers(quantization)
-        self._take = Mxfp4Experts(model_config.dtype).take if self._layers is None else self._layers.take
+        self.layers = StoredLayers(quantization)
+        """Their quantized forms."""
+        self._take = self.layers.take if quantization else Mxfp4Experts(model_config.dtype).take
 
     def take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Returns a tensor's name and value for vLLM; `None` if nothing is left of it."""
@@ -424,11 +460,6 @@ class StoredForm:
         if common is None or (renamed := self._rename(common[0])) is None:
             return None
         return renamed, common[1]
-
-    def finish(self) -> None:
-        """Refuses codes and scales of a layer that do not fit each other, after the last tensor."""
-        if self._layers is not None:
-            self._layers.check()
 
 
 class ShardLoader(DefaultModelLoader):
@@ -463,15 +494,11 @@ class ShardLoader(DefaultModelLoader):
         shards = Checkpoint.open(Path(model_config.model)).shards
         for done, shard in enumerate(shards):
             self._progress(done, len(shards), shard.path.name)
-            try:
-                with safe_open(shard.path, framework="pt") as file:
-                    for name in shard.tensors:
-                        if name in self._ignored:
-                            continue
-                        taken = form.take(name, file.get_tensor(name))
-                        if taken is not None:
-                            yield taken
-            except (SafetensorError, OSError) as error:
-                raise ConfigurationRefused(f"cannot read {shard.path}: {error}") from error
-        form.finish()
+            with reading(shard.path) as file:
+                for name in shard.tensors:
+                    if name in self._ignored or form.layers.has_values(name):
+                        continue
+                    taken = form.take(name, file.get_tensor(name))
+                    if taken is not None:
+                        yield taken
         self._progress(len(shards), len(shards), "done")

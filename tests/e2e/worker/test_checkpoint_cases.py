@@ -1,5 +1,8 @@
 """A checkpoint has the right numbers or is refused by name; see `tests.support.checkpoints.cases`."""
 
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,3 +44,35 @@ def test_a_checkpoint_is_right_or_refused(
 ) -> None:
     """A served one's log-probabilities are those of its float32 weights; the others' line names the cause."""
     check(case, tmp_path / "model", references(case))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ct: {'sparsity_config': {'format': 'sparse-24-bitmask'}}",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "plain: half of the file",
+                "plain: {'num_hidden_layers': 30}",
+                "gptq: without a layer",
+            )
+        ),
+    ],
+)
+def test_a_worker_ends_with_the_line(name: str, tmp_path: Path) -> None:
+    """Its process exits with 2 and the whole line at the end, within 10 s of a processor's time."""
+    (case,) = [case for case in CASES if case.name == name]
+    model = case.write(tmp_path / "model")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "worker_svc", "--port", "0", "--device", "cpu", "--model", str(model)],
+        check=False, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("triptych worker: ")
+    assert all(part in line for part in case.says), line
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10

@@ -48,8 +48,8 @@ class QuantizedLayers(QuantizationConfig):
     ) -> None:
         """Serves the layers of a checkpoint; refuses schemes that the device does not serve.
 
-        `modules` are the schemes of the checkpoint's quantized modules by name; `None` without a checkpoint,
-        where the configuration alone decides.
+        `modules` are the schemes of the checkpoint's modules by name, `None` for plain ones; without a
+        checkpoint, the configuration alone decides.
         """
         super().__init__()
         self.quantization = quantization
@@ -57,8 +57,8 @@ class QuantizedLayers(QuantizationConfig):
         schemes = [scheme for _, scheme in quantization.schemes]
         device.quantized.check({scheme.bits for scheme in schemes}, {scheme.group for scheme in schemes})
         self._scheme_of = modules
-        for name in modules or ():
-            if name.rpartition(".")[2] in ("embed_tokens", "word_embeddings"):
+        for name, scheme in (modules or {}).items():
+            if scheme is not None and name.rpartition(".")[2] in ("embed_tokens", "word_embeddings"):
                 raise ConfigurationRefused(
                     f"the checkpoint quantizes the embeddings ({name}), which is not served;"
                     " choose another checkpoint"
@@ -118,26 +118,26 @@ class QuantizedLayers(QuantizationConfig):
     def _any_below(self, prefix: str) -> bool:
         if self._scheme_of is None:
             return self.quantization.scheme_of(f"{prefix}.0.down_proj") is not None
-        return any(name.startswith(prefix) for name in self._scheme_of)
+        return any(name.startswith(prefix) for name, scheme in self._scheme_of.items() if scheme is not None)
 
     def _scheme(self, prefix: str) -> Scheme | None:
-        """Returns a layer's scheme; the parts of a merged layer must agree."""
+        """Returns a layer's scheme; the parts of a merged layer must agree, apart from those absent."""
         parent, _, own = prefix.rpartition(".")
         parts = [
             f"{parent}.{part}" if parent else part for part in self.packed_modules_mapping.get(own, [own])
         ]
-        found = {
-            self.quantization.scheme_of(part)
-            if self._scheme_of is None
-            else self._scheme_of.get(part, self._scheme_of.get(prefix))
-            for part in parts
-        }
+        known = self._scheme_of
+        found = (
+            {self.quantization.scheme_of(part) for part in parts}
+            if known is None
+            else {known[part] for part in (*parts, prefix) if part in known}
+        )
         if len(found) > 1:
             raise ConfigurationRefused(
                 f"the checkpoint quantizes the parts of {prefix} ({', '.join(parts)}) differently,"
                 " which is not served; choose another checkpoint"
             )
-        return found.pop()
+        return found.pop() if found else None
 
 
 @register_weight_loader_v2_supported_method

@@ -138,7 +138,7 @@ def test_modules_that_awq_leaves_out(tmp_path: Path) -> None:
         (GPTQ | {"desc_act": True}, "desc_act"),
         (GPTQ | {"bits": 2}, "weights of 2 bits"),
         (GPTQ | {"dynamic": {"-:.*": {}}}, "dynamic"),
-        (GPTQ | {"checkpoint_format": "marlin"}, "GPTQ's format marlin"),
+        (GPTQ | {"checkpoint_format": "bitblas"}, "GPTQ's format bitblas"),
         (AWQ | {"version": "gemv"}, "AWQ's format gemv"),
         (AWQ | {"bits": 8}, "AWQ weights of 8 bits"),
     ],

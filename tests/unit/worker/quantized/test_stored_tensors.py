@@ -1,6 +1,5 @@
 """The tensors of every format become the same codes and scales, and refusals name the tensor."""
 
-import json
 from pathlib import Path
 from typing import get_args
 
@@ -48,7 +47,7 @@ def test_formats_hold_the_same_weights(
     assert {quantized_module(quantization, name) for name in stored_tensors} == {LAYER, None}
     layers = StoredLayers(quantization)
     found = dict(common for each in stored_tensors.items() if (common := layers.take(*each)) is not None)
-    layers.check()
+    layers.finish()
     assert set(found) == {f"{LAYER}.weight_packed", f"{LAYER}.weight_scale", "model.norm.weight"}
     packed, scales = found[f"{LAYER}.weight_packed"], found[f"{LAYER}.weight_scale"]
     assert packed.shape == (24, 128 * bits // 32)
@@ -91,50 +90,19 @@ def test_zero_points_and_orders_are_refused(
     """A single zero point off the middle, or one input in another group, is found."""
     quantization = read(quantized_models.write(source, source / "stored", stored, Scheme(4, 64)))
     assert quantization is not None
+    stored_tensors = load_file(source / "stored" / "model.safetensors")
     if isinstance(change, int):
-        tensor = load_file(source / "stored" / "model.safetensors")[name]
+        tensor = stored_tensors[name]
         tensor[1, 2] += change
     else:
         tensor = change
-    with pytest.raises(ConfigurationRefused) as refused:
-        StoredLayers(quantization).take(name, tensor)
-    assert f"{name} {text}" in refused.value.message
-
-
-CODES = torch.zeros(64, 16, dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("tensors", "text"),
-    [
-        ({"weight_packed": CODES}, f"{LAYER} has no weight_scale"),
-        ({"weight_scale": torch.ones(64, 2)}, f"{LAYER} has no weight_packed"),
-        ({"weight_packed": CODES, "weight_scale": torch.ones(64, 4)}, r"has scales \[64, 4\], but its codes need \[64, 2\]"),
-        ({"weight_packed": CODES, "weight_scale": torch.ones(32, 2)}, r"has scales \[32, 2\], but its codes need \[64, 2\]"),
-        ({"weight_packed": CODES, "weight_scale": torch.full((64, 2), torch.inf)}, "weight_scale is not finite"),
-    ],
-)  # fmt: skip
-def test_codes_and_scales_belong_together(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], text: str
-) -> None:
-    """A layer that lacks one of the two, or whose shapes differ from the scheme, is refused by name."""
-    config = {
-        "quantization_config": quantized_models.quantization_config("compressed-tensors", Scheme(4, 128))
-    }
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    quantization = read(tmp_path)
-    assert quantization is not None
+    layers = StoredLayers(quantization)
 
     def check() -> None:
-        layers = StoredLayers(quantization)
-        for kind, tensor in tensors.items():
-            layers.take(f"{LAYER}.{kind}", tensor)
-        layers.check()
+        for each in {**stored_tensors, name: tensor}.items():
+            layers.take(*each)
+        layers.finish()
 
-    with pytest.raises(ConfigurationRefused, match=text):
+    with pytest.raises(ConfigurationRefused) as refused:
         check()
-    whole = StoredLayers(quantization)
-    whole.take(f"{LAYER}.weight_packed", CODES)
-    whole.take(f"{LAYER}.weight_scale", torch.ones(64, 2))
-    whole.check()
+    assert f"{name} {text}" in refused.value.message
