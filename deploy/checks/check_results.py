@@ -72,7 +72,7 @@ class Report:
             print("\n".join([f"{section.capitalize()}:", *(f"  {line}" for line in lines), ""]), flush=True)
 
     def check(self, name: str, run: Callable[[], str], *, needs: Collection[str] = ()) -> Status:
-        """Runs a check unless an earlier check that it needs has failed; returns its status.
+        """Runs a check unless an earlier check that it needs has failed or is absent; returns its status.
 
         `run` returns its finding. It may raise anything, as a broken driver or compiler may.
         """
@@ -103,8 +103,10 @@ class Report:
         if failed := statuses.count("FAILED"):
             works = f"{failed} check{'s' if failed > 1 else ''} failed: it would not start, or not work."
         if skipped := statuses.count("skipped"):
+            if not failed:
+                works, self._exit_code = "Nothing found so far stands against a start.", 1
             works += f" {skipped} check{'s were' if skipped > 1 else ' was'} skipped."
-        self._content["starts"] = not failed
+        self._content["starts"] = False if failed else None if skipped else True
         if not self._as_json:
             print(f"\n{works}")
         self._print_json()

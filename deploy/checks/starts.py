@@ -18,7 +18,7 @@ from deploy.checks.check_results import CheckFailed, Note, Report
 from deploy.launcher.log_tail import nothing_to_precompile
 from deploy.launcher.process import ChildSpec
 from deploy.launcher.settings import LaunchSettings, secured
-from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, with_run_dir
+from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, socket_folder, with_run_dir
 from deploy.launcher.supervisor import BAD_SETTING
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused, TriptychError
@@ -81,10 +81,10 @@ def _check_stack(settings: LaunchSettings, report: Report) -> "Device | None":
 
         def plan() -> str:
             held.enter_context(_claimed(settings.run_dir))
-            folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="triptych-")))
+            folder = Path(held.enter_context(_scratch_folder(settings.run_dir)))
             used = _secured(settings, folder)
             used.link_security()
-            plans.append(StackPlan.make(used, folder))
+            plans.append(StackPlan.make(used, held.enter_context(socket_folder(folder))))
             ports = plans[0].ports
             free = [
                 settings.run_dir,
@@ -127,6 +127,8 @@ def _check_worker(
 
     if not settings.model or report.check("model", lambda: _model(settings)) == "note":
         report.check("worker", lambda: _opened(settings, devices))
+        if settings.model:
+            report.check("shapes and text", lambda: "", needs=("the model's files",))
     elif report.check("worker", prepare, needs=("model",)) == "ok":
         if scheduler is not None:
             report.check("shapes", lambda: _shapes(scheduler, settings, workers[0]))
@@ -196,7 +198,7 @@ def _shapes(scheduler: SchedulerSettings, settings: WorkerSettings, worker: "Wor
     from worker_svc.api.convert import shapes_from_proto
     from worker_svc.graphs.compilation import graph_options, keeps_code
 
-    request = configuration(scheduler, worker)
+    request = configuration(scheduler, worker, settings.model)
     worker.check(shapes_from_proto(request))
     level = graph_options(settings, worker.device).level
     if settings.require_precompiled and not keeps_code(level, worker.device):
@@ -265,12 +267,28 @@ def _claimed(run_dir: Path) -> Iterator[None]:
                 path.rmdir()
 
 
+def _scratch_folder(run_dir: Path) -> tempfile.TemporaryDirectory[str]:
+    """Makes a folder where a start would write secure files, whose disk may be full, or read them."""
+    makes_files = not (run_dir / "secure").is_dir()
+    try:
+        return tempfile.TemporaryDirectory(
+            prefix="triptych-", dir=run_dir.absolute() if makes_files else None
+        )
+    except OSError as error:
+        raise ConfigurationRefused(f"cannot write to the run dir {run_dir}: {error.strerror}") from error
+
+
 def _secured(settings: LaunchSettings, folder: Path) -> LaunchSettings:
     """Returns the settings with copies of the files of a start, or with temporary files."""
     existing = settings.run_dir / "secure"
     if existing.is_dir():
         shutil.copytree(existing, folder / "secure")
-    used, _ = secured(settings.model_copy(update={"run_dir": folder}))
+    try:
+        used, _ = secured(settings.model_copy(update={"run_dir": folder}))
+    except ConfigurationRefused as error:
+        raise ConfigurationRefused(
+            error.message.replace(str(folder), str(settings.run_dir.absolute()))
+        ) from error
     return used.model_copy(update={"run_dir": settings.run_dir})
 
 
@@ -284,14 +302,17 @@ def _packages(service: str) -> Iterator[None]:
         raise ConfigurationRefused(f"{missing} is not installed; run `triptych install {service}`") from error
 
 
-def configuration(settings: SchedulerSettings, worker: "Worker") -> worker_pb2.ConfigureRequest:
-    """Returns the configuration of a prepared worker; refuses settings unfit for the model or the device."""
+def configuration(settings: SchedulerSettings, worker: "Worker", model: str) -> worker_pb2.ConfigureRequest:
+    """Returns the configuration of a worker that is prepared for the `--model` setting `model`.
+
+    Refuses settings unfit for the model or the device.
+    """
     # The worker's room imports torch.
     from scheduler_svc.workers.deployment import Deployment
     from scheduler_svc.workers.descriptions import description_from_proto
     from worker_svc.api.convert import description_to_proto
 
-    description = description_from_proto(description_to_proto(worker, worker_id="", model=""))
+    description = description_from_proto(description_to_proto(worker, worker_id="", model=model))
     layout = worker.layout
     description = replace(description, pipeline_stages=layout.pipeline, tensor_parallel=layout.tensor)
     request: worker_pb2.ConfigureRequest = Deployment(settings).set_up("", description).request

@@ -113,7 +113,7 @@ def _configuration(settings: CompileSettings, worker: "Worker") -> "worker_pb2.C
             f"code for device {worker.device.name} depends on the number of blocks, which the stages of a pipeline"
             " agree on when they start; set --num-blocks, and use it with `triptych up`, too"
         )
-    return configuration(scheduler, worker)
+    return configuration(scheduler, worker, settings.model)
 
 
 def _run(worker: "Worker", request: "worker_pb2.ConfigureRequest") -> float:

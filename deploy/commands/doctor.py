@@ -34,7 +34,8 @@ class DoctorSettings(WorkerSettings):
     """Checks whether a worker would start here, or another command: triptych doctor serve MODEL, for example.
 
     --json prints one object instead of lines. The exit code is 0 if the command would start and work, 2 if it
-    would refuse to start, and 1 for any other failed check.
+    would refuse to start, and 1 for any other failed check, or if the model must be fetched before all can be
+    checked.
     """
 
     model_config = SettingsConfigDict(cli_prog_name="triptych doctor")

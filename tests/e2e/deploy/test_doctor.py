@@ -121,6 +121,38 @@ def test_a_full_disk_gets_the_same_refusal(model: Path, tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.parametrize("free_pages", [0, 1])
+def test_a_small_disk_gets_the_same_refusal(model: Path, tmp_path: Path, free_pages: int) -> None:
+    """A real disk without room for the lock, or for the services' token."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "none", str(disk)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        (disk / "ballast").write_bytes(bytes(64 * 1024 - free_pages * page))
+        check_refusal(model, tmp_path, f"--run-dir {disk}", "No space left")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@SLOW
+def test_a_model_that_must_be_fetched_is_no_yes(tmp_path: Path) -> None:
+    """A start would fetch it and check it then; until then the doctor does not know."""
+    doctor = triptych(
+        "doctor", "up", "smollm2", "--num-blocks=10000000", "--port=0", "--json",
+        cwd=tmp_path, TRIPTYCH_CACHE=str(tmp_path / "cache"),
+    )  # fmt: skip
+    report = json.loads(doctor.stdout)
+    checks = {check["name"]: check["status"] for check in report["checks"]}
+    assert (doctor.returncode, report["starts"], report["error"]) == (1, None, "")
+    assert (checks["model"], checks["shapes and text"]) == ("note", "skipped")
+
+
 def _cut(folder: Path) -> None:
     path = next(folder.glob("*.safetensors"))
     path.write_bytes(path.read_bytes()[:-100])
@@ -157,6 +189,14 @@ def test_a_model_that_serves_passes(model: Path, tmp_path: Path) -> None:
         check["name"] for check in report["checks"] if check["status"] == "ok"
     }
     assert {path.name for path in tmp_path.iterdir()} == {"code"}
+
+
+@SLOW
+def test_a_run_dir_with_a_long_path_passes(model: Path, tmp_path: Path) -> None:
+    """A start uses another folder for its sockets then, and so does the doctor."""
+    flags = [str(model), "--port=0", "--json", "--device=cpu", "-O0", f"--run-dir={tmp_path / ('x' * 100)}"]
+    doctor = triptych("doctor", "up", *flags, cwd=tmp_path)
+    assert (doctor.returncode, json.loads(doctor.stdout)["error"]) == (0, ""), doctor.stdout
 
 
 @SLOW
