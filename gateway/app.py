@@ -22,7 +22,7 @@ from gateway.http.bodies import BodyMemory
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import PAGE_FOLDER, RequestMiddleware
 from gateway.messages_api import routes as messages
-from gateway.metrics import CertificateDays, Metrics, SharedMetrics
+from gateway.metrics import Metrics, SharedMetrics
 from gateway.openai import chat, completions, models
 from gateway.operations import routes as operations
 from gateway.operations import tokenize
@@ -151,7 +151,7 @@ def _assemble(
         wall_clock=wall_clock,
         expiries=expiries,
     )
-    measured.registry.register(CertificateDays(context.certificate_days_left))
+    measured.watch_certificates(context.certificate_days_left)
     return context
 
 

@@ -222,22 +222,6 @@ class _SlowReaders(Collector):
         )
 
 
-class CertificateDays(Collector):
-    """The days that certificates have left."""
-
-    def __init__(self, days_left: Callable[[], Mapping[str, float]]) -> None:
-        """Measures what `days_left` returns: days by setting."""
-        self._days_left = days_left
-
-    def collect(self) -> Iterator[Metric]:
-        """Yields the metric, for a scrape; nothing without certificates."""
-        if days_left := self._days_left():
-            family = GaugeMetricFamily(_CERTIFICATES, "Days until the certificate ends.", labels=("setting",))
-            for flag, days in days_left.items():
-                family.add_metric((flag,), days)
-            yield family
-
-
 class Metrics:
     """A gateway's metrics, in their own registry."""
 
@@ -301,6 +285,13 @@ class Metrics:
             "triptych:gateway_scheduler_refuses",
             "Whether the scheduler refuses this gateway, as one of another release or service token.",
         ).set_function(is_refused)
+
+    def watch_certificates(self, days_left: Callable[[], Mapping[str, float]]) -> None:
+        """Adds a gauge of the days that certificates have left, by setting."""
+        text = "Days until the certificate ends."
+        gauge = Gauge(_CERTIFICATES, text, ("setting",), registry=self.registry)
+        for flag in days_left():
+            gauge.labels(flag).set_function(lambda flag=flag: days_left()[flag])
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)

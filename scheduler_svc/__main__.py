@@ -33,10 +33,9 @@ async def serve(settings: Settings) -> None:
     security = settings.link_security()
     deployment = Deployment(settings)
     tracer = open_tracer(settings.otlp_traces_endpoint, "scheduler")
-    certificates = security.certificates
-    inference = InferenceServicer(
-        deployment, settings, tracer, dict if certificates is None else certificates.expiries.days_left
-    )
+    inference = InferenceServicer(deployment, settings, tracer)
+    if security.certificates is not None:
+        inference.metrics.days_left = security.certificates.expiries.days_left
     registry = RegistryServicer(
         deployment,
         step_timeout_s=settings.step_timeout_s,

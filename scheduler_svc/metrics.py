@@ -164,14 +164,10 @@ class SchedulerMetrics(Collector):
     "retired".
     """
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        unread: UnreadLimits,
-        days_left: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        """Measures `deployment`, what waits for its slow clients, and the days left of certificates."""
-        self._days_left = days_left
+    def __init__(self, deployment: Deployment, unread: UnreadLimits) -> None:
+        """Measures `deployment`, and what waits for its slow clients."""
+        self.days_left: Callable[[], Mapping[str, float]] = dict
+        """Returns the days that each certificate has left, by setting."""
         self._deployment = deployment
         self._unread = unread
         self.unserved = UnservedRequests()
@@ -198,15 +194,11 @@ class SchedulerMetrics(Collector):
         yield self.unserved.metric()
         yield _timeouts(self._deployment.timeouts)
         yield from _unread(self._unread)
-        if days_left := self._days_left():
-            days = GaugeMetricFamily(
-                "triptych:scheduler_certificate_days_left",
-                "Days until the certificate ends.",
-                labels=("setting",),
-            )
-            for flag, left in days_left.items():
-                days.add_metric((flag,), left)
-            yield days
+        name, text = "triptych:scheduler_certificate_days_left", "Days until the certificate ends."
+        days_left = GaugeMetricFamily(name, text, labels=("setting",))
+        for flag, days in self.days_left().items():
+            days_left.add_metric((flag,), days)
+        yield days_left
         served = self._deployment.served
         if served is None:
             return

@@ -131,7 +131,7 @@ class InferenceClient:
     @property
     def is_refused(self) -> bool:
         """Whether a scheduler answers and refuses this gateway: another release, or another service token."""
-        return bool(self.startup_queue.obstacle)
+        return bool(self.startup_queue.because)
 
     @property
     def num_pending(self) -> int:
@@ -290,13 +290,13 @@ class InferenceClient:
 
     def _noted(self, error: TriptychError) -> TriptychError:
         """Returns the error for clients. Notes, and logs once, that the scheduler refuses this gateway."""
-        refusal = ""
+        before, self.startup_queue.because = self.startup_queue.because, ""
         if isinstance(error, _REFUSALS):
             refusal = f"the scheduler at {self._address} refuses this gateway: {error.message}"
-            if refusal != self.startup_queue.obstacle:
+            self.startup_queue.because = f", because {refusal}"
+            if self.startup_queue.because != before:
                 self._log.error("refused", reason=error.message, retry="until it succeeds")
-            error = Unavailable(refusal)
-        self.startup_queue.obstacle = refusal
+            return Unavailable(refusal)
         return error
 
     async def _session(self) -> TriptychError:
@@ -312,7 +312,7 @@ class InferenceClient:
             if ACCEPTED_HEADER not in tuple(await call.initial_metadata() or ()):
                 await call.read()  # raises the refusal
                 return Unavailable("the scheduler did not accept the stream")
-            self.startup_queue.obstacle = ""
+            self.startup_queue.because = ""
             self._outbox.open()
             self._table.resubmit_all()
             writer = asyncio.create_task(self._write(call), name="inference-write")

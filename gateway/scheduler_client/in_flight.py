@@ -35,13 +35,13 @@ class StartupQueue:
 
     timeout_s: float
     """How long a request may wait."""
-    obstacle: str
-    """Why no scheduler takes requests, if one answers and refuses this gateway; otherwise empty."""
+    because: str
+    """The clause of errors that says why a scheduler refuses this gateway; empty if none does."""
 
     def __init__(self, max_requests: int = 1024, timeout_s: float = 60.0) -> None:
         """Starts without requests."""
         self.timeout_s = timeout_s
-        self.obstacle = ""
+        self.because = ""
         self._max_requests = max_requests
         self._parked: set[object] = set()
 
@@ -50,11 +50,6 @@ class StartupQueue:
 
     def __contains__(self, request: object) -> bool:
         return request in self._parked
-
-    @property
-    def because(self) -> str:
-        """The obstacle as the end of a clause."""
-        return f", because {self.obstacle}" if self.obstacle else ""
 
     def has_room(self, count: int) -> bool:
         """Returns whether `count` more requests may wait."""

@@ -75,13 +75,13 @@ class Expiries:
 
     def soon(self) -> list[str]:
         """Describes the certificates that end within 30 days."""
-        left = {flag: math.floor((end - time.time()) / _DAY_S) for flag, (_, end) in self._ends.items()}
-        return [
-            f"{flag}: the certificate in {self._ends[flag][0]} "
-            + ("has ended" if days < 0 else f"ends in {days} day{'s' if days != 1 else ''}")
-            for flag, days in left.items()
-            if days < _REMIND_DAYS
-        ]
+        lines = []
+        for flag, (path, end) in self._ends.items():
+            days = math.floor((end - time.time()) / _DAY_S)
+            when = "has ended" if days < 0 else f"ends in {days} day{'s'[: days != 1]}"
+            if days < _REMIND_DAYS:
+                lines.append(f"{flag}: the certificate in {path} {when}")
+        return lines
 
     def remind(self) -> None:
         """Logs them, once a day; call it now and then."""

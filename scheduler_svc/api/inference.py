@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -61,21 +61,8 @@ def _shutting_down() -> Unavailable:
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     """The service that clients call."""
 
-    def __init__(
-        self,
-        deployment: Deployment,
-        settings: Settings,
-        tracer: Tracer | None = None,
-        days_left: Callable[[], Mapping[str, float]] = dict,
-    ) -> None:
-        """Serves a deployment.
-
-        Args:
-            deployment: the replicas.
-            settings: the scheduler's.
-            tracer: writes the spans of sampled requests.
-            days_left: returns the days that each certificate has left, by setting.
-        """
+    def __init__(self, deployment: Deployment, settings: Settings, tracer: Tracer | None = None) -> None:
+        """Serves `deployment`; `tracer` writes the spans of sampled requests."""
         self._tracer = tracer
         self._deployment = deployment
         self.loras = LoraService(deployment, settings.lora_modules)
@@ -85,7 +72,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             total=settings.max_unread_stream_tokens,
             flags=("--max-unread-tokens-per-stream", "--max-unread-stream-tokens"),
         )
-        self._metrics = SchedulerMetrics(deployment, self._unread, days_left)
+        self.metrics = SchedulerMetrics(deployment, self._unread)
         self._draining = False
         # Set when the drain has ended.
         self._ended = False
@@ -125,7 +112,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         `requests` are their ids, which may change meanwhile.
         """
         abort = functools.partial(self._abort_all, requests)
-        buffer = EventBuffer(self._unread, abort, self._metrics.unserved.ended)
+        buffer = EventBuffer(self._unread, abort, self.metrics.unserved.ended)
         if self._ended:
             buffer.end(_shutting_down())
         calls.add(buffer)
@@ -264,7 +251,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         except TriptychError as error:
             outcome = type(error).__name__
             if not (mine or results):
-                self._metrics.unserved.refused(error, len(requests))
+                self.metrics.unserved.refused(error, len(requests))
             await abort(context, error)
         finally:
             self._log.info(
@@ -311,7 +298,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             submission = submission_from_proto(request, self._tracer)
             self._engine.submit(submission, buffer)
         except TriptychError as error:
-            self._metrics.unserved.refused(error)
+            self.metrics.unserved.refused(error)
             self._log.info(
                 "request",
                 request_id=request.request_id,
@@ -391,7 +378,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetMetricsRequest, context: Context
     ) -> inference_pb2.GetMetricsResponse:
         """Returns the metrics in Prometheus' text format."""
-        text = await self._metrics.text()
+        text = await self.metrics.text()
         return inference_pb2.GetMetricsResponse(text=text, content_type=CONTENT_TYPE_LATEST)
 
     async def LoadLora(
