@@ -88,6 +88,9 @@ class ContentForm:
 # CPU time of writing one conversation, seconds. The longest ones take a tenth of it.
 _CPU_S: Final = 2
 
+# Items of a repeated text or list, or bits of a power.
+_MAX_PRODUCT: Final = 1_000_000
+
 # Where a last turn ends that the model continues; no conversation has it.
 _MARK: Final = "\ue000continue here\ue000 "
 
@@ -117,6 +120,24 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)  # noqa: DTZ005
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Refuses large products: nothing interrupts a single operation."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        number, other = (left, right) if isinstance(left, int) else (right, left)
+        size = 0
+        if isinstance(number, int) and isinstance(other, int):
+            bits = left.bit_length()
+            size = bits * right if operator == "**" else bits + right.bit_length()
+        elif isinstance(number, int) and hasattr(other, "__len__"):
+            size = number * len(other)
+        if size > _MAX_PRODUCT:
+            raise jinja2.TemplateError(f"the result of '{operator}' is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 class ChatTemplate:
     """A model's chat template."""
 
@@ -137,7 +158,7 @@ class ChatTemplate:
         Raises:
             jinja2.TemplateSyntaxError: if ``source`` is not a template.
         """
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson

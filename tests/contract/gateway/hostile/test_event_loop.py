@@ -194,11 +194,9 @@ async def test_a_text_of_many_tokens(stack: Stack, path: str) -> None:
     """It is read, and its answer written, beside the event loop."""
     for count, expected in ((900_000, 200 if path == "/tokenize" else 400), (3_000_000, 400)):
         text = "1" * count
-        body = {"prompt": text} if path in ("/tokenize", "/v1/completions") else {
-            "max_tokens": 1, "messages": [{"role": "user", "content": text}]
-        }  # fmt: skip
-        if path == "/tokenize":
-            body["return_token_strs"] = True
+        chat = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+        asked = {"prompt": text, "return_token_strs": True} if path == "/tokenize" else {"prompt": text}
+        body = chat if path in ("/v1/chat/completions", "/v1/messages") else asked
         status, longest = await attack(stack, path, json.dumps(body).encode())
         assert status == expected
         assert longest < LONGEST_S

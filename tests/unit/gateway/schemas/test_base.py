@@ -7,7 +7,7 @@ import pytest
 from pydantic import AliasChoices, BeforeValidator, Field, ValidationInfo
 
 from gateway.schemas.base import IgnoredFields, RequestModel, Unserved, ignore, parse, quote
-from protos.errors import Unsupported
+from protos.errors import InvalidArgument, Unsupported
 
 
 def _part(value: Any, info: ValidationInfo) -> Any:
@@ -104,3 +104,25 @@ class _Endless(list[int]):
 def test_quoting_reads_only_what_it_shows() -> None:
     """A value of megabytes costs as little as a short one."""
     assert quote(_Endless([1])) == ("[" + "1, " * 30)[:60] + "…"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "kind"),
+    [
+        ({"called": "x", "inner": [{"size": 1}] * 100_001}, "inner", "lists and objects"),
+        ({"part": {"a": [[]] * 100_001}, "called": "x"}, "part", "lists and objects"),
+        ({"other": "x", "part": {str(n): 1 for n in range(100_001)}}, "part", "texts"),
+        ({"unheard_of": [1] * 500_002, "inner": []}, "unheard_of", "values"),
+    ],
+)
+def test_items_are_counted_before_they_are_read(fields: dict[str, Any], param: str, kind: str) -> None:
+    """The refusal names the field with the most items."""
+    with pytest.raises(InvalidArgument, match=rf"more than \d+ {kind}, most of them in '{param}'") as refusal:
+        parse(Outer, body(**fields))
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize("text", ["[{,", '"', "\\", '\\"[', "\n,"])
+def test_signs_within_texts_are_not_counted(text: str) -> None:
+    """Brackets, commas and escaped quotes of a text are no items."""
+    assert parse(Outer, body(called=text * 300_000, inner=[{"size": 1}])).name == text * 300_000

@@ -235,3 +235,25 @@ def test_a_last_turn_of_parts_is_continued() -> None:
     turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": PARTS}]
     text = ChatTemplate(LISTS, {}).render(turns, add_generation_prompt=False, continue_final_message=True)
     assert text == "<user>q;<assistant>a\nb"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 'a' * 10000000000 }}",
+        "{{ 10000000000 * [1] }}",
+        "{{ 10 ** (10 ** 8) }}",
+        "{% set ns = namespace(n=3) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    ],
+)
+def test_a_large_product_is_refused(source: str) -> None:
+    """Nothing interrupts a single operation, and its result would fill the memory."""
+    with pytest.raises(InvalidArgument, match="is too large"):
+        ChatTemplate(source, {}).render([], add_generation_prompt=False)
+
+
+def test_usual_products_are_computed() -> None:
+    """Numbers, texts and lists are multiplied as in Python."""
+    source = "{{ 'ab' * 2 }} {{ 2 * 'ab' }} {{ 3 * 1.5 }} {{ 5000000 * 3000000 }} {{ 2 ** 10 }} {{ 2 ** -1 }}"
+    text = ChatTemplate(source, {}).render([], add_generation_prompt=False)
+    assert text == "abab abab 4.5 15000000000000 1024 0.5"
