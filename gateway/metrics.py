@@ -290,8 +290,12 @@ class Metrics:
         """Adds a gauge of the days that certificates have left, by setting."""
         text = "Days until the certificate ends."
         gauge = Gauge(_CERTIFICATES, text, ("setting",), registry=self.registry)
+
+        def watch(flag: str) -> None:
+            gauge.labels(flag).set_function(lambda: days_left()[flag])
+
         for flag in days_left():
-            gauge.labels(flag).set_function(lambda flag=flag: days_left()[flag])
+            watch(flag)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)

@@ -279,6 +279,7 @@ def test_before_a_model_is_served_only_workers_are_reported() -> None:
         "triptych:timed_out_requests",
         "triptych:unread_tokens",
         "triptych:slow_readers",
+        "triptych:scheduler_certificate_days_left",
     ]
     assert bench.scrape().value("triptych:replicas", state="configuring") == 1
 
