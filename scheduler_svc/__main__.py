@@ -50,12 +50,14 @@ async def serve(settings: Settings) -> None:
     server = Server(
         (INFERENCE, REGISTRY), register, max_concurrent_rpcs=settings.max_concurrent_rpcs, security=security
     )
-    stop, hurry = asyncio.Event(), asyncio.Event()
+    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
 
     def on_interrupt() -> None:
-        (hurry if stop.is_set() else stop).set()
+        if stop.is_set():
+            inference.hurry()
+        stop.set()
 
     loop.add_signal_handler(signal.SIGINT, on_interrupt)
     # Health follows the replicas and the settings' adapters: SERVING means that a request can run now.
@@ -78,7 +80,7 @@ async def serve(settings: Settings) -> None:
     # Readiness goes first. Only the calls of direct clients need time: gateways resubmit their requests to
     # the next scheduler. Until then those run here, because the next scheduler gets no worker before.
     await server.set_serving(False)
-    await inference.drain(settings.drain_s, hurry)
+    await inference.drain(settings.drain_s)
     await registry.close()
     await server.stop(grace_s=0.5)
     deployment.histogram.save()

@@ -79,28 +79,26 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         # The buffers of open calls, those of direct clients apart.
         self._streams: set[EventBuffer] = set()
         self._direct: set[EventBuffer] = set()
-        self._direct_ended = asyncio.Event()
+        self._drained = asyncio.Event()
         self._log = get_logger()
 
     @property
     def _engine(self) -> EngineProtocol:
         return self._deployment.engine
 
-    async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
-        """Refuses new requests of direct clients and waits for their calls; then ends all calls.
+    def hurry(self) -> None:
+        """Ends the wait of :meth:`drain`."""
+        self._drained.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests of direct clients, waits for their calls, and then ends all calls.
 
         Connect streams serve until then. Their clients resubmit their requests to the next scheduler.
-
-        Args:
-            timeout_s: seconds that the calls of direct clients may take.
-            hurry: ends the wait once it is set.
         """
         self._draining = True
         if self._direct:
-            waiting = [asyncio.create_task(event.wait()) for event in (self._direct_ended, hurry)]
-            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in waiting:
-                task.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._drained.wait(), timeout_s)
         self._ended = True
         for buffer in (*self._streams, *self._direct):
             buffer.end(_shutting_down())
@@ -121,7 +119,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             calls.discard(buffer)
             if self._draining and not self._direct:
-                self._direct_ended.set()
+                self._drained.set()
             buffer.close()
             abort()
 

@@ -255,8 +255,8 @@ async def test_a_full_queue_is_overloaded_with_a_time_to_retry() -> None:
 
 
 def draining(scheduler: RunningScheduler, timeout_s: float = 20.0) -> "asyncio.Task[None]":
-    """Starts a drain, which nobody hurries."""
-    return asyncio.create_task(scheduler.servicer.drain(timeout_s, asyncio.Event()))
+    """Starts a drain."""
+    return asyncio.create_task(scheduler.servicer.drain(timeout_s))
 
 
 async def test_while_draining_direct_clients_are_refused_and_their_running_requests_finish(
@@ -328,10 +328,9 @@ async def test_a_drain_ends_direct_calls_with_a_typed_error(
     worker.gate.clear()
     running = asyncio.create_task(failure(scheduler.inference.Generate(generate_request())))
     await until(lambda: scheduler.engine.num_running)
-    hurry = asyncio.Event()
-    drain = asyncio.create_task(scheduler.servicer.drain(0.01 if how == "time" else 60.0, hurry))
+    drain = draining(scheduler, 0.01 if how == "time" else 60.0)
     if how == "hurry":
-        hurry.set()
+        scheduler.servicer.hurry()
     await drain
     error = await running
     assert isinstance(error, Unavailable)

@@ -121,7 +121,7 @@ def test_serves_survives_a_killed_worker_and_stops_cleanly(tmp_path: Path) -> No
         _, errors = process.communicate(timeout=30)
         assert process.returncode == 0
         assert errors == ""
-    assert list(tmp_path.glob("*.pid")) == []
+    assert [*tmp_path.glob("*.pid"), *tmp_path.rglob("*.sock")] == []
     wait_until_gone(before | after)
 
 

@@ -72,7 +72,7 @@ async def test_a_restarted_scheduler_takes_back_more_requests_than_its_queue_hol
             drawn = await seeds_of(worker, 4)
             await asyncio.gather(*[event.wait() for event in begun[:4]])
             if drains:
-                await first.servicer.drain(20.0, asyncio.Event())
+                await first.servicer.drain(20.0)
                 await until(lambda: not num_live(first))  # its gateways have taken everything back
             await first.server.stop(0)
     try:

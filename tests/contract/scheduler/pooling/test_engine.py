@@ -152,7 +152,7 @@ async def test_draining_lets_running_requests_finish(
     worker.gate.clear()
     call = asyncio.create_task(values_of(scheduler, [1]))
     await worker.received.wait()
-    drain = asyncio.create_task(scheduler.servicer.drain(20.0, asyncio.Event()))
+    drain = asyncio.create_task(scheduler.servicer.drain(20.0))
     assert isinstance(await failure(scheduler.inference.Pool(pool_request())), Unavailable)
     assert not drain.done()
     worker.gate.set()
