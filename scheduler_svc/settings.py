@@ -176,10 +176,10 @@ class Settings(LinkSecuritySettings):
     max_step_failures: int = Field(4, ge=1, le=100)
     """Steps that may fail in a row with the same request in them. The request then fails, if it ran alone and
     every worker has failed it. Set more than --detach-after-failed-steps: a broken worker then goes first."""
-    max_unread_tokens_per_stream: int = Field(1 << 20, ge=1024)
+    max_unread_tokens_per_stream: int = Field(1 << 19, ge=1024)
     """Tokens that may wait for the client of one gRPC stream, log-probabilities counted too. A stream that
     exceeds it ends with RESOURCE_EXHAUSTED, and its requests are aborted; gateways send theirs again."""
-    max_unread_stream_tokens: int = Field(1 << 21, ge=1024)
+    max_unread_stream_tokens: int = Field(1 << 20, ge=1024)
     """Tokens that may wait for the clients of all gRPC streams together. Beyond it, the stream with the most
     unread tokens ends in the same way."""
     step_timeout_s: float = Field(120.0, gt=0)

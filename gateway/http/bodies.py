@@ -131,7 +131,7 @@ class BoundedBody:
             if more and not isinstance(error, RequestTooSlow) and (received or "expect" not in self._headers):
                 await self._discard()
             raise
-        return {**message, "body": body.getvalue()}
+        return {"type": "http.request", "body": body.getvalue(), "more_body": False}
 
     def close(self) -> None:
         """Ends the count of the body."""
