@@ -18,7 +18,7 @@ from gateway import VERSION
 from gateway.auth.key_store import KeyStore, account_of
 from gateway.auth.middleware import AuthMiddleware, KeyUsage, document_keys
 from gateway.generation.respond import Context
-from gateway.http.bodies import BodyMemory
+from gateway.http.bodies import BodyLimits
 from gateway.http.errors import UnknownRoute, WrongMethod, error_response, sent_method
 from gateway.http.middleware import PAGE_FOLDER, RequestMiddleware
 from gateway.messages_api import routes as messages
@@ -125,7 +125,7 @@ def _assemble(
     )
     most, flag = settings.max_unread_answer_bytes, "--max-unread-answer-bytes"
     unread = UnreadLimits(per_reader=most, total=most, flags=(flag, flag), unit="bytes")
-    bodies = BodyMemory(settings.max_total_body_bytes)
+    bodies = BodyLimits(settings.max_body_bytes, settings.max_total_body_bytes, settings.read_timeout_s)
     measured = Metrics(
         lambda: watcher.model_name,
         lambda: client.num_pending,
@@ -182,10 +182,8 @@ def _add_middleware(app: FastAPI, context: Context, tracer: Tracer | None) -> No
     app.add_middleware(
         RequestMiddleware,
         metrics=context.metrics,
-        max_body_bytes=settings.max_body_bytes,
         bodies=context.bodies,
         tenant_of=lambda scope: account_of(Request(scope)).tenant,
-        read_timeout_s=settings.read_timeout_s,
         new_id=context.new_id,
         clock=context.clock,
         tracer=tracer,

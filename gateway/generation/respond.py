@@ -22,7 +22,7 @@ from gateway.generation.request_builder import (
 )
 from gateway.generation.sequence_text import Reporter
 from gateway.generation.streaming import Answer, AnswerHead, ResponseWriter, while_client_waits
-from gateway.http.bodies import BodyMemory
+from gateway.http.bodies import BodyLimits
 from gateway.http.middleware import note, pass_on
 from gateway.metrics import Metrics, SharedMetrics
 from gateway.scheduler_client.client import InferenceClient
@@ -50,8 +50,8 @@ class Context:
     metrics: Metrics
     unread: UnreadLimits
     """Bytes of answers not yet read by clients."""
-    bodies: BodyMemory
-    """Bytes of requests' bodies."""
+    bodies: BodyLimits
+    """Bounds on requests' bodies."""
     text_worker: TextWorker
     keys: KeyStore
     shared_metrics: SharedMetrics | None

@@ -29,67 +29,54 @@ _MAX_ENCODINGS: Final = 2
 _MAX_MEMBERS: Final = 64
 
 
-class BodyMemory:
-    """The bytes of all request bodies in memory. A tenant may hold as many as are free.
+class BodyLimits:
+    """Bounds on bodies, and the bytes of all in memory. A tenant may hold as many as are free.
 
-    So a tenant alone holds half of the limit at most, and another's small body has room at all times.
+    So a tenant alone holds half of the total at most, and another's small body has room at all times.
     """
 
     num_bytes: int
     """Bytes of all bodies."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """Starts without bodies."""
+    def __init__(self, max_bytes: int, total_bytes: int, timeout_s: float) -> None:
+        """Bounds a body's bytes, sent and decoded, its seconds until complete, and the bytes of all."""
+        self.max_bytes = max_bytes
+        self.timeout_s = timeout_s
         self.num_bytes = 0
-        self._max_bytes = max_bytes
+        self._total_bytes = total_bytes
         self._held = Counter[str]()
 
     def take(self, tenant: str, num_bytes: int) -> None:
-        """Counts further bytes of a tenant's bodies.
+        """Counts further bytes of a tenant's bodies; negative ones end the count of freed bodies.
 
         Raises:
             Overloaded: if they are too many.
         """
-        held = self._held[tenant]
-        if held + num_bytes > self._max_bytes - self.num_bytes:
+        held = self._held.pop(tenant, 0)
+        if num_bytes > 0 and held + num_bytes > self._total_bytes - self.num_bytes:
+            self._held[tenant] = held
             raise Overloaded(
                 f"the tenant's requests under way have bodies of {held} bytes, and more do not fit into memory"
                 " (--max-total-body-bytes); retry when some of them are answered",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
-        self._held[tenant] = held + num_bytes
         self.num_bytes += num_bytes
-
-    def give_back(self, tenant: str, num_bytes: int) -> None:
-        """Ends the count of some bytes."""
-        self.num_bytes -= num_bytes
-        self._held[tenant] -= num_bytes
-        if not self._held[tenant]:
-            del self._held[tenant]
+        if held + num_bytes:
+            self._held[tenant] = held + num_bytes
 
 
 class BoundedBody:
     """Receives a request's body as a whole, decoded and bounded in size, memory and time."""
 
     def __init__(
-        self,
-        receive: Receive,
-        headers: Headers,
-        max_bytes: int,
-        timeout_s: float,
-        memory: BodyMemory,
-        tenant: Callable[[], str],
+        self, receive: Receive, headers: Headers, limits: BodyLimits, tenant: Callable[[], str]
     ) -> None:
-        """Bounds the bytes of a body, both as sent and decoded, and the seconds until it is complete.
-
-        `memory` counts the body until :meth:`close` as held by `tenant`, known once keys are checked.
-        """
+        """Counts the body until :meth:`close` as held by `tenant`, known once keys are checked."""
         self._receive = receive
         self._headers = headers
-        self._max_bytes = max_bytes
-        self._timeout_s = timeout_s
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
-        self._memory = memory
+        self._limits = limits
+        self._max_bytes = limits.max_bytes
+        self._deadline = asyncio.get_running_loop().time() + limits.timeout_s
         self._tenant = tenant
         self._holder = ""
         self._held = 0
@@ -121,7 +108,7 @@ class BoundedBody:
                     part = decoder.feed(part)
                     if not more:
                         decoder.finish()
-                self._memory.take(self._holder, len(part))
+                self._limits.take(self._holder, len(part))
                 self._held += len(part)
                 body.write(part)
         except (InvalidArgument, Overloaded) as error:
@@ -135,7 +122,7 @@ class BoundedBody:
 
     def close(self) -> None:
         """Ends the count of the body."""
-        self._memory.give_back(self._holder, self._held)
+        self._limits.take(self._holder, -self._held)
         self._held = 0
 
     async def _next(self) -> Message:
@@ -144,7 +131,7 @@ class BoundedBody:
                 message = await self._receive()
         except TimeoutError:
             raise RequestTooSlow(
-                f"the body did not arrive within {self._timeout_s:g} s; send it faster, or less"
+                f"the body did not arrive within {self._limits.timeout_s:g} s; send it faster, or less"
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone("the client closed the connection before its body was complete")

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.bodies import BodyMemory, BoundedBody
+from gateway.http.bodies import BodyLimits, BoundedBody
 from gateway.http.errors import METHOD, error_code, error_response, internal, sent_method
 from gateway.metrics import Metrics
 from protos.service.logs import bind_request, get_logger
@@ -195,10 +195,8 @@ class RequestMiddleware:
         app: ASGIApp,
         *,
         metrics: Metrics,
-        max_body_bytes: int,
-        bodies: BodyMemory,
+        bodies: BodyLimits,
         tenant_of: Callable[[Scope], str],
-        read_timeout_s: float,
         new_id: Callable[[], str],
         clock: Callable[[], float],
         tracer: Tracer | None = None,
@@ -210,10 +208,8 @@ class RequestMiddleware:
         self._traces = HttpTraces(tracer) if tracer is not None else None
         self._app = app
         self._metrics = metrics
-        self._max_body_bytes = max_body_bytes
         self._bodies = bodies
         self._tenant_of = tenant_of
-        self._read_timeout_s = read_timeout_s
         self._new_id = new_id
         self._clock = clock
         self._log = get_logger()
@@ -241,10 +237,7 @@ class RequestMiddleware:
                 message["headers"] = [*given, *more, *security_headers(given)]
             await send(message)
 
-        body = BoundedBody(
-            receive, headers, self._max_body_bytes, self._read_timeout_s, self._bodies,
-            functools.partial(self._tenant_of, scope),
-        )  # fmt: skip
+        body = BoundedBody(receive, headers, self._bodies, functools.partial(self._tenant_of, scope))
         with bind_request(request_id), self._metrics.in_flight():
             try:
                 await self._app(scope, body, send_with_id)
