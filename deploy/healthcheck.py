@@ -73,7 +73,7 @@ def check_grpc(address: str, service: str) -> str:
 
     if os.environ.get("TRIPTYCH_GRPC_TLS_CA"):
         # Imported late: a check runs every few seconds, and without TLS it needs no settings.
-        from protos.service.security_settings import CallSecuritySettings
+        from protos.service.common_settings import CallSecuritySettings
 
         opened = CallSecuritySettings().link_security().open_blocking_channel(address)
     else:

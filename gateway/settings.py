@@ -10,10 +10,8 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_va
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.limits import MAX_LOGPROBS
-from protos.service.logs import LogFormat, LogLevel
-from protos.service.security_settings import CallSecuritySettings
+from protos.service.common_settings import CallSecuritySettings
 from protos.service.settings import Group, ServiceSettings
-from protos.service.tracing import OtlpEndpoint
 
 ToolFormat: TypeAlias = Literal["hermes", "llama3_json", "mistral", "mistral_v11", "mistral_v13", "pythonic"]
 """A format of tool calls; ``gateway.tools.formats.FORMATS`` has its parser and its grammar."""
@@ -209,13 +207,12 @@ class Settings(CallSecuritySettings, SecuritySettings):
             "read_timeout_s",
             "write_timeout_s",
         ),
-        Group.LOGGING: ("log_level", "log_format", "enable_log_requests", "otlp_traces_endpoint"),
+        Group.LOGGING: ("enable_log_requests",),
     }
 
     reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
         "keep_alive_s": "VLLM_HTTP_TIMEOUT_KEEP_ALIVE",
         "max_prompts": "VLLM_MAX_COMPLETION_PROMPTS",
-        "log_level": "VLLM_LOGGING_LEVEL",
         "dev_mode": "VLLM_SERVER_DEV_MODE",
     }
 
@@ -251,12 +248,6 @@ class Settings(CallSecuritySettings, SecuritySettings):
     )
     scheduler_address: str = Field(
         "127.0.0.1:50051", description="Address of the scheduler, host:port or unix:PATH."
-    )
-    log_level: LogLevel = Field("info", description="Least severe level that is logged.")
-    log_format: LogFormat = Field("json", description="'json' for machines, 'console' for people.")
-    otlp_traces_endpoint: OtlpEndpoint | None = Field(
-        None,
-        description="OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces.",
     )
     max_body_bytes: int = Field(
         8 * 1024 * 1024,

@@ -13,11 +13,8 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from protos.limits import MAX_CONCURRENT_RPCS
-from protos.service.logs import LogFormat, LogLevel
-from protos.service.security_settings import LinkSecuritySettings
-from protos.service.settings import Group, MayBeEmpty
-from protos.service.tracing import OtlpEndpoint
+from protos.service.common_settings import LinkSecuritySettings
+from protos.service.settings import Group
 from scheduler_svc.adapters.modules import name_and_path, split_modules
 from scheduler_svc.policy.order import SHORTEST_AGEING_S
 from scheduler_svc.shapes.buckets import BucketStrategy, decode_buckets
@@ -66,7 +63,7 @@ class Settings(LinkSecuritySettings):
             "max_unread_tokens_per_stream",
             "max_unread_stream_tokens",
         ),
-        Group.ADDRESSES: ("host", "port", "socket", "max_concurrent_rpcs"),
+        Group.ADDRESSES: ("port",),
         Group.TIMEOUTS: (
             "step_timeout_s",
             "detach_after_failed_steps",
@@ -75,13 +72,7 @@ class Settings(LinkSecuritySettings):
             "token_timeout_s",
             "drain_s",
         ),
-        Group.LOGGING: (
-            "log_level",
-            "log_format",
-            "otlp_traces_endpoint",
-            "state_dir",
-            "batchsize_log_interval_s",
-        ),
+        Group.LOGGING: ("state_dir", "batchsize_log_interval_s"),
     }
 
     reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {
@@ -94,18 +85,10 @@ class Settings(LinkSecuritySettings):
         "pool_prompt_lens": ("VLLM_SPYRE_WARMUP_PROMPT_LENS", "SENDNN_INFERENCE_WARMUP_PROMPT_LENS"),
         "sub_block_cache": "VLLM_RBLN_SUB_BLOCK_CACHE",
         "batchsize_log_interval_s": "VLLM_LOG_BATCHSIZE_INTERVAL",
-        "log_level": "VLLM_LOGGING_LEVEL",
     }
 
-    host: MayBeEmpty = "127.0.0.1"
-    """Address to listen on. Empty: only on --socket."""
     port: int = Field(50051, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
-    socket: Path | None = None
-    """Unix socket to listen on, too: `unix:PATH` for gateways and workers of this machine."""
-    max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
-    """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
-    RESOURCE_EXHAUSTED."""
     expect_model: str = ""
     """Name of the only model that workers may serve: a Hugging Face id, or the name of a folder. Default: the
     first worker decides."""
@@ -202,12 +185,6 @@ class Settings(LinkSecuritySettings):
     """Seconds between two log entries of the decode batch sizes; 0 or below for none."""
     drain_s: float = Field(30.0, ge=0, le=3600)
     """How long running requests may continue after SIGTERM or SIGINT, seconds."""
-    log_level: LogLevel = Field("info")
-    """Least severe level that is logged."""
-    log_format: LogFormat = Field("json")
-    """json for machines, console for people."""
-    otlp_traces_endpoint: OtlpEndpoint | None = Field(None)
-    """OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
 
     @field_validator("decode_buckets", "pool_batch_sizes", "pool_prompt_lens", mode="before")
     @classmethod

@@ -10,11 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode, SettingsConfigDict
 
-from protos.limits import MAX_CONCURRENT_RPCS
-from protos.service.logs import LogFormat, LogLevel
-from protos.service.security_settings import LinkSecuritySettings
+from protos.service.common_settings import LinkSecuritySettings
 from protos.service.settings import Group, MayBeEmpty
-from protos.service.tracing import OtlpEndpoint
 from worker_svc.devices.registry import DEVICES, DeviceOptions, DeviceSetting, RblnBackend
 from worker_svc.ranks.layout import RankLayout
 from worker_svc.vllm_settings import (
@@ -102,21 +99,13 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             "grammar_cache_mib",
             "jump_ahead_tokens",
         ),
-        Group.ADDRESSES: (
-            "host",
-            "port",
-            "socket",
-            "max_concurrent_rpcs",
-            "scheduler_address",
-            "advertise_host",
-        ),
+        Group.ADDRESSES: ("port", "scheduler_address", "advertise_host"),
         Group.TIMEOUTS: (
             "stall_timeout_s",
             "hang_timeout_s",
             "configure_hang_timeout_s",
             "max_failed_steps",
         ),
-        Group.LOGGING: ("log_level", "log_format", "otlp_traces_endpoint"),
     }
 
     needs_master: ClassVar[bool] = True
@@ -141,7 +130,6 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
         "rbln_moe_use_opt_kernel": "VLLM_RBLN_MOE_USE_OPT_KERNEL",
         "rbln_moe_custom_kernel": "VLLM_RBLN_MOE_CUSTOM_KERNEL",
         "grammar_cache_mib": "VLLM_XGRAMMAR_CACHE_MB",
-        "log_level": "VLLM_LOGGING_LEVEL",
     }
     reference_opposites: ClassVar[Mapping[str, str]] = {"compile_cache": "VLLM_DISABLE_COMPILE_CACHE"}
     also_set_by: ClassVar[Mapping[str, str]] = {"compilation_config": "optimization_level"}
@@ -263,16 +251,8 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Seed of the process's own random numbers, such as made-up weights. Requests have their own seeds."""
     cpu_threads: int | None = Field(None, ge=1, le=1024)
     """Threads that CPU kernels use. Default: all cores."""
-    host: MayBeEmpty = "127.0.0.1"
-    """Address to listen on. Empty: only on --socket."""
     port: int = Field(50061, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
-    socket: Path | None = None
-    """Unix socket to listen on, too. A worker that registers through a Unix socket names this one to its
-    scheduler."""
-    max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
-    """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
-    RESOURCE_EXHAUSTED."""
     scheduler_address: MayBeEmpty = Field("127.0.0.1:50051", pattern=r"^(.+:\d+|unix:.+)?$")
     """host:port or unix:PATH of the scheduler to register with. Empty: register nowhere and wait for a
     scheduler to connect."""
@@ -289,12 +269,6 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     --no-enable-warm-up it holds for steps too, which then make graphs. 0: never."""
     max_failed_steps: int = Field(5, ge=0, le=1000)
     """End the process when this many steps in a row fail, so that its supervisor restarts it. 0: never."""
-    log_level: LogLevel = "info"
-    """Least severe level that is logged."""
-    log_format: LogFormat = "json"
-    """json for machines, console for people."""
-    otlp_traces_endpoint: OtlpEndpoint | None = None
-    """OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
 
     @model_validator(mode="before")
     @classmethod

@@ -22,7 +22,7 @@ from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, socket_folder,
 from deploy.launcher.supervisor import BAD_SETTING
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused, TriptychError
-from protos.service.security_settings import CallSecuritySettings
+from protos.service.common_settings import CallSecuritySettings
 from protos.service.settings import ServiceSettings, load
 from protos.service.tokens import METADATA_KEY
 from protos.triptych.v1 import inference_pb2, inference_pb2_grpc, worker_pb2

@@ -78,6 +78,7 @@ ARGUMENTS = {
     "default_chat_template_kwargs": ['--default-chat-template-kwargs={"enable_thinking": false}'],
     "otlp_traces_endpoint": ["--otlp-traces-endpoint=http://127.0.0.1:4317"],
     "max_logprobs": ["--max-logprobs=5"],
+    "max_total_body_bytes": ["--max-total-body-bytes=33554432"],
     "root_path": ["--root-path=/llm"],
     "compilation_config": ['--compilation-config={"level": 3, "candidate_compile_sizes": [1, 8]}'],
     "compile_strict": ["--compile-strict"],

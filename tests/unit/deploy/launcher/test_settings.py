@@ -44,7 +44,7 @@ def test_a_setting_of_a_service_is_a_setting_of_up(service: type[ServiceSettings
 def test_help_lists_every_setting_but_the_fixed_ones(capsys: pytest.CaptureFixture[str]) -> None:
     """A fixed setting has no flag; all others have one."""
     with pytest.raises(SystemExit):
-        load(LaunchSettings, ["--help"])
+        load(LaunchSettings, ["--help-all"])
     words = capsys.readouterr().out.replace(",", " ").split()
     for name in LaunchSettings.model_fields:
         assert (f"--{name.replace('_', '-')}" in words) == (name not in LaunchSettings.fixed), name

@@ -1,4 +1,4 @@
-"""The settings that protect a service's gRPC connections."""
+"""Settings that several services share: their logs, addresses and protected gRPC connections."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,16 +7,35 @@ from typing import ClassVar, Self
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from protos.limits import MAX_CONCURRENT_RPCS
 from protos.service.channels import LinkSecurity
-from protos.service.settings import Group, ServiceSettings
+from protos.service.logs import LogFormat, LogLevel
+from protos.service.settings import Group, MayBeEmpty, ServiceSettings
 from protos.service.tls import CertificatePaths, Certificates
 from protos.service.tokens import ServiceTokens
+from protos.service.tracing import OtlpEndpoint
 
 
-class CallSecuritySettings(ServiceSettings):
-    """How a service protects the gRPC calls that it makes."""
+class CommonSettings(ServiceSettings):
+    """What a service writes about itself."""
 
     model_config = SettingsConfigDict(use_attribute_docstrings=True)
+
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
+        Group.LOGGING: ("log_level", "log_format", "otlp_traces_endpoint"),
+    }
+    reference_names: ClassVar[Mapping[str, str | tuple[str, ...]]] = {"log_level": "VLLM_LOGGING_LEVEL"}
+
+    log_level: LogLevel = "info"
+    """Least severe level that is logged."""
+    log_format: LogFormat = "json"
+    """json for machines, console for people."""
+    otlp_traces_endpoint: OtlpEndpoint | None = None
+    """OTLP endpoint for traces, such as http://127.0.0.1:4317; needs the extra otel. Default: no traces."""
+
+
+class CallSecuritySettings(CommonSettings):
+    """How a service protects the gRPC calls that it makes."""
 
     groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
         Group.LINKS: (
@@ -70,10 +89,21 @@ class CallSecuritySettings(ServiceSettings):
 
 
 class LinkSecuritySettings(CallSecuritySettings):
-    """How a service protects its gRPC calls and its gRPC port."""
+    """Where a service listens for gRPC calls, and how it protects these and its own."""
 
-    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {Group.LINKS: ("grpc_tls_require_client_cert",)}
+    groups: ClassVar[Mapping[Group, tuple[str, ...]]] = {
+        Group.ADDRESSES: ("host", "socket", "max_concurrent_rpcs"),
+        Group.LINKS: ("grpc_tls_require_client_cert",),
+    }
 
+    host: MayBeEmpty = "127.0.0.1"
+    """Address to listen on. Empty: only on --socket."""
+    socket: Path | None = None
+    """Unix socket to listen on, too: `unix:PATH` for services of this machine. A worker that registers at one
+    names its own to its scheduler."""
+    max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
+    """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
+    RESOURCE_EXHAUSTED."""
     grpc_tls_require_client_cert: bool = False
     """Refuse connections without a client certificate from --grpc-tls-ca (mTLS)."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused
-from protos.service.security_settings import CallSecuritySettings
+from protos.service.common_settings import CallSecuritySettings
 from protos.service.settings import load
 from scheduler_svc.settings import Settings as SchedulerSettings
 from tests.support.security.certificates import TOKEN, service_files
