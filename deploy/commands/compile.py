@@ -43,6 +43,7 @@ class CompileSettings(LaunchSettings):
     model_config = SettingsConfigDict(cli_prog_name="triptych compile")
 
     fixed: ClassVar[Mapping[str, str]] = {"rank": ""}
+    common: ClassVar[tuple[str, ...]] = ()
 
 
 class _RankSettings(WorkerSettings):

@@ -29,7 +29,7 @@ from pydantic_settings import (
 
 from protos.errors import ConfigurationRefused
 from protos.service.config_file import ConfigFile
-from protos.service.help import SearchableHelp, example, unknown_arguments
+from protos.service.help import SearchableHelp, unknown_arguments
 from protos.service.redaction import without_users, words_shown
 
 CONFIG_VARIABLE: Final = "TRIPTYCH_CONFIG"
@@ -284,6 +284,7 @@ class _Parser(SearchableHelp):
             if argument.startswith(("--help=", "--help-all")):
                 sys.stdout.write(self.found(argument.partition("=")[2] or "all", self._known))
                 self.exit()
+        parsed: Namespace
         parsed, rest = self.parse_known_args(args, namespace)
         if rest[:1] == ["--"]:
             rest = rest[1:]
@@ -331,13 +332,6 @@ class _Parser(SearchableHelp):
         """Returns the help of the settings that people use, or of all if the class names none."""
         common = self._settings.common
         return self.short_help(("help", "config", *common)) if common else self.full_help()
-
-    def full_help(self) -> str:
-        """Returns the help of all flags, with an example under each heading."""
-        for heading, section in self._sections.items():
-            text = example(heading, self._option_string_actions)
-            section.description = text and f"For example: {text}"
-        return super().full_help()
 
     def error(self, message: str) -> NoReturn:
         """Refuses a flag."""

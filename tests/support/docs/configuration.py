@@ -37,7 +37,7 @@ Lists are written with commas. A switch is `--flag` or `--no-flag`; as a variabl
 the description says what empty means; elsewhere, an empty flag or entry of a file is refused, and an empty variable is unset.
 
 A bad value ends the start with exit code 2 and one line that names the flag, the variable and what is wrong. `triptych up --help`
-prints twenty settings, `--help-all` (and `--help` of a single service) all of them, with an example under each heading. `--help=WORD`
+prints twenty settings, `--help-all` (and `--help` of a single service) all of them, under headings. `--help=WORD`
 shows one heading ("KV memory"), or the flags with the word in their name; `--help=listgroup` lists the headings, as in vLLM.
 
 ## Write settings to a file

@@ -126,17 +126,11 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("cls", COMMANDS, ids=lambda cls: cls.__name__ + cls.__module__)
-def test_each_heading_has_an_example_that_works(
-    cls: type[ServiceSettings], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_help_says_what_it_can(cls: type[ServiceSettings], capsys: pytest.CaptureFixture[str]) -> None:
     """No default is shown that says nothing, and every flag has a description."""
     with pytest.raises(SystemExit):
-        load(cls, ["--help"])
+        load(cls, ["--help-all"])
     text = capsys.readouterr().out
-    headings = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    examples = [line.partition(":")[2] for line in text.splitlines() if line.startswith("  For example:")]
-    assert len(examples) == len(headings) - 1  # "options:" has none
-    load(cls, " ".join(examples).split())
     for nothing in ("null", "None", "()", "{}"):
         assert f"(default: {nothing})" not in text
     assert [name for name, field in cls.model_fields.items() if not field.description] == []
