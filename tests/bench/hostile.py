@@ -255,7 +255,7 @@ async def mixed(target: Field, minutes: float, attacks: Sequence[Attack], seed: 
 
 def summary(rows: Sequence[Row]) -> tuple[dict[str, object], dict[str, float]]:
     """Returns figures and ratios of a table whose first row is without an attack."""
-    attacks = rows[1:]
+    alone, *attacks = rows
     worst = {
         "loop_ms": max(row.loop_ms for row in attacks),
         "latency_ms": max(row.latency_ms for row in attacks),
@@ -268,6 +268,7 @@ def summary(rows: Sequence[Row]) -> tuple[dict[str, object], dict[str, float]]:
     }
     figures = {
         "attacks": len(attacks),
+        "without_attack": {"loop_ms": round(alone.loop_ms), "latency_ms": round(alone.latency_ms)},
         "refused_to_the_other": sum(row.failed for row in attacks),
         "worst": {name: round(value) for name, value in worst.items()},
         "within_aim": within,

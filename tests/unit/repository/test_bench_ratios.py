@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.bench import logprobs
+from tests.bench import hostile, logprobs
 from tests.bench.decode_step import Floor, weight_bytes
 from tests.bench.pooling import vs_vllm_embeddings
 from tests.bench.support.http_load import Arrivals
@@ -42,6 +42,20 @@ def test_log_probabilities_are_compared_within_a_round() -> None:
     """A ratio divides by the rate without log-probabilities of the same round; rounds give a median."""
     rates = [{"none": 100.0, "1": 90.0}, {"none": 200.0, "1": 160.0}, {"none": 100.0, "1": 10.0}]
     assert logprobs.ratios(rates) == {"logprobs_1_b32": 0.8}
+
+
+def test_attacks_are_compared_with_aims() -> None:
+    """The worst of all attacks counts, of all processes; the row without an attack is apart."""
+    rows = [
+        hostile.Row(name, {}, loop_ms, latency_ms, failed, {"gateway": growth, "scheduler": 1.0})
+        for name, loop_ms, latency_ms, failed, growth in (
+            ("nothing", 900.0, 900.0, 0, 0.0), ("one", 100.0, 250.0, 2, 32.0), ("two", 25.0, 500.0, 1, 128.0),
+        )
+    ]  # fmt: skip
+    figures, ratios = hostile.summary(rows)
+    assert ratios == {"loop_ms_to_aim": 2, "latency_ms_to_aim": 1, "growth_mib_to_aim": 2}
+    assert figures["within_aim"] == {"loop_ms": 1, "latency_ms": 2, "growth_mib": 1}
+    assert figures["refused_to_the_other"] == 3
 
 
 def test_the_table_has_a_line_for_each_contender() -> None:
