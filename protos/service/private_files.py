@@ -12,9 +12,10 @@ import os
 import pwd
 import stat
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
 
-from protos.errors import ConfigurationRefused
+if TYPE_CHECKING:
+    from protos.errors import ConfigurationRefused
 
 
 def check(path: Path, what: str, remedy: str) -> None:
@@ -30,7 +31,7 @@ def check(path: Path, what: str, remedy: str) -> None:
         OSError: it cannot be looked at.
     """
     if reason := _fault_of(path.lstat(), path.stat()):
-        raise ConfigurationRefused(_refusal(f"{what} {path}", reason, remedy))
+        raise _foreign(f"{what} {path}", reason, remedy)
 
 
 def make_folder(path: Path, what: str, remedy: str, *, mode: int = 0o700) -> None:
@@ -77,15 +78,21 @@ def read_secret(path: Path, flag: str, most_bytes: int = -1) -> bytes:
             reason = _fault_of(path.lstat(), os.fstat(file.fileno()))
             content = file.read(most_bytes)
     except OSError as error:
-        raise ConfigurationRefused(f"{flag}: cannot read {path}: {error.strerror}") from error
+        raise _refusal(f"{flag}: cannot read {path}: {error.strerror}") from error
     if reason:
-        raise ConfigurationRefused(_refusal(f"{flag}: {path}", reason, "change its owner and mode"))
+        raise _foreign(f"{flag}: {path}", reason, "change its owner and mode")
     return content
 
 
-def _refusal(name: str, reason: str, remedy: str) -> str:
+def _refusal(message: str) -> "ConfigurationRefused":
+    from protos.errors import ConfigurationRefused  # needs gRPC, which a bare wheel's commands do without
+
+    return ConfigurationRefused(message)
+
+
+def _foreign(name: str, reason: str, remedy: str) -> "ConfigurationRefused":
     owners = f"{_user(os.geteuid())} or root" if os.geteuid() else "root"
-    return f"{name} {reason}: only {owners} may own it and write to it; {remedy}"
+    return _refusal(f"{name} {reason}: only {owners} may own it and write to it; {remedy}")
 
 
 def _fault_of(*found: os.stat_result) -> str | None:
