@@ -341,8 +341,8 @@ class Settings(CallSecuritySettings, SecuritySettings):
         256,
         ge=0,
         le=65536,
-        description="Most conversations and long texts that wait for a thread that reads them, and again most"
-        " texts above 256 KiB, which have threads of their own; the next request gets 429.",
+        description="Most long texts that wait for a thread that reads them, and as many above 256 KiB, which"
+        " have threads of their own; the next request gets 429.",
     )
 
     max_unread_answer_bytes: int = Field(

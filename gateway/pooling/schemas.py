@@ -3,15 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import (
-    AliasChoices,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AliasChoices, ConfigDict, Field, PlainValidator, ValidationInfo, model_validator
 from typing_extensions import TypedDict
 
 from gateway.schemas.base import RequestModel, Unserved, ignore, quote
@@ -70,7 +62,7 @@ def _texts(value: Any, info: ValidationInfo) -> list[str]:
 _TextOrObject = str | dict[str, str]
 
 Texts = Annotated[
-    list[str], BeforeValidator(_texts, json_schema_input_type=_TextOrObject | list[_TextOrObject])
+    list[str], PlainValidator(_texts, json_schema_input_type=_TextOrObject | list[_TextOrObject])
 ]
 
 

@@ -1,6 +1,7 @@
 """Prefixes of an embedding model's texts: the prompts of Sentence Transformers."""
 
 import asyncio
+import bisect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,8 +78,8 @@ T = TypeVar("T")
 # Encoding so many bytes takes well under a millisecond; a hop to another thread would cost more.
 _INLINE_SIZE: Final = 2_000
 
-# Work on more bytes has threads of its own, so that short texts never wait for long ones.
-_LONG_SIZE: Final = 256 * 1024
+# Texts have threads by their size, so that short ones never wait for long ones.
+_SIZES: Final = (_INLINE_SIZE, 256 * 1024)
 _THREADS: Final = 2
 
 # CPU time of one piece of work for a request, seconds. The largest body takes less than half of it.
@@ -203,14 +204,6 @@ class TextCodec:
         return [self.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
 
-class _Threads:
-    """Threads that work on texts of a kind."""
-
-    def __init__(self, name: str) -> None:
-        self.pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix=name)
-        self.unfinished = 0
-
-
 class TextWorker:
     """Runs slow text work in threads and quick work in the event loop.
 
@@ -220,7 +213,9 @@ class TextWorker:
 
     def __init__(self, max_waiting: int = 256) -> None:
         """Starts its threads when they are needed; ``max_waiting`` slow requests may wait for one."""
-        self._short, self._long = _Threads("text"), _Threads("long-text")
+        names = ("text", "text-middle", "text-long")
+        self._pools = [ThreadPoolExecutor(_THREADS, thread_name_prefix=name) for name in names]
+        self._unfinished = [0] * len(names)
         self._max_waiting = max_waiting
 
     async def run(self, size: int, work: Callable[[], T], *, inline: bool = True) -> T:
@@ -234,7 +229,7 @@ class TextWorker:
         """
         if inline and size <= _INLINE_SIZE:
             return work()
-        if self._threads(size).unfinished >= _THREADS + self._max_waiting:
+        if size > _INLINE_SIZE and self._unfinished[_lane(size)] >= _THREADS + self._max_waiting:
             raise Overloaded(
                 f"{self._max_waiting} long texts of other requests are waiting to be read; retry later",
                 retry_after_ms=1000,
@@ -246,20 +241,21 @@ class TextWorker:
         return work() if size <= _INLINE_SIZE else await self._in_thread(size, work)
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
-        threads = self._threads(size)
-        threads.unfinished += 1
+        lane = _lane(size)
+        self._unfinished[lane] += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads.pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self._pools[lane], work)
         finally:
-            threads.unfinished -= 1
-
-    def _threads(self, size: int) -> _Threads:
-        return self._short if size <= _LONG_SIZE else self._long
+            self._unfinished[lane] -= 1
 
     def close(self) -> None:
         """Refuses new work; running work finishes."""
-        for threads in (self._short, self._long):
-            threads.pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _lane(size: int) -> int:
+    return bisect.bisect_left(_SIZES, size)
 
 
 def _in_time(work: Callable[[], T]) -> T:

@@ -125,6 +125,23 @@ async def test_long_work_of_requests_is_bounded() -> None:
         worker.close()
 
 
+async def test_short_work_never_waits_for_long_work() -> None:
+    """Texts of a size have threads of their own; short work in a thread is never refused."""
+    worker, go = TextWorker(max_waiting=0), threading.Event()
+    try:
+        stuck = [asyncio.create_task(worker.run(size, go.wait)) for size in (10**4, 10**6) for _ in range(2)]
+        await asyncio.sleep(0)
+        short = [worker.run(10, threading.get_ident, inline=False) for _ in range(20)]
+        assert threading.get_ident() not in await asyncio.gather(*short)
+        with pytest.raises(Overloaded):
+            await worker.run(10**4, go.wait)
+        go.set()
+        assert all(await asyncio.gather(*stuck))
+    finally:
+        go.set()
+        worker.close()
+
+
 def test_other_threads_go_on() -> None:
     """While one thread encodes a long text, this one runs at least ten times a second of processor time."""
     codec = TextCodec.load(smollm2_folder())
