@@ -56,11 +56,10 @@ def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat =
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.format_exc_info,
     ]
-    renderer: structlog.types.Processor = (
-        structlog.processors.JSONRenderer()
-        if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
+    renderer: structlog.types.Processor = structlog.processors.JSONRenderer()
+    if log_format == "console":
+        shared.append(_escape)
+        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
     structlog.configure(
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -73,6 +72,14 @@ def configure(service: str, *, level: LogLevel = "info", log_format: LogFormat =
     logging.basicConfig(
         handlers=[handler], level=max(logging.WARNING, getattr(logging, level.upper())), force=True
     )
+
+
+def _escape(_: object, __: str, entry: structlog.types.EventDict) -> structlog.types.EventDict:
+    """Escapes control characters, such as those that move a terminal's cursor: ids are the clients' own."""
+    for name, value in entry.items():
+        if isinstance(value, str) and name != "exception" and not value.isprintable():
+            entry[name] = value.encode("unicode_escape").decode()
+    return entry
 
 
 def get_logger(**bound: Any) -> structlog.typing.FilteringBoundLogger:
