@@ -118,6 +118,14 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
         return self
 
     @model_validator(mode="after")
+    def _metrics_ports_exist(self) -> Self:
+        if (self.metrics_port or 0) + self.gateways > 65536:
+            raise ValueError(
+                f"--metrics-port {self.metrics_port} leaves no port for each of {self.gateways} gateways; lower it"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_gateway_has_a_socket(self) -> Self:
         if self.uds is not None and self.gateways > 1:
             raise ValueError(

@@ -196,3 +196,10 @@ def test_a_long_run_dir_has_its_sockets_elsewhere(tmp_path: Path) -> None:
         assert folder.is_dir()
         assert len(str(folder / "scheduler.sock")) <= MAX_SOCKET_PATH_BYTES
     assert not folder.exists()
+
+
+def test_metrics_ports_end_with_the_last_port() -> None:
+    """The third gateway's would be 65536."""
+    assert settings("--gateways", "2", "--metrics-port", "65534").metrics_port == 65534
+    with pytest.raises(ConfigurationRefused, match="--metrics-port 65534 leaves no port"):
+        settings("--gateways", "3", "--metrics-port", "65534")
