@@ -95,15 +95,15 @@ class BoundedBody:
                     f"Content-Length has {len(length)} digits; send the body's length without zeros"
                 )
             if int(length) > self._max_bytes:
-                raise self._too_large()
+                raise _too_large(self._max_bytes)
             decoders = [_Decoder(name, self._max_bytes) for name in _encodings(self._headers)]
             self._holder = self._tenant()
             while more:
                 message = await self._next()
-                part, more = message.get("body", b""), message.get("more_body", False)
+                part, more = message.pop("body", b""), message.get("more_body", False)
                 received += len(part)
                 if received > self._max_bytes:
-                    raise self._too_large()
+                    raise _too_large(self._max_bytes)
                 for decoder in decoders:
                     part = decoder.feed(part)
                     if not more:
@@ -111,6 +111,7 @@ class BoundedBody:
                 self._limits.take(self._holder, len(part))
                 self._held += len(part)
                 body.write(part)
+                part = b""  # thousands of requests may wait for their next one
         except (InvalidArgument, Overloaded) as error:
             body.close()
             self.close()
@@ -144,12 +145,9 @@ class BoundedBody:
             async with asyncio.timeout(_DISCARD_S):
                 while rest > 0:
                     message = await self._receive()
-                    rest -= len(message.get("body", b""))
+                    rest -= len(message.pop("body", b""))
                     if not message.get("more_body"):
                         return
-
-    def _too_large(self) -> PayloadTooLarge:
-        return _too_large(self._max_bytes)
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:
