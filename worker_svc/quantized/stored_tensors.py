@@ -56,7 +56,8 @@ class StoredLayers:
 
     def scheme(self, name: str) -> codes.Scheme | None:
         """Returns the scheme that the configuration has for the layer of a tensor of that name."""
-        return self._quantization and self._quantization.scheme_of(name.rpartition(".")[0])
+        module = name.rpartition(".")[0]
+        return None if self._quantization is None else self._quantization.scheme_of(module)
 
     def stored_name(self, name: str) -> str:
         """Returns the name in the files of a tensor in the common form."""
@@ -187,6 +188,7 @@ SCALES: Final = "_scales"
 # One bit of sign, two of exponent, one of mantissa.
 _MAGNITUDES: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS: Final = 127
+_BLOCKS_SHAPE: Final = ("experts", "outputs", "groups", 16)
 
 
 def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -202,6 +204,24 @@ def dequantize(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
         powers = torch.exp2(scales[expert].float() - _BIAS)
         weights[expert] = (values[codes.int()] * powers.unsqueeze(-1)).flatten(-2).t()
     return weights
+
+
+def _check_pair(base: str, blocks: torch.Tensor, scales: torch.Tensor) -> None:
+    """Refuses blocks other than [experts, outputs, groups, 16] and scales that do not fit them."""
+    for name, tensor in ((base + BLOCKS, blocks), (base + SCALES, scales)):
+        if tensor.dtype != torch.uint8:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigurationRefused(f"tensor {name} holds {kind}, but MXFP4 has uint8; fetch it again")
+    if blocks.dim() != len(_BLOCKS_SHAPE) or blocks.shape[-1] != _BLOCKS_SHAPE[-1]:
+        raise ConfigurationRefused(
+            f"tensor {base}{BLOCKS} is {list(blocks.shape)} in the file, but MXFP4 has"
+            f" [{', '.join(map(str, _BLOCKS_SHAPE))}]; fetch it again"
+        )
+    if scales.shape != blocks.shape[:-1]:
+        raise ConfigurationRefused(
+            f"tensor {base}{SCALES} is {list(scales.shape)} in the file, but the blocks in {base}{BLOCKS} need"
+            f" {list(blocks.shape[:-1])}; fetch it again"
+        )
 
 
 class Mxfp4Experts:
@@ -225,5 +245,16 @@ class Mxfp4Experts:
                 self._waiting[name] = tensor
                 return None
             blocks, scales = (tensor, found) if own == BLOCKS else (found, tensor)
+            _check_pair(base, blocks, scales)
             return base, dequantize(blocks, scales, self._dtype)
         return name, tensor
+
+    def check_pairs(self) -> None:
+        """Refuses blocks without scales and the reverse, after the last tensor."""
+        for name in self._waiting:
+            other = (
+                name.removesuffix(BLOCKS) + SCALES
+                if name.endswith(BLOCKS)
+                else name.removesuffix(SCALES) + BLOCKS
+            )
+            raise ConfigurationRefused(f"the weights lack {other}; fetch the checkpoint again")

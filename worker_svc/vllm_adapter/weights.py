@@ -150,6 +150,7 @@ def compare(config: Any, model: torch.nn.Module, building: Copies) -> frozenset[
     run.copies.written |= {
         key: value for key, value in building.written.items() if key not in run.copies.written
     }
+    form.experts.check_pairs()
     ignored = _judge(run, model, checkpoint, config)
     form.layers.finish()
     return ignored
@@ -450,7 +451,8 @@ class StoredForm:
         self._rename = text_weight if is_text_model(model_config) else str
         self.layers = StoredLayers(quantization)
         """Their quantized forms."""
-        self._take = self.layers.take if quantization else Mxfp4Experts(model_config.dtype).take
+        self.experts = Mxfp4Experts(model_config.dtype)
+        self._take = self.layers.take if quantization else self.experts.take
 
     def take(self, name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """Returns a tensor's name and value for vLLM; `None` if nothing is left of it."""

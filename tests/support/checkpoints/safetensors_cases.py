@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support import quantized_models, tiny_models
 from tests.support.checkpoints.cases import Case, Kind
+from tests.support.zoo import families
 from worker_svc.quantized.codes import Scheme
 
 SINGLE: Final = "model.safetensors"
@@ -53,7 +54,8 @@ DELETED: Final = b"deleted"
 
 @cache
 def _source(family: str) -> Path:
-    return tiny_models.write(family, Path(tempfile.mkdtemp(prefix="checkpoints-")) / family)
+    module: Any = tiny_models if family in tiny_models.FAMILIES else families
+    return Path(module.write(family, Path(tempfile.mkdtemp(prefix="checkpoints-")) / family))
 
 
 # By name: family, format and scheme of the complete models.
@@ -63,6 +65,7 @@ _BASES: Final[dict[str, tuple[str, quantized_models.Stored | None, Scheme]]] = {
     "biased": ("qwen2", None, Scheme(4, 32)),
     "normed": ("qwen3", None, Scheme(4, 32)),
     "experts": ("mixtral", None, Scheme(4, 32)),
+    "mxfp4": ("gpt-oss", None, Scheme(4, 32)),
     "ct": ("llama", "compressed-tensors", Scheme(4, 32)),
     "ct8": ("llama", "compressed-tensors", Scheme(8, None)),
     "gptq": ("llama", "gptq", Scheme(4, 32)),
@@ -209,7 +212,7 @@ def shards(count: int, *, index: bool, missing: Sequence[int] = ()) -> Change:
 
     def change(parts: Parts) -> None:
         names = sorted(parts.tensors)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         parts.files[SINGLE] = DELETED
         for number in range(count):
             file_name = f"model-{number + 1:05}-of-{count:05}.safetensors"
@@ -315,7 +318,7 @@ def _plain() -> list[Case]:
             )
         ),
         *(
-            hurt("plain", f"{word} in a weight", put(weight, lambda t, d=kind: t.to(d)), says=[weight])
+            hurt("plain", f"{word} in a weight", put(weight, partial(torch.Tensor.to, dtype=kind)), says=[weight])
             for word, kind in (
                 ("int8", torch.int8), ("uint8", torch.uint8), ("int64", torch.int64), ("bool", torch.bool),
                 ("float8", torch.float8_e4m3fn), ("complex", torch.complex64),
@@ -780,7 +783,52 @@ def _old_names(parts: Parts) -> None:
     found |= {"w_bit": found.pop("bits"), "q_group_size": found.pop("group_size")}
 
 
+def _mxfp4() -> list[Case]:
+    blocks, scales = (f"{LAYER}.mlp.experts.down_proj_{kind}" for kind in ("blocks", "scales"))
+    return [
+        right("mxfp4", "as it is", _to_mxfp4, reference=[_from_mxfp4]),
+        hurt("mxfp4", "without scales", _to_mxfp4, drop(scales), says=[scales]),
+        hurt("mxfp4", "without blocks", _to_mxfp4, drop(blocks), says=[blocks]),
+        hurt("mxfp4", "without both", _to_mxfp4, drop(scales, blocks), says=["experts"]),
+        hurt("mxfp4", "scales of half the groups", _to_mxfp4, put(scales, lambda t: t[..., :1]), says=[scales]),
+        hurt("mxfp4", "scales of half the experts", _to_mxfp4, put(scales, lambda t: t[:1]), says=[scales]),
+        hurt("mxfp4", "blocks of half the outputs", _to_mxfp4, put(blocks, lambda t: t[:, :1]), says=[blocks]),
+        hurt("mxfp4", "flat blocks", _to_mxfp4, put(blocks, lambda t: t.flatten(2)), says=[blocks]),
+        hurt("mxfp4", "blocks of floats", _to_mxfp4, put(blocks, lambda t: t.float()), says=[blocks]),
+        hurt("mxfp4", "scales of floats", _to_mxfp4, put(scales, lambda t: t.float()), says=[scales]),
+        contradicts("mxfp4", "fewer experts", _to_mxfp4, config(num_local_experts=2), says=["experts"]),
+        right("mxfp4", "no quantization_config", _to_mxfp4, without("quantization_config"), reference=[_from_mxfp4]),
+    ]  # fmt: skip
+
+
+def _to_mxfp4(parts: Parts) -> None:
+    """Replaces the experts of gpt-oss by made-up codes."""
+    generator = torch.Generator().manual_seed(2)
+    for name in [name for name in parts.tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = parts.tensors.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        parts.tensors[f"{name}_blocks"] = torch.randint(
+            0, 256, (*shape, 16), dtype=torch.uint8, generator=generator
+        )
+        parts.tensors[f"{name}_scales"] = torch.randint(
+            122, 126, shape, dtype=torch.uint8, generator=generator
+        )
+    parts.config["quantization_config"] = {"quant_method": "mxfp4"}
+
+
+def _from_mxfp4(parts: Parts) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    _to_mxfp4(parts)
+    for name in [name for name in parts.tensors if name.endswith("_blocks")]:
+        base = name.removesuffix("_blocks")
+        blocks, scales = parts.tensors.pop(name), parts.tensors.pop(f"{base}_scales")
+        parts.tensors[base] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    del parts.config["quantization_config"]
+
+
 CASES: Final = [
+    *_mxfp4(),
     *_plain(), *_files(), *_right(),
     *(case for base in ("ct", "ct8", "gptq", "awq") for case in _quantized(base)),
     *_compressed(), *_gptq(), *_awq(),
