@@ -586,6 +586,11 @@ def _compressed() -> list[Case]:
         right("ct", "no config_groups, dense", _dense, of="plain"),
         right("ct", "one plain layer that is ignored", _ignored_layer, reference=[_float_layer]),
         right("ct", "an expression that ignores a plain layer", _ignored_by_expression, reference=[_float_layer]),
+        right("ct", "a scheme a layer", _two_schemes, reference=[_second_layer_of("ct8")]),
+        right("ct", "a quantized head", _quantized_head, reference=[_floats_of_head]),
+        right("ct", "more targets than layers", quantization(ignore=["lm_head", "model.vision.a"])),
+        hurt("ct", "a quantized head without scales", _quantized_head, drop("lm_head.weight_scale"),
+             says=["the weights lack lm_head.weight_scale"]),
         right("ct", "actorder without g_idx", scheme(actorder="weight")),
         right("ct", "an order of groups that is none", _ordered(shuffled=False)),
         unserved("ct", "an order of groups", _ordered(shuffled=True), says=[f"{DOWN}.weight_g_idx", "not served"]),
@@ -653,6 +658,44 @@ def _ordered(*, shuffled: bool) -> Change:
         parts.tensors[f"{DOWN}.weight_g_idx"] = order.flip(0) if shuffled else order
 
     return change
+
+
+def _second_layer_of(base: str) -> Change:
+    def change(parts: Parts) -> None:
+        own = {name: tensor for name, tensor in parts.tensors.items() if not name.startswith(f"{LAYER}.")}
+        other = parts_of(base, as_floats=f"{DOWN}.weight" in parts.tensors).tensors
+        parts.tensors = own | {name: tensor for name, tensor in other.items() if name.startswith(f"{LAYER}.")}
+
+    return change
+
+
+def _two_schemes(parts: Parts) -> None:
+    _second_layer_of("ct8")(parts)
+    group = parts_of("ct8").quantization["config_groups"]["group_0"]
+    parts.quantization["config_groups"]["group_1"] = {**group, "targets": [f"re:{LAYER}.*"]}
+
+
+def _head_of() -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns codes around 0, one a weight, and a scale a channel."""
+    weight = parts_of("plain").tensors["lm_head.weight"]
+    scales = weight.abs().amax(dim=1, keepdim=True) / 127
+    return (weight / scales).round(), scales
+
+
+def _quantized_head(parts: Parts) -> None:
+    codes, scales = _head_of()
+    del parts.tensors["lm_head.weight"]
+    parts.tensors |= {
+        "lm_head.weight_packed": quantized_models.words(codes + 128, 8), "lm_head.weight_scale": scales,
+    }  # fmt: skip
+    group = parts_of("ct8").quantization["config_groups"]["group_0"]
+    parts.quantization["config_groups"]["head"] = {**group, "targets": ["lm_head"]}
+    parts.quantization["ignore"] = []
+
+
+def _floats_of_head(parts: Parts) -> None:
+    codes, scales = _head_of()
+    parts.tensors["lm_head.weight"] = codes * scales
 
 
 def _activations(parts: Parts) -> None:
