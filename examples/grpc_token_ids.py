@@ -15,5 +15,5 @@ sampling = common_pb2.SamplingParams(temperature=0, max_tokens=5)
 with grpc.insecure_channel(address) as channel:
     inference = inference_pb2_grpc.InferenceStub(channel)
     request = inference_pb2.GenerateRequest(prompt_token_ids=prompt, sampling=sampling)
-    for event in inference.Generate(request, metadata=[("authorization", f"Bearer {token}")]):
+    for event in inference.Generate(request, metadata=(("authorization", f"Bearer {token}"),)):
         print(list(event.token_ids), flush=True)
