@@ -213,7 +213,7 @@ class TextWorker:
 
     def __init__(self, max_waiting: int = 256) -> None:
         """Starts its threads when they are needed; ``max_waiting`` slow requests may wait for one."""
-        names = ("text", "text-middle", "text-long")
+        names = ("text", "text_middle", "text_long")
         self._pools = [ThreadPoolExecutor(_THREADS, thread_name_prefix=name) for name in names]
         self._unfinished = [0] * len(names)
         self._max_waiting = max_waiting
