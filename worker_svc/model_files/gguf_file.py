@@ -115,7 +115,7 @@ class GgufFile:
         found = self._values.get(name)
         if not isinstance(found, np.ndarray):
             return self.field(name, int, default)
-        if len(found) != layers:
+        if len(found) != layers or not layers:
             raise ValueError(f"{name} has {len(found)} numbers for {layers} layers; convert the model again")
         if (found != found[0]).any():
             raise ValueError(f"layers of different sizes ({name}) are not supported; use another model")
