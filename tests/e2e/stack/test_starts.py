@@ -11,6 +11,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from tests.e2e.stack.test_up import QUICK, ask, launcher, read_until
+from tests.support.checkpoints.safetensors_cases import DOWN, put
+from tests.support.checkpoints.safetensors_cases import write as write_checkpoint
+from tests.support.tiny_models import write_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.stack, pytest.mark.timeout(120)]
 
@@ -86,3 +89,16 @@ def test_a_start_shows_its_first_phase_at_once(smollm2: Path, tmp_path: Path) ->
         began = time.monotonic()
         assert read_until(process, "import") == "  worker-0: import torch and vLLM\n"
         assert time.monotonic() - began < 1
+
+
+@pytest.mark.slow
+def test_a_worker_refuses_its_weights_itself(tmp_path: Path) -> None:
+    """What only the numbers show ends the start while loading, and the line does not blame the scheduler."""
+    scales = f"{DOWN}.weight_scale"
+    model = write_checkpoint("ct", [put(scales, lambda t: t * float("inf"))], tmp_path / "model")
+    write_tokenizer(model)
+    with launcher(tmp_path / "run", *QUICK, "--model", str(model)) as process:
+        _, errors = process.communicate(timeout=110)
+    assert process.returncode == 2, errors
+    assert f"{scales} is not finite; fetch the checkpoint again" in errors
+    assert "refuses this worker" not in errors
