@@ -116,7 +116,7 @@ class ServerTls:
         keyfile = settings.ssl_keyfile or self._certfile
         try:
             for path in filter(None, (self._certfile, keyfile, settings.ssl_ca_certs)):
-                check(path, "the file", "change its owner and mode")
+                check(path, "the file", "change its mode", any_owner=True)
             context.load_cert_chain(self._certfile, keyfile, _refuse_passphrase)
         except OSError as error:
             raise ConfigurationRefused(

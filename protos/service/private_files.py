@@ -2,7 +2,7 @@
 
 Whoever owns a folder, or may write to it, decides what we load from it and which files we overwrite there. So
 folders are checked before use, files of secrets each time they are read, and no file is written through a
-link.
+link. A secret that a setting names may be anybody's, since a container's user rarely owns what is mounted.
 """
 
 import contextlib
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
     from protos.errors import ConfigurationRefused
 
 
-def check(path: Path, what: str, remedy: str) -> None:
+def check(path: Path, what: str, remedy: str, *, any_owner: bool = False) -> None:
     """Refuses what others may have changed. Of a link, both owners count, and the mode of its target.
 
     Args:
         path: a file or folder that exists.
         what: names it in the refusal, such as "the run dir".
         remedy: what else to do, such as "choose another --run-dir".
+        any_owner: whether anybody may own it, if no others may write to it.
 
     Raises:
         ConfigurationRefused: names path, owner and mode.
         OSError: it cannot be looked at.
     """
-    if reason := _fault_of(path.lstat(), path.stat()):
+    if reason := _fault_of(path.lstat(), path.stat(), any_owner=any_owner):
         raise _foreign(f"{what} {path}", reason, remedy)
 
 
@@ -75,12 +76,12 @@ def read_secret(path: Path, flag: str, most_bytes: int = -1) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            reason = _fault_of(path.lstat(), os.fstat(file.fileno()))
+            reason = _fault_of(os.fstat(file.fileno()), any_owner=True)
             content = file.read(most_bytes)
     except OSError as error:
         raise _refusal(f"{flag}: cannot read {path}: {error.strerror}") from error
     if reason:
-        raise _foreign(f"{flag}: {path}", reason, "change its owner and mode")
+        raise _foreign(f"{flag}: {path}", reason, "change its mode")
     return content
 
 
@@ -95,12 +96,12 @@ def _foreign(name: str, reason: str, remedy: str) -> "ConfigurationRefused":
     return _refusal(f"{name} {reason}: only {owners} may own it and write to it; {remedy}")
 
 
-def _fault_of(*found: os.stat_result) -> str | None:
-    foreign = [each.st_uid for each in found if each.st_uid not in (0, os.geteuid())]
+def _fault_of(*found: os.stat_result, any_owner: bool = False) -> str | None:
+    foreign = [each.st_uid for each in found if not any_owner and each.st_uid not in (0, os.geteuid())]
     target = found[-1]
-    written_by_others = target.st_mode & stat.S_IWOTH or (
-        target.st_mode & stat.S_IWGRP and not _is_private_group(target.st_gid)
-    )
+    # A stranger's private group is in no list of this machine or container, but it has its user's number.
+    is_private = _is_private_group(target.st_gid) or (any_owner and target.st_gid == target.st_uid)
+    written_by_others = target.st_mode & stat.S_IWOTH or (target.st_mode & stat.S_IWGRP and not is_private)
     if not foreign and not written_by_others:
         return None
     owner = _user(foreign[0] if foreign else target.st_uid)
