@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from safetensors import SafetensorError, safe_open
+
 from protos.errors import ConfigurationRefused
 from worker_svc.quantized.codes import GROUPS, Bits, Scheme
 
@@ -80,10 +82,22 @@ def stored_config(config: Mapping[str, Any], folder: Path) -> Any:
             if part.get(name):
                 return part[name]
     for method, name in _OWN_FILES.items():
-        if (folder / name).exists():
+        if (folder / name).exists() and (method == "modelopt" or _holds_codes(folder)):
             found = _read_json(folder / name)
             return {**found, "quant_method": method} if isinstance(found, dict) else found
     return None
+
+
+def _holds_codes(folder: Path) -> bool:
+    """Returns whether weights are stored as codes. With plain weights, a description is a left-over."""
+    try:
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "np") as file:
+                if any(name.endswith(".qweight") for name in file.keys()):  # noqa: SIM118 - not a mapping
+                    return True
+    except SafetensorError:  # the check of tensors names the file
+        return True
+    return False
 
 
 def read(folder: Path) -> CheckpointQuantization | None:
