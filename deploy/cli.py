@@ -133,7 +133,7 @@ def completion(argv: list[str]) -> int:
     shell = parser.parse_args(argv).shell
     import shtab
 
-    root = ArgumentParser(prog="triptych")
+    root = argparse.ArgumentParser(prog="triptych")
     commands = root.add_subparsers()
     for name, command in _COMMANDS.items():
         if command.summary:
