@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import jinja2
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from gateway.schemas.base import clip
 from gateway.settings import ToolFormat
@@ -85,8 +85,14 @@ _THREADS: Final = 2
 # CPU time of one piece of work for a request, seconds. The largest body takes less than half of it.
 _CPU_S: Final = 10
 
-# Tokens of one text. Each copy of a list of them holds up all other threads.
-_MAX_TOKENS: Final = 1_000_000
+# Tokens of one text. Each copy of a list of them holds up all other threads, and while the library encodes it
+# keeps some 280 bytes for each.
+_MAX_TOKENS: Final = 500_000
+# Its bytes: a word of so many blanks takes two seconds.
+_MAX_BYTES: Final = 2_500_000
+# Characters of a longer text that are counted at a time, and tokens that a cut may add.
+_PIECE: Final = 128 * 1024
+_CUT: Final = 256
 
 _NAMED_TOKENS: Final = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -314,13 +320,27 @@ def token_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> l
     MB takes seconds, in which every stream would stand still.
 
     Raises:
-        ContextExceeded: if there are more than a million.
+        ContextExceeded: if there are more than half a million, or the text has 2.5 MB.
     """
     if len(text) <= _INLINE_SIZE:
-        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    else:
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    if (count := len(encoding)) > _MAX_TOKENS:
-        raise ContextExceeded(f"a text has {count} tokens; send at most {_MAX_TOKENS} in one text")
-    ids: list[int] = encoding.ids
-    return ids
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    if (num_bytes := len(text.encode(errors="replace"))) > _MAX_BYTES:
+        raise ContextExceeded(f"a text has {num_bytes} bytes; send at most {_MAX_BYTES} in one text")
+    # Few tokens are less than a byte. Counting by pieces needs no more memory for a longer text.
+    if num_bytes > _MAX_TOKENS:
+        count = 0
+        for start in range(0, len(text), _PIECE):
+            count += len(_encode(tokenizer, text[start : start + _PIECE])) - _CUT
+            _check_count(count)
+    encoding = _encode(tokenizer, text, add_special_tokens=add_special_tokens)
+    _check_count(len(encoding))
+    return list(encoding.ids)
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> Encoding:
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+
+def _check_count(count: int) -> None:
+    if count > _MAX_TOKENS:
+        raise ContextExceeded(f"a text has more than {_MAX_TOKENS} tokens; send several shorter ones")
