@@ -250,9 +250,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Starts the time for the rest of a body after its answer, and drops what is there."""
+        done = self._running  # the next request begins within the call
         super().on_response_complete()
         # A refused body may have begun to arrive.
-        self._running.body = bytearray()
+        done.body = bytearray()
         if self._in_body and not self.transport.is_closing():
             self._start_head_timer()
 

@@ -305,6 +305,14 @@ async def test_the_rest_of_a_body_behind_its_answer_has_a_time() -> None:
         assert isinstance(rest.exception(), ConnectionError) or b"HTTP" not in rest.result()
 
 
+async def test_pipelined_bodies() -> None:
+    """The end of an answer drops its own request's body, not that of the next request."""
+    async with stack() as (_, gateway), connected(gateway) as client:
+        client.send("POST /tokenize", json.dumps({"prompt": "one"}))
+        client.send("POST /tokenize", json.dumps({"prompt": "two"}), "connection: close\r\n")
+        assert (await client.rest()).count(b"HTTP/1.1 200 ") == 2
+
+
 async def test_too_many_pipelined_requests() -> None:
     """They would wait in the gateway's memory, one connection's in hundreds of megabytes."""
     async with stack() as (scheduler, gateway), connected(gateway) as client:
