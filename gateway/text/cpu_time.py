@@ -66,7 +66,8 @@ def limited(limit_s: float) -> Iterator[None]:
         yield
     finally:
         if outer is None:
-            del _running[thread]
+            # A context whose end was interrupted may end late, and remove the entry of the next one.
+            _running.pop(thread, None)
         else:
             _running[thread] = outer
         work.end()
