@@ -121,7 +121,7 @@ def test_an_extra_installs_a_service_without_torch(
     assert "usage: triptych" in run(binaries / "triptych", command, "--help", cwd=tmp_path)
     assert_no_torch(binaries, tmp_path)
     assert "triptych install worker" in run(
-        binaries / "triptych", "worker", "--model", "smollm2", cwd=tmp_path, code=2
+        binaries / "triptych", "worker", "--model", "smollm2", "--scheduler-address=", cwd=tmp_path, code=2
     )
 
 

@@ -66,7 +66,10 @@ def test_a_worker_ends_with_the_line(name: str, tmp_path: Path) -> None:
     model = case.write(tmp_path / "model")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-m", "worker_svc", "--port", "0", "--device", "cpu", "--model", str(model)],
+        [
+            sys.executable, "-m", "worker_svc", "--port", "0", "--scheduler-address", "", "--device", "cpu",
+            "--model", str(model),
+        ],
         check=False, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

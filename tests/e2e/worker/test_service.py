@@ -353,7 +353,7 @@ def test_a_bad_setting_is_one_line_and_code_2(flags: tuple[str, ...], message: s
     """The line names the setting, without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run(
-        [sys.executable, "-m", "worker_svc", "--port", "0", *flags],
+        [sys.executable, "-m", "worker_svc", "--port", "0", "--scheduler-address", "", *flags],
         check=False, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
@@ -364,7 +364,10 @@ def test_a_bad_setting_is_one_line_and_code_2(flags: tuple[str, ...], message: s
 def test_an_absent_device_is_one_line_and_code_2(smollm2: Path) -> None:
     """The refusal names the missing package."""
     done = subprocess.run(
-        [sys.executable, "-m", "worker_svc", "--port", "0", "--model", str(smollm2), "--device", "rbln"],
+        [
+            sys.executable, "-m", "worker_svc", "--port", "0", "--scheduler-address", "", "--model", str(smollm2),
+            "--device", "rbln",
+        ],
         check=False, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 2
