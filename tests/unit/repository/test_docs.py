@@ -34,6 +34,7 @@ FOLDERS = (
 # Extensions of the files that a page may name; a bare name with another one (`config.json`) is a user's file.
 SOURCES = ("py", "proto", "md", "svg", "cpp", "h", "yaml", "Dockerfile")
 NAMED = re.compile(rf"^[\w.*-]+(?:/[\w.*-]+)*\.(?:{'|'.join(SOURCES)})$")
+TEST = re.compile(r"`([\w/.-]+\.py)::(\w+)`")
 FOLDER = re.compile(rf"^(?:{'|'.join(map(re.escape, FOLDERS))})(?:/[\w.*-]+)*/?$")
 
 
@@ -84,6 +85,13 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
     quoted = {word.partition(":")[0] for word in re.findall(r"`([^`\n]+)`", prose_of(page))}
     named = {word for word in quoted if NAMED.match(word) or FOLDER.match(word)}
     assert [name for name in sorted(named) if not exists(name)] == []
+
+
+@pages()
+def test_the_tests_that_a_page_names_exist(page: Path) -> None:
+    for name, test in TEST.findall(page.read_text()):
+        (file,) = (ROOT / path for path in every_file() if path.endswith(f"/{name}"))
+        assert f"def {test}(" in file.read_text(), f"{page.name} names {name}::{test}"
 
 
 @pages()
