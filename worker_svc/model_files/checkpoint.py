@@ -208,14 +208,14 @@ def _all_parts(shards: list[Path]) -> list[Path]:
 
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_PIECE_BYTES = 1 << 20
 
 
 def start_digest(weight_files: Sequence[Path], cache: Path) -> Future[str]:
     """Digests names and contents of weight files on a separate thread, during imports and loading.
 
     A file's digest comes, in this order, from the name of a Hugging Face blob, from the cache, or from all of
-    its bytes. The cache's folder need not exist; if it cannot be written, each start reads the files.
+    its bytes. The cache's folder need not exist; if it cannot be written or others may change it, each start
+    reads the files.
 
     Returns:
         64 hexadecimal digits, equal for equal weights. The result raises `ConfigurationRefused` if a file
@@ -228,6 +228,8 @@ def start_digest(weight_files: Sequence[Path], cache: Path) -> Future[str]:
             found.set_result(_digest(weight_files, cache))
         except OSError as error:
             found.set_exception(ConfigurationRefused(f"cannot read the weights: {error}"))
+        except Exception as error:  # noqa: BLE001 - the caller waits for the result
+            found.set_exception(error)
 
     # A process that stops does not wait for a daemon thread, which may have gigabytes left to read.
     threading.Thread(target=work, name="weights-digest", daemon=True).start()
@@ -240,35 +242,44 @@ def dummy_digest(seed: int, device: str) -> str:
 
 
 def _digest(weight_files: Sequence[Path], cache: Path) -> str:
+    kept: Path | None = cache
+    with contextlib.suppress(OSError):  # it does not exist yet
+        try:
+            private_files.check(cache, "the cache of digests", "remove it, or change --compile-cache-root")
+        except ConfigurationRefused as error:
+            get_logger().warning("weights_digest_not_kept", file=str(cache), reason=error.message)
+            kept = None
     digest = hashlib.sha256()
     for path in sorted(weight_files):
-        digest.update(f"{_file_digest(path, cache)} {path.name}\n".encode())
+        digest.update(f"{_file_digest(path, kept)} {path.name}\n".encode())
     return digest.hexdigest()
 
 
-def _file_digest(path: Path, cache: Path) -> str:
+def _file_digest(path: Path, cache: Path | None) -> str:
     content = path.resolve()
     # The hub's cache names large files by their SHA-256.
     if content.parent.name == "blobs" and _DIGEST.fullmatch(content.name):
         return content.name
+    if cache is None:
+        return _read(content)
     stat = content.stat()
     # Every write changes the time of change, which no program can set.
     key = f"{content}\0{stat.st_dev}\0{stat.st_ino}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ctime_ns}"
     entry = cache / hashlib.sha256(key.encode()).hexdigest()
     try:
-        private_files.check(cache, "the cache of digests", "remove it, or change --compile-cache-root")
         known = entry.read_text()
     except (OSError, ValueError):
         known = ""
     return known if _DIGEST.fullmatch(known) else _read_and_keep(content, entry)
 
 
-def _read_and_keep(content: Path, entry: Path) -> str:
-    digest = hashlib.sha256()
+def _read(content: Path) -> str:
     with content.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-    found = digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read_and_keep(content: Path, entry: Path) -> str:
+    found = _read(content)
     unfinished = entry.with_suffix(f".{os.getpid()}")
     try:
         entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

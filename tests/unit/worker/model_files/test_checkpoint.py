@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from protos.errors import ConfigurationRefused
+from tests.support.foreign import Foreign, foreign_folders
 from worker_svc.model_files.checkpoint import Checkpoint, dummy_digest, start_digest
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -209,6 +210,18 @@ def test_a_cache_that_cannot_be_written_costs_no_start(tmp_path: Path) -> None:
     blocked.write_text("")
     folder = save(tmp_path / "a", one=1.0)
     assert digest(folder, blocked) == digest(folder, tmp_path / "cache")
+
+
+@foreign_folders
+def test_a_cache_that_others_could_change_is_not_used(foreign: Foreign, tmp_path: Path) -> None:
+    """Neither read nor written: the files are read, and the start goes on."""
+    cache, folder = tmp_path / "cache", save(tmp_path / "a", one=1.0)
+    first = digest(folder, cache)
+    (entry,) = cache.iterdir()
+    entry.write_text("ab" * 32)
+    foreign(cache)
+    assert digest(folder, cache) == first
+    assert entry.read_text() == "ab" * 32
 
 
 def test_weights_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
