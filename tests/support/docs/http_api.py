@@ -25,7 +25,7 @@ served is [refused by name](#parameters-that-are-not-served).
 
 A path may end with a slash, every GET route answers HEAD, and an empty `model` means the served model. Bodies may be compressed
 (`Content-Encoding: gzip` or `deflate`; `--max-body-bytes` bounds them before and after), and a byte-order mark is skipped.
-A body has at most 500,000 values, 100,000 of them texts and 100,000 lists and objects; a text has at most 1,000,000 tokens.
+A body has at most 500,000 values, 100,000 of them texts and 100,000 lists and objects; a text has at most 500,000 tokens and 2.5 MB.
 
 The chat template reads `reasoning_effort` (as `reasoning_effort`, and as `enable_thinking`, off with "none"), `documents` and
 `chat_template_kwargs`; what it does not read changes nothing.
