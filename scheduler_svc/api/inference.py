@@ -16,6 +16,7 @@ from protos.errors import (
     Unavailable,
     abort,
 )
+from protos.limits import MAX_REQUEST_ID_BYTES
 from protos.service.backpressure import UnreadLimits
 from protos.service.grpc_options import ACCEPTED_HEADER, SCHEMA_REVISION
 from protos.service.logs import get_logger
@@ -254,7 +255,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         finally:
             self._log.info(
                 "request",
-                request_id=requests[0].request_id if requests else "",
+                request_id=requests[0].request_id[:MAX_REQUEST_ID_BYTES] if requests else "",
                 inputs=len(requests),
                 prompt_tokens=sum(len(each.prompt_token_ids) for each in requests),
                 ms=round((time.monotonic() - started_s) * 1000, 1),
@@ -299,7 +300,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             self.metrics.unserved.refused(error)
             self._log.info(
                 "request",
-                request_id=request.request_id,
+                request_id=request.request_id[:MAX_REQUEST_ID_BYTES],
                 prompt_tokens=len(request.prompt_token_ids),
                 finish_reason=type(error).__name__,
             )

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from protos.limits import MAX_REQUEST_ID_BYTES
 from protos.triptych.v1 import inference_pb2
 from tests.support.scheduler.fake_pool_worker import FakePoolWorker, pool_request
 from tests.support.scheduler.fake_worker import FakeWorker
@@ -47,6 +48,16 @@ async def test_a_refused_request_has_one_line(scheduler: RunningScheduler) -> No
         await failure(scheduler.inference.Generate(request))
     (line,) = request_lines(logs)
     assert (line["request_id"], line["finish_reason"]) == ("other", "NotFound")
+
+
+async def test_the_line_of_a_refused_request_is_short_whatever_its_id(scheduler: RunningScheduler) -> None:
+    """Nothing has bounded the id yet."""
+    with capture_logs() as logs:
+        name = "x" * 1_000_000
+        await failure(scheduler.inference.Generate(generate_request(request_id=name)))
+        await failure(scheduler.inference.Pool(pool_request([5], request_id=name)))
+    lines = request_lines(logs)
+    assert [line["request_id"] for line in lines] == ["x" * MAX_REQUEST_ID_BYTES] * 2
 
 
 async def test_a_request_whose_client_leaves_has_one_line(
