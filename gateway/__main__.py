@@ -142,8 +142,9 @@ def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
     def refuse(error: TriptychError) -> None:
         server.refuse(error)
 
-    expiries = [each.expiries for each in (security.certificates, tls) if each is not None]
-    app = create_app(settings, client, tracer=tracer, on_unusable=refuse, expiries=expiries)
+    app = create_app(settings, client, tracer=tracer, on_unusable=refuse)
+    certificates = app.state.context.metrics.certificates
+    certificates.expiries += [each.expiries for each in (security.certificates, tls) if each is not None]
     server = HttpServer(http_config(settings, app, tls), client, settings.drain_s)
     return server
 

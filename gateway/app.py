@@ -3,7 +3,7 @@
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +38,6 @@ from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.logs import get_logger
-from protos.service.tls import Expiries
 from protos.service.tracing import Tracer
 
 # Opens the OpenAPI document.
@@ -69,7 +68,6 @@ def create_app(
     wall_clock: Callable[[], float] = time.time,
     tracer: Tracer | None = None,
     on_unusable: Callable[[TriptychError], None] = lambda _: None,
-    expiries: Sequence[Expiries] = (),
 ) -> FastAPI:
     """Builds the application. Its lifespan connects ``client`` and closes it.
 
@@ -81,9 +79,8 @@ def create_app(
         wall_clock: seconds since the epoch.
         tracer: writes the spans of requests, if anything does.
         on_unusable: called if the first model's text files cannot be used.
-        expiries: of the certificates in use.
     """
-    context = _assemble(settings, client, new_id, clock, wall_clock, on_unusable, expiries)
+    context = _assemble(settings, client, new_id, clock, wall_clock, on_unusable)
     options: dict[str, Any] = {
         "title": "Triptych",
         "description": _DESCRIPTION,
@@ -114,7 +111,6 @@ def _assemble(
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
     on_unusable: Callable[[TriptychError], None],
-    expiries: Sequence[Expiries],
 ) -> Context:
     watcher = ServedModelWatcher(
         client,
@@ -136,7 +132,7 @@ def _assemble(
         lambda: watcher.max_model_len,
     )
     shared = settings.metrics_folder
-    context = Context(
+    return Context(
         settings,
         client,
         watcher,
@@ -149,10 +145,7 @@ def _assemble(
         new_id=new_id,
         clock=clock,
         wall_clock=wall_clock,
-        expiries=expiries,
     )
-    measured.watch_certificates(context.certificate_days_left)
-    return context
 
 
 def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:

@@ -5,7 +5,7 @@ import contextlib
 import uuid
 from bisect import bisect_left
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from protos.errors import ConfigurationRefused
 from protos.service.backpressure import UnreadLimits
+from protos.service.certificate_metrics import CertificateDays
 from protos.service.logs import get_logger
 from protos.service.private_files import make_folder
 
@@ -285,17 +286,8 @@ class Metrics:
             "triptych:gateway_scheduler_refuses",
             "Whether the scheduler refuses this gateway, as one of another release or service token.",
         ).set_function(is_refused)
-
-    def watch_certificates(self, days_left: Callable[[], Mapping[str, float]]) -> None:
-        """Adds a gauge of the days that certificates have left, by setting."""
-        text = "Days until the certificate ends."
-        gauge = Gauge(_CERTIFICATES, text, ("setting",), registry=self.registry)
-
-        def watch(flag: str) -> None:
-            gauge.labels(flag).set_function(lambda: days_left()[flag])
-
-        for flag in days_left():
-            watch(flag)
+        self.certificates = CertificateDays(_CERTIFICATES)
+        self.registry.register(self.certificates)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)

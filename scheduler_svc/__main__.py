@@ -35,7 +35,7 @@ async def serve(settings: Settings) -> None:
     tracer = open_tracer(settings.otlp_traces_endpoint, "scheduler")
     inference = InferenceServicer(deployment, settings, tracer)
     if security.certificates is not None:
-        inference.metrics.days_left = security.certificates.expiries.days_left
+        inference.metrics.certificates.expiries.append(security.certificates.expiries)
     registry = RegistryServicer(
         deployment,
         step_timeout_s=settings.step_timeout_s,

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from prometheus_client import generate_latest
@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
+from protos.service.certificate_metrics import CertificateDays
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.load import Load, ReplicaMemory, Totals
 from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS
@@ -166,8 +167,7 @@ class SchedulerMetrics(Collector):
 
     def __init__(self, deployment: Deployment, unread: UnreadLimits) -> None:
         """Measures `deployment`, and what waits for its slow clients."""
-        self.days_left: Callable[[], Mapping[str, float]] = dict
-        """Returns the days that each certificate has left, by setting."""
+        self.certificates = CertificateDays("triptych:scheduler_certificate_days_left")
         self._deployment = deployment
         self._unread = unread
         self.unserved = UnservedRequests()
@@ -194,11 +194,7 @@ class SchedulerMetrics(Collector):
         yield self.unserved.metric()
         yield _timeouts(self._deployment.timeouts)
         yield from _unread(self._unread)
-        name, text = "triptych:scheduler_certificate_days_left", "Days until the certificate ends."
-        days_left = GaugeMetricFamily(name, text, labels=("setting",))
-        for flag, days in self.days_left().items():
-            days_left.add_metric((flag,), days)
-        yield days_left
+        yield from self.certificates.collect()
         served = self._deployment.served
         if served is None:
             return

@@ -34,7 +34,6 @@ from gateway.settings import Settings
 from gateway.text.tokenization import TextWorker
 from protos.service.backpressure import UnreadLimits
 from protos.service.logs import get_logger
-from protos.service.tls import Expiries
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2 as inference
 from protos.triptych.v1.inference_pb2 import LoraInfo
@@ -62,12 +61,6 @@ class Context:
     """Monotonic seconds."""
     wall_clock: Callable[[], float]
     """Seconds since the epoch."""
-    expiries: Sequence[Expiries] = ()
-    """When the certificates of HTTP and of the services end."""
-
-    def certificate_days_left(self) -> dict[str, float]:
-        """Returns the days that each certificate has left, by setting."""
-        return {flag: days for each in self.expiries for flag, days in each.days_left().items()}
 
 
 def context_of(request: Request) -> Context:

@@ -290,7 +290,7 @@ async def health(request: Request) -> Response:
         details = [f"{replica.replica_id}: {replica.detail or 'not ready'}" for replica in load.replicas]
         raise Unavailable(f"no replica is ready ({'; '.join(details) or 'no worker has registered'})")
     context.watcher.served()
-    if days_left := context.certificate_days_left():
+    if days_left := context.metrics.certificates.days_left():
         rounded = {flag: round(days, 1) for flag, days in days_left.items()}
         return JSONResponse({"certificate_days_left": rounded})
     return Response(status_code=200)

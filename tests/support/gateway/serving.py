@@ -167,7 +167,8 @@ async def running_gateway(
         startup_queue=StartupQueue(settings.max_parked_requests, settings.park_timeout_s),
     )
     tls = ServerTls.from_settings(settings)
-    app = create_app(settings, client, expiries=[tls.expiries] if tls else [])
+    app = create_app(settings, client)
+    app.state.context.metrics.certificates.expiries += [tls.expiries] if tls else []
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
     server = HttpServer(http_config(settings, app, tls), client, settings.drain_s)

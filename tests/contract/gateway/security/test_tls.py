@@ -61,6 +61,14 @@ async def test_health_and_metrics_tell_the_days_that_certificates_have_left(tmp_
         assert health.json() == {"certificate_days_left": {"--ssl-certfile": 12.5}}
         sample = 'triptych:gateway_certificate_days_left{setting="--ssl-certfile"} 12.4'
         assert sample in (await http.get("/metrics")).text
+        assert paths.cert is not None
+        # OpenSSL takes this form of a certificate, in which no end is found.
+        unusual = paths.cert.read_bytes().replace(b" CERTIFICATE-", b" TRUSTED CERTIFICATE-")
+        paths.cert.write_bytes(unusual)
+        assert await version_of(gateway) == 200
+        metrics = await http.get("/metrics")
+        assert metrics.status_code == 200
+        assert "certificate_days_left{" not in metrics.text
 
 
 async def test_new_connections_get_a_new_certificate(tmp_path: Path) -> None:
