@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import operator
 import uuid
 from bisect import bisect_left
 from collections import Counter as Counts
@@ -330,10 +331,12 @@ _END: Final = b"# EOF\n"
 
 # Figures of a process mean nothing when they are added up. They are on its own --metrics-port.
 _OF_ONE_PROCESS: Final = ("process_", "python_")
-# Gauges that are the same in all: the largest value counts.
-_COMMON: Final = frozenset(
-    {"triptych:gateway_scheduler_up", "triptych:gateway_scheduler_refuses", _CERTIFICATES}
-)
+# Gauges that do not add up. A gateway that has not read renewed certificates must show.
+_COMMON: Final[dict[str, Callable[[float, float], float]]] = {
+    "triptych:gateway_scheduler_up": max,
+    "triptych:gateway_scheduler_refuses": max,
+    _CERTIFICATES: min,
+}
 
 
 class SharedMetrics:
@@ -422,13 +425,8 @@ def merged(texts: Iterable[bytes]) -> bytes:
             families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
                 key = (family.name, sample.name, tuple(sorted(sample.labels.items())))
-                before = values.get(key)
-                if before is None:
-                    values[key] = sample.value
-                elif family.name in _COMMON or sample.name.endswith("_created"):
-                    values[key] = max(before, sample.value)
-                else:
-                    values[key] = before + sample.value
+                join = max if sample.name.endswith("_created") else _COMMON.get(family.name, operator.add)
+                values[key] = join(values[key], sample.value) if key in values else sample.value
     for (name, sample_name, labels), value in values.items():
         families[name].add_sample(sample_name, dict(labels), value)
     processes = Metric("triptych:gateway_processes", "Gateways whose metrics these are the sum of.", "gauge")

@@ -85,6 +85,7 @@ def text(requests: int, under_way: int, up: int, seconds: float) -> bytes:
     Counter("http_requests", "Requests.", ("status",), registry=registry).labels("200").inc(requests)
     Gauge("triptych:gateway_http_requests_in_flight", "Under way.", registry=registry).set(under_way)
     Gauge("triptych:gateway_scheduler_up", "Up.", registry=registry).set(up)
+    Gauge("triptych:gateway_certificate_days_left", "Days.", registry=registry).set(30 - requests)
     Histogram("latency_seconds", "Latency.", registry=registry, buckets=(1, 2)).observe(seconds)
     return generate_latest(registry)
 
@@ -96,11 +97,15 @@ def samples(found: bytes) -> set[str]:
 
 
 def test_counts_are_added_up() -> None:
-    """Counters, gauges and histograms are sums without figures of one process; a flag is set if any is."""
+    """Counters, gauges and histograms are sums without figures of one process; a flag is set if any is.
+
+    Of certificates, the first end counts: a gateway that has not read the renewed one shows.
+    """
     assert samples(merged([text(3, 1, 0, 0.5), text(4, 2, 1, 1.5)])) == {
         'http_requests_total{status="200"} 7.0',
         "triptych:gateway_http_requests_in_flight 3.0",
         "triptych:gateway_scheduler_up 1.0",
+        "triptych:gateway_certificate_days_left 26.0",
         'latency_seconds_bucket{le="1.0"} 1.0',
         'latency_seconds_bucket{le="2.0"} 2.0',
         'latency_seconds_bucket{le="+Inf"} 2.0',
