@@ -31,7 +31,8 @@ def check(path: Path, what: str, remedy: str, *, any_owner: bool = False) -> Non
         ConfigurationRefused: names path, owner and mode.
         OSError: it cannot be looked at.
     """
-    if reason := _fault_of(path.lstat(), path.stat(), any_owner=any_owner):
+    reason = _fault_of(path.lstat(), path.stat(), any_owner=any_owner)
+    if reason and not _is_of_our_pod(path):
         raise _foreign(f"{what} {path}", reason, remedy)
 
 
@@ -105,17 +106,31 @@ def _fault_of(*found: os.stat_result, any_owner: bool = False) -> str | None:
     if not foreign and not written_by_others:
         return None
     owner = _user(foreign[0] if foreign else target.st_uid)
-    return f"belongs to {owner} with mode {stat.S_IMODE(target.st_mode):04o}"
+    return f"belongs to {owner} with mode {stat.S_IMODE(target.st_mode):04o} (gid {target.st_gid})"
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether a group is root's, or has this user alone: many systems let such a group write by default."""
+    """Whether a group is root's, or has this user alone: many systems let such a group write by default.
+
+    The group of a container's user, such as a pod's fsGroup, may be in no list: then the number decides.
+    """
     if gid == 0:
         return True
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return gid == os.geteuid()
     with contextlib.suppress(KeyError):
-        group, name = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
+        name = pwd.getpwuid(os.geteuid()).pw_name
         return group.gr_name == name and set(group.gr_mem) <= {name}
     return False
+
+
+def _is_of_our_pod(path: Path) -> bool:
+    """Whether an emptyDir is mounted here: Kubernetes opens it to all, but in the pod's containers only."""
+    mounts = map(str.split, Path("/proc/self/mountinfo").read_text().splitlines())
+    at = str(path.resolve())
+    return any(each[4] == at and "/kubernetes.io~empty-dir/" in each[3] for each in mounts)
 
 
 def _user(uid: int) -> str:

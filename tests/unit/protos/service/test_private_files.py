@@ -1,6 +1,10 @@
 """Files and folders that other users may have changed are refused, and none is written through a link."""
 
 import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +42,58 @@ def test_what_others_may_have_changed_is_refused(foreign: Foreign, tmp_path: Pat
     file.chmod(0o666)
     with pytest.raises(ConfigurationRefused, match=rf"^--key-file: {file} belongs to .*0666.*mode$"):
         private_files.read_secret(file, "--key-file")
+
+
+_CHECKS = """
+import os, sys
+from pathlib import Path
+import protos.errors  # the user may not be able to read it
+from protos.service import private_files
+os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
+private_files.check(Path(sys.argv[2]), "the cache", "move it")
+"""
+
+
+def _check_as(uid: int, folder: Path, *, mounted_from: Path | None = None) -> str:
+    """Returns the last line of a process of that user that checks a folder, empty if it is accepted."""
+    check = [sys.executable, "-c", _CHECKS, str(uid), str(folder)]
+    if mounted_from:
+        mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
+        check = ["unshare", "--mount", "sh", "-c", mount, str(mounted_from), str(folder), *check]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=60, check=False)
+    return "".join(done.stderr.splitlines()[-1:])
+
+
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A folder that other users can reach, which pytest's are not."""
+    if os.geteuid():
+        pytest.skip("only root can be other users")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_volumes_of_kubernetes_are_used(open_path: Path) -> None:
+    """Those of an fsGroup with the user's number, which no list knows, and those that live with the pod."""
+    volume = open_path / "volume"
+    volume.mkdir()
+    for gid, mode, refused in ((STRANGER, 0o2775, False), (STRANGER + 1, 0o2775, True), (0, 0o777, True)):
+        os.chown(volume, 0, gid)
+        volume.chmod(mode)
+        line = _check_as(STRANGER, volume)
+        assert (f"with mode {mode:04o} (gid {gid}): only uid {STRANGER} or root" in line) is refused, line
+        assert bool(line) is refused
+    empty_dir = open_path / "kubernetes.io~empty-dir" / "volume"
+    empty_dir.mkdir(parents=True)
+    empty_dir.chmod(0o777)
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounts are not allowed here")
+    assert not _check_as(STRANGER, volume, mounted_from=empty_dir)
+    other = open_path / "other"
+    other.mkdir()
+    other.chmod(0o777)
+    assert "with mode 0777" in _check_as(STRANGER, volume, mounted_from=other)
 
 
 def test_a_link_is_no_way_in(tmp_path: Path) -> None:
