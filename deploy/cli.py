@@ -12,6 +12,7 @@ from importlib.metadata import version
 
 from deploy.launcher.process import die_with_launcher
 from protos.service.help import ArgumentParser, ParserWanted, wants_parser
+from triptych import add_packages
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def _parser() -> ArgumentParser:
 
 
 if __name__ == "__main__":
+    add_packages()
     code = main()
     if code == _BAD_SETTING:
         # The launcher waits for the end, and taking modules down takes a second on a busy machine.

@@ -16,9 +16,9 @@ import grpc
 
 from deploy.checks.check_results import CheckFailed, Note, Report
 from deploy.launcher.log_tail import nothing_to_precompile
-from deploy.launcher.process import ChildSpec
+from deploy.launcher.process import COMMAND, ChildSpec
 from deploy.launcher.settings import LaunchSettings, secured
-from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, socket_folder, with_run_dir
+from deploy.launcher.stack_plan import StackPlan, claim, socket_folder, with_run_dir
 from deploy.launcher.supervisor import BAD_SETTING
 from gateway.settings import Settings as GatewaySettings
 from protos.errors import ConfigurationRefused, TriptychError
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from worker_svc.execution.worker import Worker
 
 _GIB = 2**30
-# The flags follow `python -m deploy.cli SERVICE`.
-_FLAGS = 4
+# The flags follow the name of the service.
+_FLAGS = len(COMMAND) + 1
 _ASK_TIMEOUT_S = 3.0
 S = TypeVar("S", bound=ServiceSettings)
 

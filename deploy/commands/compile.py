@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic_settings import SettingsConfigDict
 
 from deploy.checks.starts import configuration
-from deploy.launcher.process import PARENT_VARIABLE
+from deploy.launcher.process import COMMAND, PARENT_VARIABLE
 from deploy.launcher.service_flags import scheduler_flags, worker_flags
 from deploy.launcher.settings import LaunchSettings
 from deploy.vllm_flags.translate import VllmFlags
@@ -74,7 +74,7 @@ def _compile_all(ranks: int, argv: Sequence[str]) -> int:
     environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
     for rank in range(ranks):
         print(f"rank {rank} of {ranks}", flush=True)
-        command = [sys.executable, "-m", "deploy.cli", "compile", *argv, f"--rank={rank}"]
+        command = [*COMMAND, "compile", *argv, f"--rank={rank}"]
         if code := subprocess.run(command, env=environment, check=False).returncode:
             return code
     return 0

@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.writelines(f"{pin}\n" for pin in pins)
         file.flush()
-        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--require-hashes", "-r", file.name]
+        pip = [sys.executable, "-P", "-m", "pip"]
+        command = [*pip, "install", "--no-deps", "--require-hashes", "-r", file.name]
         failed = subprocess.run(command, check=False).returncode
     if failed:
         hint = f"; {_TORCH_HINT}" if "worker" in services and not arguments.keep_torch else ""

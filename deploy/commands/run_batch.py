@@ -21,7 +21,7 @@ import openai
 from pydantic import BaseModel, Field, PositiveInt, TypeAdapter, ValidationError
 
 from deploy.commands.client import ERRORS, CommandError, Server, add_flags, first_model, server_of
-from deploy.launcher.process import PARENT_VARIABLE
+from deploy.launcher.process import COMMAND, PARENT_VARIABLE
 from protos.service.help import ArgumentParser
 
 _START: Final = b'{"id": "batch_req_'  # the beginning of each line of an output
@@ -169,7 +169,7 @@ def _server(arguments: Namespace, flags: Sequence[str]) -> Iterator[Server]:
     environment[PARENT_VARIABLE] = str(os.getpid())
     with tempfile.TemporaryDirectory(prefix="triptych-batch-") as folder:
         server = Server("http://localhost", uds=f"{folder}/http.sock")
-        command = [sys.executable, "-m", "deploy.cli", "up", arguments.model, *flags]
+        command = [*COMMAND, "up", arguments.model, *flags]
         # Its own session: Ctrl-C reaches this command, which then stops the stack.
         launcher = subprocess.Popen(
             [*command, f"--uds={server.uds}"], env=environment, stdout=sys.stderr, start_new_session=True

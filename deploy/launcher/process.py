@@ -14,6 +14,9 @@ from typing import IO
 
 from protos.service import private_files
 
+# -P: a `deploy` in the current folder, which may be a stranger's, is not ours.
+COMMAND = (sys.executable, "-P", "-m", "deploy.cli")
+"""The words of a child's command before its name and flags."""
 PARENT_VARIABLE = "TRIPTYCH_LAUNCHER_PID"
 """The environment variable that tells a child its launcher's process id."""
 _PR_SET_PDEATHSIG = 1
@@ -67,7 +70,7 @@ def worker_spec(
     name: str, flags: tuple[str, ...], run_dir: Path, environment: Mapping[str, str], *, has_log: bool = True
 ) -> ChildSpec:
     """Returns the command of a worker with these flags; for the other arguments see `ChildSpec`."""
-    command = (sys.executable, "-m", "deploy.cli", "worker", *flags)
+    command = (*COMMAND, "worker", *flags)
     return ChildSpec(name, command, run_dir, environment, worker_flags=flags, has_log=has_log)
 
 

@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import os
 import socket
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from deploy.launcher import service_flags
-from deploy.launcher.process import ChildSpec, worker_spec
+from deploy.launcher.process import COMMAND, ChildSpec, worker_spec
 from deploy.launcher.service_flags import LOOPBACK
 from deploy.launcher.settings import LaunchSettings
 from gateway.settings import Settings as GatewaySettings
@@ -28,7 +27,6 @@ _LONGEST_NAME = "metrics/0123456789ab.sock"
 _LOCK = "launcher.pid"
 # Files of running services.
 _RUNNING = ("*.pid", "*.sock", "metrics/*.sock")
-COMMAND = (sys.executable, "-m", "deploy.cli")
 
 
 def with_run_dir(settings: LaunchSettings) -> LaunchSettings:

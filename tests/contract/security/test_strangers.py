@@ -40,7 +40,7 @@ def test_a_stranger_is_refused(tmp_path: Path, direct: bool) -> None:
     flags = ["--port=0", f"--run-dir={tmp_path}", "--api-key=k", *(["--scheduler-port=0"] if direct else [])]
     settings, files = secured(load(LaunchSettings, flags))
     plan = StackPlan.make(settings, tmp_path)
-    with running_service("-m", "scheduler_svc", *plan.scheduler.command[4:]) as service:
+    with running_service("-m", "scheduler_svc", *plan.scheduler.command[5:]) as service:
         port = plan.ports.scheduler
         assert tcp_ports([service.process.pid]) == ({port} if direct else set())
         assert tmp_path.joinpath("scheduler.sock").is_socket()

@@ -93,6 +93,7 @@ def test_an_environment_keeps_its_own_names(wheel: Path, tmp_path: Path) -> None
         assert "usage: triptych" in run(*command, "--help", cwd=tmp_path)
         assert '"triptych"' in run(*command, "env", "--json", cwd=tmp_path)
     # A child process with `-m`, as the launcher starts its services, and one that multiprocessing spawns.
+    (tmp_path / "deploy.py").write_text("raise SystemExit('of the current folder')\n")
     child = tmp_path / "child.py"
     child.write_text(
         "import multiprocessing, os, subprocess, sys\n"
@@ -104,7 +105,7 @@ def test_an_environment_keeps_its_own_names(wheel: Path, tmp_path: Path) -> None
         "    triptych.add_packages()\n"
         "    process = multiprocessing.get_context('spawn').Process(target=spawned)\n"
         "    process.start(); process.join()\n"
-        "    subprocess.run([sys.executable, '-m', 'deploy.cli', 'version'], check=True)\n"
+        "    subprocess.run([sys.executable, '-P', '-m', 'deploy.cli', 'version'], check=True)\n"
     )
     spawned, version = run(binaries / "python", child, cwd=tmp_path).splitlines()
     assert Path(spawned) == site / "triptych" / "deploy" / "cli.py"

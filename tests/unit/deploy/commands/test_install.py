@@ -44,8 +44,9 @@ def test_locks_are_installed_at_once_and_without_dependencies(
     """Pip runs in this environment and resolves nothing; a package of several locks is named once."""
     assert cli.main(["install", *services]) == 0
     (command,) = pip_calls
-    assert command[:7] == [sys.executable, "-m", "pip", "install", "--no-deps", "--require-hashes", "-r"]
-    assert sorted(command[7:]) == sorted(pins(*locks))
+    assert command[:4] == [sys.executable, "-P", "-m", "pip"]
+    assert command[4:8] == ["install", "--no-deps", "--require-hashes", "-r"]
+    assert sorted(command[8:]) == sorted(pins(*locks))
 
 
 def test_an_installed_torch_can_be_kept(pip_calls: list[list[str]]) -> None:

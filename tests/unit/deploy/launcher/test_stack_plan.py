@@ -36,12 +36,12 @@ def test_a_stack_has_its_http_port_alone(tmp_path: Path) -> None:
     asked = settings("--workers", "2")
     plan = StackPlan.make(asked, tmp_path)
     assert plan.ports == Ports(plan.ports.http, None, (), (None,))
-    scheduler = load(SchedulerSettings, plan.scheduler.command[4:])
-    worker = load(WorkerSettings, plan.workers[1].command[4:])
+    scheduler = load(SchedulerSettings, plan.scheduler.command[5:])
+    worker = load(WorkerSettings, plan.workers[1].command[5:])
     assert (scheduler.host, scheduler.socket) == ("", tmp_path / "scheduler.sock")
     assert (worker.host, worker.socket) == ("", tmp_path / "worker-1.sock")
     plan = StackPlan.make(settings("--scheduler-port", "0"), tmp_path)
-    scheduler = load(SchedulerSettings, plan.scheduler.command[4:])
+    scheduler = load(SchedulerSettings, plan.scheduler.command[5:])
     assert (scheduler.host, scheduler.port) == ("127.0.0.1", plan.ports.scheduler)
 
 
@@ -70,7 +70,7 @@ def test_a_stack_on_a_unix_socket_has_no_port(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         plan = StackPlan.make(settings("--port", port, "--uds", str(tmp_path / "http.sock")), tmp_path)
-    gateway = load(GatewaySettings, plan.gateways[0].command[4:])
+    gateway = load(GatewaySettings, plan.gateways[0].command[5:])
     assert (gateway.uds, gateway.metrics_port) == (tmp_path / "http.sock", None)
 
 
@@ -79,7 +79,7 @@ def test_the_scheduler_expects_the_model_that_was_asked_for(tmp_path: Path) -> N
     (tmp_path / "models" / "mine").mkdir(parents=True)
     for model, name in ((str(tmp_path / "models" / "mine"), "mine"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
         plan = StackPlan.make(settings(model), tmp_path)
-        assert load(SchedulerSettings, plan.scheduler.command[4:]).expect_model == name
+        assert load(SchedulerSettings, plan.scheduler.command[5:]).expect_model == name
 
 
 def test_one_gateway_needs_no_second_port() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.launcher.process import PARENT_VARIABLE, Child, ChildSpec
+from deploy.launcher.process import COMMAND, PARENT_VARIABLE, Child, ChildSpec
 from deploy.launcher.supervisor import LaunchError, RestartPolicy, Supervisor, run_until_signal
 
 QUICK = RestartPolicy(first_delay_s=0.01, longest_delay_s=0.05)
@@ -38,6 +38,14 @@ class Reports:
                     return line
             self._changed.clear()
             await self._changed.wait()
+
+
+def test_a_child_takes_no_code_from_the_current_folder(tmp_path: Path) -> None:
+    """A folder may be shared: modules there that are called like ours are a stranger's."""
+    for name in ("deploy", "protos", "gateway"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stranger')\n")
+    done = subprocess.run([*COMMAND, "version"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[:1]) == (0, ["triptych"]), done.stderr
 
 
 def spec(run_dir: Path, name: str, code: str) -> ChildSpec:
