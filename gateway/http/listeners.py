@@ -11,7 +11,7 @@ from typing import Final, NoReturn, Self
 from gateway.settings import SecuritySettings
 from protos.errors import ConfigurationRefused
 from protos.service.private_files import check, read_secret
-from protos.service.tls import Expiries, WatchedFiles
+from protos.service.tls import Expiries, PemFile, WatchedFiles
 
 _BACKLOG: Final = 2048
 # Bytes of a connection that the system buffers, and so the most that one read takes. Without a limit, uvloop
@@ -138,8 +138,10 @@ class ServerTls:
                 raise ConfigurationRefused(
                     f"--ssl-ciphers {settings.ssl_ciphers} names no cipher that OpenSSL has; see `openssl ciphers`"
                 ) from None
-        files = (("--ssl-certfile", self._certfile), ("--ssl-ca-certs", settings.ssl_ca_certs))
-        self.expiries.note((flag, path, read_secret(path, flag)) for flag, path in files if path is not None)
+        files = (("--ssl-certfile", self._certfile, False), ("--ssl-ca-certs", settings.ssl_ca_certs, True))
+        self.expiries.note(
+            *(PemFile(flag, path, read_secret(path, flag), is_ca) for flag, path, is_ca in files if path)
+        )
         return context
 
 

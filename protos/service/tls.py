@@ -4,10 +4,10 @@ import datetime as dt
 import math
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import grpc
 
@@ -33,6 +33,18 @@ _DAY_S = 86_400.0
 _REMIND_DAYS = 30
 
 
+class PemFile(NamedTuple):
+    """A file of certificates."""
+
+    flag: str
+    """The setting that names it."""
+    path: Path
+    content: bytes
+    is_ca: bool = False
+    """Whether it has CAs, of which some may be on their way out: the last to end counts, instead of the first
+    in the file."""
+
+
 class Expiries:
     """When the certificates of a service end, by the setting that names their file."""
 
@@ -41,24 +53,17 @@ class Expiries:
         self._ends: dict[str, tuple[Path, float]] = {}
         self._reminded_s = -math.inf
 
-    def note(self, files: Iterable[tuple[str, Path, bytes]]) -> None:
-        """Notes the ends of certificates that come into use; refuses files whose certificates have ended.
-
-        Of a service's own certificate the first in the file counts; of CAs (`-ca`, `-ca-certs`), the last to
-        end: others may be on their way out.
-
-        Args:
-            files: setting, path and content of each, in PEM.
-        """
+    def note(self, *files: PemFile) -> None:
+        """Notes the ends of certificates that come into use; refuses files whose certificates have ended."""
         from cryptography import x509  # only services with TLS need it
 
         ends: dict[str, tuple[Path, float]] = {}
-        for flag, path, content in files:
+        for flag, path, content, is_ca in files:
             try:
                 found = [each.not_valid_after_utc for each in x509.load_pem_x509_certificates(content)]
             except ValueError:  # OpenSSL, which has read the file, is less strict
                 continue
-            end = max(found) if "-ca" in flag else found[0]
+            end = max(found) if is_ca else found[0]
             if end <= dt.datetime.now(dt.UTC):
                 raise ConfigurationRefused(
                     f"{flag}: the certificate in {path} ended on {end:%Y-%m-%d %H:%M} UTC; replace it"
@@ -145,8 +150,9 @@ def _read(paths: CertificatePaths, expiries: Expiries) -> tuple[bytes, bytes | N
         context.load_verify_locations(cadata=ca.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError) as error:
         raise ConfigurationRefused(f"--grpc-tls-ca: {paths.ca} has no PEM certificates") from error
+    cas = PemFile("--grpc-tls-ca", paths.ca, ca, is_ca=True)
     if paths.cert is None or paths.key is None:
-        expiries.note([("--grpc-tls-ca", paths.ca, ca)])
+        expiries.note(cas)
         return ca, None, None
     cert = read_secret(paths.cert, "--grpc-tls-cert")
     key = read_secret(paths.key, "--grpc-tls-key")
@@ -158,7 +164,7 @@ def _read(paths: CertificatePaths, expiries: Expiries) -> tuple[bytes, bytes | N
             f"--grpc-tls-cert and --grpc-tls-key: {paths.cert} and {paths.key} are not a PEM certificate and its"
             " unencrypted key"
         ) from error
-    expiries.note([("--grpc-tls-ca", paths.ca, ca), ("--grpc-tls-cert", paths.cert, cert)])
+    expiries.note(cas, PemFile("--grpc-tls-cert", paths.cert, cert))
     return ca, cert, key
 
 
