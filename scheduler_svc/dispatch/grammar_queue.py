@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from protos.errors import InvalidArgument, TriptychError
+from scheduler_svc.dispatch.backlog import Backlog
 from scheduler_svc.requests.request import Request, RequestState
 from scheduler_svc.requests.sampling import Grammar
 
@@ -93,12 +94,12 @@ class _Line:
 class GrammarQueue:
     """Requests that wait for a grammar, by grammar."""
 
-    def __init__(self) -> None:
-        """Starts without requests and replicas."""
+    def __init__(self, backlog: Backlog) -> None:
+        """Starts without requests and replicas; `backlog` counts the requests while they wait."""
         self._entries: dict[Grammar, _Entry] = {}
         self._lines: dict[str, _Line] = {}
         self._num_waiting = 0
-        self._num_tokens = 0
+        self._backlog = backlog
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -106,11 +107,6 @@ class GrammarQueue:
     def __iter__(self) -> Iterator[Request]:
         """Yields every waiting request, in no particular order."""
         return (request for entry in self._entries.values() for request in entry.waiting.values())
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the waiting requests have to prefill."""
-        return self._num_tokens
 
     @property
     def idle(self) -> bool:
@@ -163,7 +159,7 @@ class GrammarQueue:
         request.state = RequestState.WAITING_FOR_FSM
         entry.waiting[request.request_id] = request
         self._num_waiting += 1
-        self._num_tokens += len(request.token_ids)
+        self._backlog.add(request)
         return True
 
     def remove(self, request: Request) -> bool:
@@ -173,7 +169,7 @@ class GrammarQueue:
         if entry is None or entry.waiting.pop(request.request_id, None) is None:
             return False
         self._num_waiting -= 1
-        self._num_tokens -= len(request.token_ids)
+        self._backlog.remove(request)
         return True
 
     def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from protos.errors import InvalidArgument, Overloaded
 from protos.limits import MAX_SEQUENCES
 from scheduler_svc.dispatch.adapter_queue import AdapterQueue
+from scheduler_svc.dispatch.backlog import Backlog
 from scheduler_svc.dispatch.grammar_queue import GrammarQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.replica.scheduler import ReplicaScheduler
@@ -90,6 +91,8 @@ class WaitingQueue:
     def __init__(self, order: OrderPolicy) -> None:
         """Starts empty; `order` belongs to this queue alone."""
         self._order = order
+        self.backlog = Backlog()
+        """Counts the members, and what waits for a place here, such as for a grammar."""
         self._members: dict[str, Request] = {}
         self._num_tokens = 0
         self._skipped: dict[Hashable, dict[str, Request]] = {}  # by group, then by request id
@@ -114,6 +117,7 @@ class WaitingQueue:
         """Adds a request that is not in the queue. Its tokens must not change while it waits."""
         self._members[request.request_id] = request
         self._num_tokens += len(request.token_ids)
+        self.backlog.add(request)
         self._order.add(request)
 
     def peek(self, now: float) -> Request | None:
@@ -130,6 +134,7 @@ class WaitingQueue:
         self._return(request)
         del self._members[request.request_id]
         self._num_tokens -= len(request.token_ids)
+        self.backlog.remove(request)
         self._order.remove(request)
         return True
 
@@ -172,6 +177,7 @@ class WaitingQueue:
         """Removes all requests and returns them in order."""
         for request in self._members.values():
             self._return(request)
+            self.backlog.remove(request)
         self._members.clear()
         self._num_tokens = 0
         return self._order.drain()
@@ -184,10 +190,10 @@ class Queues:
         """Starts empty; `order` belongs to the waiting queue alone, and `clock` gives monotonic seconds."""
         self.waiting = WaitingQueue(order)
         """Requests that wait for a slot."""
-        self.grammars = GrammarQueue()
+        self.grammars = GrammarQueue(self.waiting.backlog)
         """Requests that wait for their grammar."""
         self._clock = clock
-        self.adapters = AdapterQueue(clock)
+        self.adapters = AdapterQueue(clock, self.waiting.backlog)
         """Requests that wait for their LoRA adapter."""
 
     def __len__(self) -> int:
@@ -200,7 +206,7 @@ class Queues:
     @property
     def num_tokens(self) -> int:
         """Tokens that the requests have to prefill."""
-        return self.waiting.num_tokens + self.grammars.num_tokens + self.adapters.num_tokens
+        return self.waiting.backlog.num_tokens
 
     def add_user(self, request: Request) -> None:
         """Counts a new live request as a user of its grammar and its adapter."""
@@ -252,27 +258,6 @@ class Queues:
                 self.wait(request)
 
 
-def has_share(
-    tenant: str, count: int, num_tokens: int, waiting: Iterable[Request], max_waiting: int, max_tokens: int
-) -> bool:
-    """Returns whether a full queue still takes requests of a tenant, given those that wait and its bounds.
-
-    Half as much again is a reserve, of which each waiting tenant has an equal share. One tenant's flood fills
-    the queue, but takes no other tenant's share.
-    """
-    requests, tokens = Counter({tenant: count}), Counter({tenant: num_tokens})
-    for request in waiting:
-        requests[request.tenant] += 1
-        tokens[request.tenant] += len(request.token_ids)
-    reserve, reserve_tokens = max(1, max_waiting // 2), max_tokens // 2
-    return (
-        requests[tenant] <= max(1, reserve // len(requests))
-        and tokens[tenant] <= reserve_tokens // len(requests)
-        and requests.total() <= max_waiting + reserve
-        and tokens.total() <= max_tokens + reserve_tokens
-    )
-
-
 class Capacity:
     """Decides whether the queue takes a submission.
 
@@ -305,7 +290,7 @@ class Capacity:
     def check(self, submission: Submission, queues: Queues, *, num_waiting: int) -> None:
         """Refuses a submission that does not fit into the queue, now or ever.
 
-        `num_waiting` counts requests in no queue that have no slot yet, too.
+        `num_waiting` is the number of requests without a slot; some of them are in no queue.
 
         Takes several times as many requests that an earlier scheduler accepted: clients wait for the rest of
         their answers, and the requests that ran there are more than those that may wait here. It cannot be
@@ -327,7 +312,8 @@ class Capacity:
         waiting_tokens = queues.num_tokens
         too_many = num_waiting and num_waiting + count > max_waiting
         is_full = too_many or (waiting_tokens and waiting_tokens + num_tokens > max_tokens)
-        if is_full and not has_share(submission.tenant, count, num_tokens, queues, max_waiting, max_tokens):
+        has_share = queues.waiting.backlog.has_share
+        if is_full and not has_share(submission.tenant, count, num_tokens, max_waiting, max_tokens):
             self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += 1
             raise Overloaded(
                 f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",

@@ -6,9 +6,10 @@ as many others of the same prompt length as the chosen shape has rows for. A pac
 any length as long as their tokens fit. No request waits for a batch to fill.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from protos.steps import PoolShape
+from scheduler_svc.dispatch.backlog import Backlog
 from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.requests.request import Request
@@ -78,9 +79,10 @@ class PoolQueue:
     def __len__(self) -> int:
         return len(self._all)
 
-    def __iter__(self) -> Iterator[Request]:
-        """Yields every member once, in no particular order."""
-        return iter(self._all)
+    @property
+    def backlog(self) -> Backlog:
+        """The counts of the waiting requests by tenant."""
+        return self._all.backlog
 
     @property
     def num_tokens(self) -> int:

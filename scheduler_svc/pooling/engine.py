@@ -21,7 +21,7 @@ from protos.steps import PoolShape, format_shapes
 from protos.triptych.v1 import common_pb2
 from protos.validation import check_ids
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, Totals
-from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS, LiveRequests, has_share
+from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS, LiveRequests
 from scheduler_svc.policy.order import OrderPolicy
 from scheduler_svc.pooling.batching import PoolQueue
 from scheduler_svc.pooling.scheduler import PoolScheduler
@@ -173,7 +173,8 @@ class PoolEngine:
         too_many = len(queue) + len(submissions) > most
         is_full = len(queue) and (too_many or queue.num_tokens + num_tokens > most_tokens)
         tenant = submissions[0].tenant
-        if is_full and not has_share(tenant, len(submissions), num_tokens, queue, most, most_tokens):
+        has_share = queue.backlog.has_share
+        if is_full and not has_share(tenant, len(submissions), num_tokens, most, most_tokens):
             self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += len(submissions)
             raise Overloaded(
                 f"{len(queue)} requests with {queue.num_tokens} tokens are waiting; retry later",

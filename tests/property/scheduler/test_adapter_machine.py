@@ -4,6 +4,8 @@ The simulated device computes with what lies in its adapter slots, so a wrong ad
 refuses a placement into a slot in use, and one of an adapter that is not on the host.
 """
 
+from collections import Counter
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -85,6 +87,9 @@ class AdapterMachine(SchedulerMachine):
             return
         scheduler = self.rig.scheduler
         scheduler.adapters.check_integrity()
+        queues = self.rig.engine._queues
+        assert queues.waiting.backlog.requests == Counter(one.tenant for one in queues)
+        assert queues.num_tokens == sum(len(one.token_ids) for one in queues)
         for request in scheduler._slots.requests:
             adapter_id = request.adapter and request.adapter.adapter_id
             assert request.adapter_slot == (adapter_id and scheduler.adapters.slot_of(adapter_id))

@@ -1,5 +1,6 @@
 """Requests with and without grammars on two replicas that compile, refuse, evict and are lost at random."""
 
+from collections import Counter
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -164,6 +165,9 @@ class GrammarMachine(RuleBasedStateMachine):
     def no_request_waits_in_vain(self) -> None:
         if not hasattr(self, "replicas"):
             return
+        queues = self.engine._queues
+        assert queues.waiting.backlog.requests == Counter(one.tenant for one in queues)
+        assert queues.num_tokens == sum(len(one.token_ids) for one in queues)
         queue = self.engine.grammars
         for one in self.engine.waiting:
             assert any(queue.may_run(one, name) for name in self.replicas), (

@@ -1,6 +1,7 @@
 """A waiting queue under random operations, checked against a sorted list after every step."""
 
 import math
+from collections import Counter
 
 import hypothesis.strategies as st
 import pytest
@@ -152,6 +153,8 @@ class WaitingMachine(RuleBasedStateMachine):
         assert self.queue.peek(self.now) is head
         assert len(self.queue) == len(self.waiting)
         assert self.queue.num_tokens == sum(len(request.token_ids) for _, request in self.waiting)
+        assert self.queue.backlog.requests == Counter(tenant for tenant, _ in self.waiting)
+        assert self.queue.backlog.num_tokens == self.queue.num_tokens
         assert all(request in self.queue for _, request in self.waiting)
         assert not any(request in self.queue for _, request in self.running)
 
