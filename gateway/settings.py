@@ -259,7 +259,8 @@ class Settings(CallSecuritySettings, SecuritySettings):
         48 << 20,
         ge=2048,
         description="Most bytes of the bodies of all requests under way. A tenant may hold as many as are free,"
-        " half of them if it is alone; a request beyond that gets 429. At least twice --max-body-bytes.",
+        " half of them if it is alone; a request beyond that gets 429. A quarter is for bodies up to 256 KiB. Less than"
+        " three times --max-body-bytes counts as that.",
     )
     max_prompts: int = Field(
         128,
@@ -399,15 +400,6 @@ class Settings(CallSecuritySettings, SecuritySettings):
             return json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError('must be JSON, for example {"enable_thinking": false}') from error
-
-    @model_validator(mode="after")
-    def _bodies_fit(self) -> Self:
-        if self.max_total_body_bytes < 2 * self.max_body_bytes:
-            raise ValueError(
-                f"--max-total-body-bytes {self.max_total_body_bytes} must be at least twice --max-body-bytes"
-                f" {self.max_body_bytes}; raise it, or lower the other"
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_address(self) -> Self:

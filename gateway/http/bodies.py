@@ -18,6 +18,9 @@ from protos.errors import InvalidArgument, Overloaded
 _DISCARD_FACTOR: Final = 8
 _DISCARD_S: Final = 10
 
+# Half-sent bodies of at most this size never wait for larger ones.
+_SMALL: Final = 256 * 1024
+
 _RETRY_AFTER_MS: Final = 1000
 # Digits of a length; Python refuses to read thousands of them.
 _MAX_DIGITS: Final = 20
@@ -32,37 +35,47 @@ _MAX_MEMBERS: Final = 64
 class BodyLimits:
     """Bounds on bodies, and the bytes of all in memory. A tenant may hold as many as are free.
 
-    So a tenant alone holds half of the total at most, and another's small body has room at all times.
+    So a tenant alone holds half of the total at most, and another's small body has room at all times. Large
+    bodies leave a quarter to those of up to 256 KiB, and have no part in their bound.
     """
 
     num_bytes: int
     """Bytes of all bodies."""
 
     def __init__(self, max_bytes: int, total_bytes: int, timeout_s: float) -> None:
-        """Bounds a body's bytes, sent and decoded, its seconds until complete, and the bytes of all."""
+        """Bounds a body's bytes, sent and decoded, its seconds until complete, and the bytes of all.
+
+        All have room for three of the largest bodies in any case.
+        """
         self.max_bytes = max_bytes
         self.timeout_s = timeout_s
         self.num_bytes = 0
-        self._total_bytes = total_bytes
-        self._held = Counter[str]()
+        self._total_bytes = max(total_bytes, 3 * max_bytes)
+        self._held = Counter[tuple[str, bool]]()
 
-    def take(self, tenant: str, num_bytes: int) -> None:
-        """Counts further bytes of a tenant's bodies; negative ones end the count of freed bodies.
+    def resize(self, tenant: str, before: int, after: int) -> None:
+        """Counts a tenant's body that has grown from ``before`` to ``after`` bytes; 0 ends the count.
 
         Raises:
-            Overloaded: if they are too many.
+            Overloaded: if its bodies are too many. The count stays as it was.
         """
-        held = self._held.pop(tenant, 0)
-        if num_bytes > 0 and held + num_bytes > self._total_bytes - self.num_bytes:
-            self._held[tenant] = held
+        is_small = after <= _SMALL
+        room = self._total_bytes - (0 if is_small else self._total_bytes // 4) - self.num_bytes
+        self._add(tenant, -before, before <= _SMALL)
+        held = self._held[tenant, is_small]
+        fits = after <= before or held + after <= room
+        self._add(tenant, after if fits else before, is_small if fits else before <= _SMALL)
+        if not fits:
             raise Overloaded(
-                f"the tenant's requests under way have bodies of {held} bytes, and more do not fit into memory"
-                " (--max-total-body-bytes); retry when some of them are answered",
+                f"the tenant's requests under way have bodies of {held + before} bytes, and more do not fit into"
+                " memory (--max-total-body-bytes); retry when some of them are answered",
                 retry_after_ms=_RETRY_AFTER_MS,
             )
+
+    def _add(self, tenant: str, num_bytes: int, is_small: bool) -> None:
         self.num_bytes += num_bytes
-        if held + num_bytes:
-            self._held[tenant] = held + num_bytes
+        if held := self._held.pop((tenant, is_small), 0) + num_bytes:
+            self._held[tenant, is_small] = held
 
 
 class BoundedBody:
@@ -108,7 +121,7 @@ class BoundedBody:
                     part = decoder.feed(part)
                     if not more:
                         decoder.finish()
-                self._limits.take(self._holder, len(part))
+                self._limits.resize(self._holder, self._held, self._held + len(part))
                 self._held += len(part)
                 body.write(part)
                 part = b""  # thousands of requests may wait for their next one
@@ -123,7 +136,7 @@ class BoundedBody:
 
     def close(self) -> None:
         """Ends the count of the body."""
-        self._limits.take(self._holder, -self._held)
+        self._limits.resize(self._holder, self._held, 0)
         self._held = 0
 
     async def _next(self) -> Message:

@@ -172,15 +172,29 @@ async def test_bodies_of_a_tenant_leave_memory_for_others() -> None:
 
 async def test_small_bodies_of_a_tenant_have_room_when_another_fills_memory() -> None:
     """However many bodies of the other are half sent."""
-    limits = {"max_body_bytes": 10_000, "max_total_body_bytes": 20_000}
+    limits = {"max_body_bytes": 10_000, "max_total_body_bytes": 30_000}
     async with stack(**limits) as (_, gateway), contextlib.AsyncExitStack() as clients:
         for _ in range(20):
             client = await clients.enter_async_context(connected(gateway))
             client.send("POST /v1/completions", "a" * 5_000, "x-tenant: a\r\n", 10_000)
         bodies = gateway.app.state.context.bodies
-        await until(lambda: bodies.num_bytes == 10_000)
+        await until(lambda: bodies.num_bytes == 15_000)
         other = await clients.enter_async_context(connected(gateway))
         other.send("POST /v1/completions", completion(5), "x-tenant: b\r\nconnection: close\r\n")
+        assert b"[DONE]" in await other.rest()
+
+
+async def test_large_half_sent_bodies_leave_room_for_small_ones_of_their_tenant() -> None:
+    """Where no keys are set, all clients are one tenant."""
+    limits = {"max_body_bytes": 1_000_000, "max_total_body_bytes": 4_000_000}
+    async with stack(**limits) as (_, gateway), contextlib.AsyncExitStack() as clients:
+        for _ in range(4):
+            client = await clients.enter_async_context(connected(gateway))
+            client.send("POST /v1/completions", "a" * 990_000, length=1_000_000)
+        bodies = gateway.app.state.context.bodies
+        await until(lambda: bodies.num_bytes == 990_000)
+        other = await clients.enter_async_context(connected(gateway))
+        other.send("POST /v1/completions", completion(5, unknown="a" * 200_000), "connection: close\r\n")
         assert b"[DONE]" in await other.rest()
 
 
