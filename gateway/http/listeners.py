@@ -10,7 +10,7 @@ from typing import Final, NoReturn, Self
 
 from gateway.settings import SecuritySettings
 from protos.errors import ConfigurationRefused
-from protos.service.private_files import check, read_secret
+from protos.service.private_files import read_secret
 from protos.service.tls import Expiries, PemFile, WatchedFiles
 
 _BACKLOG: Final = 2048
@@ -115,8 +115,6 @@ class ServerTls:
             context.num_tickets = 0
         keyfile = settings.ssl_keyfile or self._certfile
         try:
-            for path in filter(None, (self._certfile, keyfile, settings.ssl_ca_certs)):
-                check(path, "the file", "change its mode", any_owner=True)
             context.load_cert_chain(self._certfile, keyfile, _refuse_passphrase)
         except OSError as error:
             raise ConfigurationRefused(
@@ -138,6 +136,9 @@ class ServerTls:
                 raise ConfigurationRefused(
                     f"--ssl-ciphers {settings.ssl_ciphers} names no cipher that OpenSSL has; see `openssl ciphers`"
                 ) from None
+        # Checked after the load: whoever could change a file by then still can.
+        if settings.ssl_keyfile is not None:
+            read_secret(settings.ssl_keyfile, "--ssl-keyfile", most_bytes=0)
         files = (("--ssl-certfile", self._certfile, False), ("--ssl-ca-certs", settings.ssl_ca_certs, True))
         self.expiries.note(
             *(PemFile(flag, path, read_secret(path, flag), is_ca) for flag, path, is_ca in files if path)

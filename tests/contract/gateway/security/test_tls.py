@@ -125,4 +125,12 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationRefused, match=reason) as refused:
             ServerTls.from_settings(settings)
         assert "\n" not in str(refused.value)
+    files = flags_of(ours, ssl_ca_certs=ours.ca)
+    for name, path in files.items():
+        path.chmod(0o622)
+        flag = f"--{name.replace('_', '-')}"
+        with pytest.raises(ConfigurationRefused, match=f"^{flag}: {path} belongs to .* with mode 0622"):
+            ServerTls.from_settings(Settings(**files))
+        path.chmod(0o600)
+    assert ServerTls.from_settings(Settings(**files)) is not None
     assert ServerTls.from_settings(Settings()) is None
