@@ -98,7 +98,7 @@ def _foreign(name: str, reason: str, remedy: str) -> "ConfigurationRefused":
 
 
 def _fault_of(*found: os.stat_result, any_owner: bool = False) -> str | None:
-    foreign = [each.st_uid for each in found if not any_owner and each.st_uid not in (0, os.geteuid())]
+    foreign = [each.st_uid for each in found if not (any_owner or _is_trusted(each.st_uid))]
     target = found[-1]
     # A stranger's private group is in no list of this machine or container, but it has its user's number.
     is_private = _is_private_group(target.st_gid) or (any_owner and target.st_gid == target.st_uid)
@@ -107,6 +107,14 @@ def _fault_of(*found: os.stat_result, any_owner: bool = False) -> str | None:
         return None
     owner = _user(foreign[0] if foreign else target.st_uid)
     return f"belongs to {owner} with mode {stat.S_IMODE(target.st_mode):04o} (gid {target.st_gid})"
+
+
+def _is_trusted(uid: int) -> bool:
+    """Whether this is root, or we, or in a user namespace whoever has no number there, as the host's root."""
+    if uid in (0, os.geteuid()):
+        return True
+    has_all = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
+    return not has_all and uid == int(Path("/proc/sys/kernel/overflowuid").read_text())
 
 
 def _is_private_group(gid: int) -> bool:

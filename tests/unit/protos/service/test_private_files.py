@@ -49,18 +49,16 @@ import os, sys
 from pathlib import Path
 import protos.errors  # the user may not be able to read it
 from protos.service import private_files
-os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
+if uid := int(sys.argv[1]):
+    os.setgroups([]); os.setgid(uid); os.setuid(uid)
 private_files.check(Path(sys.argv[2]), "the cache", "move it")
 """
 
 
-def _check_as(uid: int, folder: Path, *, mounted_from: Path | None = None) -> str:
+def _check_as(uid: int, folder: Path, *within: str) -> str:
     """Returns the last line of a process of that user that checks a folder, empty if it is accepted."""
-    check = [sys.executable, "-c", _CHECKS, str(uid), str(folder)]
-    if mounted_from:
-        mount = 'mount --bind "$0" "$1" && shift && exec "$@"'
-        check = ["unshare", "--mount", "sh", "-c", mount, str(mounted_from), str(folder), *check]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=60, check=False)
+    command = [*within, sys.executable, "-c", _CHECKS, str(uid), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     return "".join(done.stderr.splitlines()[-1:])
 
 
@@ -87,13 +85,28 @@ def test_volumes_of_kubernetes_are_used(open_path: Path) -> None:
     empty_dir = open_path / "kubernetes.io~empty-dir" / "volume"
     empty_dir.mkdir(parents=True)
     empty_dir.chmod(0o777)
-    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("mounts are not allowed here")
-    assert not _check_as(STRANGER, volume, mounted_from=empty_dir)
     other = open_path / "other"
     other.mkdir()
     other.chmod(0o777)
-    assert "with mode 0777" in _check_as(STRANGER, volume, mounted_from=other)
+    mounted = ("unshare", "--mount", "sh", "-c", 'mount --bind "$0" "$1" && shift && exec "$@"')
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounts are not allowed here")
+    assert not _check_as(STRANGER, volume, *mounted, str(empty_dir), str(volume))
+    assert "with mode 0777" in _check_as(STRANGER, volume, *mounted, str(other), str(volume))
+
+
+def test_files_of_the_hosts_root_are_used_in_user_namespaces(open_path: Path) -> None:
+    """There they are those of the overflow user, who is a user like others outside of a namespace."""
+    nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    namespace = ("unshare", "--user", "--map-root-user")
+    if subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("user namespaces are not allowed here")
+    for owner in (STRANGER, nobody):
+        os.chown(open_path, owner, owner)
+        assert f"uid {owner}" in _check_as(0, open_path)
+        assert not _check_as(0, open_path, *namespace)
+    open_path.chmod(0o775)
+    assert "with mode 0775" in _check_as(0, open_path, *namespace)
 
 
 def test_a_link_is_no_way_in(tmp_path: Path) -> None:
