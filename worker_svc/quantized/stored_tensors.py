@@ -54,8 +54,17 @@ class StoredLayers:
         """Whether `finish` reads the numbers of a tensor of that name."""
         return self._names.get(name.rpartition(".")[2]) == ""
 
-    def scheme(self, name: str) -> codes.Scheme | None:
-        """Returns the scheme that the configuration has for the layer of a tensor of that name."""
+    def missing_scheme(self, name: str) -> codes.Scheme | None:
+        """Returns the scheme that the layer of a plain tensor should have, after the last tensor.
+
+        "Linear" does not say which layers a quantizer skipped, such as routers and heads of classifiers: it
+        leaves all of the same last name as they are.
+        """
+        kinds = {module.rpartition(".")[2] for module in self._sizes}
+        is_skipped = kinds and name.split(".")[-2] not in kinds
+        return None if is_skipped else self._scheme(name)
+
+    def _scheme(self, name: str) -> codes.Scheme | None:
         module = name.rpartition(".")[0]
         return None if self._quantization is None else self._quantization.scheme_of(module)
 
@@ -85,7 +94,7 @@ class StoredLayers:
         names = self._names
         if kind not in names:
             return name, tensor
-        scheme = self.scheme(name)
+        scheme = self._scheme(name)
         if scheme is None:
             raise ConfigurationRefused(
                 f"{name} is quantized, but quantization_config does not name its layer"
@@ -114,10 +123,10 @@ class StoredLayers:
         return f"{module}.{names[kind]}", tensor
 
     def finish(self) -> None:
-        """Refuses what becomes of nothing and does not fit its layer, after the last tensor."""
+        """Checks zero points, group orders and shapes, which are not loaded, after the last tensor."""
         for name, tensor in self._others.items():
             module, _, kind = name.rpartition(".")
-            scheme = self.scheme(name)
+            scheme = self._scheme(name)
             if scheme is None or module not in self._sizes:
                 continue
             outputs, inputs = self._sizes[module]

@@ -298,7 +298,7 @@ def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint, config:
                 f" {described}; use the config.json that belongs to the weights"
             )
         is_plain = source.name.endswith(".weight") and linear & source.targets.keys()
-        if is_plain and (scheme := run.form.layers.scheme(source.name)):
+        if is_plain and (scheme := run.form.layers.missing_scheme(source.name)):
             raise ConfigurationRefused(
                 f"tensor {source.name} is not quantized, but quantization_config describes {scheme};"
                 " use the config.json that belongs to the weights"

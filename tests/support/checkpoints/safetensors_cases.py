@@ -74,6 +74,9 @@ _BASES: Final[dict[str, tuple[str, quantized_models.Stored | None, Scheme]]] = {
     "gptq_v2": ("llama", "gptq_v2", Scheme(4, 32)),
     "awq": ("llama", "awq", Scheme(4, 32)),
     "biased-gptq": ("qwen2", "gptq", Scheme(4, 32)),
+    "experts-gptq": ("mixtral", "gptq", Scheme(4, 32)),
+    "experts-ct": ("mixtral", "compressed-tensors", Scheme(4, 32)),
+    "opt-gptq": ("opt", "gptq", Scheme(4, 32)),
 }
 
 
@@ -759,9 +762,21 @@ def _gptq() -> list[Case]:
                 ({"quant_method": "awq"}, ["qweight is ["]),
             )
         ),
+        right("opt-gptq", "plain projections of embeddings", _projected, reference=[_projected]),
         contradicts("gptq", "compressed-tensors in the configuration", _of("ct"), says=["model.layers.0"]),
         contradicts("ct", "GPTQ in the configuration", _of("gptq"), says=["model.layers.0"]),
     ]  # fmt: skip
+
+
+def _projected(parts: Parts) -> None:
+    """Gives OPT embeddings of half the hidden size."""
+    decoder, half = "model.decoder", parts.config["hidden_size"] // 2
+    parts.config["word_embed_proj_dim"] = half
+    generator = torch.Generator().manual_seed(1)
+    for name, shape in (("project_in", (2 * half, half)), ("project_out", (half, 2 * half))):
+        parts.tensors[f"{decoder}.{name}.weight"] = torch.randn(shape, generator=generator) / 8
+    every("embed_tokens.weight", lambda t: t[:, :half])(parts)
+    every("lm_head.weight", lambda t: t[:, :half])(parts)
 
 
 def _second_zeros(parts: Parts) -> None:
