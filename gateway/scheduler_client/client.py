@@ -131,7 +131,7 @@ class InferenceClient:
     @property
     def is_refused(self) -> bool:
         """Whether a scheduler answers and refuses this gateway: another release, or another service token."""
-        return bool(self.startup_queue.because)
+        return bool(self.startup_queue.refusal)
 
     @property
     def num_pending(self) -> int:
@@ -290,11 +290,11 @@ class InferenceClient:
 
     def _noted(self, error: TriptychError) -> TriptychError:
         """Returns the error for clients. Notes, and logs once, that the scheduler refuses this gateway."""
-        before, self.startup_queue.because = self.startup_queue.because, ""
+        before, self.startup_queue.refusal = self.startup_queue.refusal, ""
         if isinstance(error, _REFUSALS):
             refusal = f"the scheduler at {self._address} refuses this gateway: {error.message}"
-            self.startup_queue.because = f", because {refusal}"
-            if self.startup_queue.because != before:
+            self.startup_queue.refusal = refusal
+            if refusal != before:
                 self._log.error("refused", reason=error.message, retry="until it succeeds")
             return Unavailable(refusal)
         return error
@@ -312,7 +312,7 @@ class InferenceClient:
             if ACCEPTED_HEADER not in tuple(await call.initial_metadata() or ()):
                 await call.read()  # raises the refusal
                 return Unavailable("the scheduler did not accept the stream")
-            self.startup_queue.because = ""
+            self.startup_queue.refusal = ""
             self._outbox.open()
             self._table.resubmit_all()
             writer = asyncio.create_task(self._write(call), name="inference-write")

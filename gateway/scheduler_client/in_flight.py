@@ -35,13 +35,13 @@ class StartupQueue:
 
     timeout_s: float
     """How long a request may wait."""
-    because: str
-    """The clause of errors that says why a scheduler refuses this gateway; empty if none does."""
+    refusal: str
+    """Says that a scheduler refuses this gateway, and why; empty if none does."""
 
     def __init__(self, max_requests: int = 1024, timeout_s: float = 60.0) -> None:
         """Starts without requests."""
         self.timeout_s = timeout_s
-        self.because = ""
+        self.refusal = ""
         self._max_requests = max_requests
         self._parked: set[object] = set()
 
@@ -77,9 +77,13 @@ class StartupQueue:
     def expired(self) -> Unavailable:
         """Returns the error of a request that waited in vain."""
         return Unavailable(
-            f"no worker became ready within {self.timeout_s:g} s{self.because}; send the request again later",
+            f"no worker became ready within {self.timeout_s:g} s{self.because()}; send the request again later",
             retry_after_ms=_RETRY_AFTER_MS,
         )
+
+    def because(self) -> str:
+        """Returns the clause of errors that tells the refusal, if there is one."""
+        return f", because {self.refusal}" if self.refusal else ""
 
     async def wait_for(self, work: Coroutine[Any, Any, T], reason: str) -> T:
         """Returns the result of ``work``, which waits for a scheduler, and holds a place meanwhile."""
@@ -641,7 +645,7 @@ class InFlightRequests:
             if pending in self._startup_queue
             else Unavailable(
                 f"the request was interrupted and could not be resumed within {self._resume_timeout_s:g} s"
-                f"{self._startup_queue.because}"
+                f"{self._startup_queue.because()}"
             )
         )
 
