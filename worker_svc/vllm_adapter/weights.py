@@ -195,21 +195,23 @@ class _DryRun:
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for shard in self._checkpoint.shards:
-            for name, header in shard.tensors.items():
-                stored = (
-                    shard.read(name)
-                    if self.form.layers.has_values(name)
-                    else torch.empty(header.shape, dtype=_DTYPES.get(header.kind, torch.uint8), device="meta")
-                )
-                taken = self.form.take(name, stored)
-                if taken is None:
-                    self.consumed.add(name)
-                    continue
-                if taken[0] in self.unknown:
-                    continue
-                self._current, tensor = taken
-                self.copies.sources[_identity(tensor)] = _Source(name, header.shape, tensor)
-                yield self._current, tensor
+            with reading(shard.path) as file:
+                for name, header in shard.tensors.items():
+                    kind = _DTYPES.get(header.kind, torch.uint8)
+                    stored = (
+                        file.get_tensor(name)
+                        if self.form.layers.has_values(name)
+                        else torch.empty(header.shape, dtype=kind, device="meta")
+                    )
+                    taken = self.form.take(name, stored)
+                    if taken is None:
+                        self.consumed.add(name)
+                        continue
+                    if taken[0] in self.unknown:
+                        continue
+                    self._current, tensor = taken
+                    self.copies.sources[_identity(tensor)] = _Source(name, header.shape, tensor)
+                    yield self._current, tensor
 
     def _watch(self, name: str, parameter: Any) -> None:
         """Lets a parameter's loader report the tensor that it refuses."""
