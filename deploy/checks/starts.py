@@ -75,20 +75,20 @@ def _certificates(settings: CallSecuritySettings) -> str:
 
 
 def _check_stack(settings: LaunchSettings, report: Report) -> "Device | None":
-    settings = with_run_dir(settings)
     with contextlib.ExitStack() as held:
         plans: list[StackPlan] = []
 
         def plan() -> str:
-            held.enter_context(_claimed(settings.run_dir))
-            folder = Path(held.enter_context(_scratch_folder(settings.run_dir)))
-            used = _secured(settings, folder)
+            chosen = with_run_dir(settings)
+            held.enter_context(_claimed(chosen.run_dir))
+            folder = Path(held.enter_context(_scratch_folder(chosen.run_dir)))
+            used = _secured(chosen, folder)
             used.link_security()
             plans.append(StackPlan.make(used, held.enter_context(socket_folder(folder))))
             ports = plans[0].ports
             free = [
-                settings.run_dir,
-                settings.uds or ports.http,
+                chosen.run_dir,
+                chosen.uds or ports.http,
                 *([ports.scheduler] if ports.scheduler else []),
             ]
             return f"free to use: {', '.join(map(str, free))}"

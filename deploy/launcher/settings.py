@@ -98,7 +98,7 @@ class LaunchSettings(StandbySettings, GatewaySettings, SchedulerSettings, Worker
     free ports, which the launcher prints."""
     run_dir: Path = Path("run")
     """Folder for pid files, logs, sockets and secrets. Default: run, or run-PORT while another launcher uses
-    that."""
+    that; with --secure it must then be given."""
     secure: bool = False
     """Protect everything: HTTPS with an API key, and TLS, client certificates and a service token between
     services. Makes what is needed in `secure/` in the run dir, and reuses it in later starts. Without it, a

@@ -5,6 +5,7 @@ import fcntl
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,13 +31,22 @@ _RUNNING = ("*.pid", "*.sock", "metrics/*.sock")
 
 
 def with_run_dir(settings: LaunchSettings) -> LaunchSettings:
-    """Returns the settings with a run dir of the HTTP port's if another launcher uses the default one."""
+    """Returns the settings with a run dir of the HTTP port's if another launcher uses the default one.
+
+    Raises:
+        ConfigurationRefused: With `--secure`, the order of starts would decide which keys a stack has.
+    """
     if "run_dir" in settings.model_fields_set or not (settings.run_dir / _LOCK).exists():
         return settings
     with contextlib.suppress(OSError), (settings.run_dir / _LOCK).open("rb") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
+            if settings.secure:
+                raise ConfigurationRefused(
+                    f"the run dir {settings.run_dir} is in use by another `triptych up`; with --secure, give this"
+                    " stack a --run-dir, which keeps its keys from start to start"
+                ) from None
             return settings.model_copy(update={"run_dir": Path(f"{settings.run_dir}-{settings.port}")})
     return settings
 
@@ -58,7 +68,11 @@ def claim(run_dir: Path, *, clean: bool = True) -> Iterator[None]:
         raise _unwritable(run_dir, error) from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.05)  # another start may just be looking, see `with_run_dir`
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
             other = lock.read().decode().strip()

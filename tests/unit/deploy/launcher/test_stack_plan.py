@@ -1,9 +1,11 @@
 """The folder and the ports of a stack."""
 
 import contextlib
+import fcntl
 import os
 import resource
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,8 @@ def test_two_stacks_of_a_folder_have_their_own_run_dirs(
         assert with_run_dir(second).run_dir == Path("run-8001")
         named = load(LaunchSettings, ["--run-dir", "run"])
         assert with_run_dir(named).run_dir == Path("run")
+        with pytest.raises(ConfigurationRefused, match="with --secure, give this stack a --run-dir"):
+            with_run_dir(load(LaunchSettings, ["--port", "8001", "--secure"]))
     assert with_run_dir(second).run_dir == Path("run")
 
 
@@ -122,6 +126,17 @@ def test_two_launchers_never_share_a_run_dir(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["worker-0.log"], "files of killed services"
     with claim(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["launcher.pid"]
+
+
+def test_a_start_that_only_looks_keeps_no_other_from_the_run_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shared lock of the default run dir is gone at the second try."""
+    with (tmp_path / "launcher.pid").open("a") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        with claim(tmp_path):
+            pass
 
 
 def test_a_run_dir_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
