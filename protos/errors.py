@@ -70,6 +70,11 @@ class TriptychError(Exception):
         self.retry_after_ms = retry_after_ms
         """How long to wait before a retry, milliseconds; 0 if unknown."""
 
+    @property
+    def code_name(self) -> str:
+        """The code's name in logs and metrics, such as ``not_found``."""
+        return pb.ErrorCode.Name(self.code).removeprefix("ERROR_CODE_").lower()
+
     def to_proto(self) -> pb.Error:
         """Returns the message that travels between services."""
         return pb.Error(

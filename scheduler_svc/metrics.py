@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.certificate_metrics import CertificateDays
-from protos.triptych.v1 import common_pb2
 from scheduler_svc.dispatch.load import Load, ReplicaMemory, Totals
 from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
@@ -133,12 +132,12 @@ class UnservedRequests:
 
     def refused(self, error: TriptychError, count: int = 1) -> None:
         """Counts requests that were not accepted."""
-        self._counts["refused", _code_of(error)] += count
+        self._counts["refused", error.code_name] += count
 
     def ended(self, error: TriptychError | None) -> None:
         """Counts an accepted request that failed, or without an error a sequence that was aborted."""
         self._counts[
-            "aborted" if error is None else "failed", "aborted" if error is None else _code_of(error)
+            "aborted" if error is None else "failed", "aborted" if error is None else error.code_name
         ] += 1
 
     def metric(self) -> Metric:
@@ -151,10 +150,6 @@ class UnservedRequests:
         for labels, count in self._counts.items():
             requests.add_metric(labels, count)
         return requests
-
-
-def _code_of(error: TriptychError) -> str:
-    return common_pb2.ErrorCode.Name(error.code).removeprefix("ERROR_CODE_").lower()
 
 
 class SchedulerMetrics(Collector):

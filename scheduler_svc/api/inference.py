@@ -248,7 +248,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                         results[event.request_id] = pooled_to_proto(event, mine.pop(event.request_id))
             outcome = FinishReason.STOP.name.lower()
         except TriptychError as error:
-            outcome = type(error).__name__
+            outcome = error.code_name
             if not (mine or results):
                 self.metrics.unserved.refused(error, len(requests))
             await abort(context, error)
@@ -302,7 +302,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 "request",
                 request_id=request.request_id[:MAX_REQUEST_ID_BYTES],
                 prompt_tokens=len(request.prompt_token_ids),
-                finish_reason=type(error).__name__,
+                finish_reason=error.code_name,
             )
             raise
         return submission

@@ -347,10 +347,11 @@ class Request:
 
 
 def _outcome(event: Event) -> str:
-    """Returns how a last event ends a sequence: `stop`, `length`, `abort` or the kind of its error."""
-    if event.finish_reason is not None:
-        return event.finish_reason.name.lower()
-    return type(event.error).__name__
+    """Returns how a last event ends a sequence: `stop`, `length`, `abort` or the code of its error."""
+    if event.error is not None:
+        return event.error.code_name
+    assert event.finish_reason is not None
+    return event.finish_reason.name.lower()
 
 
 def _ms(since_s: float, until_s: float | None) -> float | None:

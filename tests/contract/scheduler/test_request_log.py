@@ -47,7 +47,7 @@ async def test_a_refused_request_has_one_line(scheduler: RunningScheduler) -> No
         request.model = "other"
         await failure(scheduler.inference.Generate(request))
     (line,) = request_lines(logs)
-    assert (line["request_id"], line["finish_reason"]) == ("other", "NotFound")
+    assert (line["request_id"], line["finish_reason"]) == ("other", "not_found")
 
 
 async def test_the_line_of_a_refused_request_is_short_whatever_its_id(scheduler: RunningScheduler) -> None:
