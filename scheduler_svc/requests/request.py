@@ -118,12 +118,8 @@ class SequenceGroup:
     """Whether the client received the facts about the prompt."""
     failed: bool = False
     """Whether a sequence failed, and with it the request; the others send no more events."""
-    num_output_tokens: int = 0
-    """Tokens of the sequences that have ended."""
-    outcomes: list[str] = field(default_factory=list)
-    """Their finish reasons and errors, each once."""
-    first_token_s: float | None = None
-    """Clock reading when the first token of any of them came."""
+    ends: list[tuple[str, int, float | None]] = field(default_factory=list)
+    """For the log, of each sequence that has ended: how, its tokens, and the time of its first token."""
 
 
 class SequenceSink:
@@ -285,25 +281,22 @@ class Request:
         The log has a line for each client request, written when its last sequence ends.
         """
         self.end_trace(event, now_s)
-        delivery, group = self.delivery, self.group or SequenceGroup(self.request_id, self.sink)
-        outcome = _outcome(event)
-        if outcome not in group.outcomes:
-            group.outcomes.append(outcome)
-        group.num_output_tokens += self.num_output_tokens
-        times = [time for time in (group.first_token_s, delivery.first_token_s) if time is not None]
-        group.first_token_s = min(times, default=None)
-        if len(group.members) > 1:
+        delivery, group = self.delivery, self.group
+        ends = [] if group is None else group.ends
+        ends.append((_outcome(event), self.num_output_tokens, delivery.first_token_s))
+        if group is not None and len(group.members) > 1:
             return
+        first_s = min((time for _, _, time in ends if time is not None), default=None)
         get_logger().info(
             "request",
-            request_id=group.request_id,
+            request_id=self.request_id if group is None else group.request_id,
             replica=self.replica_id,
             prompt_tokens=self.num_prompt_tokens,
-            completion_tokens=group.num_output_tokens,
+            completion_tokens=sum(tokens for _, tokens, _ in ends),
             queue_ms=_ms(delivery.accepted_s, delivery.first_scheduled_s),
-            ttft_ms=_ms(delivery.accepted_s, group.first_token_s),
+            ttft_ms=_ms(delivery.accepted_s, first_s),
             ms=_ms(delivery.accepted_s, now_s),
-            finish_reason=",".join(group.outcomes),
+            finish_reason=",".join(dict.fromkeys(outcome for outcome, _, _ in ends)),
         )
 
     def end_trace(self, event: Event, now_s: float) -> None:
