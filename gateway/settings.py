@@ -343,7 +343,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
         ge=0,
         le=65536,
         description="Most long texts that wait for a thread that reads them, and as many above 256 KiB, which"
-        " have threads of their own; the next request gets 429.",
+        " have threads of their own; of a tenant, as many as places are free. The next request gets 429.",
     )
 
     max_unread_answer_bytes: int = Field(

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive
 
 from gateway.http.errors import ENCODINGS, ClientGone, PayloadTooLarge, RequestTooSlow, UnsupportedEncoding
 from protos.errors import InvalidArgument, Overloaded
+from protos.service.backpressure import TENANT
 
 # Bytes of an oversized body that are read and discarded, as a multiple of the limit, and the time for it.
 _DISCARD_FACTOR: Final = 8
@@ -111,6 +112,7 @@ class BoundedBody:
                 raise _too_large(self._max_bytes)
             decoders = [_Decoder(name, self._max_bytes) for name in _encodings(self._headers)]
             self._holder = self._tenant()
+            TENANT.set(self._holder)
             while more:
                 message = await self._next()
                 part, more = message.pop("body", b""), message.get("more_body", False)

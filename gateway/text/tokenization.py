@@ -4,6 +4,7 @@ import asyncio
 import bisect
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from gateway.text.chat_template import ChatTemplate, thinks, tool_format
 from gateway.text.cpu_time import OutOfCpuTime, limited
 from gateway.text.detokenizer import DetokenizerFactory
 from protos.errors import ContextExceeded, Internal, InvalidArgument, Overloaded
+from protos.service.backpressure import TENANT
 
 PROMPTS_FILE: Final = "config_sentence_transformers.json"
 
@@ -218,10 +220,13 @@ class TextWorker:
     """
 
     def __init__(self, max_waiting: int = 256) -> None:
-        """Starts its threads when they are needed; ``max_waiting`` slow requests may wait for one."""
+        """Starts its threads when they are needed; ``max_waiting`` slow requests may wait for one.
+
+        As many of a tenant as there are free places: of one that is alone, half.
+        """
         names = ("text", "text_middle", "text_long")
         self._pools = [ThreadPoolExecutor(_THREADS, thread_name_prefix=name) for name in names]
-        self._unfinished = [0] * len(names)
+        self._unfinished = [Counter[str]() for _ in names]
         self._max_waiting = max_waiting
 
     async def run(self, size: int, work: Callable[[], T], *, inline: bool = True) -> T:
@@ -235,11 +240,15 @@ class TextWorker:
         """
         if inline and size <= _INLINE_SIZE:
             return work()
-        if size > _INLINE_SIZE and self._unfinished[_lane(size)] >= _THREADS + self._max_waiting:
-            raise Overloaded(
-                f"{self._max_waiting} long texts of other requests are waiting to be read; retry later",
-                retry_after_ms=1000,
-            )
+        if size > _INLINE_SIZE:
+            unfinished = self._unfinished[_lane(size)]
+            free = self._max_waiting + _THREADS - unfinished.total()
+            own = max(0, unfinished[TENANT.get()] - _THREADS)
+            if free <= own:
+                raise Overloaded(
+                    f"too many long texts are waiting to be read, {own} of them the tenant's; retry later",
+                    retry_after_ms=1000,
+                )
         return await self._in_thread(size, partial(_in_time, work))
 
     async def finish(self, size: int, work: Callable[[], T]) -> T:
@@ -247,12 +256,14 @@ class TextWorker:
         return work() if size <= _INLINE_SIZE else await self._in_thread(size, work)
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
-        lane = _lane(size)
-        self._unfinished[lane] += 1
+        lane, tenant = _lane(size), TENANT.get()
+        self._unfinished[lane][tenant] += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pools[lane], work)
         finally:
-            self._unfinished[lane] -= 1
+            self._unfinished[lane][tenant] -= 1
+            if not self._unfinished[lane][tenant]:
+                del self._unfinished[lane][tenant]
 
     def close(self) -> None:
         """Refuses new work; running work finishes."""

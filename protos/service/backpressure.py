@@ -6,11 +6,15 @@ in tokens; each log-probability counts as another token.
 
 import asyncio
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Final
 
 from protos.errors import Overloaded, TriptychError
 
 _RETRY_AFTER_MS: Final = 1000
+
+TENANT: Final = ContextVar("TENANT", default="")
+"""Whose request the task serves, for bounds that hold for each tenant."""
 
 
 class UnreadLimits:

@@ -198,6 +198,23 @@ async def test_large_half_sent_bodies_leave_room_for_small_ones_of_their_tenant(
         assert b"[DONE]" in await other.rest()
 
 
+async def test_texts_of_a_tenant_leave_places_for_others() -> None:
+    """The tenant is that of the request."""
+    text = json.dumps({"prompt": "ab " * 30_000})
+    async with stack(max_waiting_texts=4) as (_, gateway), contextlib.AsyncExitStack() as clients:
+
+        async def sends(tenant: str) -> Client:
+            client = await clients.enter_async_context(connected(gateway))
+            client.send("POST /tokenize", text, f"x-tenant: {tenant}\r\nconnection: close\r\n")
+            return client
+
+        of_bob = [await sends("bob") for _ in range(30)]
+        of_alice = await sends("alice")
+        assert (await of_alice.rest()).startswith(b"HTTP/1.1 200 ")
+        statuses = {(await client.rest())[9:12] for client in of_bob}
+        assert statuses == {b"200", b"429"}
+
+
 async def test_a_client_that_leaves_within_its_body() -> None:
     """It counts as a client that left, not as a fault of the gateway."""
     async with stack() as (_, gateway):

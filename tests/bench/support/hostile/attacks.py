@@ -156,6 +156,9 @@ ATTACKS: Final[tuple[Attack, ...]] = (
     Attack("text", "a message of one word", Http(_CHAT, _chat(
         '"messages":[{"role":"user","content":"', "a", '"}]',
     )), quick=True),
+    Attack("text", "500 prompts of 90 KB", Http(
+        body=_filled(f'{{"model":"{MODEL}","prompt":"', "ab ", '"}', 90_000), copies=500,
+    )),
     Attack("schema", "nested 300 deep", Http(body=_schema(_nested(300))), quick=True),
     Attack("schema", "500 properties of 20 values", Http(body=_schema(_WIDE))),
     Attack("schema", "a million items", Http(body=_schema({"type": "array", "minItems": 10**6, "items": {}}))),

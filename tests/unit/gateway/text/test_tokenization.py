@@ -14,6 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from gateway.text.tokenization import TextCodec, TextPrompts, TextWorker
 from protos.errors import Internal, Overloaded
+from protos.service.backpressure import TENANT
 from tests.support.gateway.serving import smollm2_folder
 
 TEXTS = [
@@ -114,7 +115,7 @@ async def test_long_work_of_requests_is_bounded() -> None:
     try:
         running = [asyncio.create_task(worker.run(10**6, go.wait)) for _ in range(3)]
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="1 long texts"):
+        with pytest.raises(Overloaded, match="1 of them"):
             await worker.run(10**6, go.wait)
         assert await worker.run(10, lambda: 5) == 5
         answer = asyncio.create_task(worker.finish(10**6, lambda: 6))
@@ -122,6 +123,28 @@ async def test_long_work_of_requests_is_bounded() -> None:
         assert await asyncio.gather(*running, answer) == [True, True, True, 6]
         assert await worker.run(10**6, lambda: 7) == 7
     finally:
+        worker.close()
+
+
+async def test_a_tenant_leaves_places_for_others() -> None:
+    """As many of its texts wait as there are free places."""
+    worker, go = TextWorker(max_waiting=8), threading.Event()
+
+    async def run(tenant: str) -> bool:
+        TENANT.set(tenant)
+        return await worker.run(10**4, go.wait)
+
+    try:
+        running = [asyncio.create_task(run("bob")) for _ in range(100)]
+        await asyncio.sleep(0)
+        running += [asyncio.create_task(run("alice")) for _ in range(3)]
+        await asyncio.sleep(0)
+        go.set()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        assert results.count(True) == 2 + 4 + 3
+        assert results[100:] == [True] * 3
+    finally:
+        go.set()
         worker.close()
 
 
