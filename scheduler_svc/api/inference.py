@@ -75,11 +75,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         )
         self.metrics = SchedulerMetrics(deployment, self._unread)
         self._draining = False
-        # Set when the drain has ended.
-        self._ended = False
         # The buffers of open calls, those of direct clients apart.
         self._streams: set[EventBuffer] = set()
         self._direct: set[EventBuffer] = set()
+        # Set when the wait for direct clients is over: all calls end.
         self._drained = asyncio.Event()
         self._log = get_logger()
 
@@ -100,7 +99,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         if self._direct:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._drained.wait(), timeout_s)
-        self._ended = True
+        self._drained.set()
         for buffer in (*self._streams, *self._direct):
             buffer.end(_shutting_down())
 
@@ -112,7 +111,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """
         abort = functools.partial(self._abort_all, requests)
         buffer = EventBuffer(self._unread, abort, self.metrics.unserved.ended)
-        if self._ended:
+        if self._drained.is_set():
             buffer.end(_shutting_down())
         calls.add(buffer)
         try:
@@ -135,7 +134,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         mine: list[str] = []
         try:
             with self._buffer(mine, self._direct) as buffer:
-                submission = self._submit(request, buffer)
+                submission = self._submit(request, buffer, direct=True)
                 mine.append(submission.request_id)
                 left = len(submission.sequences)
                 while left:
@@ -207,7 +206,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             match message.WhichOneof("message"):
                 case "generate":
                     try:
-                        submission = self._submit(message.generate, buffer)
+                        submission = self._submit(message.generate, buffer, direct=False)
                         mine.add(submission.request_id)
                         buffer.push(Event(submission.request_id, accepted=True))
                     except TriptychError as error:
@@ -289,9 +288,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 param="model",
             )
 
-    def _submit(self, request: inference_pb2.GenerateRequest, buffer: EventBuffer) -> Submission:
+    def _submit(
+        self, request: inference_pb2.GenerateRequest, buffer: EventBuffer, *, direct: bool
+    ) -> Submission:
         try:
-            if buffer in self._direct:
+            if direct:
                 self._check_open()
             self._check_model(request.model)
             submission = submission_from_proto(request, self._tracer)
