@@ -10,7 +10,7 @@ from protos.triptych.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 address = os.environ.get("TRIPTYCH_SCHEDULER_ADDRESS", "unix:run/scheduler.sock")
 token = Path(os.environ.get("TRIPTYCH_SERVICE_TOKEN_FILE", "run/secure/service-token"))
 # A scheduler that was started without a token file asks for none.
-metadata = [("authorization", f"Bearer {token.read_text().strip()}")] if token.exists() else []
+metadata = (("authorization", f"Bearer {token.read_text().strip()}"),) if token.exists() else ()
 prompt = [504, 3575, 282, 4649, 314]  # "The capital of France is", in SmolLM2's tokens
 sampling = common_pb2.SamplingParams(temperature=0, max_tokens=5)
 
