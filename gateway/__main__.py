@@ -144,7 +144,7 @@ def build(settings: Settings, tracer: Tracer | None) -> HttpServer:
 
     app = create_app(settings, client, tracer=tracer, on_unusable=refuse)
     certificates = app.state.context.metrics.certificates
-    certificates.expiries += [each.expiries for each in (security.certificates, tls) if each is not None]
+    certificates.expiries += [*security.expiries, *([] if tls is None else [tls.expiries])]
     server = HttpServer(http_config(settings, app, tls), client, settings.drain_s)
     return server
 

@@ -1,5 +1,6 @@
 """The HTTP application: routes, middleware, error handlers, and the lifespan of the scheduler client."""
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -38,6 +39,7 @@ from gateway.tools import vllm_parsers
 from protos.errors import InvalidArgument, TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.logs import get_logger
+from protos.service.tls import keep_reminding
 from protos.service.tracing import Tracer
 
 # Opens the OpenAPI document.
@@ -155,9 +157,11 @@ def _lifespan(context: Context) -> Callable[[FastAPI], contextlib.AbstractAsyncC
             await context.shared_metrics.start()
         await context.client.start()
         context.watcher.start()
+        reminder = asyncio.create_task(keep_reminding(context.metrics.certificates.expiries))
         try:
             yield
         finally:
+            reminder.cancel()
             await context.watcher.close()
             await context.client.close()
             if context.shared_metrics is not None:

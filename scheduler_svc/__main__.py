@@ -13,6 +13,7 @@ from protos.service.environment import check_for_service
 from protos.service.logs import configure, get_logger
 from protos.service.server import Server, check_addresses
 from protos.service.settings import load
+from protos.service.tls import keep_reminding
 from protos.service.tracing import open_tracer
 from protos.triptych.v1 import inference_pb2_grpc, registry_pb2_grpc
 from scheduler_svc.api.inference import InferenceServicer
@@ -34,8 +35,7 @@ async def serve(settings: Settings) -> None:
     deployment = Deployment(settings)
     tracer = open_tracer(settings.otlp_traces_endpoint, "scheduler")
     inference = InferenceServicer(deployment, settings, tracer)
-    if security.certificates is not None:
-        inference.metrics.certificates.expiries.append(security.certificates.expiries)
+    inference.metrics.certificates.expiries += security.expiries
     registry = RegistryServicer(
         deployment,
         step_timeout_s=settings.step_timeout_s,
@@ -71,7 +71,8 @@ async def serve(settings: Settings) -> None:
         while True:
             await server.set_serving(await changes.get(), "", INFERENCE)
 
-    tasks = [asyncio.create_task(follow()), asyncio.create_task(deployment.timeouts.run())]
+    work = (follow(), deployment.timeouts.run(), keep_reminding(security.expiries))
+    tasks = [asyncio.create_task(each) for each in work]
     await stop.wait()
     load = deployment.load()
     log.info("draining", running=load.num_running, waiting=load.num_waiting)

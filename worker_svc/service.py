@@ -11,6 +11,7 @@ from protos.errors import ConfigurationRefused
 from protos.service.channels import LinkSecurity
 from protos.service.logs import get_logger
 from protos.service.server import Server, check_addresses
+from protos.service.tls import keep_reminding
 from protos.service.tracing import open_tracer
 from protos.triptych.v1 import worker_pb2_grpc
 from worker_svc.api.model_thread import ModelThread
@@ -64,7 +65,8 @@ async def serve(settings: Settings, end: Callable[[ConfigurationRefused], NoRetu
         worker, settings, prepared, watchdog, leaving, worker_id=worker_id, port=port, give_up=give_up,
         security=security,
     )  # fmt: skip
-    tasks = [asyncio.create_task(health.watch()), asyncio.create_task(registered)]
+    work = (health.watch(), registered, keep_reminding(security.expiries))
+    tasks = [asyncio.create_task(each) for each in work]
     ends: list[asyncio.Future[Any]] = [asyncio.create_task(stop.wait()), failed, *tasks]
     try:
         await _first_end(ends, servicer)

@@ -85,7 +85,7 @@ class ServerTls:
         """
         self._settings = settings
         self._certfile = certfile
-        self.expiries = Expiries()
+        self.expiries = Expiries(lambda: self._latest.get())  # noqa: PLW0108 - it has yet to be made
         """When the certificates end."""
         paths = (certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
         watched = tuple(path for path in paths if path is not None) if settings.enable_ssl_refresh else ()
@@ -100,7 +100,6 @@ class ServerTls:
         return None if settings.ssl_certfile is None else cls(settings, settings.ssl_certfile)
 
     def _choose(self, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
-        self.expiries.remind()
         # OpenSSL calls this for every handshake. A context that was changed in place would keep the old CAs.
         connection.context = self._latest.get()
 

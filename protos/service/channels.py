@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.service.grpc_options import CHANNEL_OPTIONS, is_unix, open_channel
 from protos.service.logs import get_logger
-from protos.service.tls import Certificates
+from protos.service.tls import Certificates, Expiries
 from protos.service.tokens import METADATA_KEY, ServiceTokens, TokenCheck
 
 # Calls on a channel with old certificates may run as long as they like.
@@ -144,6 +144,11 @@ class LinkSecurity:
     """Whether a server refuses clients without a certificate signed by the CA."""
     peer_name: str | None = None
     """Expected name in the servers' certificates; `None` for the called host."""
+
+    @property
+    def expiries(self) -> list[Expiries]:
+        """When the certificates end, if there are any."""
+        return [] if self.certificates is None else [self.certificates.expiries]
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
         """Opens a channel to another service, at ``host:port`` or ``unix:path``."""

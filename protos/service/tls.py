@@ -1,10 +1,11 @@
 """The certificate files of a service: checked, and read again after changes."""
 
+import asyncio
 import datetime as dt
 import math
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -31,6 +32,7 @@ class CertificatePaths:
 
 _DAY_S = 86_400.0
 _REMIND_DAYS = 30
+_LOOK_EVERY_S = 600.0
 
 
 class PemFile(NamedTuple):
@@ -48,8 +50,9 @@ class PemFile(NamedTuple):
 class Expiries:
     """When the certificates of a service end, by the setting that names their file."""
 
-    def __init__(self) -> None:
-        """Knows none yet."""
+    def __init__(self, look: Callable[[], object]) -> None:
+        """Knows none yet; `look` reads files that have changed, for :meth:`note`."""
+        self._look = look
         self._ends: dict[str, tuple[Path, float]] = {}
         self._reminded_s = -math.inf
 
@@ -71,11 +74,11 @@ class Expiries:
             ends[flag] = path, end.timestamp()
         if ends != self._ends:
             self._ends, self._reminded_s = ends, -math.inf
-        self.remind()
+        self._log_soon()
 
     def days_left(self) -> dict[str, float]:
         """Returns the days that each certificate has left, by setting; negative after its end."""
-        self.remind()
+        self._look()
         return {flag: (end - time.time()) / _DAY_S for flag, (_, end) in self._ends.items()}
 
     def soon(self) -> list[str]:
@@ -89,11 +92,23 @@ class Expiries:
         return lines
 
     def remind(self) -> None:
-        """Logs them, once a day; call it now and then."""
+        """Looks at the files, and logs once a day which certificates end soon; call it now and then."""
+        self._look()
+        self._log_soon()
+
+    def _log_soon(self) -> None:
         if time.monotonic() - self._reminded_s >= _DAY_S:
             self._reminded_s = time.monotonic()
             for reason in self.soon():
                 get_logger().warning("certificate_ends", reason=reason)
+
+
+async def keep_reminding(known: Iterable[Expiries]) -> None:
+    """Logs certificates that end soon, every day until it is cancelled: also while no connection is made."""
+    while True:
+        for each in known:
+            each.remind()
+        await asyncio.sleep(_LOOK_EVERY_S)
 
 
 class Certificates:
@@ -101,7 +116,7 @@ class Certificates:
 
     def __init__(self, paths: CertificatePaths) -> None:
         """Reads the files; refuses missing, bad and expired ones, and a key of another certificate."""
-        self.expiries = Expiries()
+        self.expiries = Expiries(self.version)
         """When they end."""
         files = tuple(path for path in (paths.ca, paths.cert, paths.key) if path is not None)
         self._files = WatchedFiles(files, lambda: _read(paths, self.expiries))
@@ -109,7 +124,6 @@ class Certificates:
     def version(self) -> int:
         """Looks at the files; returns a number that grows with every change."""
         self._files.get()
-        self.expiries.remind()
         return self._files.version
 
     def channel_credentials(self) -> grpc.ChannelCredentials:

@@ -14,6 +14,7 @@ from protos.service.server import Server
 from protos.service.tls import Certificates
 from protos.service.tokens import ServiceTokens
 from protos.triptych.v1 import worker_pb2_grpc
+from tests.support import tiny_models
 from tests.support.scheduler.fake_worker import FakeWorker
 from tests.support.security.certificates import OTHER_TOKEN, TOKEN, service_files
 from tests.support.service import Service, running_service
@@ -98,3 +99,20 @@ async def test_services_with_the_same_secrets_serve_and_others_are_refused(tmp_p
     assert "call_refused" in written
     for secret in (TOKEN, OTHER_TOKEN, "PRIVATE KEY"):
         assert secret not in written + str(logs)
+
+
+@pytest.mark.parametrize(
+    "module", ["gateway", "scheduler_svc", pytest.param("worker_svc", marks=pytest.mark.slow)]
+)
+def test_every_service_announces_the_end_of_a_certificate(tmp_path: Path, module: str) -> None:
+    """It does so without any connection, and has read the files that are there by then."""
+    paths = service_files(tmp_path / "files", days=90)
+    flags = [f"--grpc-tls-ca={paths.ca}", f"--grpc-tls-cert={paths.cert}", f"--grpc-tls-key={paths.key}"]
+    if module == "worker_svc":
+        flags.append(f"--model={tiny_models.write('llama', tmp_path / 'model')}")
+    often = "import runpy; from protos.service import tls; tls._LOOK_EVERY_S = 0.1"
+    run = f"{often}; runpy.run_module('{module}', run_name='__main__')"
+    with running_service("-c", run, "--port=0", *flags) as service:
+        service_files(tmp_path / "files", days=20.5)
+        service.read_until("certificate_ends")
+        assert service.line["reason"] == f"--grpc-tls-cert: the certificate in {paths.cert} ends in 20 days"
