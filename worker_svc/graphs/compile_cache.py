@@ -97,7 +97,7 @@ class CompileCache:
             ConfigurationRefused: if others may write to the folder: they could change the code that we run.
         """
         if root.exists():
-            private_files.check(root, "the compile cache", "remove it, or choose another --compile-cache-dir")
+            private_files.check(root, "the compile cache", "choose another --compile-cache-dir")
         self.root = root
 
     def entries(self) -> list[str]:
@@ -335,7 +335,7 @@ def _fault_of(folder: Path) -> OSError | ConfigurationRefused | None:
     try:
         # Where everyone may make folders, the name is taken before a stranger takes it.
         if existing == folder.absolute() or existing.stat().st_mode & stat.S_IWOTH:
-            private_files.make_folder(folder, "the compiler's folder", "remove it")
+            private_files.make_folder(folder, "the compiler's folder", "choose another")
     except (ConfigurationRefused, OSError) as error:
         return error
     return None

@@ -245,7 +245,7 @@ def _digest(weight_files: Sequence[Path], cache: Path) -> str:
     kept: Path | None = cache
     with contextlib.suppress(OSError):  # it does not exist yet
         try:
-            private_files.check(cache, "the cache of digests", "remove it, or change --compile-cache-root")
+            private_files.check(cache, "the cache of digests", "change --compile-cache-root")
         except ConfigurationRefused as error:
             get_logger().warning("weights_digest_not_kept", file=str(cache), reason=error.message)
             kept = None

@@ -85,7 +85,7 @@ def _check_modules_cache() -> None:
 
     for folder in (Path(HF_MODULES_CACHE), Path(HF_MODULES_CACHE) / "transformers_modules"):
         if folder.exists():
-            private_files.check(folder, "the folder of models' code", "remove it, or change HF_MODULES_CACHE")
+            private_files.check(folder, "the folder of models' code", "change HF_MODULES_CACHE")
 
 
 def is_missing(model: str, revision: str | None = None) -> bool:
@@ -287,7 +287,7 @@ def _once(cache: Path, name: str, stamp: str, fill: Callable[[Path, Path], None]
     """Returns the folder `name` of the cache, made by `fill` if it is missing or its stamp differs."""
     target = cache / name
     try:
-        private_files.make_folder(cache, "the model cache", "remove it, or change XDG_CACHE_HOME")
+        private_files.make_folder(cache, "the model cache", "change XDG_CACHE_HOME")
         if _is_complete(target, stamp):
             return target
         with _lock(cache / f".{name}.lock", name):

@@ -47,7 +47,7 @@ def library() -> Path:
     if _is_ours(_SOURCES / name):
         return _SOURCES / name
     try:
-        private_files.make_folder(_cache(), "the cache of kernels", "remove it, or change XDG_CACHE_HOME")
+        private_files.make_folder(_cache(), "the cache of kernels", "change XDG_CACHE_HOME")
     except OSError as error:
         raise _unwritable(_cache(), error) from error
     return _cache() / name if _is_ours(_cache() / name) else compile_into(_cache())
