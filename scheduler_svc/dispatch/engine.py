@@ -129,7 +129,7 @@ class Engine:
         stop = StopRule.from_sampling(submission.sampling, model.eos_token_ids, self._check(submission))
         if adapter is not None and self.replicas:
             self.adapters.check_size(adapter, len(submission.prompt_token_ids) + stop.max_tokens)
-        self._capacity.check(submission, self._queues, num_waiting=self.num_waiting)
+        self._capacity.check(submission, self.waiting.backlog, num_waiting=self.num_waiting)
         requests = make_requests(submission, stop, sink, self._arrivals, self._clock(), adapter)
         for event in submission.ended(stop):
             sink.push(event)

@@ -203,11 +203,6 @@ class Queues:
         """Yields every request once; the queues must not change meanwhile."""
         return itertools.chain(self.waiting, self.grammars, self.adapters)
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the requests have to prefill."""
-        return self.waiting.backlog.num_tokens
-
     def add_user(self, request: Request) -> None:
         """Counts a new live request as a user of its grammar and its adapter."""
         self.grammars.add_user(request)
@@ -287,7 +282,7 @@ class Capacity:
             scheduler.kv.max_tokens(model.max_model_len) if model else 0 for scheduler in schedulers
         )
 
-    def check(self, submission: Submission, queues: Queues, *, num_waiting: int) -> None:
+    def check(self, submission: Submission, backlog: Backlog, *, num_waiting: int) -> None:
         """Refuses a submission that does not fit into the queue, now or ever.
 
         `num_waiting` is the number of requests without a slot; some of them are in no queue.
@@ -309,11 +304,10 @@ class Capacity:
         else:
             self._check_count(count, num_prompt)
         num_tokens = count * num_prompt + sum(map(len, sequences.values()))
-        waiting_tokens = queues.num_tokens
+        tenant, waiting_tokens = submission.tenant, backlog.num_tokens
         too_many = num_waiting and num_waiting + count > max_waiting
         is_full = too_many or (waiting_tokens and waiting_tokens + num_tokens > max_tokens)
-        has_share = queues.waiting.backlog.has_share
-        if is_full and not has_share(submission.tenant, count, num_tokens, max_waiting, max_tokens):
+        if is_full and not backlog.has_share(tenant, count, num_tokens, max_waiting, max_tokens):
             self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += 1
             raise Overloaded(
                 f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",

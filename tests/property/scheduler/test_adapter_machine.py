@@ -89,7 +89,7 @@ class AdapterMachine(SchedulerMachine):
         scheduler.adapters.check_integrity()
         queues = self.rig.engine._queues
         assert queues.waiting.backlog.requests == Counter(one.tenant for one in queues)
-        assert queues.num_tokens == sum(len(one.token_ids) for one in queues)
+        assert queues.waiting.backlog.num_tokens == sum(len(one.token_ids) for one in queues)
         for request in scheduler._slots.requests:
             adapter_id = request.adapter and request.adapter.adapter_id
             assert request.adapter_slot == (adapter_id and scheduler.adapters.slot_of(adapter_id))

@@ -167,7 +167,7 @@ class GrammarMachine(RuleBasedStateMachine):
             return
         queues = self.engine._queues
         assert queues.waiting.backlog.requests == Counter(one.tenant for one in queues)
-        assert queues.num_tokens == sum(len(one.token_ids) for one in queues)
+        assert queues.waiting.backlog.num_tokens == sum(len(one.token_ids) for one in queues)
         queue = self.engine.grammars
         for one in self.engine.waiting:
             assert any(queue.may_run(one, name) for name in self.replicas), (
