@@ -173,7 +173,8 @@ def _general_name(text: str) -> x509.GeneralName:
         return x509.DNSName(text)
     except ValueError as error:
         raise ConfigurationRefused(
-            f"{text!r} is not a host name in ASCII characters; write its IDNA form, such as xn--mnchen-3ya.example"
+            f"--host: {text!r} is not a host name in ASCII characters;"
+            " write its IDNA form, such as xn--mnchen-3ya.example"
         ) from error
 
 

@@ -83,7 +83,7 @@ def secure(argv: list[str]) -> int:
     try:
         files = secure_files.make(arguments.folder.absolute(), arguments.host)
     except ConfigurationRefused as error:
-        print(f"triptych secure-files: --host: {error.message}", file=sys.stderr)
+        print(f"triptych secure-files: {error.message}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"triptych secure-files: cannot write {arguments.folder}: {error.strerror}", file=sys.stderr)

@@ -154,6 +154,17 @@ def test_a_host_that_no_certificate_can_have_is_refused(
     assert "--host: 'münchen.example' is not a host name in ASCII" in capsys.readouterr().err
 
 
+def test_a_folder_of_others_is_not_the_hosts_fault(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line names the folder and no flag."""
+    tmp_path.chmod(0o777)
+    assert cli.main(["secure-files", str(tmp_path), "--host", "10.0.0.5"]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"triptych secure-files: the folder of secrets {tmp_path} belongs to"
+    )
+
+
 def test_a_machine_whose_name_has_other_letters_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
