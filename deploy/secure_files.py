@@ -72,8 +72,7 @@ def make(folder: Path, hosts: Iterable[str] = (), *, only_token: bool = False) -
     """
     files = SecureFiles.in_folder(folder)
     make_folder(folder, "the folder of secrets", "choose another")
-    for path in filter(Path.exists, vars(files).values()):
-        check(path, "the secret", "remove it, and a new one is made")
+    check_files(files)
     if not files.service_token.exists():
         _write(files.service_token, f"{secrets.token_urlsafe(32)}\n".encode())
     if only_token:
@@ -88,6 +87,13 @@ def make(folder: Path, hosts: Iterable[str] = (), *, only_token: bool = False) -
     if not _are_valid(files, names):
         _make_certificates(files, names)
     return files
+
+
+def check_files(files: SecureFiles) -> None:
+    """Refuses a folder or files that others may have changed."""
+    check(files.folder, "the folder of secrets", "choose another")
+    for path in filter(Path.exists, vars(files).values()):
+        check(path, "the secret", "remove it, and a new one is made")
 
 
 def _make_certificates(files: SecureFiles, names: Sequence[str]) -> None:

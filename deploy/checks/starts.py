@@ -280,8 +280,11 @@ def _scratch_folder(run_dir: Path) -> tempfile.TemporaryDirectory[str]:
 
 def _secured(settings: LaunchSettings, folder: Path) -> LaunchSettings:
     """Returns the settings with copies of the files of a start, or with temporary files."""
-    existing = settings.run_dir / "secure"
+    from deploy.secure_files import SecureFiles, check_files  # needs cryptography
+
+    existing = settings.run_dir.absolute() / "secure"
     if existing.is_dir():
+        check_files(SecureFiles.in_folder(existing))  # the copies are ours
         shutil.copytree(existing, folder / "secure")
     try:
         used, _ = secured(settings.model_copy(update={"run_dir": folder}))

@@ -16,6 +16,7 @@ import pytest
 
 from deploy.launcher.stack_plan import claim
 from tests.support import tiny_models
+from tests.support.foreign import STRANGER
 from tests.support.paths import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -108,6 +109,16 @@ def test_a_busy_port_or_folder_gets_the_same_refusal(model: Path, tmp_path: Path
         (busy / "worker-0.log").touch()
         check_refusal(model, tmp_path, f"--run-dir {busy}", "in use by another `triptych up`")
         assert (busy / "worker-0.log").exists()
+
+
+def test_secrets_of_another_user_get_the_same_refusal(model: Path, tmp_path: Path) -> None:
+    """The doctor asks who owns the folder itself, not its copies."""
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    secure = tmp_path / "run" / "secure"
+    secure.mkdir(parents=True)
+    os.chown(secure, STRANGER, 0)
+    check_refusal(model, tmp_path, "", f"{secure} belongs to uid {STRANGER}")
 
 
 @SLOW
