@@ -195,7 +195,7 @@ ATTACKS: Final[tuple[Attack, ...]] = (
     )),
     Attack("idle", "2,000 connections", Http(path="", copies=2000), quick=True),
     Attack("idle", "2,000 heads without an end", Http(sent=0, body=_STREAM, copies=2000)),
-    Attack("gRPC", "1,500 streams", Grpc(lambda stub: stub.Generate(generate()), copies=1500), quick=True),
+    Attack("gRPC", "1,500 streams", Grpc(lambda stub: stub.Generate(generate()), copies=1500)),
     Attack("gRPC", "1,500 requests on one stream", Grpc(connect(1500, generate))),
     Attack("gRPC", "1,000 cancels", Grpc(lambda stub: stub.Generate(generate(max_tokens=200)), 1000, "leave")),
     Attack("gRPC", "64 messages of 8 MB", Grpc(
@@ -207,12 +207,12 @@ ATTACKS: Final[tuple[Attack, ...]] = (
     Attack("gRPC", "1,000 unread watches", Grpc(
         lambda stub: stub.WatchLoad(inference_pb2.WatchLoadRequest()), copies=1000, then="hold",
     )),
-    Attack("stream", "1,500 streams", Http(body=_STREAM, copies=1500), quick=True),
-    Attack("stream", "500 cancels", Http(body=_LONG_STREAM, copies=500, then="leave"), quick=True),
+    Attack("stream", "1,500 streams", Http(body=_STREAM, copies=1500)),
+    Attack("stream", "500 cancels", Http(body=_LONG_STREAM, copies=500, then="leave")),
     Attack("stream", "300 unread", Http(body=_LONG_STREAM, copies=300, then="hold")),
     Attack("stream", "16 unread with 20 log-probabilities", Http(body=_json(
         stream=True, max_tokens=1500, ignore_eos=True, logprobs=20, n=2,
-    ), copies=16, then="hold")),
+    ), copies=16, then="hold"), quick=True),
     Attack("stream", "40 unread answers of prompts' log-probabilities", Http(body=_json(
         prompt="a b c " * 600, prompt_logprobs=20, logprobs=20, max_tokens=8, echo=True,
     ), copies=40, then="hold")),
