@@ -53,13 +53,15 @@ def test_a_checkpoint_is_right_or_refused(
 @pytest.mark.parametrize(
     "name",
     [
-        "ct: {'sparsity_config': {'format': 'sparse-24-bitmask'}}",
+        "ct: sparsity_config format sparse-24-bitmask",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
                 "plain: half of the file",
-                "plain: {'num_hidden_layers': 30}",
+                "plain: num_hidden_layers 30",
                 "gptq: without a layer",
+                "awq: without a layer",
+                "llama gguf: fewer tokens",
             )
         ),
     ],

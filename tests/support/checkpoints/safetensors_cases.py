@@ -24,6 +24,7 @@ INDEX: Final = "model.safetensors.index.json"
 LAYER: Final = "model.layers.1"
 DOWN: Final = f"{LAYER}.mlp.down_proj"
 KEYS: Final = f"{LAYER}.self_attn.k_proj"
+_LLM_COMPRESSOR: Final = Path(__file__).parent / "llm-compressor-w4a16" / "config.json"
 
 
 @dataclass
@@ -280,7 +281,15 @@ def right(
     )
 
 
-_FIT: Final = "config.json that belongs to"
+def _words(value: object) -> str:
+    """Returns the words of a row that sets fields to values."""
+    if value in ({}, []):
+        return f"an empty {type(value).__name__}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_words(each)}" for name, each in value.items())
+    return " ".join(map(_words, value)) if isinstance(value, list) else str(value)
+
+
 _PROJECTIONS: Final = (
     *(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
 )  # fmt: skip
@@ -294,7 +303,7 @@ def _plain() -> list[Case]:
     return [
         *(hurt("plain", f"without {name}", drop(name), says=["the weights lack", name]) for name in names),
         hurt("plain", "without a layer", drop(f"{LAYER}."), says=["the weights lack", LAYER]),
-        hurt("plain", "without the first layer", drop("model.layers.0."), says=["model.layers.0"]),
+        hurt("plain", "without the first layer", drop("model.layers.0."), says=["the weights lack model.layers.0."]),
         hurt("plain", "without norms", drop(f"{LAYER}.input", f"{LAYER}.post"), says=[LAYER]),
         *(
             hurt(
@@ -327,7 +336,7 @@ def _plain() -> list[Case]:
                 ("float8", torch.float8_e4m3fn), ("complex", torch.complex64),
             )
         ),
-        hurt("plain", "int8 everywhere", every("_proj.weight", lambda t: (t * 50).to(torch.int8)), says=["int8"]),
+        hurt("plain", "int8 everywhere", every("_proj.weight", lambda t: (t * 50).to(torch.int8)), says=["holds int8, but config.json"]),
         hurt("plain", "codes in a norm", put("model.norm.weight", lambda t: t.int()), says=["model.norm.weight"]),
         *_contradicting(),
     ]  # fmt: skip
@@ -348,47 +357,48 @@ def _contradicting() -> list[Case]:
         ({"head_dim": 16}, ["self_attn.k_proj.weight is [64, 64]", "[32, 64]"]),
         ({"num_hidden_layers": 1}, ["layers that config.json does not describe", "model.layers.1."]),
         ({"num_hidden_layers": 30}, ["the weights lack", "model.layers.2.self_attn.q_proj.weight"]),
-        ({"num_hidden_layers": 0}, ["layer"]),
-        ({"attention_bias": True}, ["the weights lack", "bias"]),
-        ({"mlp_bias": True}, ["the weights lack", "bias"]),
+        ({"num_hidden_layers": 0}, ["layers that config.json does not describe", "model.layers.0."]),
+        ({"attention_bias": True}, ["the weights lack", "q_proj.bias"]),
+        ({"mlp_bias": True}, ["the weights lack", "gate_proj.bias"]),
         ({"num_attention_heads": 3}, ["number of attention heads (3)"]),
         ({"num_key_value_heads": 3}, ["num_kv_heads (3)"]),
-        ({"num_key_value_heads": 0}, ["config.json"]),
-        ({"vocab_size": "256"}, ["vocab_size"]),
+        ({"num_key_value_heads": 0}, ["config.json has a value that vLLM does not take"]),
+        ({"vocab_size": "256"}, ["'vocab_size' expected int"]),
         ({"intermediate_size": None}, ["intermediate_size"]),
-        ({"hidden_size": -64}, ["-64"]),
+        ({"hidden_size": -64}, ["negative dimension -64"]),
         ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, ["the weights lack", "q_norm"]),
         ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, ["k_proj.weight is ["]),
         ({"architectures": ["SomeForCausalLM"]}, ["SomeForCausalLM"]),
-        ({"model_type": "some"}, ["some"]),
+        ({"model_type": "some"}, ["model type `some`"]),
     ]
     rows = [
-        contradicts("plain", f"{fields}", config(**fields), says=says, quick=number == 0)
+        contradicts("plain", _words(fields), config(**fields), says=says, quick=number == 0)
         for number, (fields, says) in enumerate(shapes)
     ]
     return [
         *rows,
-        contradicts("plain", "config.json is a list", file("config.json", "[]"), says=["config.json"]),
-        contradicts("plain", "config.json is no JSON", file("config.json", "{"), says=["config.json"]),
-        contradicts("plain", "config.json is empty", file("config.json", ""), says=["config.json"]),
-        contradicts("plain", "config.json is absent", file("config.json", DELETED), says=["config.json"]),
+        contradicts("plain", "config.json is a list", file("config.json", "[]"), says=["is not a JSON object"]),
+        contradicts("plain", "config.json is no JSON", file("config.json", "{"), says=["cannot read config.json"]),
+        contradicts("plain", "config.json is empty", file("config.json", ""), says=["cannot read config.json"]),
+        contradicts("plain", "config.json is absent", file("config.json", DELETED), says=["has no config.json"]),
         contradicts(
             "plain", "a bias of a layer without", add(f"{LAYER}.self_attn.q_proj.bias", 128),
-            says=["q_proj.bias"],
+            says=["q_proj.bias has no place"],
         ),
         contradicts("plain", "a norm of a layer without", add(f"{LAYER}.self_attn.q_norm.weight", 32),
-                    says=["q_norm"]),
-        contradicts("plain", "scales of a plain layer", add(f"{DOWN}.weight_scale", 64), says=["weight_scale"]),
+                    says=["q_norm.weight has no place"]),
+        contradicts("plain", "scales of a plain layer", add(f"{DOWN}.weight_scale", 64), says=["weight_scale has no place"]),
         contradicts("plain", "renamed modules", rename("self_attn", "attention"),
                     says=["the weights lack", "but unknown", "attention"]),
         contradicts("tied", "untied without a head", config(tie_word_embeddings=False),
                     says=["the weights lack", "lm_head.weight"]),
-        contradicts("biased", "a layer without its bias", drop(f"{KEYS}.bias"), says=["k_proj.bias"]),
+        contradicts("biased", "a layer without its bias", drop(f"{KEYS}.bias"), says=["the weights lack", f"{KEYS}.bias"]),
         contradicts("biased", "a short bias", put(f"{KEYS}.bias", lambda t: t[1:]), says=[f"{KEYS}.bias is ["]),
-        contradicts("normed", "a layer without its norm", drop(f"{LAYER}.self_attn.k_norm"), says=["k_norm"]),
+        contradicts("normed", "a layer without its norm", drop(f"{LAYER}.self_attn.k_norm"), says=["the weights lack", "k_norm.weight"]),
         contradicts("normed", "an architecture without its norms",
-                    config(model_type="llama", architectures=["LlamaForCausalLM"]), says=["norm"]),
-        contradicts("experts", "without an expert", drop(f"{LAYER}.mlp.experts.down_proj", f"{LAYER}.block_sparse_moe.experts.2."), says=["experts"]),
+                    config(model_type="llama", architectures=["LlamaForCausalLM"]), says=["k_norm.weight has no place"]),
+        contradicts("experts", "without an expert", drop(f"{LAYER}.block_sparse_moe.experts.2."),
+                    says=["the weights lack", "experts.2.w1.weight"]),
     ]  # fmt: skip
 
 
@@ -513,7 +523,7 @@ def _names(base: str) -> tuple[str, str]:
 
 
 def _quantized(base: str) -> list[Case]:
-    """Rows that all formats have: absent parts, and shapes unlike the configuration's."""
+    """Rows that all formats have: absent parts, and shapes and types unlike the configuration's."""
     codes, scales = _names(base)
     packed, scale = f"{DOWN}.{codes}", f"{DOWN}.{scales}"
     across = 1 if base.startswith("ct") else 0  # dimension of inputs
@@ -522,45 +532,44 @@ def _quantized(base: str) -> list[Case]:
     def half(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.narrow(dim, 0, tensor.shape[dim] // 2)
 
-    def twice(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        return torch.cat((tensor, tensor), dim)
-
     return [
-        hurt(base, "without a layer", drop(f"{DOWN}."), says=["the weights lack", DOWN], quick=base != "ct8"),
+        hurt(base, "without a layer", drop(f"{DOWN}."), says=["the weights lack", DOWN], quick=True),
         hurt(base, "without codes", drop(packed), says=[DOWN]),
         hurt(base, "without scales", drop(scale), says=[DOWN]),
-        hurt(base, "without a part of a fused layer", drop(f"{KEYS}."), says=["the weights lack", KEYS]),
-        hurt(base, "without all of the last", drop(f"{LAYER}."), says=["the weights lack", LAYER]),
-        hurt(base, "without a norm", drop("model.norm.weight"), says=["model.norm.weight"]),
-        hurt(base, "without a head", drop("lm_head.weight"), says=["lm_head.weight"]),
-        hurt(base, "codes of twice the inputs", put(packed, lambda t: twice(t, across)), says=[packed]),
-        hurt(base, "codes of half the inputs", put(packed, lambda t: half(t, across)), says=[packed]),
-        hurt(base, "codes of twice the outputs", put(packed, lambda t: twice(t, along)), says=[packed]),
-        hurt(base, "codes of half the outputs", put(packed, lambda t: half(t, along)), says=[packed]),
-        hurt(base, "scales of half the groups" if base != "ct8" else "twice the scales",
-             put(scale, lambda t: half(t, across) if t.shape[across] > 1 else twice(t, across)), says=[scale]),
-        hurt(base, "scales of half the outputs", put(scale, lambda t: half(t, along)), says=[scale]),
-        hurt(base, "flat codes", put(packed, torch.Tensor.flatten), says=[packed]),
-        hurt(base, "stacked codes", put(packed, lambda t: t[None]), says=[packed]),
-        hurt(base, "stacked scales", put(scale, lambda t: t[None]), says=[scale]),
+        hurt(base, "codes of half the inputs", put(packed, lambda t: half(t, across)), says=[f"{packed} is ["]),
+        hurt(base, "codes of half the outputs", put(packed, lambda t: half(t, along)), says=[f"{packed} is ["]),
+        hurt(base, "scales of half the groups", put(scale, lambda t: half(t, across)), says=[f"{scale} is ["]),
+        hurt(base, "scales of half the outputs", put(scale, lambda t: half(t, along)), says=[f"{scale} is ["]),
         hurt(base, "scales that are not finite", put(scale, lambda t: t * torch.inf), says=[scale]),
         hurt(base, "scales of integers", put(scale, lambda t: t.int()), says=[scale]),
         hurt(base, "codes of floats", put(packed, lambda t: t.float()), says=[packed]),
-        hurt(base, "codes of 64 bits", put(packed, lambda t: t.long()), says=[packed]),
-        hurt(base, "more heads than described", put(f"{KEYS}.{codes}", lambda t: twice(t, along)),
-             put(f"{KEYS}.{scales}", lambda t: twice(t, along)), says=[KEYS]),
-        *(
-            contradicts(base, f"{fields}", config(**fields), says=says)
-            for fields, says in (
-                ({"intermediate_size": 96}, ["mlp."]), ({"intermediate_size": 256}, ["mlp."]),
-                ({"num_key_value_heads": 1}, ["k_proj"]), ({"num_key_value_heads": 4}, ["k_proj"]),
-                ({"num_attention_heads": 8}, ["_proj"]), ({"num_hidden_layers": 1}, ["model.layers.1"]),
-                ({"num_hidden_layers": 3}, ["the weights lack model.layers.2"]),
-            )
-        ),
-        contradicts(base, "no quantization_config", without("quantization_config"), says=["model.layers.0"]),
-        contradicts(base, "plain weights", _plain_weights, says=["quantization_config"]),
+        contradicts(base, "fewer inner numbers", config(intermediate_size=96), says=["mlp.down_proj", " is ["]),
+        contradicts(base, "no quantization_config", without("quantization_config"), says=["has no place in the model"]),
+        contradicts(base, "plain weights", _plain_weights, says=["is not quantized, but quantization_config"]),
         contradicts(base, "one plain layer", _plain_layer, says=[f"{LAYER}.self_attn.o_proj"]),
+    ]  # fmt: skip
+
+
+def _of_any_format() -> list[Case]:
+    """Rows whose refusal depends on no format."""
+    codes, scales = "weight_packed", "weight_scale"
+    packed, scale = f"{DOWN}.{codes}", f"{DOWN}.{scales}"
+
+    def twice(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat((tensor, tensor))
+
+    return [
+        hurt("ct", "without a part of a fused layer", drop(f"{KEYS}."), says=["the weights lack", KEYS]),
+        hurt("ct", "without all of the last", drop(f"{LAYER}."), says=["the weights lack", LAYER]),
+        hurt("ct", "codes of twice the outputs", put(packed, twice), says=[f"{packed} is ["]),
+        hurt("ct8", "twice the scales", put(scale, lambda t: torch.cat((t, t), 1)), says=[f"{scale} is ["]),
+        hurt("ct", "flat codes", put(packed, torch.Tensor.flatten), says=[f"{packed} is ["]),
+        hurt("ct", "stacked codes", put(packed, lambda t: t[None]), says=[f"{packed} is ["]),
+        hurt("ct", "stacked scales", put(scale, lambda t: t[None]), says=[f"{scale} is ["]),
+        hurt("ct", "codes of 64 bits", put(packed, lambda t: t.long()), says=[packed]),
+        hurt("ct", "more heads than described", put(f"{KEYS}.{codes}", twice), put(f"{KEYS}.{scales}", twice),
+             says=[f"{KEYS}.{codes} is ["]),
+        contradicts("ct", "more layers", config(num_hidden_layers=3), says=["the weights lack model.layers.2"]),
     ]  # fmt: skip
 
 
@@ -586,6 +595,7 @@ def _compressed() -> list[Case]:
         contradicts("ct", "a weight_shape of one number", put(shape, lambda t: t[:1]), says=[shape]),
         right("ct", "without weight_shape", drop(shape)),
         right("ct8", "flat scales", put(f"{DOWN}.weight_scale", torch.Tensor.flatten)),
+        right("ct", "llm-compressor's configuration", quantization(**json.loads(_LLM_COMPRESSOR.read_text())["quantization_config"])),
         right("ct", "scales in float32", every("weight_scale", torch.Tensor.float)),
         right("ct", "no config_groups, dense", _dense, of="plain"),
         right("ct", "one plain layer that is ignored", _ignored_layer, reference=[_float_layer]),
@@ -601,7 +611,7 @@ def _compressed() -> list[Case]:
         unserved("ct", "zero points", add(f"{DOWN}.weight_zero_point", 8, 4, dtype=torch.int32),
                  says=[f"{DOWN}.weight_zero_point", "zero points"], quick=True),
         *(
-            unserved("ct", f"{fields}", scheme(**fields), says=says)
+            unserved("ct", _words(fields), scheme(**fields), says=says)
             for fields, says in (
                 ({"symmetric": False}, ["zero points"]), ({"num_bits": 3}, ["3 bits"]), ({"num_bits": 2}, ["2 bits"]),
                 ({"group_size": 16}, ["groups of 16"]), ({"type": "float"}, ["type float"]),
@@ -611,15 +621,15 @@ def _compressed() -> list[Case]:
             )
         ),
         *(
-            unserved("ct", f"{fields}", quantization(**fields), says=says)
+            unserved("ct", _words(fields), quantization(**fields), says=says)
             for fields, says in (
                 ({"format": "marlin-24"}, ["marlin-24"]), ({"format": "int-quantized"}, ["int-quantized"]),
-                ({"format": "float-quantized"}, ["float-quantized"]), ({"format": None}, ["format"]),
+                ({"format": "float-quantized"}, ["float-quantized"]), ({"format": None}, ["format None"]),
                 ({"kv_cache_scheme": {"num_bits": 8}}, ["KV cache"]),
                 ({"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparse"]),
                 ({"transform_config": {"a": 1}}, ["transform_config"]), ({"config_groups": {}}, ["without weights"]),
-                ({"config_groups": {"a": {"targets": ["Linear"]}}}, ["quantization_config"]),
-                ({"config_groups": []}, ["quantization_config"]),
+                ({"config_groups": {"a": {"targets": ["Linear"]}}}, ["cannot be read"]),
+                ({"config_groups": []}, ["cannot be read"]),
                 ({"ignore": ["re:("]}, ["re:("]), ({"quant_method": "fp8"}, ["fp8"]),
                 ({"quant_method": "bitsandbytes"}, ["bitsandbytes"]), ({"quant_method": "hqq"}, ["hqq"]),
                 ({"quant_method": "torchao"}, ["torchao"]), ({"quant_method": "aqlm"}, ["aqlm"]),
@@ -726,7 +736,7 @@ def _gptq() -> list[Case]:
         hurt("gptq", "zeros of half the groups", put(zeros, lambda t: t[:2]), says=[zeros]),
         hurt("gptq", "zeros of floats", put(zeros, torch.Tensor.float), says=[zeros]),
         hurt("gptq", "an order of half the inputs", put(order, lambda t: t[:64]), says=[order]),
-        right("gptq", "without an order", every("g_idx", lambda t: t), drop(order)),
+        right("gptq", "without an order", drop(order)),
         right("gptq", "without zeros", drop(zeros)),
         right("gptq", "an order in 64 bits", put(order, torch.Tensor.long)),
         right("gptq", "scales in bfloat16", every("scales", torch.Tensor.bfloat16)),
@@ -735,6 +745,11 @@ def _gptq() -> list[Case]:
         right("gptq", "no format", lambda parts: parts.quantization.pop("checkpoint_format")),
         right("gptq", "words in upper case", quantization(quant_method="GPTQ")),
         right("gptq", "numbers as text", quantization(bits="4", group_size="32")),
+        right("gptq", "AutoGPTQ's configuration", quantization(
+            damp_percent=0.01, static_groups=False, true_sequential=True, model_name_or_path=None,
+            model_file_base_name="model", is_marlin_format=False), _own_file("quantize_config.json")),
+        right("gptq", "GPTQModel's configuration", quantization(dynamic=None, lm_head=False, pack_dtype="int32", meta={
+            "quantizer": ["gptqmodel:2.2.0"], "damp_percent": 0.05, "static_groups": False, "mse": 0.0})),
         right("gptq", "only quantize_config.json", _own_file("quantize_config.json"), quick=True),
         right("gptq", "quantize_config.json, too", file("quantize_config.json", '{"bits": 4, "group_size": 32}')),
         contradicts("gptq", "another quantize_config.json", without("quantization_config"),
@@ -752,19 +767,19 @@ def _gptq() -> list[Case]:
                  says=["Marlin's own layout"]),
         unserved("gptq", "Marlin's flag", quantization(is_marlin_format=True), says=["Marlin's own layout"]),
         *(
-            unserved("gptq", f"{fields}", quantization(**fields), says=says)
+            unserved("gptq", _words(fields), quantization(**fields), says=says)
             for fields, says in (
                 ({"sym": False}, ["zero points"]), ({"desc_act": True}, ["desc_act"]), ({"bits": 3}, ["3 bits"]),
-                ({"bits": 2}, ["2 bits"]), ({"group_size": 16}, ["groups of 16"]), ({"group_size": 0}, ["group"]),
-                ({"checkpoint_format": "marlin"}, ["arlin"]), ({"checkpoint_format": "bitblas"}, ["bitblas"]),
-                ({"dynamic": {"-:.*down.*": {}}}, ["dynamic"]), ({"bits": None}, ["quantization_config"]),
-                ({"group_size": "many"}, ["quantization_config"]), ({"quant_method": "marlin"}, ["arlin"]),
+                ({"bits": 2}, ["2 bits"]), ({"group_size": 16}, ["groups of 16"]), ({"group_size": 0}, ["groups of 0"]),
+                ({"checkpoint_format": "marlin"}, ["Marlin's own layout"]), ({"checkpoint_format": "bitblas"}, ["bitblas"]),
+                ({"dynamic": {"-:.*down.*": {}}}, ["dynamic"]), ({"bits": None}, ["cannot be read"]),
+                ({"group_size": "many"}, ["cannot be read"]), ({"quant_method": "marlin"}, ["quantized by marlin"]),
                 ({"quant_method": "awq"}, ["qweight is ["]),
             )
         ),
         right("opt-gptq", "plain projections of embeddings", _projected, reference=[_projected]),
-        contradicts("gptq", "compressed-tensors in the configuration", _of("ct"), says=["model.layers.0"]),
-        contradicts("ct", "GPTQ in the configuration", _of("gptq"), says=["model.layers.0"]),
+        contradicts("gptq", "compressed-tensors in the configuration", _of("ct"), says=["has no place in the model"]),
+        contradicts("ct", "GPTQ in the configuration", _of("gptq"), says=["has no place in the model"]),
     ]  # fmt: skip
 
 
@@ -820,6 +835,7 @@ def _awq() -> list[Case]:
         contradicts("awq", "the method of GPTQ alone", quantization(quant_method="gptq"), says=["qweight"]),
         hurt("awq", "zeros of half the groups", put(zeros, lambda t: t[:2]), says=[zeros]),
         right("awq", "zero points in the middle", quantization(zero_point=True)),
+        right("awq", "AutoAWQ's configuration", quantization(modules_to_not_convert=None, zero_point=True)),
         right("awq", "without zeros", drop(zeros)),
         right("awq", "the old names of its fields", _old_names),
         right("awq", "only quant_config.json", _own_file("quant_config.json"), quick=True),
@@ -828,10 +844,10 @@ def _awq() -> list[Case]:
         right("awq", "words in upper case", quantization(version="GEMM")),
         unserved("awq", "zeros elsewhere", put(zeros, lambda t: t ^ 0x3), says=[zeros, "zero points"]),
         *(
-            unserved("awq", f"{fields}", quantization(**fields), says=says)
+            unserved("awq", _words(fields), quantization(**fields), says=says)
             for fields, says in (
                 ({"bits": 8}, ["8 bits"]), ({"version": "gemv"}, ["gemv"]), ({"version": "marlin"}, ["marlin"]),
-                ({"group_size": 16}, ["groups of 16"]), ({"bits": None}, ["bits"]),
+                ({"group_size": 16}, ["groups of 16"]), ({"bits": None}, ["None bits"]),
             )
         ),
     ]  # fmt: skip
@@ -848,14 +864,14 @@ def _mxfp4() -> list[Case]:
         right("mxfp4", "as it is", _to_mxfp4, reference=[_from_mxfp4]),
         hurt("mxfp4", "without scales", _to_mxfp4, drop(scales), says=[scales]),
         hurt("mxfp4", "without blocks", _to_mxfp4, drop(blocks), says=[blocks]),
-        hurt("mxfp4", "without both", _to_mxfp4, drop(scales, blocks), says=["experts"]),
+        hurt("mxfp4", "without both", _to_mxfp4, drop(scales, blocks), says=["the weights lack", f"{LAYER}.mlp.experts"]),
         hurt("mxfp4", "scales of half the groups", _to_mxfp4, put(scales, lambda t: t[..., :1]), says=[scales]),
         hurt("mxfp4", "scales of half the experts", _to_mxfp4, put(scales, lambda t: t[:1]), says=[scales]),
         hurt("mxfp4", "blocks of half the outputs", _to_mxfp4, put(blocks, lambda t: t[:, :1]), says=[blocks]),
         hurt("mxfp4", "flat blocks", _to_mxfp4, put(blocks, lambda t: t.flatten(2)), says=[blocks]),
         hurt("mxfp4", "blocks of floats", _to_mxfp4, put(blocks, lambda t: t.float()), says=[blocks]),
         hurt("mxfp4", "scales of floats", _to_mxfp4, put(scales, lambda t: t.float()), says=[scales]),
-        contradicts("mxfp4", "fewer experts", _to_mxfp4, config(num_local_experts=2), says=["experts"]),
+        contradicts("mxfp4", "fewer experts", _to_mxfp4, config(num_local_experts=2), says=["down_proj_bias is [4, 64]"]),
         right("mxfp4", "no quantization_config", _to_mxfp4, without("quantization_config"), reference=[_from_mxfp4]),
     ]  # fmt: skip
 
@@ -889,6 +905,6 @@ def _from_mxfp4(parts: Parts) -> None:
 CASES: Final = [
     *_mxfp4(),
     *_plain(), *_files(), *_right(),
-    *(case for base in ("ct", "ct8", "gptq", "awq") for case in _quantized(base)),
+    *(case for base in ("ct", "gptq", "awq") for case in _quantized(base)), *_of_any_format(),
     *_compressed(), *_gptq(), *_awq(),
 ]  # fmt: skip
