@@ -125,9 +125,6 @@ async def known_model(request: Request, name: str | None) -> ServedModel:
 _UNIQUE_DIGITS: Final = 8
 
 
-# Token ids of a request, or bytes of its body, that are copied for the cost of a byte of text.
-_TOKENS_PER_UNIT: Final = 8
-
 SKIPPED_TOOLS: Final = "x-skipped-tools"
 
 # Types that are named. Proxies refuse answers with long headers.
@@ -248,7 +245,7 @@ async def _wire_requests(
     account = account_of(request, body.priority, body.cache_salt)
     note(request.scope, tenant=account.tenant or None)
     check_logprobs(body, context.settings.max_logprobs)
-    wire_id, size = unique_wire_id(request), sum(map(len, prompts)) // _TOKENS_PER_UNIT
+    wire_id, size = unique_wire_id(request), sum(map(len, prompts))
 
     def make() -> list[inference.GenerateRequest]:
         words = bad_word_tokens(served.text, body.bad_words)
@@ -257,8 +254,8 @@ async def _wire_requests(
         )
 
     # Every prompt has its own copy of the parameters.
-    size += len(await request.body()) * len(prompts) // _TOKENS_PER_UNIT
-    requests = await context.text_worker.run(size, make)
+    size += len(await request.body()) * len(prompts)
+    requests = await context.text_worker.run_light(size, make)
     if context.settings.enable_log_requests:
         log_requests(requests)
     charge(request.scope, sum(map(len, prompts)))

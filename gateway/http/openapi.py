@@ -1,7 +1,7 @@
 """Routes whose signatures FastAPI documents: a body by its model, an answer by its type."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter
@@ -92,15 +92,12 @@ def _inline(node: Any, definitions: dict[str, Any]) -> Any:
 
 M = TypeVar("M", bound=RequestModel)
 
-# Bytes of JSON of the same cost as a byte of text for the tokenizer.
-_BYTES_PER_UNIT: Final = 8
-
 
 async def read_body(request: Request, model: type[M]) -> M:
     """Parses the request's body as ``model``; a debug line names the fields without effect."""
     ignored, data = IgnoredFields(), await request.body()
     worker: Any = request.app.state.context.text_worker
-    body: M = await worker.run(len(data) // _BYTES_PER_UNIT, lambda: parse(model, data, ignored))
+    body: M = await worker.run_light(len(data), lambda: parse(model, data, ignored))
     if ignored.names:
         get_logger().debug("the request has fields without effect", fields=ignored.names)
     note(request.scope, model=getattr(body, "model", None), user=getattr(body, "user", None))
