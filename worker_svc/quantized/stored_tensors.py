@@ -102,6 +102,8 @@ class StoredLayers:
         _check_kind(name, kind, tensor)
         if not names[kind]:
             if kind == "weight_zero_point":
+                if not tensor.any():
+                    return None
                 raise ConfigurationRefused(
                     f"{name} has zero points, which are not served; choose another checkpoint"
                 )

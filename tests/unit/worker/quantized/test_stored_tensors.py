@@ -80,7 +80,7 @@ ORDER = (torch.arange(128) // 64).index_fill(0, torch.tensor([3]), 1)
     [
         ("gptq", f"{LAYER}.qzeros", 16, MIDDLE), ("awq", f"{LAYER}.qzeros", 16, MIDDLE),
         ("gptq", f"{LAYER}.g_idx", ORDER, "orders groups by activations, which is not served; choose a checkpoint without g_idx"),
-        ("compressed-tensors", f"{LAYER}.weight_zero_point", torch.zeros(3), "has zero points, which are not served"),
+        ("compressed-tensors", f"{LAYER}.weight_zero_point", torch.ones(3), "has zero points, which are not served"),
         ("compressed-tensors", "lm_head.weight_packed", torch.zeros(3), "is quantized, but quantization_config does not name its"),
     ],
 )  # fmt: skip
