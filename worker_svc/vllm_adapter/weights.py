@@ -38,6 +38,8 @@ _MOST_UNKNOWN = 100
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The number in the name of an expert's tensor.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Tensors of a layer that say nothing of its weights: a library's own state, and scales of activations and caches.
+_HARMLESS = re.compile(r"\.(?:_extra_state|[kv]_scale|(?:in|out)put_scale)$")
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
@@ -197,6 +199,8 @@ class _DryRun:
         for shard in self._checkpoint.shards:
             with reading(shard.path) as file:
                 for name, header in shard.tensors.items():
+                    if _HARMLESS.search(name):
+                        continue
                     kind = _DTYPES.get(header.kind, torch.uint8)
                     stored = (
                         file.get_tensor(name)
@@ -335,12 +339,14 @@ def _judge(run: _DryRun, model: torch.nn.Module, checkpoint: Checkpoint, config:
 
 
 def _refuse_parts_of_layers(ignored: frozenset[str], used: set[str], checkpoint: Checkpoint) -> None:
-    """Refuses ignored tensors beside those of a layer, but for biases of zeros, which some tools write."""
+    """Refuses ignored tensors that would change the numbers of a layer. Some tools write biases of zeros."""
     layers = {name.rpartition(".")[0] for name in used}
     for shard in checkpoint.shards:
         for name in sorted(ignored & shard.tensors.keys()):
             layer, _, kind = name.rpartition(".")
-            if layer in layers and not (kind == "bias" and not shard.read(name).any()):
+            if layer not in layers or _HARMLESS.search(name):
+                continue
+            if kind != "bias" or shard.read(name).any():
                 raise ConfigurationRefused(
                     f"tensor {name} has no place in the model of config.json;"
                     " use the config.json that belongs to the weights"

@@ -484,6 +484,9 @@ def _right() -> list[Case]:
         right("plain", "the old name of its type", config(torch_dtype="float32"), without("dtype")),
         right("plain", "no type", without("dtype")),
         right("plain", "a bias of zeros", _zero_bias),
+        right("plain", "an empty state of a layer", add(f"{DOWN}._extra_state", 0, dtype=torch.uint8)),
+        right("plain", "scales of caches and activations", add(f"{KEYS}.k_scale"),
+              add(f"{LAYER}.self_attn.v_proj.v_scale"), add(f"{DOWN}.input_scale", 1)),
         right("plain", "no head_dim", config(num_attention_heads=2), without("head_dim"), *_SQUARE,
               reference=[config(num_attention_heads=2), *_SQUARE]),
         right("tied", "as it is"),
@@ -594,6 +597,7 @@ def _compressed() -> list[Case]:
         contradicts("ct", "another weight_shape", put(shape, lambda t: t * 2), says=[shape, "[64, 128]"]),
         contradicts("ct", "a weight_shape of one number", put(shape, lambda t: t[:1]), says=[shape]),
         right("ct", "without weight_shape", drop(shape)),
+        right("ct", "zero points of 0", _zero_points),
         right("ct8", "flat scales", put(f"{DOWN}.weight_scale", torch.Tensor.flatten)),
         right("ct", "llm-compressor's configuration", quantization(**json.loads(_LLM_COMPRESSOR.read_text())["quantization_config"])),
         right("ct", "scales in float32", every("weight_scale", torch.Tensor.float)),
@@ -649,6 +653,11 @@ def _dense(parts: Parts) -> None:
     _plain_weights(parts)
     del parts.quantization["config_groups"]
     parts.quantization["format"] = "dense"
+
+
+def _zero_points(parts: Parts) -> None:
+    scales = parts.tensors[f"{DOWN}.weight_scale"]
+    parts.tensors[f"{DOWN}.weight_zero_point"] = torch.zeros(scales.shape, dtype=torch.int8)
 
 
 def _float_layer(parts: Parts) -> None:
