@@ -100,15 +100,9 @@ class StoredLayers:
                 f"{name} is quantized, but quantization_config does not name its layer"
             )
         _check_kind(name, kind, tensor)
+        if kind in ("B", "s"):
+            raise ConfigurationRefused(f"{name} {MARLIN}")
         if not names[kind]:
-            if kind == "weight_zero_point":
-                if not tensor.any():
-                    return None
-                raise ConfigurationRefused(
-                    f"{name} has zero points, which are not served; choose another checkpoint"
-                )
-            if kind in ("B", "s"):
-                raise ConfigurationRefused(f"{name} {MARLIN}")
             self._others[name] = tensor
             return None
         if tensor.dim() == _MATRIX:
@@ -128,6 +122,12 @@ class StoredLayers:
         """Checks zero points, group orders and shapes, which are not loaded, after the last tensor."""
         for name, tensor in self._others.items():
             module, _, kind = name.rpartition(".")
+            if kind == "weight_zero_point":
+                if tensor.any():
+                    raise ConfigurationRefused(
+                        f"{name} has zero points, which are not served; choose another checkpoint"
+                    )
+                continue
             scheme = self._scheme(name)
             if scheme is None or module not in self._sizes:
                 continue

@@ -38,7 +38,7 @@ _MOST_UNKNOWN = 100
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # The number in the name of an expert's tensor.
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Tensors of a layer that say nothing of its weights: a library's own state, and scales of activations and caches.
+# Tensors of a layer that say nothing of its weights: states, and scales of activations and caches.
 _HARMLESS = re.compile(r"\.(?:_extra_state|[kv]_scale|(?:in|out)put_scale)$")
 _Region = tuple[int, tuple[int, ...], tuple[int, ...]]
 
