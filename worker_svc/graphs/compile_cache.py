@@ -84,6 +84,12 @@ def differences(wanted: Mapping[str, str], found: Mapping[str, str]) -> list[str
     ]
 
 
+def _check_root(root: Path) -> None:
+    """Refuses a folder that others may write to."""
+    if root.exists():
+        private_files.check(root, "the compile cache", "choose another --compile-cache-dir")
+
+
 class CompileCache:
     """A folder of entries. Several processes may use it at once."""
 
@@ -96,8 +102,7 @@ class CompileCache:
         Raises:
             ConfigurationRefused: if others may write to the folder: they could change the code that we run.
         """
-        if root.exists():
-            private_files.check(root, "the compile cache", "choose another --compile-cache-dir")
+        _check_root(root)
         self.root = root
 
     def entries(self) -> list[str]:
@@ -316,7 +321,8 @@ def replace_unusable_cache_dirs() -> None:
 
 def _compiler_cache_dirs() -> dict[str, Path]:
     """Returns the compilers' folders by variable."""
-    # PyTorch's own choice has a name that anyone can guess, among the temporary files of all users.
+    # PyTorch's own choice has a name that anyone can guess, among the temporary files of all users. Asking
+    # PyTorch for it (`default_cache_dir`) imports the compiler, which makes the folder.
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container may run as a user without an entry
@@ -473,7 +479,7 @@ class VerificationCache:
         """Reads nothing yet; without a folder nothing is remembered. `fields` are `code_fields`."""
         self._file: Path | None = None
         if cache is not None:
-            CompileCache(cache)  # refuses a folder that others may write to
+            _check_root(cache)
             key = key_of({**fields, "worker": _digest_of_sources()})
             self._file = cache / "checked" / f"{key}.json"
 
