@@ -4,9 +4,8 @@ A program with the arguments FILE and FOLDER. It runs in its own process, whose 
 metadata have llama.cpp's defaults. Tensors that the metadata do not describe are refused, and so are other
 families, rotary embeddings and pre-tokenizers.
 
-transformers' tokenizers are wrong: Gemma's
-takes merge ranks for the scores of a unigram model, so "capital" becomes four tokens, and lacks the
-beginning-of-sequence token; SmolLM2's ends texts with `<|im_start|>`.
+transformers' tokenizers are wrong: Gemma's takes merge ranks for the scores of a unigram model, so "capital"
+becomes four tokens, and lacks the beginning-of-sequence token; SmolLM2's ends texts with `<|im_start|>`.
 """
 
 import json
