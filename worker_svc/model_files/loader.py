@@ -109,7 +109,7 @@ def _is_path(model: str) -> bool:
 
 
 def _resolve_folder(folder: Path, load_format: LoadFormat) -> Path:
-    gguf = sorted(folder.glob("*.gguf"))
+    gguf = sorted(path for path in folder.glob("*.gguf") if not path.name.startswith(_NO_MODELS))
     is_complete = (folder / "config.json").is_file()
     own = [path for path in folder.glob("*.safetensors") if not path.name.startswith("adapter_model")]
     if load_format == "gguf" or (load_format == "auto" and gguf and not (is_complete and own)):
@@ -161,6 +161,8 @@ def _download(model: str, revision: str | None, patterns: list[str]) -> Path:
     return folder
 
 
+# GGUF files beside a model: the encoder of images, and a quantizer's statistics.
+_NO_MODELS = ("mmproj", "imatrix")
 # Part of the folder's stamp: raise it when the conversion of the same packages changes.
 _RECIPE = 1
 # The same for GGUF files of one's own.
@@ -287,7 +289,8 @@ def _once(cache: Path, name: str, stamp: str, fill: Callable[[Path, Path], None]
     """Returns the folder `name` of the cache, made by `fill` if it is missing or its stamp differs."""
     target = cache / name
     try:
-        private_files.make_folder(cache, "the model cache", "change XDG_CACHE_HOME")
+        variable = "TRIPTYCH_CACHE" if os.environ.get("TRIPTYCH_CACHE") else "XDG_CACHE_HOME"
+        private_files.make_folder(cache, "the model cache", f"change {variable}")
         if _is_complete(target, stamp):
             return target
         with _lock(cache / f".{name}.lock", name):

@@ -60,6 +60,8 @@ def test_safetensors_come_before_gguf(tmp_path: Path) -> None:
     """In a folder with both, GGUF is used only if --load-format says so; without safetensors it is used."""
     write("llama", [], tmp_path)
     (tmp_path / "config.json").write_text("{}")
+    for name in ("mmproj-tiny.gguf", "imatrix.gguf"):  # no models
+        (tmp_path / name).touch()
     assert loader.resolve(str(tmp_path)).name.startswith("tiny-")
     (tmp_path / "model.safetensors").touch()
     assert loader.resolve(str(tmp_path)) == tmp_path
@@ -167,8 +169,10 @@ def test_models_that_others_could_change_are_refused(
     folder = loader.fetch("tiny", catalog)
     (folder / "config.json").touch()
     words = foreign(catalog)
-    with pytest.raises(ConfigurationRefused, match=f"^the model cache {catalog} belongs to {words}"):
-        loader.fetch("tiny", catalog)
+    monkeypatch.setenv("TRIPTYCH_CACHE", str(catalog))
+    line = f"^the model cache {catalog} belongs to {words}.*TRIPTYCH_CACHE$"
+    with pytest.raises(ConfigurationRefused, match=line):
+        loader.fetch("tiny")
     modules = tmp_path / "modules"
     modules.mkdir()
     monkeypatch.setattr("transformers.utils.HF_MODULES_CACHE", str(modules))
