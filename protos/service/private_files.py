@@ -18,22 +18,20 @@ if TYPE_CHECKING:
     from protos.errors import ConfigurationRefused
 
 
-def check(path: Path, what: str, remedy: str, *, any_owner: bool = False) -> None:
+def check(path: Path, what: str, remedy: str) -> None:
     """Refuses what others may have changed or moved. Of a link, both owners count, and its target's mode.
 
     Args:
         path: a file or folder that exists.
         what: names it in the refusal, such as "the run dir".
         remedy: what else to do, such as "choose another --run-dir".
-        any_owner: whether anybody may own it and the folders above, if no others may write to it.
 
     Raises:
         ConfigurationRefused: names path, owner and mode.
         OSError: it cannot be looked at.
     """
-    parents = () if any_owner else dict.fromkeys((*path.absolute().parents, *path.resolve().parents))
-    for each in (path, *parents):
-        reason = _fault_of(each.lstat(), each.stat(), any_owner=any_owner, is_parent=each is not path)
+    for each in dict.fromkeys((path, *path.absolute().parents, *path.resolve().parents)):
+        reason = _fault_of(each.lstat(), each.stat(), is_parent=each is not path)
         if reason and not _is_of_our_pod(each):
             place = "" if each is path else f" is in {each}, which"
             raise _foreign(f"{what} {path}{place}", reason, remedy)
@@ -134,8 +132,7 @@ def _is_private_group(gid: int) -> bool:
     except KeyError:
         return gid == os.geteuid()
     with contextlib.suppress(KeyError):
-        name = pwd.getpwuid(os.geteuid()).pw_name
-        return group.gr_name == name and set(group.gr_mem) <= {name}
+        return {group.gr_name, *group.gr_mem} == {pwd.getpwuid(os.geteuid()).pw_name}
     return False
 
 
