@@ -16,7 +16,7 @@ from protos.service import channels
 from protos.service.channels import PLAIN, LinkSecurity
 from protos.service.grpc_options import unix_address
 from protos.service.server import Server
-from protos.service.tls import Certificates
+from protos.service.tls import Certificates, Expiries
 from protos.service.tokens import ServiceTokens
 from protos.triptych.v1 import (
     inference_pb2,
@@ -158,12 +158,18 @@ async def test_a_refused_call_is_logged_by_both_sides_without_tokens() -> None:
     ],
 )
 async def test_tls_lets_in_those_with_good_certificates(
-    server: dict[str, Any] | None, client: dict[str, Any] | None, reason: str, tmp_path: Path
+    server: dict[str, Any] | None,
+    client: dict[str, Any] | None,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Either side refuses foreign CAs, expired certificates and plain peers; the client logs the reason.
 
     Where the server asks for no certificate, the CA alone is enough.
     """
+    # No service starts with an expired certificate, but one can end while its service runs.
+    monkeypatch.setattr(Expiries, "note", lambda *_: None)
     ours = PLAIN if server is None else tls(tmp_path / "server", **server)
     theirs = PLAIN if client is None else tls(tmp_path / "client", **client)
     async with serving(ours) as address:
@@ -226,12 +232,12 @@ async def test_waiting_for_a_peer_ends_when_its_ca_arrives(
 
 async def test_bad_files_do_not_replace_good_ones(tmp_path: Path) -> None:
     """Half of a new pair is not used, and the log says so once."""
-    server = tls(tmp_path / "server")
+    server, client = tls(tmp_path / "server"), tls(tmp_path / "client")
     async with serving(server) as address:
         (tmp_path / "server" / "key.pem").write_bytes(b"half")
         with capture_logs() as logs:
             for _ in range(2):
-                assert await code_of(tls(tmp_path / "client"), address) is grpc.StatusCode.UNIMPLEMENTED
+                assert await code_of(client, address) is grpc.StatusCode.UNIMPLEMENTED
     assert [entry["event"] for entry in logs] == ["files_not_reloaded"]
 
 
