@@ -25,6 +25,8 @@ served is [refused by name](#parameters-that-are-not-served).
 
 A path may end with a slash, every GET route answers HEAD, and an empty `model` means the served model. Bodies may be compressed
 (`Content-Encoding: gzip` or `deflate`; `--max-body-bytes` bounds them before and after), and a byte-order mark is skipped.
+The gateway buffers 64 KiB of a connection, so a body takes a round trip for each 64 KiB, 25 s for 8 MB at 200 ms: put a proxy that buffers
+bodies near far clients that send large ones.
 A body has at most 500,000 values, 100,000 of them texts and 100,000 lists and objects; a text has at most 500,000 tokens and 2.5 MB.
 
 The chat template reads `reasoning_effort` (as `reasoning_effort`, and as `enable_thinking`, off with "none"), `documents` and
