@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check(path: Path, what: str, remedy: str) -> None:
-    """Refuses what others may have changed or moved. Of a link, both owners count, and its target's mode.
+    """Refuses what others may have changed. Of a link, both owners count, and its target's mode.
 
     Args:
         path: a file or folder that exists.
@@ -30,11 +30,9 @@ def check(path: Path, what: str, remedy: str) -> None:
         ConfigurationRefused: names path, owner and mode.
         OSError: it cannot be looked at.
     """
-    for each in dict.fromkeys((path, *path.absolute().parents, *path.resolve().parents)):
-        reason = _fault_of(each.lstat(), each.stat(), is_parent=each is not path)
-        if reason and not _is_of_our_pod(each):
-            place = "" if each is path else f" is in {each}, which"
-            raise _foreign(f"{what} {path}{place}", reason, remedy)
+    reason = _fault_of(path.lstat(), path.stat())
+    if reason and not _is_of_our_pod(path):
+        raise _foreign(f"{what} {path}", reason, remedy)
 
 
 def make_folder(path: Path, what: str, remedy: str, *, mode: int = 0o700) -> None:
@@ -98,14 +96,12 @@ def _foreign(name: str, reason: str, remedy: str) -> "ConfigurationRefused":
     return _refusal(f"{name} {reason}: only {owners} may own it and write to it; {remedy}")
 
 
-def _fault_of(*found: os.stat_result, any_owner: bool = False, is_parent: bool = False) -> str | None:
+def _fault_of(*found: os.stat_result, any_owner: bool = False) -> str | None:
     foreign = [each.st_uid for each in found if not (any_owner or _is_trusted(each.st_uid))]
     target = found[-1]
     # A stranger's private group is in no list of this machine or container, but it has its user's number.
     is_private = _is_private_group(target.st_gid) or (any_owner and target.st_gid == target.st_uid)
     written_by_others = target.st_mode & stat.S_IWOTH or (target.st_mode & stat.S_IWGRP and not is_private)
-    if is_parent and target.st_mode & stat.S_ISVTX:
-        written_by_others = False  # where the bit is set, nobody moves what is not theirs
     if not foreign and not written_by_others:
         return None
     owner = _user(foreign[0] if foreign else target.st_uid)

@@ -109,27 +109,6 @@ def test_files_of_the_hosts_root_are_used_in_user_namespaces(open_path: Path) ->
     assert "with mode 0775" in _check_as(0, open_path, *namespace)
 
 
-@foreign_folders
-def test_a_folder_that_others_may_move_is_refused(foreign: Foreign, tmp_path: Path) -> None:
-    """They could put theirs in its place. The sticky bit, as of /tmp, forbids that to all but the owner."""
-    parent, link = tmp_path / "parent", tmp_path / "link"
-    folder = parent / "a" / "folder"
-    private_files.make_folder(folder, "the cache", "move it")
-    link.symlink_to(folder)
-    words = foreign(parent)
-    for path in (folder, link):
-        match = f"^the cache {path} is in {parent}, which belongs to {words}.*move it$"
-        with pytest.raises(ConfigurationRefused, match=match):
-            private_files.make_folder(path, "the cache", "move it")
-    (parent / "way").symlink_to(tmp_path)
-    (tmp_path / "mine").mkdir()
-    with pytest.raises(ConfigurationRefused, match=f"is in {parent}, which"):
-        private_files.check(parent / "way" / "mine", "the cache", "move it")
-    parent.chmod(parent.stat().st_mode | 0o1000)
-    if parent.stat().st_uid == os.geteuid():
-        private_files.check(folder, "the cache", "move it")
-
-
 def test_a_link_is_no_way_in(tmp_path: Path) -> None:
     """Nothing is written through one. A secret may be one, and a stranger's, as containers mount it."""
     victim, link = tmp_path / "victim", tmp_path / "link"
