@@ -225,6 +225,7 @@ class Settings(CallSecuritySettings, SecuritySettings):
     )
     root_path: str = Field(
         "",
+        validate_default=False,
         pattern=r"^(/[^/\s]+)*$",
         description="Path of a proxy that leads here, for example /llm; requests may have it or not.",
     )

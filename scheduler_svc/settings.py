@@ -89,7 +89,7 @@ class Settings(LinkSecuritySettings):
 
     port: int = Field(50051, ge=0, le=65535)
     """Port to listen on; 0 for any free one."""
-    expect_model: str = ""
+    expect_model: str = Field("", validate_default=False)
     """Name of the only model that workers may serve: a Hugging Face id, or the name of a folder. Default: the
     first worker decides."""
     served_model_name: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode] = ()

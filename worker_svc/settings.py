@@ -152,9 +152,9 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     """Ranks of the replica, if it should be checked. Default: what the two sizes make."""
     local_rank: int | None = Field(None, ge=0, le=1024)
     """Index of this rank's GPU among those of its host. Default: --rank, modulo the number of GPUs."""
-    replica_id: str = ""
+    replica_id: str = Field("", validate_default=False)
     """Name of the replica, the same for all of its ranks. Default, for one rank: a name of its own."""
-    master: str = ""
+    master: str = Field("", validate_default=False)
     """host:port where rank 0 listens for the other ranks of its replica."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and activations. auto is the type that the model was saved in."""
@@ -256,7 +256,7 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
     scheduler_address: MayBeEmpty = Field("127.0.0.1:50051", pattern=r"^(.+:\d+|unix:.+)?$")
     """host:port or unix:PATH of the scheduler to register with. Empty: register nowhere and wait for a
     scheduler to connect."""
-    advertise_host: str = ""
+    advertise_host: str = Field("", validate_default=False)
     """Host at which the scheduler connects to this worker. Default: the address that the registration comes
     from."""
     stall_timeout_s: float = Field(60.0, gt=0, le=86_400)

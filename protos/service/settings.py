@@ -173,7 +173,7 @@ def reference_variables(cls: type[BaseSettings], field: str) -> tuple[str, ...]:
 
 def may_be_empty(cls: type[BaseSettings], field: str) -> bool:
     """Returns whether an empty text is a value of the field."""
-    return cls.model_fields[field].default == "" or _EMPTY in cls.model_fields[field].metadata
+    return _EMPTY in cls.model_fields[field].metadata
 
 
 def is_secret(cls: type[BaseSettings], field: str) -> bool:

@@ -95,10 +95,10 @@ def test_a_value_does_not_turn_a_switch_on(flag: str, value: str) -> None:
 
 @every_class
 def test_descriptions_tell_the_meaning_of_empty(cls: type[ServiceSettings]) -> None:
-    """A description speaks of an empty value exactly if the setting takes one and it is not the default."""
+    """A description speaks of an empty value exactly if the setting takes one."""
     for name, field in cls.model_fields.items():
         described = "Empty:" in (field.description or "")
-        assert described == (may_be_empty(cls, name) and field.default != ""), name
+        assert described == may_be_empty(cls, name), name
 
 
 def test_a_worker_with_an_empty_address_registers_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +119,12 @@ def test_an_unset_shell_variable_turns_no_protection_off(flag: str) -> None:
     """`--api-key "$KEY"` without KEY is refused."""
     with pytest.raises(ConfigurationRefused, match="empty"):
         load(GatewaySettings, [flag, ""])
+
+
+def test_an_unset_shell_variable_lets_in_no_other_model() -> None:
+    """An empty default is what counts without the flag, not a value of it."""
+    with pytest.raises(ConfigurationRefused, match="--expect-model .* is empty"):
+        load(SchedulerSettings, ["--expect-model", ""])
 
 
 def test_an_empty_name_of_a_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
