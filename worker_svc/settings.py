@@ -342,6 +342,15 @@ class Settings(LinkSecuritySettings, cli_prog_name="triptych worker"):
             )
         return self
 
+    @model_validator(mode="after")
+    def _schedulers_reach_it(self) -> "Settings":
+        if not self.host and self.scheduler_address and not self.scheduler_address.startswith("unix:"):
+            raise ValueError(
+                "with an empty --host only --socket is left, which a scheduler at host:port does not reach;"
+                " set --host, or --scheduler-address to unix:PATH or empty"
+            )
+        return self
+
     def _check_ranks(self) -> None:
         tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
         count = tensor * pipeline

@@ -85,7 +85,7 @@ def worker_flags(
         host="",
         port=None,
         socket=socket,
-        scheduler_address=unix_address(scheduler) if scheduler else None,
+        scheduler_address=unix_address(scheduler) if scheduler else "",
         log_format="json",
         **shared,
     )

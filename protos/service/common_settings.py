@@ -99,8 +99,8 @@ class LinkSecuritySettings(CallSecuritySettings):
     host: MayBeEmpty = "127.0.0.1"
     """Address to listen on. Empty: only on --socket."""
     socket: Path | None = None
-    """Unix socket to listen on, too: `unix:PATH` for services of this machine. A worker that registers at one
-    names its own to its scheduler."""
+    """Unix socket to listen on, too: `unix:PATH` for services of this machine. A scheduler calls a
+    worker that registered at its socket at the worker's own, if that has one."""
     max_concurrent_rpcs: int = Field(MAX_CONCURRENT_RPCS, ge=16)
     """gRPC calls that a service runs at once, a stream counting as one. Further ones are refused with
     RESOURCE_EXHAUSTED."""

@@ -46,6 +46,7 @@ def test_levels(flags: tuple[str, ...], level: int) -> None:
         (("-O", "fast"), "--optimization-level"),
         (("--backend", "magic"), "--backend"),
         (("-O", "1", "--compilation-config", '{"level": 2}'), "set one of them"),
+        (("--host", "", "--socket", "w.sock", "--scheduler-address", "a:1"), "host:port does not reach"),
         (("--backend", "compiled", "-O", "0"), "contradict"),
         (("--require-precompiled", "--no-compile-cache", "-O", "1"), "omit one of them"),
         (("--require-precompiled", "--no-compile-cache", "-O", "2"), "omit one of them"),

@@ -123,7 +123,7 @@ def test_an_unset_shell_variable_turns_no_protection_off(flag: str) -> None:
 
 def test_an_unset_shell_variable_lets_in_no_other_model() -> None:
     """An empty default is what counts without the flag, not a value of it."""
-    with pytest.raises(ConfigurationRefused, match="--expect-model .* is empty"):
+    with pytest.raises(ConfigurationRefused, match=r"--expect-model .* is empty"):
         load(SchedulerSettings, ["--expect-model", ""])
 
 
