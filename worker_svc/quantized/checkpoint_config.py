@@ -5,6 +5,7 @@ compressed-tensors (`pack-quantized`), GPTQ or AWQ store them. The restrictions,
 32, are those of NPUs' kernels.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -90,13 +91,11 @@ def stored_config(config: Mapping[str, Any], folder: Path) -> Any:
 
 def _holds_codes(folder: Path) -> bool:
     """Returns whether weights are stored as codes. With plain weights, a description is a left-over."""
-    try:
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, "np") as file:
-                if any(name.endswith(".qweight") for name in file.keys()):  # noqa: SIM118 - not a mapping
-                    return True
-    except SafetensorError:  # the check of tensors names the file
-        return True
+    for path in folder.glob("*.safetensors"):
+        # The check of tensors names a damaged file, unless it is not used.
+        with contextlib.suppress(OSError, SafetensorError), safe_open(path, "np") as file:
+            if any(name.endswith(".qweight") for name in file.keys()):  # noqa: SIM118 - not a mapping
+                return True
     return False
 
 

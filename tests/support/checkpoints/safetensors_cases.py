@@ -463,6 +463,8 @@ def _right() -> list[Case]:
     inverse = "model.layers.0.self_attn.rotary_emb.inv_freq"
     return [
         right("plain", "a left-over quantize_config.json", file("quantize_config.json", '{"bits": 4}')),
+        right("plain", "a left-over quantize_config.json beside an unreadable copy",
+              file("quantize_config.json", '{"bits": 4}'), file("consolidated.safetensors", "x")),
         right("plain", "as it is", quick=True),
         right("plain", "bfloat16", halves(torch.bfloat16), reference=[rounded(torch.bfloat16)]),
         right("plain", "float16", halves(torch.float16), reference=[rounded(torch.float16)]),

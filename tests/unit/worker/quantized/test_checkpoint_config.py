@@ -153,3 +153,11 @@ def test_an_unreadable_configuration_is_refused(tmp_path: Path) -> None:
     """A configuration that lacks a field is refused with the field's name."""
     with pytest.raises(ConfigurationRefused, match=r"cannot be read \(KeyError\('bits'\)\); fetch it again"):
         _read(tmp_path, {"quant_method": "gptq"})
+
+
+def test_a_left_over_description_beside_an_absent_file_is_ignored(tmp_path: Path) -> None:
+    """A link to nowhere is no quantized file; the check of tensors names it."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "quantize_config.json").write_text(json.dumps(GPTQ))
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    assert read(tmp_path) is None
