@@ -24,6 +24,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from protos.errors import InvalidArgument
+from worker_svc.grammars.limits import memory_limit, too_much
 from worker_svc.grammars.spec import Spec, lower
 from worker_svc.grammars.tags import TokenNames
 
@@ -85,8 +86,7 @@ def _answer(
     except InvalidArgument as error:
         return {"refused": error.message}
     except (MemoryError, RecursionError):
-        # The status of a process that ran out of memory somewhere else: `compiler` words the refusal.
-        os.abort()
+        return {"refused": too_much(spec.kind, memory_limit(num_bytes))}
     if matcher.is_error():
         line = matcher.get_error().partition("\n")[0][:300]
         return {"refused": f"the {spec.kind} cannot be compiled: {line}"}

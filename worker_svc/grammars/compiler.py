@@ -22,7 +22,7 @@ import torch
 
 from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable
 from protos.service.logs import get_logger
-from worker_svc.grammars.limits import PARAM, refusal
+from worker_svc.grammars.limits import PARAM, memory_limit, refusal, too_much
 from worker_svc.grammars.matcher import Grammar, Matcher, Vocabulary
 from worker_svc.grammars.spec import Spec, check_size
 
@@ -205,12 +205,10 @@ def _death_error(spec: Spec, status: int, limits: CompilerLimits, *, is_ready: b
         return Internal(
             f"the {spec.kind} could not be compiled: a bug; the worker's log has its traceback", param=PARAM
         )
-    most = f"{limits.compile_bytes >> 20} MiB of memory, or nests too deep"
+    most = memory_limit(limits.compile_bytes)
     if status == -signal.SIGPROF:
         most = f"{limits.cpu_s:g} s of CPU time"
-    return refusal(
-        f"the {spec.kind} cannot be compiled: it takes more than {most}; describe less of the output"
-    )
+    return refusal(too_much(spec.kind, most))
 
 
 class GrammarCompiler:

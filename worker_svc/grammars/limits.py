@@ -25,6 +25,16 @@ def refusal(message: str) -> InvalidArgument:
     return InvalidArgument(message, param=PARAM)
 
 
+def too_much(kind: str, most: str) -> str:
+    """Returns the refusal of a constraint that takes more than `most` to compile."""
+    return f"the {kind} cannot be compiled: it takes more than {most}; describe less of the output"
+
+
+def memory_limit(num_bytes: int) -> str:
+    """Returns words for a limit of memory, and of the stack, whose end looks the same."""
+    return f"{num_bytes >> 20} MiB of memory, or nests too deep"
+
+
 def refuse_schema(where: str, what: str) -> NoReturn:
     """Refuses a schema; `what` follows "the JSON schema at <where>"."""
     raise refusal(f"the JSON schema at {shown(where, quoted=False, width=80)} {what}")

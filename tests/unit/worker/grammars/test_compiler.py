@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 import pytest
@@ -29,6 +29,7 @@ from tests.support.worker.grammar_harness import (
     needs_smollm2,
     tokenizer,
 )
+from worker_svc.grammars import compile_server
 from worker_svc.grammars.compiler import CompilerLimits, GrammarCompiler, can_constrain
 from worker_svc.grammars.constraints import Masks
 from worker_svc.grammars.spec import Spec
@@ -107,6 +108,24 @@ def test_a_grammar_beyond_its_limits_fails_alone(small: GrammarCompiler) -> None
     with pytest.raises(InvalidArgument, match="CPU time"):
         small.submit(SLOW).result()
     assert time.perf_counter() - started < 0.1
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+def test_a_process_survives_a_limit_that_python_reports(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """It refuses the grammar itself, in the words for a process that died of it."""
+
+    def lower(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr(compile_server, "lower", lower)
+    unused: Any = None
+    answer = compile_server._answer(unused, unused, Spec("regex", "a"), 60, 1 << 30)
+    assert answer == {
+        "refused": "the regex cannot be compiled: it takes more than 1024 MiB of memory, or nests too deep;"
+        " describe less of the output"
+    }
 
 
 def test_timeouts_and_kills_are_not_remembered(small: GrammarCompiler) -> None:
