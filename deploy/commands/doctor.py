@@ -48,7 +48,7 @@ class DoctorSettings(WorkerSettings):
     parity: bool = False
     """Run a model on the device and compare its tokens and log-probabilities with transformers on this host's
     CPU, which needs the model's memory in float32."""
-    model: str = Field("")
+    model: str = Field("", validate_default=False)
     """The model to run with --parity: a packaged model's name, a Hugging Face id, a folder or a .gguf file.
     Default: a small model with made-up weights."""
 

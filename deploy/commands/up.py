@@ -20,9 +20,9 @@ from pydantic_settings import SettingsConfigDict
 from deploy import healthcheck
 from deploy.launcher import service_flags
 from deploy.launcher.log_tail import LogTail, progress, refused_adapter
-from deploy.launcher.process import PARENT_VARIABLE
+from deploy.launcher.process import COMMAND, PARENT_VARIABLE
 from deploy.launcher.settings import LaunchSettings, check_variables, secured
-from deploy.launcher.stack_plan import COMMAND, StackPlan, claim, socket_folder, with_run_dir
+from deploy.launcher.stack_plan import StackPlan, claim, socket_folder, with_run_dir
 from deploy.launcher.supervisor import (
     BAD_SETTING,
     LaunchError,
