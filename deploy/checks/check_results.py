@@ -78,7 +78,7 @@ class Report:
         """
         broken = [other for other in needs if self._status.get(other) not in {"ok", "note"}]
         if broken:
-            return self._add(CheckResult(name, "skipped", f"needs: {', '.join(broken)}"))
+            return self.skip(name, ", ".join(broken))
         try:
             return self._add(CheckResult(name, "ok", run()))
         except Note as note:
@@ -90,6 +90,10 @@ class Report:
         except Exception as error:  # noqa: BLE001 - becomes the result
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             return self._fail(name, f"{type(error).__name__}: {lines[0] if lines else ''}")
+
+    def skip(self, name: str, needs: str) -> Status:
+        """Records a check that cannot run for want of something."""
+        return self._add(CheckResult(name, "skipped", f"needs: {needs}"))
 
     def refuse(self, error: str) -> int:
         """Ends the report with a bad flag or setting; returns the exit code."""

@@ -128,7 +128,7 @@ def _check_worker(
     if not settings.model or report.check("model", lambda: _model(settings)) == "note":
         report.check("worker", lambda: _opened(settings, devices))
         if settings.model:
-            report.check("shapes and text", lambda: "", needs=("the model's files",))
+            report.skip("shapes and text", "the model's files")
     elif report.check("worker", prepare, needs=("model",)) == "ok":
         if scheduler is not None:
             report.check("shapes", lambda: _shapes(scheduler, settings, workers[0]))

@@ -181,7 +181,7 @@ class Launcher:
 
     async def _print_address(self, started: float) -> None:
         uds = self._settings.uds
-        base = self._url(self._plan.ports.http if uds is None else None)
+        base = self._url(self._plan.ports.http)
         own = [self._url(port) for port in self._plan.ports.metrics if port is not None]
         model = await self._wait_for_model(own or [base], uds=None if own else uds)
         self._read_logs()

@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def gateway_flags(
-    settings: LaunchSettings, port: int, metrics_port: int | None, scheduler: Path
+    settings: LaunchSettings, port: int | None, metrics_port: int | None, scheduler: Path
 ) -> list[str]:
     """Returns the flags of a gateway. Only gateways listen where HTTP clients connect."""
     return flags_of(

@@ -122,8 +122,8 @@ def socket_folder(run_dir: Path) -> Iterator[Path]:
 class Ports:
     """The ports of a stack."""
 
-    http: int
-    """All gateways'; unused, and not held, with a Unix socket."""
+    http: int | None
+    """All gateways'; None with a Unix socket."""
     scheduler: int | None
     """For direct gRPC clients."""
     masters: tuple[int, ...]
@@ -160,7 +160,7 @@ def free_ports(settings: LaunchSettings) -> Iterator[Ports]:
 
         direct, ranks = settings.scheduler_port, settings.layout.world_size
         yield Ports(
-            settings.port if settings.uds else hold(settings.host, settings.port, "--port or --host"),
+            None if settings.uds else hold(settings.host, settings.port, "--port or --host"),
             None if direct is None else hold(LOOPBACK, direct, "--scheduler-port"),
             tuple(hold(LOOPBACK, 0, "") for _ in range(settings.workers if ranks > 1 else 0)),
             tuple(metrics_port(index) for index in range(settings.gateways)),

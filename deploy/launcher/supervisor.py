@@ -281,7 +281,7 @@ class Supervisor:
                 continue
             last_refusal, describe = "", partial(describe_death, spec, status)
             if deaths >= self._policy.failed_starts and not self._served.is_set():
-                raise LaunchError(describe(f"It died {deaths} times before it served; giving up."))
+                raise LaunchError(describe(f"It ended {deaths} times before it served; giving up."))
             if deaths == 1 and self._standbys.has_one_for(spec):
                 self._report(describe(f"A standby takes the place of {spec.name}."))
                 continue
