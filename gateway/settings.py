@@ -11,7 +11,7 @@ from pydantic_settings import NoDecode, SettingsConfigDict
 
 from protos.limits import MAX_LOGPROBS
 from protos.service.common_settings import CallSecuritySettings
-from protos.service.settings import Group, ServiceSettings
+from protos.service.settings import Group, MayBeEmpty, ServiceSettings
 
 ToolFormat: TypeAlias = Literal["hermes", "llama3_json", "mistral", "mistral_v11", "mistral_v13", "pythonic"]
 """A format of tool calls; ``gateway.tools.formats.FORMATS`` has its parser and its grammar."""
@@ -223,11 +223,10 @@ class Settings(CallSecuritySettings, SecuritySettings):
         description="Unix socket to listen on instead of --host and --port, for example"
         " /run/triptych/http.sock.",
     )
-    root_path: str = Field(
+    root_path: MayBeEmpty = Field(
         "",
-        validate_default=False,
         pattern=r"^(/[^/\s]+)*$",
-        description="Path of a proxy that leads here, for example /llm; requests may have it or not.",
+        description="Path of a proxy that leads here, for example /llm; requests may have it or not. Empty: none.",
     )
     reuse_port: bool = Field(
         False,
