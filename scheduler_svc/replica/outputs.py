@@ -140,8 +140,7 @@ class Outputs:
             )
             for slot, request in zip(work.slots, requests, strict=True):
                 if slot not in left:
-                    request.kv.num_uncomputed -= 1
-                    self._accept(request, outputs.get(slot), result)
+                    self._apply_row(request, outputs.get(slot), result)
             batch.applied_row_by_row()
             return
         # The common case, which runs once per token of all requests. Each request computes one token and gets
@@ -188,6 +187,12 @@ class Outputs:
         output = next((output for output in result.outputs if output.slot == slot), None)
         if result.token_ids:
             output = SlotOutput(slot, (result.token_ids[0],))
+        self._apply_row(request, output, result)
+
+    def _apply_row(self, request: Request, output: SlotOutput | None, result: StepResult) -> None:
+        """Applies a request's row of a decode step."""
+        if output is not None and output.error is not None:
+            return  # nothing was computed, and the caller ends the request
         request.kv.num_uncomputed -= 1
         self._accept(request, output, result)
 
@@ -249,8 +254,6 @@ class Outputs:
 
     def _accept(self, request: Request, output: SlotOutput | None, result: StepResult) -> None:
         """Appends new tokens up to the first one that ends the sequence, and sends them."""
-        if output is not None and output.error is not None:
-            return  # the caller ends the request
         if output is None or not output.token_ids:
             error = Internal(f"step {result.step} gave no token for request {request.request_id}")
             self._slots.finish(request, Event(request.request_id, error=error))

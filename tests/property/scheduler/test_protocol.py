@@ -313,5 +313,16 @@ def test_reporting_requests_and_a_refused_one_end(runs_ahead: bool, lease: int, 
     machine.teardown()
 
 
+def test_a_refused_fork_leaves_nothing_in_the_prefix_cache() -> None:
+    """The worker computes no token of it, so its copy of the prompt's last block never fills."""
+    machine = ProtocolMachine()
+    machine.start(
+        chunk=2, block=8, num_blocks=28, groups=[FULL], generated=True, lease=1, jump=0,
+        plans_ahead=False, runs_ahead=False, reporting=0,
+    )  # fmt: skip
+    machine.submit(prompt=[3, 4, 3, 4, 4, 4], max_tokens=1, n=2, salt="", stop_at=None, refused=4)
+    machine.teardown()
+
+
 TestProtocol = ProtocolMachine.TestCase
 TestProtocol.settings = machine(max_examples=80, stateful_step_count=50)
