@@ -263,8 +263,8 @@ async def reset_no_cache() -> Response:
 
 
 _SERVES = documented(
-    description="A replica is ready. With TLS, the JSON body has `certificate_days_left`, by the setting that names"
-    " the file; otherwise it is empty."
+    description="A replica is ready. The body is empty. With TLS, it is a JSON object with `certificate_days_left`,"
+    " by the setting that names the file."
 )
 
 

@@ -217,7 +217,7 @@ def test_extra_weights_are_ignored(llama: Path, tmp_path: Path, capsys: pytest.C
     "name",
     [
         "model.layers.0.self_attn.o_proj.weight_scale", "model.layers.0.self_attn.o_proj.weight.absmax",
-        "model.layers.0.self_attn.q_norm.weight", "lm_head.input_scale",
+        "model.layers.0.self_attn.q_norm.weight", "lm_head.weight_scale",
         "model.layers.0.self_attn.q_proj.lora_A.weight",
     ],
 )  # fmt: skip
