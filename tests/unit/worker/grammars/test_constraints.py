@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from protos.errors import Internal, InvalidArgument, Unavailable
+from protos.errors import InvalidArgument, Unavailable
 from tests.support.worker.grammar_harness import (
     END,
     VOCAB,
@@ -82,7 +82,7 @@ def test_engine_failures_fail_one_request() -> None:
         masked_first=[False, False],
         room=[0, 0],
     )
-    assert isinstance(choice.errors[0], Internal)
+    assert isinstance(choice.errors[0], InvalidArgument)
     assert list(choice.errors) == [0]
     assert int(choice.tokens[1]) == 7
 
