@@ -84,11 +84,6 @@ class PoolQueue:
         """The counts of the waiting requests by tenant."""
         return self._all.backlog
 
-    @property
-    def num_tokens(self) -> int:
-        """Prompt tokens of the waiting requests."""
-        return self._all.num_tokens
-
     def fit(self, num_tokens: int) -> int | None:
         """Returns the smallest prompt length for a prompt of `num_tokens`.
 

@@ -109,7 +109,7 @@ class PoolEngine:
         replicas = tuple(
             ReplicaLoad(name, replica.scheduler.num_running) for name, replica in self.replicas.items()
         )
-        tokens = self._queue.num_tokens if self._queue else 0
+        tokens = self._queue.backlog.num_tokens if self._queue else 0
         return Load(replicas, num_waiting=self.num_waiting, num_waiting_tokens=tokens)
 
     def totals(self) -> dict[str, Totals]:
@@ -169,15 +169,14 @@ class PoolEngine:
         for submission in submissions:
             self._check(submission, model, queue)
         num_tokens = sum(len(submission.prompt_token_ids) for submission in submissions)
-        most, most_tokens = self._max_waiting, self._max_waiting_tokens
+        most, most_tokens, backlog = self._max_waiting, self._max_waiting_tokens, queue.backlog
         too_many = len(queue) + len(submissions) > most
-        is_full = len(queue) and (too_many or queue.num_tokens + num_tokens > most_tokens)
+        is_full = len(queue) and (too_many or backlog.num_tokens + num_tokens > most_tokens)
         tenant = submissions[0].tenant
-        has_share = queue.backlog.has_share
-        if is_full and not has_share(tenant, len(submissions), num_tokens, most, most_tokens):
+        if is_full and not backlog.has_share(tenant, len(submissions), num_tokens, most, most_tokens):
             self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += len(submissions)
             raise Overloaded(
-                f"{len(queue)} requests with {queue.num_tokens} tokens are waiting; retry later",
+                f"{len(queue)} requests with {backlog.num_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,
             )
         now_s = self._clock()

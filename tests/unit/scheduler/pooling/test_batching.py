@@ -59,11 +59,11 @@ def test_a_batch_has_one_prompt_length() -> None:
     requests = [make_request(range(3, 3 + length)) for length in (4, 5, 1, 3)]
     for request in requests:
         queue.add(request)
-    assert queue.num_tokens == 13
+    assert queue.backlog.num_tokens == 13
     assert queue.take(0) == (shape(4, 4), [requests[0], requests[2], requests[3]])
     assert queue.take(0) == (shape(1, 8), [requests[1]])
     assert queue.take(0) is None
-    assert (len(queue), queue.num_tokens) == (0, 0)
+    assert (len(queue), queue.backlog.num_tokens) == (0, 0)
 
 
 def test_priority_then_arrival() -> None:
@@ -121,7 +121,7 @@ def test_packed_shapes_mix_lengths() -> None:
     assert queue.take(0) == (middle, requests[2:5])  # a fourth text is too many
     assert queue.take(0) == (middle, requests[5:])  # the smallest has room for one text only
     assert queue.take(0) is None
-    assert (len(queue), queue.num_tokens) == (0, 0)
+    assert (len(queue), queue.backlog.num_tokens) == (0, 0)
 
 
 def test_short_texts_do_not_fill_the_context() -> None:
