@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
 
 from protos.steps import Decode, Pool, Prefill, StepPlan, Work, slots_of
@@ -29,28 +29,52 @@ _STOOD_STILL_S = 1.0
 class UsualTime:
     """The usual time of one kind of step."""
 
-    def __init__(self, longest_s: float, first_s: float) -> None:
-        """Knows nothing yet; see :class:`StepBudgets`."""
-        self._longest_s = longest_s
+    def __init__(self, longest_s: float, first_s: float, graph: list["UsualTime"], context: int) -> None:
+        """Knows nothing yet; see :class:`StepBudgets`.
+
+        Args:
+            longest_s: no step may take longer, seconds.
+            first_s: the time of a step that makes its graph, seconds; 0 if none does.
+            graph: the kinds with a known time that run the same graph.
+            context: see :attr:`context`.
+        """
+        self._longest_s, self._first_s = longest_s, first_s
+        self._graph = graph
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
-        self.budget_s = max(longest_s, first_s)
+        self.context = context
+        """The binary logarithm of the tokens of context."""
+        self.usual_s = math.inf
+        """Seconds that such a step takes; infinite while not known."""
+
+    @property
+    def budget_s(self) -> float:
         """Seconds that the next step of this kind may take."""
+        usual_s = self.usual_s
+        if usual_s == math.inf:
+            if self._first_s or not self._graph:
+                return max(self._longest_s, self._first_s)
+            # Time grows at most in proportion to context.
+            beyond = self.context - max(kind.context for kind in self._graph)
+            usual_s = max(kind.usual_s for kind in self._graph) * 2 ** max(0, beyond)
+        return min(self._longest_s, max(SHORTEST_BUDGET_S, TIMES_USUAL * usual_s))
 
     def observe(self, seconds: float) -> None:
         """Notes the time that a step took."""
         known = self._seconds
         known.append(seconds)
-        if len(known) >= _KNOWN_AFTER:
-            usual = sorted(known)[len(known) // 2]
-            self.budget_s = min(self._longest_s, max(SHORTEST_BUDGET_S, TIMES_USUAL * usual))
+        if len(known) < _KNOWN_AFTER:
+            return
+        if self.usual_s == math.inf:
+            self._graph.append(self)
+        self.usual_s = sorted(known)[len(known) // 2]
 
 
 class StepBudgets:
     """Learns how long the steps of one worker usually take.
 
     Steps are of one kind if they run the same graph over about as much context, within a factor of two, and
-    use the same sampling parameters. Until the usual time of a kind is known, its steps may take the longest
-    time, because a device may compile a graph, or a kernel for a parameter, at its first step.
+    use the same sampling parameters. Until the usual time of a kind is known, that of the slowest known kind
+    of the same graph counts. The first steps of a graph may take the longest time: a device may compile then.
     """
 
     def __init__(self, longest_s: float, first_s: float = 0.0) -> None:
@@ -58,11 +82,13 @@ class StepBudgets:
 
         Args:
             longest_s: no step may take longer, seconds.
-            first_s: steps of a kind whose usual time is not known yet may take this long, if it is longer.
+            first_s: the time of a step that makes its graph, or a kernel for a parameter, seconds; 0 if none
+                does. Steps of an unknown kind may then take this long, if it is longer.
         """
         self._longest_s = longest_s
         self._first_s = first_s
         self._usual: dict[Hashable, UsualTime] = {}
+        self._graphs: defaultdict[Hashable, list[UsualTime]] = defaultdict(list)
         # The sampling parameters that each slot's request sets: bit n for field n of the message.
         self._parameters: dict[int, int] = {}
 
@@ -73,25 +99,30 @@ class StepBudgets:
         parameters = 0
         for slot in slots_of(plan.work):
             parameters |= self._parameters.get(slot, 0)
-        kind = _kind_of(plan.work), parameters, bool(plan.copies)
+        graph, context = _graph_of(plan.work)
+        kind = graph, context, parameters, bool(plan.copies)
         usual = self._usual.get(kind)
         if usual is None:
             if len(self._usual) == _MOST_KINDS:
                 self._usual.clear()
-            usual = self._usual[kind] = UsualTime(self._longest_s, self._first_s)
+                self._graphs.clear()
+            usual = self._usual[kind] = UsualTime(
+                self._longest_s, self._first_s, self._graphs[graph], context
+            )
         return usual
 
 
-def _kind_of(work: Work | None) -> Hashable:
+def _graph_of(work: Work | None) -> tuple[Hashable, int]:
+    """Returns the graph that the work runs and the binary logarithm of its context."""
     match work:
         case Prefill(_, start, _, sample):
-            return "prefill", sample, start.bit_length()
+            return ("prefill", sample), start.bit_length()
         case Decode(_, positions, bucket):
-            return "decode", bucket, sum(positions).bit_length()
+            return ("decode", bucket), sum(positions).bit_length()
         case Pool(_, shape):
-            return "pool", shape
+            return ("pool", shape), 0
         case None:
-            return None
+            return None, 0
 
 
 class Deadline:

@@ -41,14 +41,13 @@ def test_a_short_configured_time_holds_for_all_steps() -> None:
     "work",
     [
         Decode((0, 1), (100, 50), bucket=4),
-        Decode((0, 1), (1000, 500), bucket=2),
         Prefill(0, 0, 4, sample=False),
         Pool((0,), PoolShape(4, 1)),
         None,
     ],
 )
 def test_other_kinds_of_steps_are_unknown(work: Work | None) -> None:
-    """Another bucket, far more context or other work has the configured time: a graph may be compiled."""
+    """Another bucket or other work has the configured time: a graph may be compiled."""
     assert learned(0.001).of(StepPlan(1, work)).budget_s == LONGEST_S
 
 
@@ -57,24 +56,37 @@ def test_chunks_differ_in_context_and_sampling() -> None:
     budgets = learned(0.001, Prefill(0, 512, 512, sample=False))
     assert budgets.of(StepPlan(1, Prefill(3, 600, 100, sample=False))).budget_s == 5.0
     assert budgets.of(StepPlan(1, Prefill(0, 512, 512, sample=True))).budget_s == LONGEST_S
-    assert budgets.of(StepPlan(1, Prefill(0, 4096, 512, sample=False))).budget_s == LONGEST_S
+    assert budgets.of(StepPlan(1, Prefill(0, 4096, 512, sample=False))).budget_s == 5.0
 
 
-def test_a_sampling_parameter_that_is_new_makes_another_kind() -> None:
-    """Its kernel may be compiled at its first step. Other requests' steps keep their budget."""
+def test_an_unknown_kind_has_the_budget_of_the_slowest_known_one_of_its_graph() -> None:
+    """More context than known counts in proportion, because each row may take that much longer."""
+    budgets = learned(0.4)
+    for _ in range(10):
+        budgets.of(StepPlan(1, Decode((0, 1), (10, 10), bucket=2))).observe(0.1)
+    budget_s = {
+        tokens: budgets.of(StepPlan(1, Decode((0, 1), (tokens, 0), bucket=2))).budget_s
+        for tokens in (2, 40, 300, 1000, 60_000)
+    }
+    assert budget_s == pytest.approx({2: 8.0, 40: 8.0, 300: 16.0, 1000: 32.0, 60_000: LONGEST_S})
+
+
+def test_a_new_sampling_parameter_has_the_budget_of_the_slowest_known_kind() -> None:
+    """Where steps make graphs, a kernel may be compiled for it, so it has the worker's time."""
 
     def admitting(slot: int, sampling: common_pb2.SamplingParams) -> StepPlan:
         admission = Admission(slot, (5, 6), 0, sampling, {})
         return StepPlan(1, Prefill(slot, 0, 2, sample=False), admit=(admission,))
 
-    budgets = StepBudgets(LONGEST_S)
-    budgets.of(admitting(0, common_pb2.SamplingParams(temperature=1)))
-    for _ in range(10):
-        budgets.of(StepPlan(2, DECODE)).observe(0.001)
-    budgets.of(admitting(1, common_pb2.SamplingParams(temperature=0.5)))
-    assert budgets.of(StepPlan(3, DECODE)).budget_s == 5.0
-    budgets.of(admitting(1, common_pb2.SamplingParams(temperature=0.5, top_p=0.9)))
-    assert budgets.of(StepPlan(4, DECODE)).budget_s == LONGEST_S
+    for first_s, new_s in ((0.0, 8.0), (3600.0, 3600.0)):
+        budgets = StepBudgets(LONGEST_S, first_s)
+        budgets.of(admitting(0, common_pb2.SamplingParams(temperature=1)))
+        for _ in range(10):
+            budgets.of(StepPlan(2, DECODE)).observe(0.4)
+        budgets.of(admitting(1, common_pb2.SamplingParams(temperature=0.5)))
+        assert budgets.of(StepPlan(3, DECODE)).budget_s == 8.0
+        budgets.of(admitting(1, common_pb2.SamplingParams(temperature=0.5, top_p=0.9)))
+        assert budgets.of(StepPlan(4, DECODE)).budget_s == new_s
 
 
 def test_a_compilation_is_not_the_usual_time() -> None:
