@@ -41,7 +41,7 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
         ],
         admit=[_admission_to_proto(admission) for admission in plan.admit],
         grow=[_blocks_to_proto(grown.slot, grown.group_id, grown.block_ids) for grown in plan.grow],
-        continues=plan.continues,
+        interrupts=plan.interrupts,
     )
     match plan.work:
         case Prefill(slot, start, num_tokens, sample):
@@ -49,11 +49,11 @@ def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
             message.prefill.start = start
             message.prefill.num_tokens = num_tokens
             message.prefill.sample = sample
-        case Decode(slots, positions, bucket, lease):
+        case Decode(slots, bucket, steps, steps_per_result):
             message.decode.slots.extend(slots)
-            message.decode.positions.extend(positions)
             message.decode.bucket = bucket
-            message.decode.lease_steps = lease
+            message.decode.steps = steps
+            message.decode.steps_per_result = steps_per_result
         case Pool(slots, shape):
             message.pool.slots.extend(slots)
             message.pool.shape.CopyFrom(shape_to_proto(shape))
@@ -77,7 +77,7 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
         grow=tuple(
             Growth(grown.slot, grown.group_id, tuple(grown.block_ids)) for grown in message.grow
         ),
-        continues=message.continues,
+        interrupts=message.interrupts,
     )  # fmt: skip
 
 
@@ -99,8 +99,7 @@ def shape_from_proto(signature: common_pb2.GraphSignature) -> PoolShape:
 def result_to_proto(plan: StepPlan, result: StepResult) -> worker_pb2.StepResult:
     """Returns a result's message; compact if a token per slot is the whole result."""
     message = worker_pb2.StepResult(
-        step=result.step, lease_index=result.lease_index, last=result.last, execute_us=result.execute_us,
-        void=result.void,
+        step=result.step, last=result.last, num_steps=result.num_steps, execute_us=result.execute_us,
     )  # fmt: skip
     if result.report is not None:
         message.report.CopyFrom(result.report)
@@ -121,9 +120,8 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         outputs=tuple(_output_from_proto(output) for output in message.outputs) if message.outputs else (),
         error=_error_from_proto(message),
         last=message.last,
-        lease_index=message.lease_index,
+        num_steps=message.num_steps,
         execute_us=message.execute_us,
-        void=message.void,
         report=message.report if message.HasField("report") else None,
     )
 
@@ -150,8 +148,8 @@ def _work_from_proto(message: worker_pb2.StepPlan) -> Work | None:
             return Prefill(prefill.slot, prefill.start, prefill.num_tokens, prefill.sample)
         case "decode":
             decode = message.decode
-            lease = max(1, decode.lease_steps)
-            return Decode(tuple(decode.slots), tuple(decode.positions), decode.bucket, lease)
+            steps, per_result = max(1, decode.steps), max(1, decode.steps_per_result)
+            return Decode(tuple(decode.slots), decode.bucket, steps, per_result)
         case "pool":
             return Pool(tuple(message.pool.slots), shape_from_proto(message.pool.shape))
         case _:

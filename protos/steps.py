@@ -88,19 +88,15 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """A token for each of some slots, at a compiled batch size."""
+    """A token for each of some slots, up to ``steps`` times in a row, at a compiled batch size."""
 
     slots: Sequence[int]
-    positions: Sequence[int]
-    """Position of each slot's input token; equals the slot's computed tokens."""
     bucket: int
     """Rows of the graph; at least the number of slots."""
-    lease: int = 1
-    """Consecutive steps, each a position further, before the worker needs the next plan."""
-
-    def next(self) -> "Decode":
-        """Returns the following step of the lease."""
-        return replace(self, positions=[position + 1 for position in self.positions])
+    steps: int = 1
+    """Most steps; the slots have blocks for all of them."""
+    steps_per_result: int = 1
+    """Steps that share a result, unless the work ends."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -145,7 +141,11 @@ Work = Prefill | Decode | Pool
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step, in the worker's order of application: release, copy, place, admit, grow, the work."""
+    """What a worker does next, in its order of application: release, copy, place, admit, grow, the work.
+
+    Valid whatever became of the plans before it: a slot whose admission was refused, or whose step failed, is
+    dead until it is released, and what names it is skipped for that slot alone.
+    """
 
     step: int
     """Number of the plan on its stream, from 1."""
@@ -156,8 +156,8 @@ class StepPlan:
     place: Sequence[AdapterPlacement] = ()
     admit: Sequence[Admission] = ()
     grow: Sequence[Growth] = ()
-    continues: bool = False
-    """Whether the work goes on where the plan before it ends, and runs only if that plan ran whole."""
+    interrupts: bool = False
+    """Whether it ends decode work that was sent before: the step that runs is its last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,23 +179,22 @@ class SlotOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A worker's answer to a plan, or to a step of the plan's lease."""
+    """A worker's answer to a plan, or to some of its steps."""
 
     step: int
     token_ids: Sequence[int] = ()
-    """The common case, without outputs: a sampled token for each slot of the plan's work, in its order."""
+    """The common case, without outputs: for each step a sampled token for each slot of the plan's work, in its
+    order."""
     outputs: Sequence[SlotOutput] = ()
-    """Every other case, by slot; includes failed admissions."""
+    """Every other case, by slot; includes refused admissions. A slot of the work without one was skipped."""
     error: TriptychError | None = None
     """The whole step failed: there are no outputs, and the KV of its slots is undefined."""
     last: bool = True
     """Whether this is the plan's last result."""
-    lease_index: int = 0
-    """Index of the step within the plan's lease, from 0."""
+    num_steps: int = 1
+    """Steps that ran since the result before; 0 if the plan has no work, or all of it was skipped."""
     execute_us: int = 0
-    """Time that the step took on the worker, microseconds."""
-    void: bool = False
-    """Whether the work of a plan that continues another did not run."""
+    """Time that its steps took on the worker, microseconds."""
     report: worker_pb2.WorkerReport | None = None
     """The worker's counts; set about once a second."""
 
@@ -213,12 +212,10 @@ def without_slots(work: Prefill | Decode | None, slots: Collection[int]) -> Pref
         return None if work.slot in slots else work
     if not isinstance(work, Decode) or not slots:
         return work
-    left = [pair for pair in zip(work.slots, work.positions, strict=True) if pair[0] not in slots]
+    left = [slot for slot in work.slots if slot not in slots]
     if len(left) == len(work.slots):
         return work
-    if not left:
-        return None
-    return replace(work, slots=[slot for slot, _ in left], positions=[position for _, position in left])
+    return replace(work, slots=left) if left else None
 
 
 class GroupKind(enum.Enum):

@@ -13,7 +13,7 @@ from protos.triptych.v1 import common_pb2
 # Increase it whenever an older peer would misread a message or lack a call. Peers exchange it when they
 # connect (Register, Describe, the first message of Connect) and refuse other revisions with SCHEMA_MISMATCH.
 # A refused peer tries again, because an upgrade replaces one service after the other.
-SCHEMA_REVISION: Final = 10
+SCHEMA_REVISION: Final = 11
 
 # The header that a scheduler sends at once on a Connect stream of its own revision.
 ACCEPTED_HEADER: Final = ("triptych-schema-revision", str(SCHEMA_REVISION))

@@ -99,7 +99,6 @@ class DescribeResponse(_message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: _builtins.int
     MAX_LEASE_STEPS_FIELD_NUMBER: _builtins.int
     POOL_TASKS_FIELD_NUMBER: _builtins.int
-    PLANS_AHEAD_FIELD_NUMBER: _builtins.int
     GROUP_EPOCH_FIELD_NUMBER: _builtins.int
     BLOCK_COPIES_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
@@ -126,11 +125,7 @@ class DescribeResponse(_message.Message):
     max_logprobs: _builtins.int
     """Most log-probabilities per token."""
     max_lease_steps: _builtins.int
-    """Most steps of a lease. 1: no leases."""
-    plans_ahead: _builtins.bool
-    """Whether the worker takes plans ahead and understands StepPlan.continues. False: only a plan that ends a
-    lease may be sent before the last result of the one before.
-    """
+    """Most steps of a decode plan."""
     group_epoch: _builtins.str
     """The group of ranks that this process has joined; empty before its first configuration, and for a replica of
     one rank.
@@ -188,7 +183,6 @@ class DescribeResponse(_message.Message):
         max_logprobs: _builtins.int = ...,
         max_lease_steps: _builtins.int = ...,
         pool_tasks: _abc.Iterable[_common_pb2.PoolTask.ValueType] | None = ...,
-        plans_ahead: _builtins.bool = ...,
         group_epoch: _builtins.str = ...,
         block_copies: Global___BlockCopies.ValueType = ...,
         lora: Global___LoraLimits | None = ...,
@@ -196,7 +190,7 @@ class DescribeResponse(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lora", b"lora", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "packs_texts", b"packs_texts", "plans_ahead", b"plans_ahead", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_copies", b"block_copies", "block_size_multiple", b"block_size_multiple", "default_block_size", b"default_block_size", "default_chunk", b"default_chunk", "default_max_num_seqs", b"default_max_num_seqs", "device", b"device", "device_name", b"device_name", "graph_kinds", b"graph_kinds", "group_epoch", b"group_epoch", "kv_groups", b"kv_groups", "lora", b"lora", "max_batch", b"max_batch", "max_chunk", b"max_chunk", "max_lease_steps", b"max_lease_steps", "max_logprobs", b"max_logprobs", "memory_bytes", b"memory_bytes", "model", b"model", "packs_texts", b"packs_texts", "pool_tasks", b"pool_tasks", "sampling_fields", b"sampling_fields", "schema_revision", b"schema_revision", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -612,7 +606,11 @@ Global___CompileGrammarResponse: _TypeAlias = CompileGrammarResponse  # noqa: Y0
 
 @_typing.final
 class StepPlan(_message.Message):
-    """One step. The worker applies `release`, then `copies` in order, `place`, `admit`, `grow`, and then the work."""
+    """What the worker does next. It takes up plans in their order and applies `release`, then `copies` in order,
+    `place`, `admit`, `grow`, and then the work. A plan is valid whatever became of those before it, so the next
+    one may be sent before this one is answered. A slot whose admission was refused, or whose step failed, is dead
+    until it is released: what names it is skipped for that slot alone.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -624,17 +622,15 @@ class StepPlan(_message.Message):
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
-    CONTINUES_FIELD_NUMBER: _builtins.int
     PLACE_FIELD_NUMBER: _builtins.int
+    INTERRUPTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the plan on this stream, from 1. An empty plan with the number 0 comes first: its result shows
     that the worker has accepted the stream.
     """
-    continues: _builtins.bool
-    """This plan was sent ahead, and its work goes on where the plan before it ends. The work runs only if that
-    plan ran whole: every step that it allowed, none with more than one token for a slot. Log-probabilities, the
-    error of a slot and a refused admission do not count. Otherwise only the rest of this plan is applied, and
-    its one result is `void`. Unlike any other plan, it does not end a lease that runs when it arrives.
+    interrupts: _builtins.bool
+    """Ends decode work that was sent before: a step that runs when this plan arrives is the last one, and work that
+    has not begun does not run.
     """
     @_builtins.property
     def release(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -675,12 +671,12 @@ class StepPlan(_message.Message):
         prefill: Global___Prefill | None = ...,
         decode: Global___Decode | None = ...,
         pool: Global___Pool | None = ...,
-        continues: _builtins.bool = ...,
         place: _abc.Iterable[Global___AdapterPlacement] | None = ...,
+        interrupts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "pool", b"pool", "prefill", b"prefill", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "continues", b"continues", "copies", b"copies", "decode", b"decode", "grow", b"grow", "place", b"place", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit", b"admit", "copies", b"copies", "decode", b"decode", "grow", b"grow", "interrupts", b"interrupts", "place", b"place", "pool", b"pool", "prefill", b"prefill", "release", b"release", "step", b"step", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["prefill", "decode", "pool"]  # noqa: Y015
     _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
@@ -873,39 +869,37 @@ Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
 
 @_typing.final
 class Decode(_message.Message):
-    """One token for each of these slots."""
+    """A token for each of these slots, several times in a row. A slot with more than one known token to compute, as
+    after forced tokens, is skipped.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SLOTS_FIELD_NUMBER: _builtins.int
-    POSITIONS_FIELD_NUMBER: _builtins.int
     BUCKET_FIELD_NUMBER: _builtins.int
-    LEASE_STEPS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    STEPS_PER_RESULT_FIELD_NUMBER: _builtins.int
     bucket: _builtins.int
     """Rows of the graph; at least the number of slots."""
-    lease_steps: _builtins.int
-    """Steps that the worker may run in a row before the next plan without `continues` arrives; their blocks are
-    allocated. 0 and 1: a single step. Each step has its own result.
+    steps: _builtins.int
+    """Steps that run in a row, at most; their blocks are allocated. The work ends early after a step in which a slot
+    got several tokens or an error, and before a plan that `interrupts`. 0: 1.
     """
+    steps_per_result: _builtins.int
+    """Steps that share a result, unless the work ends. 0: 1."""
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Position of each slot's input token, in the order of `slots`. Equals its computed tokens, which the
-        worker checks.
-        """
-
     def __init__(
         self,
         *,
         slots: _abc.Iterable[_builtins.int] | None = ...,
-        positions: _abc.Iterable[_builtins.int] | None = ...,
         bucket: _builtins.int = ...,
-        lease_steps: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        steps_per_result: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "lease_steps", b"lease_steps", "positions", b"positions", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "slots", b"slots", "steps", b"steps", "steps_per_result", b"steps_per_result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -942,27 +936,26 @@ class StepResult(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
-    LEASE_INDEX_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     EXECUTE_US_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    VOID_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the plan."""
-    lease_index: _builtins.int
-    """Index of the step within the plan's lease, from 0."""
     last: _builtins.bool
     """Whether this is the plan's last result."""
     execute_us: _builtins.int
     """Time on the device and around it, microseconds."""
-    void: _builtins.bool
-    """The work of a plan with `continues` did not run, because the plan before it did not run whole."""
+    num_steps: _builtins.int
+    """Steps that ran since the result before. 0: the plan has no work, or all of it was skipped."""
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotOutput]:
-        """Outputs by slot, in the plan's order; empty if `token_ids` is the whole result."""
+        """Outputs by slot, in the plan's order; empty if `token_ids` is the whole result. A slot of the work that is
+        missing in both was skipped.
+        """
 
     @_builtins.property
     def error(self) -> _common_pb2.Error:
@@ -970,8 +963,8 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The compact form of the common case, a tenth of the bytes: one sampled token per slot of the plan's work,
-        in its order, and nothing else.
+        """The compact form of the common case, a tenth of the bytes: for each step one sampled token per slot of the
+        plan's work, in its order, and nothing else.
         """
 
     @_builtins.property
@@ -982,18 +975,17 @@ class StepResult(_message.Message):
         self,
         *,
         step: _builtins.int = ...,
-        lease_index: _builtins.int = ...,
         last: _builtins.bool = ...,
         outputs: _abc.Iterable[Global___SlotOutput] | None = ...,
         error: _common_pb2.Error | None = ...,
         execute_us: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        void: _builtins.bool = ...,
         report: Global___WorkerReport | None = ...,
+        num_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_us", b"execute_us", "last", b"last", "lease_index", b"lease_index", "outputs", b"outputs", "report", b"report", "step", b"step", "token_ids", b"token_ids", "void", b"void"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "execute_us", b"execute_us", "last", b"last", "num_steps", b"num_steps", "outputs", b"outputs", "report", b"report", "step", b"step", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
