@@ -158,6 +158,8 @@ class StepPlan:
     grow: Sequence[Growth] = ()
     interrupts: bool = False
     """Whether it ends decode work that was sent before: the step that runs is its last one."""
+    context_tokens: int = 0
+    """Tokens that the first step attends to, for the scheduler's own use: not sent."""
 
 
 @dataclass(frozen=True, slots=True)

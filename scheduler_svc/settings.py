@@ -34,7 +34,10 @@ class Settings(LinkSecuritySettings):
             "max_num_seqs",
             "max_num_batched_tokens",
             "decode_steps_per_chunk",
+            "ttft_target_ms",
+            "itl_target_ms",
             "lease_steps",
+            "event_interval_ms",
             "decode_bucket_strategy",
             "decode_bucket_min",
             "decode_bucket_step",
@@ -118,11 +121,19 @@ class Settings(LinkSecuritySettings):
     windows_kept_per_slot: int = Field(4, ge=0, le=1024)
     """Cached sliding windows that a worker allocates per slot, besides those in use."""
     decode_steps_per_chunk: int = Field(1, ge=0, le=1000)
-    """Decode steps between two prefill chunks when both are due; 0 runs all prefill first, which stalls
-    decoding."""
-    lease_steps: int = Field(32, ge=1, le=1000)
-    """Longest lease: decode steps that a worker may run before its next plan while there is no other work; 1
-    for no leases."""
+    """Decode steps between two prefill chunks when both are due and no target says otherwise; 0 runs all prefill
+    first, which stalls decoding."""
+    ttft_target_ms: float = Field(0.0, ge=0)
+    """Aim for the time from a request's arrival to its first token: a prompt that would miss it is prefilled at
+    once. 0 for none."""
+    itl_target_ms: float = Field(0.0, ge=0)
+    """Aim for the time between two tokens of a request: as many prefill chunks follow one another as fit. 0 for
+    none."""
+    lease_steps: int = Field(8, ge=1, le=1000)
+    """Decode steps that a worker may run in a row on its own while there is no other work."""
+    event_interval_ms: float = Field(0.0, ge=0)
+    """Time for which a worker may collect the tokens of such steps before it sends them; 0 sends each step's at
+    once."""
     decode_bucket_strategy: BucketStrategy = "exponential"
     """How the compiled decode batch sizes (buckets) are chosen: exponential (exp), linear or manual."""
     decode_bucket_min: int = Field(1, ge=1)

@@ -143,21 +143,31 @@ class KvCache:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if group.paged:
                 limit = min(limit, len(table.blocks) * size)
+            elif not table.blocks:
+                return 0
         return limit
 
     # ---- a sequence's blocks ----
 
-    def admit(self, sequence: SequenceKv) -> bool:
-        """Gives a sequence its first blocks, as many as possible from the prefix cache.
+    def admit(self, sequence: SequenceKv, beside: Sequence[SequenceKv] = ()) -> bool:
+        """Gives a sequence the blocks of its cached prefix; :meth:`grow` gives it the others.
 
         Sets ``tables``, ``num_computed``, ``num_cached`` and ``junction``. The next plan carries the copies.
 
+        Args:
+            sequence: the sequence.
+            beside: sequences that still grow to all their known tokens.
+
         Returns:
-            False if there is not enough room now. The cached prefix then counts as recently used.
+            False if the known tokens of all of them do not fit together now. The cached prefix then counts as
+            recently used.
         """
+        promised = [
+            sum(self._to_come(group_id, one) for one in beside) for group_id in range(len(self.groups))
+        ]
         keys, limit = self.prefixes.lookup_keys(sequence)
         hit = self.prefixes.longest_hit(keys, limit)
-        while not self._admit_at(sequence, keys, hit):
+        while not self._admit_at(sequence, keys, hit, promised):
             # A partial block is copied, which takes one block more than the sequence holds. Without room for
             # that, the tokens are computed instead.
             whole = hit - hit % self._layout.hash_blocks_per_block
@@ -167,31 +177,30 @@ class KvCache:
         self.prefixes.note_admission(sequence, keys, limit)
         return True
 
-    def _admit_at(self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int) -> bool:
+    def _to_come(self, group_id: int, sequence: SequenceKv) -> int:
+        """Returns how many blocks a sequence still takes for its known tokens and the next one."""
+        most = self.groups[group_id].most_blocks(len(sequence.token_ids) + 1)
+        return max(0, most - sequence.tables[group_id].num_live)
+
+    def _admit_at(
+        self, sequence: SequenceKv, keys: Sequence[BlockKey], hit: int, promised: Sequence[int]
+    ) -> bool:
         """Admits a sequence resumed after ``hit`` hash blocks; False if there is not enough room."""
         hit_tokens = hit * self._layout.hash_block_size
         known = len(sequence.token_ids)
         taken = [group.take_hit(keys, hit) for group in self.groups]
-        missing = [
-            max(group.blocks_at_start(known, hit_tokens) - len(table.blocks), 0)
-            for group, (table, _) in zip(self.groups, taken, strict=True)
-        ]
-        # A paged window needs its full room soon; without it, the sequence would be admitted only to be
-        # preempted.
         if any(
-            max(count, group.most_blocks(known + 1) - len(table.live)) > group.pool.num_free
-            for group, (table, _), count in zip(self.groups, taken, missing, strict=True)
+            group.most_blocks(known + 1) - len(table.live) > group.pool.num_free - others
+            for group, (table, _), others in zip(self.groups, taken, promised, strict=True)
         ):
             self._release_hit(taken)
             return False
-        for group_id, (group, (table, source), count) in enumerate(
-            zip(self.groups, taken, missing, strict=True)
-        ):
-            first_new = len(table.blocks)
-            table.blocks += group.pool.allocate(count) or ()
-            if source is not None:
-                tokens = group.copied_tokens(hit_tokens)
-                self._queue_copy(group_id, source, table.blocks[first_new], tokens, sequence)
+        for group_id, (group, (table, source)) in enumerate(zip(self.groups, taken, strict=True)):
+            if source is None:
+                continue
+            (target,) = group.pool.allocate(1) or (group.pool.null,)
+            table.blocks.append(target)
+            self._queue_copy(group_id, source, target, group.copied_tokens(hit_tokens), sequence)
         sequence.tables = [table for table, _ in taken]
         sequence.num_computed = sequence.num_cached = sequence.num_indexed = hit_tokens
         sequence.cache_epoch = self.prefixes.epoch

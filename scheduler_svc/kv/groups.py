@@ -76,9 +76,6 @@ class KvGroupManager(Protocol):
     def most_blocks(self, num_tokens: int) -> int:
         """Returns the peak number of blocks of a sequence that grows to ``num_tokens`` tokens."""
 
-    def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:
-        """Returns the table length at admission, given the sequence's known tokens and those of its hit."""
-
     def missing(self, table: Table, num_tokens: int) -> int:
         """Returns how many blocks to append so that tokens up to ``num_tokens`` can be written."""
 
@@ -137,10 +134,6 @@ class FullGroup:
     def most_blocks(self, num_tokens: int) -> int:
         """Returns ``ceil(num_tokens / block_size)``."""
         return -(-num_tokens // self._layout.block_size)
-
-    def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:  # noqa: ARG002 - part of the interface
-        """Covers all known tokens and the next, because a request's first token must not preempt it."""
-        return self.most_blocks(num_known + 1)
 
     def missing(self, table: Table, num_tokens: int) -> int:
         """See :class:`KvGroupManager`."""
@@ -236,10 +229,6 @@ class PagedWindowGroup(FullGroup):
         window_and_chunk = -(-(self._window - 1 + layout.chunk) // layout.block_size) + 1
         return min(super().most_blocks(num_tokens), window_and_chunk)
 
-    def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:
-        """Covers the first chunk; later blocks replace blocks that leave the window."""
-        return super().most_blocks(min(num_known + 1, hit_tokens + self._layout.chunk))
-
     def missing(self, table: Table, num_tokens: int) -> int:
         """Counts the entries before the window as present."""
         return max(0, super().most_blocks(num_tokens) - len(table.blocks))
@@ -324,10 +313,6 @@ class InPlaceWindowGroup:
         self._window = window
 
     def most_blocks(self, num_tokens: int) -> int:  # noqa: ARG002 - part of the interface
-        """Returns 1."""
-        return 1
-
-    def blocks_at_start(self, num_known: int, hit_tokens: int) -> int:  # noqa: ARG002 - part of the interface
         """Returns 1."""
         return 1
 

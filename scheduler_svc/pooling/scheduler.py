@@ -92,16 +92,10 @@ class PoolScheduler:
         """Whether requests are in the running batch."""
         return self.num_running > 0
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether the result of a plan is outstanding."""
-        return self._plan is not None
-
-    def step(self) -> StepPlan | None:
-        """Plans the next batch; returns None if no request waits.
-
-        Do not call it while :attr:`has_pending` is set.
-        """
+    def next_plan(self) -> StepPlan | None:
+        """Plans the next batch; returns None while one runs, or if no request waits."""
+        if self._plan is not None:
+            return None
         taken = self._owner.take()
         if taken is None:
             return None
@@ -122,16 +116,7 @@ class PoolScheduler:
         self.stats.tokens[shape] += sum(len(request.token_ids) for request in requests)
         return self._plan
 
-    def interrupt(self) -> StepPlan | None:
-        """Returns None: a pooling batch is one step and cannot be cut short."""
-        return None
-
-    def plan_ahead(self, *, may_preempt: bool = False) -> StepPlan | None:
-        """Returns None: a pooling batch is one step."""
-        del may_preempt
-        return None
-
-    def plan_afresh(self) -> None:
+    def drain(self) -> None:
         """Does nothing: no batch depends on another one."""
 
     def update(self, result: StepResult) -> None:

@@ -1,17 +1,17 @@
 """Turns a worker's results into progress of requests and events for clients."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from protos.errors import Internal, InvalidArgument, TriptychError, Unavailable
 from protos.steps import AdapterPlacement, Decode, Prefill, SlotOutput, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
-from scheduler_svc.replica.plans import InFlight, StepsInFlight
+from scheduler_svc.replica.decode_rows import Decoding
+from scheduler_svc.replica.plans import BatchRows, InFlight, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
-from scheduler_svc.replica.suspects import accuse
+from scheduler_svc.replica.suspects import blame
 from scheduler_svc.requests.request import Event, Request
 from scheduler_svc.requests.sampling import FinishReason
 
@@ -20,7 +20,7 @@ class Outputs:
     """Applies results to requests. A token without surprises costs a few operations."""
 
     def __init__(
-        self, slots: Slots, decoding: MicroBatches, shared: SharedPrefills, in_flight: StepsInFlight, kv: KvCache,
+        self, slots: Slots, decoding: Decoding, shared: SharedPrefills, in_flight: StepsInFlight, kv: KvCache,
         owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Works on the parts of one replica's scheduler.
@@ -45,29 +45,23 @@ class Outputs:
         self._stats = stats
         self._clock = clock
 
-    def apply(self, step: InFlight, result: StepResult) -> None:
-        """Applies one result of a plan."""
+    def apply(self, step: InFlight, result: StepResult, *, first: bool) -> None:
+        """Applies one result of a plan; ``first`` if it is the plan's first one."""
         work = step.plan.work
         if result.report is not None:
             self._stats.report = result.report
         for request in self._shared.copies_done(result.step):
             self._owner.requeue(request)
-        if step.copies and step.num_results == 1:
+        if step.copies and first:
             self._kv.settle_copies(step.copies, done=result.error is None)
         if result.error is not None:
             self._apply_failure(step, result.error)
-        elif result.void:
-            if step.batch is not None:
-                self._decoding.batch_of(step.batch).withdraw()
-        elif isinstance(work, Decode):
-            if step.alone:
+        elif result.num_steps and isinstance(work, Decode):
+            if step.batch is None:
                 self._apply_trial(work, step, result)
             else:
-                assert step.batch is not None
-                batch = self._decoding.batch_of(step.batch)
-                batch.count_step(step.batch, work.bucket, result.execute_us * 1e-6)
-                self._apply_tokens(work, step, result, batch)
-        elif isinstance(work, Prefill):
+                self._apply_steps(work, step, result, step.batch)
+        elif result.num_steps and isinstance(work, Prefill):
             self._apply_chunk(work, step, result)
         for output in result.outputs:
             if output.error is not None and output.slot not in step.left:
@@ -80,24 +74,18 @@ class Outputs:
 
         One that was alone in it fails if the error is its own, or if further attempts are hopeless.
         """
-        here = [one for one in self._slots.requests if one.slot not in step.left]
-        accused = accuse((step,), here)
-        is_its_own = isinstance(error, InvalidArgument)
-        blamed = accused.of_failure(step.excused)
-        self._in_flight.excuse(blamed)
-        for request in blamed:
-            if request.slot is None:
-                continue  # it has left the replica since
+        is_its_own, alone = isinstance(error, InvalidArgument), len(step.requests) == 1
+        for request in blame(step):
             assert request.replica_id is not None
             if not is_its_own:
                 request.failed_on.add(request.replica_id)
-            if accused.alone and (is_its_own or self._owner.is_hopeless(request)):
+            if alone and (is_its_own or self._owner.is_hopeless(request)):
                 self._slots.finish(request, Event(request.request_id, error=error))
             else:
                 self._slots.preempt(request, "fault")
-        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left
-        # its slot.
-        changed = {*(new.slot for new in step.plan.admit), *(growth.slot for growth in step.plan.grow)}
+        # Progress is unknown: restart the requests that this plan changed. A copy's sequence may have left its
+        # slot.
+        changed = {growth.slot for growth in step.plan.grow}
         copied_to = {copy.sequence for copy in step.copies}
         changed |= {one.slot for one in self._slots.requests if one.kv in copied_to and one.slot is not None}
         for slot in sorted(changed - step.left):
@@ -129,22 +117,41 @@ class Outputs:
 
     # ---- decode steps ----
 
-    def _apply_tokens(self, work: Decode, step: InFlight, result: StepResult, batch: DecodeBatch) -> None:
-        requests, left, tokens = step.requests, step.left, result.token_ids
+    def _apply_steps(self, work: Decode, step: InFlight, result: StepResult, batch: BatchRows) -> None:
+        """Applies the decode steps of a result, one after the other."""
+        count, rows, tokens = result.num_steps, len(batch.requests), result.token_ids
+        self._decoding.count_steps(batch, work.bucket, count, result.execute_us * 1e-6 / count)
         if self._decoding.stalled_since is not None:
             self._decoding.end_stall(step.begun_s)
-        if len(tokens) != len(requests) or left or batch.has_first_tokens:
-            outputs = {output.slot: output for output in result.outputs}
-            outputs.update(
-                (slot, SlotOutput(slot, (token,))) for slot, token in zip(work.slots, tokens, strict=False)
-            )
-            for slot, request in zip(work.slots, requests, strict=True):
-                if slot not in left:
-                    self._apply_row(request, outputs.get(slot), result)
-            batch.applied_row_by_row()
+        if not tokens:
+            self._apply_rows(work, step, {output.slot: output for output in result.outputs}, result)
             return
-        # The common case, which runs once per token of all requests. Each request computes one token and gets
-        # one, so its `num_uncomputed` stays 1.
+        if len(tokens) != count * rows:
+            raise Internal(f"{count} steps of plan {result.step} gave {len(tokens)} tokens for {rows} rows")
+        for start in range(0, len(tokens), rows):
+            column = tokens[start : start + rows] if count > 1 else tokens
+            if step.left or batch.has_first_tokens:
+                outputs = {
+                    slot: SlotOutput(slot, (token,)) for slot, token in zip(work.slots, column, strict=True)
+                }
+                self._apply_rows(work, step, outputs, result)
+            else:
+                self._apply_column(step, batch, column)
+
+    def _apply_rows(
+        self, work: Decode, step: InFlight, outputs: Mapping[int, SlotOutput], result: StepResult
+    ) -> None:
+        """Applies a step row by row: some row has left, is skipped, has more than a token or its first one."""
+        for slot, request in zip(work.slots, step.requests, strict=True):
+            if slot not in step.left:
+                self._apply_row(request, outputs.get(slot), result)
+        if step.batch is not None and step.batch.has_first_tokens:
+            self._decoding.refresh()
+
+    def _apply_column(self, step: InFlight, batch: BatchRows, tokens: Sequence[int]) -> None:
+        """Applies a step that gave a token for each row: the common case, which runs once per token."""
+        requests = batch.requests
+        # Each request computes one token and gets one, so its `num_uncomputed` stays 1.
         ending: dict[str, Event] | None = None
         for request, token in zip(requests, tokens, strict=True):
             token_ids = request.token_ids
@@ -159,21 +166,19 @@ class Outputs:
                     )
         self._stats.generated_tokens += len(requests)
         if ending:
-            self._send_last_tokens(step, tokens, ending)
+            self._send_last_tokens(batch, tokens, ending)
             return
-        assert step.batch is not None
-        for sink, request_ids, rows in step.batch.sinks:
+        for sink, request_ids, rows in batch.sinks:
             sink.push_tokens(request_ids, tokens if rows is None else [tokens[row] for row in rows])
 
-    def _send_last_tokens(self, step: InFlight, tokens: Sequence[int], ending: dict[str, Event]) -> None:
+    def _send_last_tokens(self, batch: BatchRows, tokens: Sequence[int], ending: dict[str, Event]) -> None:
         """Sends the tokens of a step in which some requests end; ``ending`` has their events by request."""
-        assert step.batch is not None
-        for sink, request_ids, rows in step.batch.sinks:
+        for sink, request_ids, rows in batch.sinks:
             own = tokens if rows is None else [tokens[row] for row in rows]
             pairs = [pair for pair in zip(request_ids, own, strict=True) if pair[0] not in ending]
             if pairs:
                 sink.push_tokens([request_id for request_id, _ in pairs], [token for _, token in pairs])
-        for request in step.requests:
+        for request in batch.requests:
             if (event := ending.get(request.request_id)) is not None:
                 self._send(request, event)
 
@@ -217,7 +222,7 @@ class Outputs:
         self._index_chunk(request, chunk.start, chunk.start + chunk.num_tokens)
         if request.suspect and request.kv.num_computed >= request.cleared_at:
             self._slots.clear_suspect(request)
-        if not self._slots.prefilled(request, chunk.num_tokens):
+        if not self._slots.prefilled(request):
             return
         # Sequences of the same request continue from the computed prompt, as far as there is room.
         for waiter in self._shared.prompt_computed(request):

@@ -1,4 +1,4 @@
-"""The next plan, and the plans that the worker has not answered in full."""
+"""The changes that the next plan carries, and the plans that the worker has not answered in full."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,18 +28,16 @@ _BYTES_PER_ID = 4
 """Bytes of a token id in a message, at most: ids are below 2**28."""
 
 
-class PlanBuilder:
-    """Collects changes until the next plan is sent.
+class Changes:
+    """Collects what the next plan tells the worker besides its work.
 
-    A request travels in full, once, so its size limits how many others the same plan can admit.
+    A request is admitted by the first plan with work for it, and travels in full then.
     """
 
     def __init__(self) -> None:
         """Starts without changes."""
-        # With the size of each admission, in bytes.
-        self._admitted: dict[str, tuple[Request, int]] = {}
-        self._bytes = 0
-        self._refused = False
+        # Requests with a slot that the worker has not heard of, by id.
+        self._unsent: dict[str, Request] = {}
         self._released: list[int] = []
         self._grown: list[Growth] = []
         self._step = 0
@@ -50,92 +48,74 @@ class PlanBuilder:
         return self._step + 1
 
     @property
-    def admits(self) -> bool:
-        """Whether the plan admits requests."""
-        return bool(self._admitted)
-
-    @property
     def releases(self) -> bool:
-        """Whether the plan releases slots."""
+        """Whether the next plan releases slots."""
         return bool(self._released)
 
-    def has_room(self, request: Request) -> bool:
-        """Whether the request fits beside those already admitted. The first of a plan always does."""
-        if self._admitted and self._bytes + _num_bytes(request) > MAX_ADMITTED_BYTES:
-            self._refused = True
-            return False
-        return True
-
     def admit(self, request: Request) -> None:
-        """Admits a request that has a slot, with the blocks that it has when the plan is sent."""
-        size = _num_bytes(request)
-        self._bytes += size
-        self._admitted[request.request_id] = (request, size)
+        """Notes that a request has a slot."""
+        self._unsent[request.request_id] = request
 
     def release(self, request: Request, slot: int) -> None:
-        """Releases a slot, unless the request's admission has not been sent yet."""
-        admitted = self._admitted.pop(request.request_id, None)
-        if admitted is None:
+        """Releases a slot, unless the worker has not heard of its request."""
+        if self._unsent.pop(request.request_id, None) is None:
             self._released.append(slot)
-        else:
-            self._bytes -= admitted[1]
-        self._grown = [growth for growth in self._grown if growth.slot != slot]
+        if self._grown:
+            self._grown = [growth for growth in self._grown if growth.slot != slot]
 
     def grow(self, request: Request, grown: Iterable[tuple[int, tuple[int, ...]]]) -> None:
         """Appends blocks, by KV group, to a request's tables. An admission carries its blocks itself."""
-        if request.request_id not in self._admitted:
+        if request.request_id not in self._unsent:
             assert request.slot is not None
             self._grown += [Growth(request.slot, group_id, block_ids) for group_id, block_ids in grown]
 
+    def first_that_fit(self, requests: Sequence[Request]) -> Sequence[Request]:
+        """Returns the leading requests whose admissions fit one plan, at least one."""
+        if not self._unsent:
+            return requests
+        room = MAX_ADMITTED_BYTES
+        for count, request in enumerate(requests):
+            if request.request_id in self._unsent:
+                room -= _BYTES_PER_ID * len(request.token_ids) + request.sampling.num_bytes
+                if room < 0 and count:
+                    return requests[:count]
+        return requests
+
     def build(
-        self, work: Prefill | Decode | None, copies: Sequence[PendingCopy], suspect: Request | None = None,
-        *, place: Sequence[AdapterPlacement] = (), continues: bool = False,
-    ) -> tuple[StepPlan, bool]:  # fmt: skip
-        """Returns the plan and starts the next one.
+        self, work: Prefill | Decode | None, requests: Sequence[Request], copies: Sequence[PendingCopy], *,
+        interrupts: bool, context_tokens: int, place: Sequence[AdapterPlacement] = (),
+    ) -> StepPlan:  # fmt: skip
+        """Returns the plan with this work, which is for these requests, and starts the next one.
 
         Args:
             work: the plan's step.
+            requests: the requests of the work, in its order.
             copies: the block copies that come before it.
-            suspect: the suspect that the work is for. A suspect is admitted together with its first work, and
-                no other request in the same plan.
+            interrupts: see :attr:`StepPlan.interrupts`.
+            context_tokens: see :attr:`StepPlan.context_tokens`.
             place: the adapters that the plan's admissions need on the device.
-            continues: see :attr:`StepPlan.continues`.
-
-        Returns:
-            The plan, and whether a request was refused that may fit into the next plan.
         """
         self._step += 1
+        admitted: Sequence[Admission] = ()
+        if self._unsent:
+            unsent = [one for one in requests if self._unsent.pop(one.request_id, None) is not None]
+            admitted = tuple([_admission(request) for request in unsent])
         plan = StepPlan(
             self._step,
             work,
             release=tuple(self._released),
             copies=tuple([_block_copy(copy) for copy in copies]) if copies else (),
             place=place,
-            admit=self._take_admissions(suspect) if self._admitted else (),
+            admit=admitted,
             grow=tuple(self._grown),
-            continues=continues,
+            interrupts=interrupts,
+            context_tokens=context_tokens,
         )
-        refused, self._refused = self._refused, False
         if self._released:
             self._released = []
-        self._grown.clear()
-        return plan, refused
-
-    def _take_admissions(self, suspect: Request | None) -> tuple[Admission, ...]:
-        """Returns the admissions that may be sent now; see :meth:`build`."""
-        requests = [request for request, _ in self._admitted.values()]
-        if suspect is not None:
-            requests = [request for request in requests if request is suspect]
-        else:
-            requests = [request for request in requests if not request.suspect]
-        for request in requests:
-            self._bytes -= self._admitted.pop(request.request_id)[1]
-        return tuple([_admission(request) for request in requests])
-
-
-def _num_bytes(request: Request) -> int:
-    """Returns an upper estimate of an admission's size on the wire."""
-    return _BYTES_PER_ID * len(request.token_ids) + request.sampling.num_bytes
+        if self._grown:
+            self._grown = []
+        return plan
 
 
 def _block_copy(copy: PendingCopy) -> BlockCopy:
@@ -172,8 +152,8 @@ class BatchRows:
     """Their sinks; with each its requests' ids and their rows, None for all rows."""
     tenants: Mapping[str, int] = field(default_factory=dict)
     """The number of rows of each tenant."""
-    micro_batch: int = 0
-    """Index of their decode batch."""
+    has_first_tokens: bool = False
+    """Whether a row may give the first token of its request, which takes the slower path of results."""
 
 
 @dataclass(slots=True)
@@ -187,22 +167,25 @@ class InFlight:
     """The block copies that the plan carries."""
     begun_s: float
     """Clock reading when the worker could begin: when the plan was sent, or the plan before it answered."""
-    alone: bool = False
-    """Whether the work is a suspect's."""
     batch: BatchRows | None = None
-    """The rows of a step of the decode batch."""
+    """The rows of a step of decoding requests that are no suspects."""
     left: set[int] = field(default_factory=set)
-    """Slots that were released since; their results are ignored."""
-    excused: set[Request] = field(default_factory=set)
-    """Requests that a step before it was blamed on. If this one fails, too, it is for the same reason."""
-    num_results: int = 0
-    """Results received so far."""
+    """Slots that were released since, or whose row is skipped; their results are ignored."""
+    num_steps: int = 0
+    """Steps that have run so far."""
 
     @property
-    def lease(self) -> int:
-        """Decode steps that the plan allows."""
+    def rows(self) -> Iterator[tuple[int, Request]]:
+        """The slots of its work, and their requests, without those that have left."""
+        for slot, request in zip(slots_of(self.plan.work), self.requests, strict=True):
+            if slot not in self.left:
+                yield slot, request
+
+    @property
+    def num_left(self) -> int:
+        """Decode steps that it may still run."""
         work = self.plan.work
-        return work.lease if isinstance(work, Decode) else 1
+        return work.steps - self.num_steps if isinstance(work, Decode) else 0
 
 
 class StepsInFlight:
@@ -216,22 +199,9 @@ class StepsInFlight:
         """Yields the plans in order."""
         return iter(self._steps)
 
-    def __bool__(self) -> bool:
-        """Whether results are outstanding."""
-        return bool(self._steps)
-
-    @property
-    def leasing(self) -> bool:
-        """Whether the latest plan allows further decode steps, which another plan would cut short."""
-        if not self._steps:
-            return False
-        latest = self._steps[-1]
-        return latest.lease > 1 or (latest.plan.continues and isinstance(latest.plan.work, Decode))
-
-    @property
-    def last(self) -> InFlight | None:
-        """The latest plan."""
-        return self._steps[-1] if self._steps else None
+    def __len__(self) -> int:
+        """Plans without their last result."""
+        return len(self._steps)
 
     @property
     def latest(self) -> int:
@@ -239,34 +209,26 @@ class StepsInFlight:
         return self._steps[-1].plan.step if self._steps else 0
 
     @property
-    def alone(self) -> InFlight | None:
-        """The plan in flight, if there is exactly one."""
-        return self._steps[0] if len(self._steps) == 1 else None
+    def decodes_on(self) -> bool:
+        """Whether the latest plan allows several decode steps, so that another one would wait for them."""
+        return bool(self._steps) and self._steps[-1].num_left > 1
 
-    def __len__(self) -> int:
-        """Plans without their last result."""
-        return len(self._steps)
+    def granted(self) -> dict[Request, int]:
+        """Returns the tokens that the plans may still compute for each request that has not left them."""
+        granted: dict[Request, int] = {}
+        for step in self._steps:
+            work = step.plan.work
+            tokens = work.num_tokens if isinstance(work, Prefill) else step.num_left
+            for _, request in step.rows:
+                granted[request] = granted.get(request, 0) + tokens
+        return granted
 
     def runs(self, request: Request) -> bool:
         """Whether the work of a plan includes the request, in the slot that it has."""
-        slot = request.slot
-        return any(slot in slots_of(step.plan.work) and slot not in step.left for step in self._steps)
+        return any(request is one for step in self._steps for _, one in step.rows)
 
-    def chunk_tokens(self, request: Request) -> int:
-        """Tokens of the request's chunks that were sent and not answered."""
-        slot = request.slot
-        return sum(
-            work.num_tokens
-            for step in self._steps
-            if isinstance(work := step.plan.work, Prefill) and work.slot == slot and slot not in step.left
-        )
-
-    def has_batch(self, micro_batch: int) -> bool:
-        """Whether a step of that decode batch is outstanding."""
-        return any(step.batch is not None and step.batch.micro_batch == micro_batch for step in self._steps)
-
-    def has_chunk_behind(self, step: InFlight) -> bool:
-        """Whether a chunk was sent behind ``step``, the plan that was answered last."""
+    def has_chunk_after(self, step: InFlight) -> bool:
+        """Whether a chunk was sent after ``step``, the oldest plan."""
         return any(other is not step and isinstance(other.plan.work, Prefill) for other in self._steps)
 
     def send(self, step: InFlight) -> None:
@@ -278,35 +240,29 @@ class StepsInFlight:
         for step in self._steps:
             step.left.add(slot)
 
-    def excuse(self, requests: Iterable[Request]) -> None:
-        """Blames nothing that outstanding plans bring on ``requests``; see :attr:`InFlight.excused`."""
-        for step in self._steps:
-            step.excused.update(requests)
-
     def clear(self) -> None:
         """Forgets all plans; no result will come."""
         self._steps.clear()
 
-    def match(self, result: StepResult, clock: Callable[[], float]) -> InFlight:
-        """Returns the plan that a result answers, and removes it if this is its last result.
-
-        Args:
-            result: the worker's answer.
-            clock: monotonic seconds.
+    def match(self, result: StepResult) -> InFlight:
+        """Returns the plan that a result answers.
 
         Raises:
-            Internal: if no such plan is outstanding, or it allowed fewer steps.
+            Internal: if it is not the oldest outstanding plan, or the plan allowed fewer steps.
         """
         step = self._steps[0] if self._steps else None
         if step is None or step.plan.step != result.step:
             raise Internal(
                 f"the worker answered step {result.step}, expected {step.plan.step if step else 'none'}"
             )
-        if step.num_results and step.num_results == step.lease:
-            raise Internal(f"the worker ran more steps than the {step.lease} that plan {result.step} allowed")
-        step.num_results += 1
-        if result.last or result.error is not None or step.lease == 1:
-            self._steps.popleft()
-            if self._steps:
-                self._steps[0].begun_s = clock()
+        most = step.plan.work.steps if isinstance(step.plan.work, Decode) else 1
+        if step.num_steps + result.num_steps > most:
+            raise Internal(f"the worker ran more steps than the {most} that plan {result.step} allowed")
+        step.num_steps += result.num_steps
         return step
+
+    def close(self, clock: Callable[[], float]) -> None:
+        """Removes the oldest plan, which was answered in full."""
+        self._steps.popleft()
+        if self._steps:
+            self._steps[0].begun_s = clock()

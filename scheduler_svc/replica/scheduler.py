@@ -1,21 +1,22 @@
-"""One replica's batches: which requests run, and what the worker does in the next step.
+"""One replica's batches: which requests run, and what the worker does next.
 
-Synchronous and free of I/O: :meth:`ReplicaScheduler.step` decides a plan, :meth:`ReplicaScheduler.update`
-takes in its result. The worker applies plans in order, so blocks may change owners as soon as they are
-released, even while a step runs.
+Synchronous and free of I/O: :meth:`ReplicaScheduler.next_plan` decides a plan, :meth:`ReplicaScheduler.update`
+takes in its results. A plan is valid whatever became of those before it, so the next one is decided from what
+each request will have when all that was sent has run. The worker applies plans in order, so blocks may change
+owners as soon as they are released, even while a step runs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from protos.errors import Internal
 from protos.steps import Decode, Prefill, StepPlan, StepResult
 from scheduler_svc.adapters.device_slots import AdapterSlots
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.policy.rules import Interleave, outranks, preemption_victim
-from scheduler_svc.replica.decode_batch import DecodeBatch, MicroBatches
+from scheduler_svc.policy.rules import Turns, next_to_prefill, outranks, preemption_victim, runs_before
+from scheduler_svc.replica.decode_rows import Decoding
 from scheduler_svc.replica.outputs import Outputs
-from scheduler_svc.replica.plans import BatchRows, InFlight, PlanBuilder, StepsInFlight
+from scheduler_svc.replica.plans import BatchRows, Changes, InFlight, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.slots import AdmitResult, RequestOwner, Slots
 from scheduler_svc.replica.stats import SchedulerStats
@@ -23,6 +24,10 @@ from scheduler_svc.replica.suspects import Abandoned, Loss, accuse
 from scheduler_svc.requests.request import Event, Request, RequestState
 from scheduler_svc.shapes.buckets import bucket_for
 from scheduler_svc.shapes.shape_config import ShapeConfig
+
+_CHUNKS_BOUND: Final = 2
+"""Chunks that may run before the first one of a request that gets a slot. Later binding loses nothing, and the
+order of the queue, cached prefixes and other replicas count until then."""
 
 
 class ReplicaOwner(RequestOwner, Protocol):
@@ -35,15 +40,14 @@ class ReplicaOwner(RequestOwner, Protocol):
 class ReplicaScheduler:
     """Continuous batching over static graphs.
 
-    A step is either one prefill chunk at batch size 1 or one decode batch at a bucket size, never both. A
-    pipeline of several stages needs :class:`scheduler_svc.replica.pipeline.PipelineScheduler`.
+    A plan is one prefill chunk at batch size 1, or some steps of a decode batch at a bucket size, never both.
+    One plan runs, and the next one waits on the worker; on a pipeline one runs on each stage.
     """
 
     def __init__(
-        self, shapes: ShapeConfig, kv: KvCache, owner: ReplicaOwner, interleave: Interleave, *,
-        clock: Callable[[], float],
-        observe_batch: Callable[[int], None] = lambda _: None, max_lease: int = 1, plans_ahead: bool = False,
-        adapter_slots: int = 0,
+        self, shapes: ShapeConfig, kv: KvCache, owner: ReplicaOwner, turns: Turns, *, clock: Callable[[], float],
+        observe_batch: Callable[[int], None] = lambda _: None, lease_steps: int = 1, event_interval_s: float = 0.0,
+        adapter_slots: int = 0, depth: int | None = None,
     ) -> None:  # fmt: skip
         """Starts with all slots free.
 
@@ -51,12 +55,13 @@ class ReplicaScheduler:
             shapes: static shapes.
             kv: the replica's KV memory; used by this scheduler alone.
             owner: takes the requests that leave.
-            interleave: chooses between prefill and decode.
+            turns: chooses between prefill and decode.
             clock: monotonic seconds.
             observe_batch: receives the number of rows of each decode step.
-            max_lease: decode steps that one plan may allow.
-            plans_ahead: whether the worker takes a plan before the last result of the one before.
+            lease_steps: decode steps that one plan may allow.
+            event_interval_s: time for which the worker may collect the tokens of these steps.
             adapter_slots: LoRA adapters that lie on the device at once.
+            depth: plans that the worker may have at once; a pipeline's stages and one more if None.
         """
         self.shapes = shapes
         """The static shapes."""
@@ -68,31 +73,28 @@ class ReplicaScheduler:
         """Counters."""
         self._owner = owner
         kv.on_release = owner.released
-        self._interleave = interleave
+        self._turns = turns
         self._clock = clock
-        self._max_lease = max_lease
-        self._plans_ahead = plans_ahead
-        self._copies = kv.copies
-        self._kv_events = kv.events
+        self._lease_steps = lease_steps
+        self._event_interval_s = event_interval_s
+        self._depth = shapes.stages + 1 if depth is None else depth
         # Suspects and the decode batch take turns.
         self._trial_due = False
-        # Set by a void result, until nothing is in flight: a plan that continues a void one is void, too.
+        # Whether nothing is sent until all plans are answered, because one failed.
         self._draining = False
-        self._plan = PlanBuilder()
+        self._changes = Changes()
         self._in_flight = StepsInFlight()
         self._shared = SharedPrefills(kv.prefixes, kv.copies, self.stats)
-        self._decoding = MicroBatches(shapes.stages, kv, self.stats, owner.charge, observe_batch)
+        self._decoding = Decoding(
+            shapes.stages, kv, self._changes, self._in_flight, self.stats, owner.charge, observe_batch
+        )
         self._slots = Slots(
-            shapes.stage_batch * shapes.stages, kv, self.adapters, self._decoding, self._plan, self._in_flight,
+            shapes.stage_batch * shapes.stages, kv, self.adapters, self._decoding, self._changes, self._in_flight,
             self._shared, owner, self.stats, clock,
         )  # fmt: skip
         self._outputs = Outputs(
             self._slots, self._decoding, self._shared, self._in_flight, kv, owner, self.stats, clock
         )  # fmt: skip
-        self._start()
-
-    def _start(self) -> None:
-        """Prepares planning: a pipeline needs more."""
 
     # ---- state ----
 
@@ -116,14 +118,22 @@ class ReplicaScheduler:
         """Tokens that running requests still have to prefill."""
         return self._slots.prefill_backlog
 
+    def has_turn(self, request: Request) -> bool:
+        """Whether a request's first chunk would be among the next to run."""
+        chunk = self.shapes.chunk
+        before = sum(
+            min(one.num_ungranted, chunk) for one in self._slots.prefilling if runs_before(one, request)
+        )
+        return before < _CHUNKS_BOUND * chunk
+
     @property
     def idle(self) -> bool:
         """Whether nothing runs, is in flight or waits for the next plan; no block will become free."""
-        return not (len(self._slots) or self._in_flight or self._copies)
+        return not (len(self._slots) or self._in_flight or self.kv.copies)
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether another request may be admitted, memory permitting."""
+        """Whether another request may be admitted, if it has its turn and memory permits."""
         return not self._slots.full
 
     @property
@@ -154,14 +164,15 @@ class ReplicaScheduler:
 
     def admit(self, request: Request) -> AdmitResult:
         """Gives a waiting request a slot and blocks, or defers it until a shared prefix is computed."""
-        adapter_fits = self.adapters.has_room(request.adapter, request.rank)
-        if self._slots.full or not adapter_fits or not self._plan.has_room(request):
+        if self._slots.full or not self.adapters.has_room(request.adapter, request.rank):
             return AdmitResult.NO_ROOM
         if request.can_fork and (result := self._admit_sibling(request)) is not None:
             return result
         if self._shared.defer_for_prefix(request):
             return AdmitResult.DEFERRED
-        if not self.kv.admit(request.kv):
+        if not self.has_turn(request):
+            return AdmitResult.NO_ROOM
+        if not self.kv.admit(request.kv, [one.kv for one in self._slots.prefilling]):
             return AdmitResult.NO_ROOM
         self._slots.assign_slot(request)
         return AdmitResult.ADMITTED
@@ -189,7 +200,7 @@ class ReplicaScheduler:
         Returns:
             Whether a request was preempted; :meth:`admit` may still find too little room.
         """
-        if not self._plan.has_room(request) or not self.fits(request):
+        if not self.has_turn(request) or not self.fits(request):
             return False
         lesser = [one for one in self._slots.requests if outranks(request, one)]
         victim = preemption_victim(self._slots.in_the_way(request, lesser))
@@ -199,193 +210,127 @@ class ReplicaScheduler:
         return True
 
     def abandon(self, loss: Loss) -> Abandoned:
-        """Takes all requests off a lost replica; the loss may make suspects of those in unanswered steps."""
+        """Takes all requests off a lost replica; the loss may make suspects of those in unanswered plans."""
         accused = accuse(self._in_flight if loss.blames else (), self._slots.requests)
         suspects = accused.of_loss()
         return Abandoned(self._slots.clear(), suspects, suspects[0] if accused.alone else None)
 
     # ---- deciding ----
 
-    def step(self) -> StepPlan | None:
-        """Decides the next step.
-
-        Must not be called while an earlier plan's last result is outstanding; see :meth:`interrupt`.
+    def next_plan(self) -> StepPlan | None:
+        """Decides what the worker does next. Call it until it returns None.
 
         Returns:
-            The plan, or None if there is nothing to do.
+            The plan; None if the worker has enough plans, or there is nothing to do.
         """
-        prefilling, trials = self._slots.prefilling, self._slots.trials
-        (decoding,) = self._decoding.batches
-        work: Prefill | Decode | None = None
-        requests: Sequence[Request] = ()
-        batch: BatchRows | None = None
-        while work is None:
-            kind = self._interleave.choose(prefill=bool(prefilling), decode=bool(decoding.members or trials))
-            if kind is None:
-                break
-            if kind == "prefill":
-                requests = (prefilling[0],)
-                work = self._plan_chunk(requests[0], self._make_room)
-            elif trials and (self._trial_due or not decoding.members):
-                self._trial_due = False
-                requests = (trials[0],)
-                work = self._plan_trial(requests[0])
-            else:
-                self._trial_due = True
-                batch = decoding.prepare(self._make_room)
-                requests = batch.requests
-                work = self._plan_decode(decoding)
-        if work is None and not self._copies and not self._plan.releases:
+        if self._draining or (self._last_is_suspect and self._in_flight):
             return None
-        return self._send(work, requests, batch)
+        depth = 1 if self._slots.has_suspects else self._depth
+        waits = len(self._in_flight) >= depth
+        # Decode work of several steps can be ended for a chunk, or for a request that joins.
+        interrupts = depth > 1 and self._in_flight.decodes_on
+        if waits and not interrupts:
+            return None
+        while True:
+            preempted = self.stats.preemptions.total()
+            plan = self._chunk(interrupts)
+            if plan is None and not (waits and not self._decoding.has_joined):
+                plan = self._trial() or self._decode(interrupts and self._decoding.has_joined)
+            if plan is not None:
+                return plan
+            if self.stats.preemptions.total() == preempted:
+                break  # else the request was preempted itself: there may be other work
+        if not self._in_flight and (self.kv.copies or self._changes.releases):
+            return self._send(None, ())
+        return None
 
-    def interrupt(self) -> StepPlan | None:
-        """Ends a lease that is in flight if there is a chunk to prefill or a slot to release or assign.
+    @property
+    def _last_is_suspect(self) -> bool:
+        return any(one.suspect for step in self._in_flight for one in step.requests[:1])
 
-        Returns:
-            A plan with the chunk if it is a chunk's turn, else without work. The worker takes it up after its
-            current step, which is then the last of the lease.
-        """
-        if not self._in_flight.leasing:
+    def _chunk(self, interrupts: bool) -> StepPlan | None:
+        """Returns a plan with a chunk, if it is a chunk's turn and there is room."""
+        request = next_to_prefill(self._may_prefill(), self.stats.plans)
+        if request is None:
             return None
-        # This may run in the middle of a dispatch, so nothing may be preempted.
-        if not self._draining and (plan := self._chunk_behind()) is not None:
-            return plan
-        if not (self._slots.prefilling or self._plan.releases or self._plan.admits):
+        tokens = min(self.shapes.chunk, request.num_ungranted)
+        if self._decoding and not self._turns.prefill_due(request, self._clock()):
             return None
-        return self._send(None, ())
-
-    def plan_ahead(self, *, may_preempt: bool = False) -> StepPlan | None:
-        """Decides the step behind the only plan in flight, so that the worker need not wait for it.
-
-        Call it after :meth:`interrupt`. Nothing is preempted (``may_preempt`` is for a pipeline), and nothing
-        depends on a result that is missing: a chunk follows a decode step or an earlier chunk, a decode step
-        of other requests follows a chunk, or a lease is renewed.
-
-        Returns:
-            The plan, or None if it must wait for results.
-        """
-        del may_preempt
-        step = self._in_flight.alone
-        if not self._plans_ahead or self._draining or step is None or step.alone or self._slots.trials:
+        start, end = request.granted, request.granted + tokens
+        if not self._make_room(request, end):
             return None
-        match step.plan.work:
-            case Prefill() as chunk:
-                if not self._decoding or self._interleave.prefill_due:
-                    return self._next_chunk(step, chunk)
-                return self._decode_behind(step, 0)
-            case Decode(lease=lease):
-                if lease == 1 and (plan := self._chunk_behind()) is not None:
-                    return plan
-                left = lease - step.num_results
-                return self._decode_behind(step, left) if left <= max(self._max_lease // 2, 1) else None
-            case _:
-                return None
-
-    def _chunk_behind(self) -> StepPlan | None:
-        """Returns a plan with a chunk, if it is a chunk's turn; nothing is preempted for it."""
-        prefilling = self._slots.prefilling
-        # A suspect's chunk waits: nothing else may be in question if it fails.
-        if not prefilling or prefilling[0].suspect or not self._interleave.prefill_due:
-            return None
-        requests = (prefilling[0],)
-        if (chunk := self._plan_chunk(requests[0], self._grow)) is None:
-            return None
-        self._interleave.choose(prefill=True, decode=True)
-        return self._send(chunk, requests)
-
-    def _decode_behind(self, step: InFlight, num_steps: int) -> StepPlan | None:
-        """Returns a plan with the next decode steps of the batch, ``num_steps`` of which are in flight.
-
-        Behind these, it runs only if they run to their end; its blocks stay with their requests either way.
-        """
-        (decoding,), slots = self._decoding.batches, self._slots
-        # A row that has left may end a lease; a chunk is of another request.
-        if (num_steps and step.left) or (slots.prefilling and self._interleave.prefill_due):
-            return None
-        # Sequences of a request can share a window that slides in place only while nothing is in flight.
-        if self.kv.slides_in_place and any(request.group is not None for request in step.requests):
-            return None
-        batch = BatchRows()
-        if decoding.reserve_next(self._grow, behind=num_steps):
-            batch = decoding.prepare(self._make_room, behind=num_steps)
-        if not batch.requests:
-            decoding.withdraw(num_steps)
-            return None
-        self._interleave.choose(prefill=bool(slots.prefilling), decode=True)
-        return self._send(
-            self._plan_decode(decoding, num_steps), batch.requests, batch, continues=num_steps > 0
-        )
-
-    def _next_chunk(self, step: InFlight, chunk: Prefill) -> StepPlan | None:
-        """Returns a plan with the chunk behind one that runs, if a chunk follows in any case."""
-        request = step.requests[0]
-        if chunk.slot in step.left:
-            return None
-        last = chunk.num_tokens == request.num_to_prefill
-        if last and not self._interleave.prefill_due:
-            return None  # the request decodes next
-        following = next((one for one in self._slots.prefilling if not last or one is not request), None)
-        if following is None or following.suspect:
-            return None
-        continues = following is request
-        # A window that slides in place may have to be kept before the next chunk moves it.
-        if continues and self.kv.slides_in_place:
-            return None
-        work = self._plan_chunk(following, self._grow, behind=chunk.num_tokens if continues else 0)
-        if work is None:
-            return None
-        self._interleave.choose(prefill=True, decode=bool(self._decoding))
-        return self._send(work, (following,), continues=continues)
-
-    def _send(
-        self, work: Prefill | Decode | None, requests: Sequence[Request], batch: BatchRows | None = None, *,
-        continues: bool = False,
-    ) -> StepPlan:  # fmt: skip
-        """Returns the plan with this work and everything that comes before it."""
-        copies = self._copies.take()
-        suspect = requests[0] if len(requests) == 1 and requests[0].suspect else None
-        place = self.adapters.take_placements(self._plan.next_step)
-        self.stats.count_plan(work is not None, len(place), ahead=bool(self._in_flight))
-        plan, refused = self._plan.build(work, copies, suspect, place=place, continues=continues)
-        if refused:
-            self._owner.released()  # the next plan has room again
-        self._in_flight.send(InFlight(plan, requests, copies, self._clock(), suspect is not None, batch))
+        assert request.slot is not None
+        work = Prefill(request.slot, start, tokens, sample=end == len(request.token_ids))
+        plan = self._send(work, (request,), interrupts=interrupts, context_tokens=end)
+        self._slots.chunk_sent(request, end)
+        self._turns.sent_chunk(self._stages_per_batch)
+        self._owner.released()  # another request may have its turn now
         return plan
 
-    def _plan_chunk(
-        self, request: Request, make_room: Callable[[Request, int], bool], *, behind: int = 0
-    ) -> Prefill | None:
-        """Returns a request's next chunk, ``behind`` tokens that run already; None if there is no room."""
-        assert request.slot is not None
-        start = request.kv.num_computed + behind
-        # A request resumes at a chunk boundary, so its chunks lie where a run without a prefix hit would put
-        # them.
-        end = start + min(self.shapes.chunk, request.num_to_prefill - behind)
-        if not make_room(request, end):
-            return None
-        return Prefill(request.slot, start, end - start, sample=end == len(request.token_ids))
+    def _may_prefill(self) -> Sequence[Request]:
+        """Returns the requests whose next chunk can be sent now."""
+        prefilling = self._slots.prefilling
+        if not self.kv.slides_in_place:
+            return prefilling
+        # A window that slides in place may have to be kept before the next chunk moves it.
+        return [one for one in prefilling if one.granted == one.kv.num_computed]
 
-    def _plan_trial(self, request: Request) -> Decode | None:
-        assert request.slot is not None
+    def _trial(self) -> StepPlan | None:
+        """Returns a plan with the decode step of a suspect, alone, if it is a suspect's turn."""
+        trials = self._slots.trials
+        if not trials or (self._decoding and not self._trial_due):
+            self._trial_due = True
+            return None
+        self._trial_due = False
+        request = trials[0]
         position = request.kv.num_computed
         if not self._make_room(request, position + 1):
             return None
-        return Decode((request.slot,), (position,), bucket_for(1, self.shapes.buckets), 1)
+        assert request.slot is not None
+        work = Decode((request.slot,), bucket_for(1, self.shapes.buckets))
+        return self._send(work, (request,), context_tokens=position + 1)
 
-    def _plan_decode(self, decoding: DecodeBatch, behind: int = 0) -> Decode | None:
-        """Returns the steps of a prepared batch, ``behind`` steps that are in flight; None if it is empty."""
-        rows = decoding.batch
-        if not rows.requests:
+    def _decode(self, interrupts: bool) -> StepPlan | None:
+        """Returns a plan with the next steps of the decode batch whose turn it is."""
+        if not self._decoding:
             return None
-        size = bucket_for(len(rows.requests), self.shapes.buckets)
-        return Decode(rows.slots, decoding.positions, size, self._lease(decoding, behind))
+        buckets = self.shapes.buckets
+        rows, steps = self._decoding.grant(self._most_steps(), buckets, self._grow, self._make_room)
+        if not steps:
+            return None
+        batch = rows.batch
+        per_result = max(1, min(steps, self._turns.steps_within(self._event_interval_s)))
+        work = Decode(batch.slots, bucket_for(len(batch.slots), buckets), steps, per_result)
+        self._turns.sent_steps(steps * self._stages_per_batch)
+        context = rows.context_tokens
+        return self._send(work, batch.requests, batch, interrupts=interrupts, context_tokens=context)
 
-    def _lease(self, decoding: DecodeBatch, behind: int) -> int:
-        """Returns how many decode steps may run in a row, with blocks reserved for all of them."""
-        if self._max_lease == 1 or self._slots.prefilling or self._slots.trials or self.num_deferred:
+    def _most_steps(self) -> int:
+        """Returns how many decode steps may run in a row: until other work has its turn."""
+        if self._slots.trials or self.num_deferred or self._decoding.num_active > 1:
             return 1
-        return decoding.reserve(self._max_lease, self._grow, behind=behind)
+        if self._slots.prefilling:
+            return min(self._lease_steps, self._turns.steps_before_chunk)
+        return self._lease_steps
+
+    @property
+    def _stages_per_batch(self) -> int:
+        """Pipeline stages for each decode batch that has requests."""
+        return self.shapes.stages // max(1, self._decoding.num_active)
+
+    def _send(
+        self, work: Prefill | Decode | None, requests: Sequence[Request], batch: BatchRows | None = None, *,
+        interrupts: bool = False, context_tokens: int = 0,
+    ) -> StepPlan:  # fmt: skip
+        """Returns the plan with this work and everything that comes before it."""
+        copies = self.kv.copies.take()
+        place = self.adapters.take_placements(self._changes.next_step)
+        self.stats.count_plan(work is not None, len(place), ahead=bool(self._in_flight))
+        plan = self._changes.build(
+            work, requests, copies, interrupts=interrupts, context_tokens=context_tokens, place=place
+        )
+        self._in_flight.send(InFlight(plan, requests, copies, self._clock(), batch))
+        return plan
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
         """Grows a running request's tables, preempting others if needed.
@@ -396,7 +341,7 @@ class ReplicaScheduler:
             running = self._slots.requests
             if len(running) == 1:
                 # An admitted request fits an empty replica, so kept windows are in the way.
-                if self._copies.drop_windows():
+                if self.kv.copies.drop_windows():
                     continue
                 if self._in_flight:
                     return False
@@ -413,14 +358,13 @@ class ReplicaScheduler:
         grown = self.kv.grow(request.kv, num_tokens)
         if grown is None:
             return False
-        self._plan.grow(request, grown)
+        self._changes.grow(request, grown)
         return True
 
-    def plan_afresh(self) -> None:
-        """Plans nothing ahead until nothing is in flight; the next plan then follows from results alone."""
+    def drain(self) -> None:
+        """Sends nothing until all plans are answered; the next one then follows from results alone."""
         self._draining = bool(self._in_flight)
-        for batch in self._decoding.batches:
-            batch.withdraw()
+        self._decoding.refresh()
 
     # ---- results ----
 
@@ -430,17 +374,20 @@ class ReplicaScheduler:
         Raises:
             Internal: if results and plans do not match; the replica's state is then unknown.
         """
-        step = self._in_flight.match(result, self._clock)
-        if isinstance(step.plan.work, Decode) and not self._in_flight.has_chunk_behind(step):
-            # The plan counted as one decode step when it was made.
-            if result.void:
-                self._interleave.withdraw()
-            elif step.num_results > 1 and result.error is None:
-                self._interleave.decoded()
-        if self._draining or result.void:
-            self._draining = bool(self._in_flight)
-        self._outputs.apply(step, result)
-        if self.adapters.answered(step.plan):  # an adapter may leave its host now
-            self._owner.released()
-        if self._kv_events.active:
-            self._kv_events.flush()
+        step = self._in_flight.match(result)
+        first, last = step.num_steps == result.num_steps, result.last or result.error is not None
+        self._turns.observe(step.plan.work, result)
+        self._outputs.apply(step, result, first=first)
+        if last:
+            if missing := step.num_left:
+                self._decoding.refresh()
+                if not self._in_flight.has_chunk_after(step):
+                    self._turns.take_back(missing)
+            self._in_flight.close(self._clock)
+            if result.error is not None:
+                self._draining = True
+            self._draining = self._draining and bool(self._in_flight)
+            if self.adapters.answered(step.plan):  # an adapter may leave its host now
+                self._owner.released()
+        if self.kv.events.active:
+            self.kv.events.flush()

@@ -31,6 +31,8 @@ class SharedPrefills:
         self._copies = copies
         self._stats = stats
         self._computing: dict[Awaited, Request] = {}
+        # The ids of requests that compute a prompt.
+        self._sources: set[str] = set()
         self._waiters: dict[Awaited, list[Request]] = {}
         # By request id.
         self._awaited: dict[str, Awaited] = {}
@@ -92,6 +94,7 @@ class SharedPrefills:
         waiting += [request for _, request in self._waiting_for_copies]
         self._waiters.clear()
         self._awaited.clear()
+        self._sources.clear()
         self._waiting_for_copies.clear()
         return waiting
 
@@ -99,6 +102,7 @@ class SharedPrefills:
 
     def start(self, request: Request) -> None:
         """Records that the request is going to compute the rest of its prompt."""
+        self._sources.add(request.request_id)
         keys, limit = self._prefixes.lookup_keys(request.kv)
         first, stride = request.kv.num_computed // self._prefixes.hash_block_size, self._prefixes.hit_stride
         for boundary in range(first + stride, limit + 1, stride):
@@ -121,6 +125,7 @@ class SharedPrefills:
 
     def prompt_computed(self, origin: Request) -> list[Request]:
         """Returns the requests that waited for the prompt of their group, which ``origin`` has computed."""
+        self._sources.discard(origin.request_id)
         return [] if origin.group is None else self._finish(origin.group)
 
     def copies_done(self, plan: int) -> list[Request]:
@@ -132,7 +137,10 @@ class SharedPrefills:
         return done
 
     def stop(self, request: Request) -> list[Request]:
-        """Stops the computation of a prompt; returns the requests that waited for the rest of it."""
+        """Stops the computation of a prompt, if it is under way; returns the requests that waited for its rest."""
+        if request.request_id not in self._sources:
+            return []
+        self._sources.remove(request.request_id)
         keys, limit = self._prefixes.lookup_keys(request.kv)
         awaited: list[Awaited] = [*keys[:limit]]
         if request.group is not None:

@@ -9,8 +9,8 @@ from typing import Protocol
 from protos.errors import Internal
 from scheduler_svc.adapters.device_slots import AdapterSlots
 from scheduler_svc.kv.cache import KvCache
-from scheduler_svc.replica.decode_batch import MicroBatches
-from scheduler_svc.replica.plans import PlanBuilder, StepsInFlight
+from scheduler_svc.replica.decode_rows import Decoding
+from scheduler_svc.replica.plans import Changes, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
 from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Event, Request, RequestState
@@ -48,7 +48,7 @@ class Slots:
     """Slots and the requests in them. Each request prefills, is on trial, or is in the decode batch."""
 
     def __init__(
-        self, max_num_seqs: int, kv: KvCache, adapters: AdapterSlots, decoding: MicroBatches, plan: PlanBuilder,
+        self, max_num_seqs: int, kv: KvCache, adapters: AdapterSlots, decoding: Decoding, changes: Changes,
         in_flight: StepsInFlight, shared: SharedPrefills, owner: RequestOwner, stats: SchedulerStats, clock: Callable[[], float],
     ) -> None:  # fmt: skip
         """Starts with all slots free.
@@ -58,7 +58,7 @@ class Slots:
             kv: has the requests' blocks.
             adapters: has their LoRA adapters.
             decoding: takes the requests that decode.
-            plan: learns of requests that get or release a slot.
+            changes: learns of requests that get or release a slot.
             in_flight: ignores results for released slots.
             shared: learns which prefixes are computed.
             owner: takes the requests that leave.
@@ -69,16 +69,16 @@ class Slots:
         self.adapters = adapters
         """The adapter slots of the device."""
         self._decoding = decoding
-        self._plan = plan
+        self._changes = changes
         self._in_flight = in_flight
         self._shared = shared
         self._owner = owner
         self._stats = stats
         self._clock = clock
         self.prefilling: list[Request] = []
-        """Requests with known tokens to compute, by rank."""
+        """Requests with known tokens that no chunk was sent for, by rank."""
         self.prefill_backlog = 0
-        """Tokens that `prefilling` still has to compute."""
+        """These tokens."""
         self.trials: list[Request] = []
         """Suspects whose next step is a decode step, which each of them runs alone."""
         self._slots: list[Request | None] = [None] * max_num_seqs
@@ -92,6 +92,11 @@ class Slots:
     def full(self) -> bool:
         """Whether no slot is free."""
         return not self._free_slots
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a request may have made a step fail."""
+        return bool(self.trials) or any(request.suspect for request in self.prefilling)
 
     @property
     def requests(self) -> list[Request]:
@@ -139,7 +144,7 @@ class Slots:
             self._stats.queue_s.observe(delivery.first_scheduled_s - delivery.accepted_s)
         if request.trace is not None:
             request.trace.runs(self._clock())
-        self._plan.admit(request)
+        self._changes.admit(request)
         self._owner.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
         if not request.num_to_prefill:
             self._start_decoding(request)
@@ -169,7 +174,7 @@ class Slots:
         Returns:
             False if there is no slot or too little room, or if ``origin``'s window has moved on.
         """
-        if self.full or not self._plan.has_room(request):
+        if self.full:
             return False
         if self._kv.slides_in_place and self._in_flight.runs(origin):
             return False
@@ -186,13 +191,26 @@ class Slots:
 
     # ---- prefilling ----
 
-    def prefilled(self, request: Request, num_tokens: int) -> bool:
-        """Counts a chunk that was run; returns whether it was the request's last, so that it decodes now."""
-        self.prefill_backlog -= num_tokens
+    def chunk_sent(self, request: Request, end: int) -> None:
+        """Notes that a chunk up to token ``end`` is sent.
+
+        After its last chunk a request decodes. Some wait for the chunk's result: a suspect, one from which other
+        sequences of its group continue, and one whose window, which slides in place, may have to be kept first.
+        """
+        self.prefill_backlog -= end - request.granted
+        request.granted = end
+        if request.num_ungranted:
+            return
+        self.prefilling.remove(request)
+        if not (request.suspect or request.can_fork or self._kv.slides_in_place):
+            self._decoding.add(request)
+
+    def prefilled(self, request: Request) -> bool:
+        """Returns whether the chunk that was answered is the request's last, so that it decodes now."""
         if request.num_to_prefill:
             return False
-        self.prefilling.remove(request)
-        self._start_decoding(request)
+        if request.state is RequestState.PREFILLING:
+            self._start_decoding(request)
         return True
 
     def _start_decoding(self, request: Request) -> None:
@@ -218,13 +236,15 @@ class Slots:
     def prefill_forced(self, request: Request) -> None:
         """Moves a decoding request back to prefill, for tokens that its grammar forced."""
         self._stop_decoding(request)
+        assert request.slot is not None
+        self._in_flight.ignore_slot(request.slot)  # what is sent skips it until its tokens are computed
         request.prefills_forced = True
         self._prefill(request)
 
     def _prefill(self, request: Request) -> None:
-        request.state = RequestState.PREFILLING
+        request.state, request.granted = RequestState.PREFILLING, request.kv.num_computed
         insort(self.prefilling, request, key=lambda one: one.rank)
-        self.prefill_backlog += request.num_to_prefill
+        self.prefill_backlog += request.num_ungranted
 
     # ---- giving up a slot ----
 
@@ -251,18 +271,18 @@ class Slots:
         slot = request.slot
         if slot is None:
             raise Internal(f"request {request.request_id} has no slot to release")
-        if request.state is RequestState.PREFILLING:
-            self.prefilling.remove(request)
-            self.prefill_backlog -= request.num_to_prefill
-            for waiter in self._shared.stop(request):
-                self._owner.requeue(waiter)
-        elif request.state is RequestState.DECODING:
+        for waiter in self._shared.stop(request):
+            self._owner.requeue(waiter)
+        if request.state is RequestState.DECODING:
             self._stop_decoding(request)
+        elif request.num_ungranted:
+            self.prefilling.remove(request)
+            self.prefill_backlog -= request.num_ungranted
         request.state = RequestState.WAITING
         self._priorities[request.priority] -= 1
         if not self._priorities[request.priority]:
             del self._priorities[request.priority]
-        self._plan.release(request, slot)
+        self._changes.release(request, slot)
         self._in_flight.ignore_slot(slot)
         self._slots[slot] = None
         self._free_slots.append(slot)

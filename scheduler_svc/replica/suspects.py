@@ -3,12 +3,11 @@
 A worker that dies or hangs leaves plans without an answer. Every request in their steps, and every request
 that they admit, is a suspect. So is every request of a step that failed. From then on, each plan that admits
 a suspect or computes for it contains no other request. One of its steps is answered, and the suspect is
-cleared; or the next one goes wrong, too, and no other request can be the reason. The plans behind a failed
-step may fail for the same reason, which counts once.
+cleared; or the next one goes wrong, too, and no other request can be the reason.
 """
 
 import enum
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from protos.errors import Internal
@@ -43,7 +42,7 @@ class Loss(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Accused:
-    """The live requests that may be the reason why steps were not answered, or failed."""
+    """The live requests that may be the reason why steps were not answered."""
 
     cleared_at: Mapping[Request, int]
     """The requests, each with the computed tokens that clear it."""
@@ -56,14 +55,6 @@ class Accused:
             request.worker_losses += 1
             request.cleared_at = max(reached, request.cleared_at)
         return list(self.cleared_at)
-
-    def of_failure(self, excused: Collection[Request]) -> list[Request]:
-        """Counts a failed step against the requests that are not excused; returns them."""
-        requests = [request for request in self.cleared_at if request not in excused]
-        for request in requests:
-            request.step_failures += 1
-            request.cleared_at = max(self.cleared_at[request], request.cleared_at)
-        return requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +89,20 @@ def killed_too_many(losses: int) -> Internal:
     )
 
 
+def blame(step: InFlight) -> list[Request]:
+    """Counts a failed step against the requests that are still in it; returns them."""
+    requests = [request for _, request in step.rows]
+    for request in requests:
+        request.step_failures += 1
+        request.cleared_at = max(_reached(step), request.cleared_at)
+    return requests
+
+
 def accuse(steps: Iterable[InFlight], running: list[Request]) -> Accused:
-    """Finds the requests that may be the reason for what became of some steps.
+    """Finds the requests that may be the reason why some steps were not answered.
 
     Args:
-        steps: plans that were not answered, or failed.
+        steps: plans that were not answered.
         running: the requests with a slot on the replica.
     """
     by_slot = {request.slot: request for request in running}
@@ -110,21 +110,21 @@ def accuse(steps: Iterable[InFlight], running: list[Request]) -> Accused:
     names: set[str] = set()
     cleared_at: dict[Request, int] = {}
     for step in steps:
-        work = step.plan.work
-        reached = work.start + work.num_tokens if isinstance(work, Prefill) else DECODING_CLEARS
         for request in step.requests:
             names.add(request.request_id)
-            cleared_at[request] = max(reached, cleared_at.get(request, 0))
-        for admission in step.plan.admit:
-            names.add(admission.request_id)
-            if admission.slot not in step.left and (admitted := by_slot.get(admission.slot)) is not None:
-                cleared_at.setdefault(admitted, 0)
+            cleared_at[request] = max(_reached(step), cleared_at.get(request, 0))
     live = {
         request: reached
         for request, reached in cleared_at.items()
         if request.state is not RequestState.FINISHED and not _runs_elsewhere(request, by_slot)
     }
     return Accused(live, alone=len(live) == len(names) == 1)
+
+
+def _reached(step: InFlight) -> int:
+    """Returns the computed tokens that clear a suspect of this step."""
+    work = step.plan.work
+    return work.start + work.num_tokens if isinstance(work, Prefill) else DECODING_CLEARS
 
 
 def _runs_elsewhere(request: Request, by_slot: Mapping[int | None, Request]) -> bool:

@@ -228,6 +228,8 @@ class Request:
     """Row in the worker's persistent batch; None without a slot."""
     replica_id: str | None = None
     """The replica that runs the request, or ran it last."""
+    granted: int = 0
+    """While its known tokens are prefilled: those computed once all chunks that were sent have run."""
     prefills_forced: bool = False
     """Whether the grammar forced the tokens to prefill, after decoded tokens."""
     worker_losses: int = 0
@@ -261,6 +263,11 @@ class Request:
     def num_to_prefill(self) -> int:
         """Known tokens left to prefill; a sequence that can fork runs the last in a decode step."""
         return len(self.token_ids) - self.can_fork - self.kv.num_computed
+
+    @property
+    def num_ungranted(self) -> int:
+        """Those of them that no chunk was sent for."""
+        return len(self.token_ids) - self.can_fork - self.granted
 
     @property
     def suspect(self) -> bool:

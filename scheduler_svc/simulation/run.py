@@ -235,7 +235,7 @@ def _description(times: StepTimes, max_context: int) -> WorkerDescription:
         model=model, device=_MODEL, limits=DeviceLimits(max_context, 1, unlimited, unlimited),
         groups=(KvGroup(GroupKind.FULL),), default_max_num_seqs=times.max_num_seqs,
         default_chunk=times.max_num_batched_tokens, default_block_size=times.block_size,
-        max_lease_steps=unlimited, packs_texts=False, plans_ahead=True, max_logprobs=0,
+        max_lease_steps=unlimited, packs_texts=False, max_logprobs=0,
         sampling_fields=frozenset(), lora=None, copies_blocks=True,
     )  # fmt: skip
 

@@ -43,15 +43,13 @@ class VirtualWorker:
         self._decode_s: dict[int, float] = {}
         # Plans without their last result; the first one runs.
         self._plans: deque[StepPlan] = deque()
-        self._index = 0
+        self._num_run = 0
         self._spent_s = 0.0
-        # The number of the last plan that ran whole.
-        self._whole = 0
 
     def wake(self) -> None:
-        """Sends what can be sent behind the step that runs; an idle worker needs :meth:`start`."""
+        """Sends what can be sent while a step runs; an idle worker needs :meth:`start`."""
         if self.ends_s is not None:
-            self._send_more(may_preempt=False)
+            self._fetch()
 
     def start(self) -> None:
         """Starts work if there is any and the worker is idle."""
@@ -60,51 +58,40 @@ class VirtualWorker:
 
     def finish(self) -> None:
         """Ends the current step, at its time, and starts the next one."""
-        plan, index = self._plans[0], self._index
+        plan, work = self._plans[0], self._plans[0].work
         self.ends_s = None
-        lease = plan.work.lease if isinstance(plan.work, Decode) else 1
-        last = index + 1 == lease or any(not newer.continues for newer in list(self._plans)[1:])
+        self._num_run += 1
+        most = work.steps if isinstance(work, Decode) else 1
+        last = self._num_run == most or any(newer.interrupts for newer in list(self._plans)[1:])
         tokens: tuple[int, ...] = ()
-        if isinstance(plan.work, Decode):
-            tokens = (7,) * len(plan.work.slots)
-        elif isinstance(plan.work, Prefill) and plan.work.sample:
+        if isinstance(work, Decode):
+            tokens = (7,) * len(work.slots)
+        elif isinstance(work, Prefill) and work.sample:
             tokens = (7,)
         if last:
             self._plans.popleft()
-            self._index = 0
-            self._whole = plan.step if index + 1 == lease else self._whole
-        else:
-            self._index += 1
-        self.scheduler.update(
-            StepResult(plan.step, tokens, last=last, lease_index=index, execute_us=int(self._spent_s * 1e6))
-        )
+            self._num_run = 0
+        self.scheduler.update(StepResult(plan.step, tokens, last=last, execute_us=int(self._spent_s * 1e6)))
         self._next()
 
     def _next(self) -> None:
         """Fetches plans and starts the next step, if there is one."""
         while True:
             self._dispatch()
+            self._fetch()
             if not self._plans:
-                if self.scheduler.has_pending or (plan := self.scheduler.step()) is None:
-                    return
-                self._plans.append(plan)
-            self._send_more(may_preempt=True)
+                return
             plan = self._plans[0]
-            void = plan.continues and self._index == 0 and self._whole != plan.step - 1
-            if plan.work is not None and not void:
+            if plan.work is not None:
                 break
             self._plans.popleft()
-            if not void:
-                self._whole = plan.step
-            self.scheduler.update(StepResult(plan.step, void=void))
+            self.scheduler.update(StepResult(plan.step, num_steps=0))
         self._spent_s = self._duration(plan)
         self.busy_s += self._spent_s
         self.ends_s = self._clock() + self._spent_s
 
-    def _send_more(self, *, may_preempt: bool) -> None:
-        if (plan := self.scheduler.interrupt()) is not None:
-            self._plans.append(plan)
-        while (plan := self.scheduler.plan_ahead(may_preempt=may_preempt)) is not None:
+    def _fetch(self) -> None:
+        while (plan := self.scheduler.next_plan()) is not None:
             self._plans.append(plan)
 
     def _duration(self, plan: StepPlan) -> float:

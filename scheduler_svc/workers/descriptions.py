@@ -61,11 +61,9 @@ class WorkerDescription:
     default_block_size: int
     """Tokens of a KV block that the device usually runs with."""
     max_lease_steps: int
-    """Decode steps that one lease may span."""
+    """Decode steps that one plan may allow."""
     packs_texts: bool
     """Whether a pooling step may hold texts of any length beside each other."""
-    plans_ahead: bool
-    """Whether the worker takes a plan before the last result of the one before."""
     max_logprobs: int
     """Most log-probabilities per token."""
     sampling_fields: frozenset[str]
@@ -110,7 +108,6 @@ def description_from_proto(message: worker_pb2.DescribeResponse) -> WorkerDescri
         default_block_size=message.default_block_size,
         max_lease_steps=max(1, message.max_lease_steps),
         packs_texts=message.packs_texts,
-        plans_ahead=message.plans_ahead,
         max_logprobs=message.max_logprobs,
         sampling_fields=frozenset(message.sampling_fields),
         lora=_lora_from_proto(message),

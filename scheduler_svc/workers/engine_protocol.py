@@ -28,10 +28,6 @@ class StepScheduler(Protocol):
     """The scheduler of one replica, as the step loop drives it."""
 
     @property
-    def has_pending(self) -> bool:
-        """Whether results of plans are outstanding."""
-
-    @property
     def num_running(self) -> int:
         """Requests that have a slot."""
 
@@ -39,17 +35,11 @@ class StepScheduler(Protocol):
     def is_busy(self) -> bool:
         """Whether requests run here, or wait for one that does."""
 
-    def step(self) -> StepPlan | None:
-        """Plans the next step; returns None if there is nothing to do."""
+    def next_plan(self) -> StepPlan | None:
+        """Decides what the worker does next; None if it has enough plans, or there is nothing to do."""
 
-    def interrupt(self) -> StepPlan | None:
-        """Returns a plan that ends the running lease, if there is other work to do."""
-
-    def plan_ahead(self, *, may_preempt: bool = False) -> StepPlan | None:
-        """Returns the next plan behind those in flight, if the worker should have it by now."""
-
-    def plan_afresh(self) -> None:
-        """Plans nothing ahead until nothing is in flight; the next plan then follows from results alone."""
+    def drain(self) -> None:
+        """Sends nothing until all plans are answered; the next one then follows from results alone."""
 
     def update(self, result: StepResult) -> None:
         """Delivers the result of a plan."""

@@ -20,10 +20,8 @@ _FEWEST = 4
 class Stall(enum.Enum):
     """The kind of a stall; the value is its name in logs and metrics."""
 
-    VOID = "void"
-    """Plans whose work does not run."""
     EMPTY = "empty"
-    """Plans without work."""
+    """Plans without work, or whose work is skipped."""
     UNPLANNED = "unplanned"
     """Nothing: its scheduler makes no plan."""
 

@@ -19,11 +19,10 @@ from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
-from scheduler_svc.policy.rules import Interleave
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.pooling.engine import PoolEngine, PoolReplica
 from scheduler_svc.pooling.scheduler import PoolScheduler
 from scheduler_svc.pooling.tasks import MOST_VALUES, PooledModel
-from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits
 from scheduler_svc.requests.sampling import Grammar
@@ -168,16 +167,20 @@ class GeneratingReplicas:
             max_logprobs=description.max_logprobs,
             eos_token_ids=description.model.eos_token_ids,
         )
-        make_scheduler = PipelineScheduler if shapes.stages > 1 else ReplicaScheduler
-        scheduler = make_scheduler(
+        settings = self._settings
+        scheduler = ReplicaScheduler(
             shapes,
             self._make_cache(shapes, description, num_blocks),
             self.engine,
-            Interleave(self._settings.decode_steps_per_chunk),
+            Turns(
+                settings.decode_steps_per_chunk,
+                ttft_target_s=settings.ttft_target_ms * 1e-3,
+                itl_target_s=settings.itl_target_ms * 1e-3,
+            ),
             clock=self._clock,
             observe_batch=self._histogram.observe,
-            max_lease=min(self._settings.lease_steps, description.max_lease_steps),
-            plans_ahead=description.plans_ahead,
+            lease_steps=min(settings.lease_steps, description.max_lease_steps),
+            event_interval_s=settings.event_interval_ms * 1e-3,
             adapter_slots=description.lora.max_loras if description.lora else 0,
         )
         registry = self.engine.adapters.registry

@@ -99,7 +99,7 @@ class StepBudgets:
         parameters = 0
         for slot in slots_of(plan.work):
             parameters |= self._parameters.get(slot, 0)
-        graph, context = _graph_of(plan.work)
+        graph, context = _graph_of(plan.work), plan.context_tokens.bit_length()
         kind = graph, context, parameters, bool(plan.copies)
         usual = self._usual.get(kind)
         if usual is None:
@@ -112,17 +112,17 @@ class StepBudgets:
         return usual
 
 
-def _graph_of(work: Work | None) -> tuple[Hashable, int]:
-    """Returns the graph that the work runs and the binary logarithm of its context."""
+def _graph_of(work: Work | None) -> Hashable:
+    """Returns the graph that the work runs."""
     match work:
-        case Prefill(_, start, _, sample):
-            return ("prefill", sample), start.bit_length()
-        case Decode(_, positions, bucket):
-            return ("decode", bucket), sum(positions).bit_length()
-        case Pool(_, shape):
-            return ("pool", shape), 0
+        case Prefill(sample=sample):
+            return "prefill", sample
+        case Decode(bucket=bucket):
+            return "decode", bucket
+        case Pool(shape=shape):
+            return "pool", shape
         case None:
-            return None, 0
+            return None
 
 
 class Deadline:

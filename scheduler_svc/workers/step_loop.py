@@ -9,9 +9,9 @@ from typing import cast
 import grpc.aio
 from structlog.typing import FilteringBoundLogger
 
-from protos.errors import InvalidArgument, TriptychError, Unavailable
+from protos.errors import InvalidArgument, Unavailable
 from protos.step_messages import plan_to_proto, result_from_proto
-from protos.steps import Prefill, StepPlan
+from protos.steps import StepPlan
 from protos.triptych.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.workers.engine_protocol import StepScheduler
 from scheduler_svc.workers.losses import FailedSteps
@@ -75,14 +75,12 @@ class StepLoop:
         self._deadline: Deadline
         # The plans without their last result, each with the usual time of its steps.
         self._sent: deque[tuple[StepPlan, UsualTime]] = deque()
-        # Plans with a chunk behind one of the same prompt that failed: they fail for the same reason.
-        self._behind_failed: set[int] = set()
-        # Set when a step is overdue, just before the call is cancelled.
-        self._overdue: Hung | None = None
+        # Set when a step is overdue, or planning failed, just before the call is cancelled.
+        self._failure: Exception | None = None
         self._work = asyncio.Event()
-        # Sends plans behind the one in flight; set while results are outstanding.
-        self._interrupt: Callable[[], None] | None = None
-        # The last write of a plan that another one was in flight before.
+        # Sends the plans that the worker should have by now; set while results are outstanding.
+        self._send_more: Callable[[], None] | None = None
+        # The write of the latest plan.
         self._writing: asyncio.Future[None] | None = None
         self._leaving = False
 
@@ -92,10 +90,10 @@ class StepLoop:
         self._work.set()
 
     def wake(self) -> None:
-        """Signals new work: wakes an idle loop, or sends what can be sent behind the plan in flight."""
+        """Signals new work: wakes an idle loop, or sends what can be sent while plans are in flight."""
+        if self._send_more is not None and not self._work.is_set():
+            asyncio.get_running_loop().call_soon(self._send_more)
         self._work.set()
-        if self._interrupt is not None:
-            self._interrupt()
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator["_Call"]:
@@ -145,15 +143,33 @@ class StepLoop:
         call.add_done_callback(lambda _: self._work.set())
         self._budgets = StepBudgets(self._step_timeout_s, first_step_timeout_s)
         self._deadline = Deadline(lambda: self._give_up(call))
+
+        def send_more() -> None:
+            if self._send_more is None:
+                return
+            try:
+                self._send_all(call, scheduler)
+            except Exception as error:  # noqa: BLE001 - it ends this loop, as it would without a wake
+                self._failure = error
+                call.cancel()
+
         try:
-            while not self._leaving:
-                await self._step(call, scheduler)
+            while not (self._leaving and not self._sent):
+                self._send_all(call, scheduler)
+                if not self._sent:
+                    await self._idle(call, scheduler)
+                    continue
+                self._send_more = send_more
+                try:
+                    await self._deliver(call, scheduler)
+                finally:
+                    self._send_more = None
             raise Left("the worker leaves")
         except asyncio.CancelledError:
             # A cancelled call raises the same as a cancelled task.
-            if self._overdue is None:
+            if self._failure is None:
                 raise
-            raise self._overdue from None
+            raise self._failure from None
         finally:
             self._deadline.close()
             call.cancel()
@@ -161,48 +177,19 @@ class StepLoop:
                 self._writing.cancel()
                 await asyncio.gather(self._writing, return_exceptions=True)
 
-    async def _step(self, call: "_Call", scheduler: StepScheduler) -> None:
-        """Runs one plan to its last result, or idles if there is nothing to do."""
+    def _send_all(self, call: "_Call", scheduler: StepScheduler) -> None:
+        """Gives waiting requests to replicas, and sends the plans that the worker should have by now."""
+        self._work.set()  # a wake meanwhile changes nothing
         self._dispatch()
-        plan = scheduler.step()
-        if plan is None:
-            self._work.clear()
-            await self._idle(call, scheduler)
-            return
-        usual = self._budgets.of(plan)
-        self._sent.append((plan, usual))
-        self._deadline.set(usual.budget_s)
-        await self._write(call, plan)
-        self._interrupt = lambda: self._send_more(call, scheduler)
-        self._interrupt()  # work may have arrived while the plan was being written
-        try:
-            await self._deliver(call, scheduler)
-            while scheduler.has_pending:
-                self._dispatch()
-                self._work.set()
-                self._send_more(call, scheduler, may_preempt=True)
-                await self._deliver(call, scheduler)
-        finally:
-            self._interrupt = None
-        if self._writing is not None:
-            written, self._writing = self._writing, None
-            await written
+        while not self._leaving and (plan := scheduler.next_plan()) is not None:
+            usual = self._budgets.of(plan)
+            if not self._sent:
+                self._deadline.set(usual.budget_s)
+            self._sent.append((plan, usual))
+            self._writing = asyncio.ensure_future(self._write_after(self._writing, call, plan))
+        self._work.clear()
 
-    def _send_more(self, call: "_Call", scheduler: StepScheduler, *, may_preempt: bool = False) -> None:
-        """Sends the plans that the worker should have by now, behind those in flight."""
-        if (plan := scheduler.interrupt()) is not None:
-            self._send_behind(call, plan)
-        while not self._leaving and (plan := scheduler.plan_ahead(may_preempt=may_preempt)) is not None:
-            self._send_behind(call, plan)
-
-    def _send_behind(self, call: "_Call", plan: StepPlan) -> None:
-        """Sends a plan while another is in flight."""
-        self._sent.append((plan, self._budgets.of(plan)))
-        self._writing = asyncio.ensure_future(self._write_behind(self._writing, call, plan))
-
-    async def _write_behind(
-        self, earlier: asyncio.Future[None] | None, call: "_Call", plan: StepPlan
-    ) -> None:
+    async def _write_after(self, earlier: asyncio.Future[None] | None, call: "_Call", plan: StepPlan) -> None:
         if earlier is not None:
             await earlier  # a call takes one write at a time
         await self._write(call, plan)
@@ -215,44 +202,32 @@ class StepLoop:
     async def _deliver(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Waits for the next result and delivers it."""
         plan, usual = self._sent[0]
-        # A worker may launch the plan behind before it answers this one. The time runs from the answer to the
-        # plan before: from then on, this one waits for no other, also on a pipeline.
+        # A worker may launch the next plan before it answers this one. The time runs from the answer to the plan
+        # before: from then on, this one waits for no other, also on a pipeline.
         self._deadline.set(max(other.budget_s for _, other in self._sent))
         answer = await call.read()
         seconds = self._deadline.answered()
         if answer is grpc.aio.EOF:
             raise await _end_of(call)
         result = result_from_proto(cast("worker_pb2.StepResult", answer))
-        if not result.void:
+        if result.num_steps:
             # A result may have lain here for a while, so the time of the worker counts, too.
-            usual.observe(max(seconds, result.execute_us * 1e-6))
+            usual.observe(max(seconds, result.execute_us * 1e-6) / result.num_steps)
         if result.last:
             self._sent.popleft()
         if result.error is not None:
             self._log.error("step_failed", step=result.step, error=result.error.message)
-        if result.error is not None or (plan.work is not None and not result.void):
+        if result.error is not None or result.num_steps:
             self._progress.computed()
         else:
             # Before the update: the requests of a lost replica's unanswered plans are suspects.
-            self._note_idle(scheduler, Stall.VOID if result.void else Stall.EMPTY)
+            self._note_idle(scheduler, Stall.EMPTY)
         scheduler.update(result)
-        if result.error is not None:
-            self._count_failure(plan, result.error)
-        elif plan.work is not None and not result.void:
-            self._failed_steps.succeeded()
-
-    def _count_failure(self, plan: StepPlan, error: TriptychError) -> None:
-        """Counts a failed step against the worker, unless a request or an earlier failure explains it."""
-        explained = plan.step in self._behind_failed
-        later = {other.step: other.work for other, _ in self._sent if other.step > plan.step}
-        self._behind_failed.intersection_update(later)
-        if isinstance(plan.work, Prefill):
-            slot = plan.work.slot
-            self._behind_failed.update(
-                step for step, work in later.items() if isinstance(work, Prefill) and work.slot == slot
-            )
-        if not explained and not isinstance(error, InvalidArgument):
-            self._failed_steps.failed(error.message)
+        if result.error is None:
+            if result.num_steps:
+                self._failed_steps.succeeded()
+        elif not isinstance(result.error, InvalidArgument):
+            self._failed_steps.failed(result.error.message)
 
     def _note_idle(self, scheduler: StepScheduler, stall: Stall) -> bool:
         """Notes that nothing was computed; starts over if that is a stall, and returns whether it is."""
@@ -262,12 +237,12 @@ class StepLoop:
         stalled = self._progress.idled(stall, in_flight=len(self._sent))
         if stalled:
             self._log.error("no_progress", reason=stall.value, running=scheduler.num_running)
-            scheduler.plan_afresh()
+            scheduler.drain()
         return stalled
 
     async def _idle(self, call: "_Call", scheduler: StepScheduler) -> None:
         """Waits for work, or for the worker to end the stream."""
-        if self._note_idle(scheduler, Stall.UNPLANNED):
+        if self._note_idle(scheduler, Stall.UNPLANNED) or self._leaving:
             return
         if not call.done():
             with suppress(TimeoutError):
@@ -279,7 +254,7 @@ class StepLoop:
     def _give_up(self, call: "_Call") -> None:
         """Ends the call of a worker that hangs."""
         plan, _ = self._sent[0]
-        self._overdue = Hung(
+        self._failure = Hung(
             f"step {plan.step} was not answered within {self._deadline.budget_s:g} s; the worker hangs"
         )
         call.cancel()

@@ -7,32 +7,23 @@ from dataclasses import replace
 from protos.steps import Decode, StepPlan, StepResult, slots_of
 
 
-def next_leased(plan: StepPlan) -> StepPlan:
-    """Returns the next step of a leasing plan: one position further, with nothing else to do."""
-    assert isinstance(plan.work, Decode)
-    positions = tuple(position + 1 for position in plan.work.positions)
-    return StepPlan(plan.step, replace(plan.work, positions=positions))
-
-
-def one_token_for_each(plan: StepPlan, result: StepResult) -> bool:
-    """Whether a result has one token for each slot of the plan's work, in either form."""
-    outputs = {output.slot: output for output in result.outputs}
-    return len(result.token_ids or outputs) == len(slots_of(plan.work)) and all(
-        len(output.token_ids) == 1 and output.error is None for output in outputs.values()
+def goes_on(plan: StepPlan, result: StepResult) -> bool:
+    """Whether a decode step ends no work: each slot of the plan got one token, or was skipped."""
+    return result.error is None and all(
+        len(output.token_ids) == 1 and output.error is None for output in result.outputs
     )
 
 
 class SimulatedWorker:
-    """Runs plans in order, each step of a lease by itself, as `worker_svc.api.leases` does."""
+    """Runs plans in order, step by step, as `worker_svc.api.plan_runner` does."""
 
     def __init__(self, run_step: Callable[[StepPlan], StepResult]) -> None:
+        """Starts without plans; `run_step` applies a plan and runs one step of its work."""
         self._run_step = run_step
         self._waiting: deque[StepPlan] = deque()
-        # The next step of the plan that runs, and its index in the lease.
+        # The plan that runs, and how many of its steps have run.
         self._running: StepPlan | None = None
-        self._index = 0
-        # The number of the last plan that ran whole.
-        self._whole = 0
+        self._num_run = 0
 
     @property
     def has_work(self) -> bool:
@@ -44,21 +35,20 @@ class SimulatedWorker:
         self._waiting.append(plan)
 
     def run(self) -> StepResult:
-        """Runs one step, or passes over a plan that is void."""
+        """Runs one step."""
         if self._running is None:
-            self._running, self._index = self._waiting.popleft(), 0
-            if self._running.continues and self._whole != self._running.step - 1:
-                plan, self._running = self._running, None
-                result = self._run_step(replace(plan, work=None))
-                return replace(result, void=result.error is None)
-        plan, index = self._running, self._index
-        lease = plan.work.lease if isinstance(plan.work, Decode) else 1
-        result = self._run_step(plan)
-        jumped = any(len(output.token_ids) > 1 for output in result.outputs)
-        ended = index + 1 == lease
-        if ended and not jumped and result.error is None:
-            self._whole = plan.step
-        superseded = any(not newer.continues for newer in self._waiting)
-        last = ended or superseded or not one_token_for_each(plan, result)
-        self._running, self._index = None if last else next_leased(plan), index + 1
-        return replace(result, lease_index=index, last=last)
+            self._running, self._num_run = self._waiting.popleft(), 0
+        plan = self._running
+        first = self._num_run == 0
+        result = self._run_step(plan if first else StepPlan(plan.step, plan.work))
+        self._num_run += 1
+        most = plan.work.steps if isinstance(plan.work, Decode) else 1
+        last = (
+            self._num_run == most
+            or not result.num_steps
+            or any(newer.interrupts for newer in self._waiting)
+            or not goes_on(plan, result)
+            or len(slots_of(plan.work)) != len(result.token_ids or result.outputs)
+        )
+        self._running = None if last else plan
+        return replace(result, last=last)

@@ -19,8 +19,7 @@ from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
 from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
-from scheduler_svc.policy.rules import Interleave
-from scheduler_svc.replica.pipeline import PipelineScheduler
+from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
@@ -194,20 +193,16 @@ class Rig:
     streams: list[StreamSink] = field(init=False)
     now: float = 0.0
     """Reading of the clock."""
-    max_lease: int = 1
+    lease_steps: int = 1
     """Decode steps that a plan may allow."""
-    plans_ahead: bool = False
-    """Whether leases are renewed before they end."""
+    depth: int | None = None
+    """Plans that the worker may have at once."""
     lag: int = 0
     """Results that the worker has sent and the scheduler has not read."""
     dispatches: bool = True
     """Whether waiting requests may get a slot while results are outstanding."""
-    interrupts: list[StepPlan] = field(default_factory=list)
-    """Plans that ended a lease."""
-    renewals: list[StepPlan] = field(default_factory=list)
-    """Plans that were sent behind others."""
     sent: Callable[[], None] = lambda: None
-    """Called when a plan was sent behind others."""
+    """Called when a plan was sent."""
     kills: Callable[[Moment], bool] = nothing_kills
     """Whether the device dies instead of doing this; the next one starts at once."""
     fails: Callable[[Moment], bool] = nothing_fails
@@ -219,11 +214,15 @@ class Rig:
     failers: list[str] = field(default_factory=list)
     """The sequences that made a step fail, in order."""
     faults: int = 0
-    """Failed steps, without the plans that were in flight behind one and failed, too."""
+    """Failed steps."""
     killers: list[str] = field(default_factory=list)
     """The sequences that killed a device, in order."""
     meanwhile: Callable[[], None] = lambda: None
     """Called while each step runs."""
+    most_plans: int = 1
+    """Plans of one :meth:`step`."""
+    plans: list[StepPlan] = field(default_factory=list)
+    """The plans of the last :meth:`step`."""
     adapter_slots: int = 0
     max_cpu_loras: int = 0
     sources: dict[str, str | TriptychError] = field(default_factory=dict)
@@ -236,14 +235,11 @@ class Rig:
 
     def __post_init__(self) -> None:
         self.streams = [StreamSink(self.sinks) for _ in range(self.num_streams)]
-        # The last plan that was in flight when a step failed.
-        self._fault_ends = 0
 
     def start(self) -> None:
         """Attaches an empty replica."""
         blocks = [self.num_blocks] * len(self.groups) if isinstance(self.num_blocks, int) else self.num_blocks
         kv = KvCache(self.shapes, self.groups, blocks, model="m", options=self.options)
-        self._fault_ends = 0
         # These may be set later.
         kills, fails = (lambda one: self.kills(one)), (lambda one: self.fails(one))  # noqa: PLW0108
         refuses, reports = (lambda one: self.refuses(one)), (lambda one: self.reports(one))  # noqa: PLW0108
@@ -253,10 +249,9 @@ class Rig:
             self.shapes, self.groups, kills=kills, fails=fails, refuses=refuses, reports=reports,
             num_adapter_slots=self.adapter_slots, hosted=self.hosted,
         )  # fmt: skip
-        make_scheduler = PipelineScheduler if self.shapes.stages > 1 else ReplicaScheduler
-        self.scheduler = make_scheduler(
-            self.shapes, kv, self.engine, Interleave(self.ratio), clock=lambda: self.now,
-            max_lease=self.max_lease, plans_ahead=self.plans_ahead, adapter_slots=self.adapter_slots,
+        self.scheduler = ReplicaScheduler(
+            self.shapes, kv, self.engine, Turns(self.ratio), clock=lambda: self.now,
+            lease_steps=self.lease_steps, adapter_slots=self.adapter_slots, depth=self.depth,
         )  # fmt: skip
         host = AdapterHost(self.max_cpu_loras, self.loads.append, self.hosted.__delitem__)
         lora = host if self.adapter_slots else None
@@ -307,39 +302,33 @@ class Rig:
 
         self.meanwhile = meanwhile
 
-    def step(self) -> StepPlan | None:
-        self.engine.dispatch()
+    def step(self) -> list[StepPlan]:
+        """Runs until nothing is in flight; returns the plans that were sent."""
         if self.loads_at_once:
             self.answer_loads()
-        plan = self.scheduler.step()
-        if plan is None:
-            return None
+        self.plans: list[StepPlan] = []
         jump = self.device.jump
         try:
-            self.answer(plan)
+            self._step()
         except DeviceLostError as killer:
             self.killers.append(str(killer))
             self.replace_replica()
             self.device.jump = jump
-        return plan
+        return self.plans
 
-    def answer(self, plan: StepPlan) -> int:
-        """Runs plans until all are answered, as a worker and its driver do; returns this plan's steps."""
-        worker, results, count = SimulatedWorker(self._run), deque[StepResult](), 0
-        worker.take(plan)
-        while self.scheduler.has_pending:
-            self.meanwhile()
-            if self.dispatches:
+    def _step(self) -> None:
+        worker, results = SimulatedWorker(self._run), deque[StepResult]()
+        while True:
+            if self.scheduler.has_pending:
+                self.meanwhile()
+            if self.dispatches or not self.scheduler.has_pending:
                 self.engine.dispatch()
-            if (newer := self.scheduler.interrupt()) is not None:
-                self.interrupts.append(newer)
-                worker.take(newer)
-            # As after a result; an arrival may come in the middle of a dispatch, which preempts nothing.
-            for may_preempt in (False, True):
-                while (newer := self.scheduler.plan_ahead(may_preempt=may_preempt)) is not None:
-                    self.sent()
-                    self.renewals.append(newer)
-                    worker.take(newer)
+            while len(self.plans) < self.most_plans and (plan := self.scheduler.next_plan()) is not None:
+                self.plans.append(plan)
+                self.sent()
+                worker.take(plan)
+            if not self.scheduler.has_pending:
+                return
             try:
                 while worker.has_work and len(results) <= self.lag:
                     results.append(worker.run())
@@ -347,25 +336,22 @@ class Rig:
                 for result in results:
                     self.scheduler.update(result)
                 raise
-            count += results[0].step == plan.step
+            assert results, list(self.scheduler._in_flight)
             self.scheduler.update(results.popleft())
-        return count
 
     def _run(self, plan: StepPlan) -> StepResult:
         try:
             return self.device.run(plan)
         except StepFailedError as failer:
             self.failers.append(str(failer))
-            if plan.step > self._fault_ends:
-                self.faults += 1
-                self._fault_ends = self.scheduler._in_flight.latest
+            self.faults += 1
             return StepResult(plan.step, error=Internal(f"the device failed at {failer}"))
 
     def run(self, limit: int = 10_000) -> list[StepPlan]:
         """Steps until no work is left; returns the plans."""
-        plans = []
-        while (plan := self.step()) is not None:
-            plans.append(plan)
+        plans: list[StepPlan] = []
+        while sent := self.step():
+            plans += sent
             assert len(plans) < limit, "the scheduler does not finish"
         return plans
 
@@ -373,14 +359,14 @@ class Rig:
 def make_rig(
     shapes: ShapeConfig | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
-    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
-    num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, plans_ahead: bool = False, lag: int = 0,
+    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, lease_steps: int = 1,
+    num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, depth: int | None = None, lag: int = 0, most_plans: int = 1,
     dispatches: bool = True, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
 ) -> Rig:  # fmt: skip
     options = CacheOptions(prefix_caching, sub_block, cache_generated, copies_blocks)
     rig = Rig(
-        groups, num_blocks, options, shapes or make_shapes(), decode_steps_per_chunk, max_lease=max_lease,
-        num_streams=num_streams, plans_ahead=plans_ahead, lag=lag, dispatches=dispatches,
+        groups, num_blocks, options, shapes or make_shapes(), decode_steps_per_chunk, lease_steps=lease_steps,
+        num_streams=num_streams, depth=depth, lag=lag, most_plans=most_plans, dispatches=dispatches,
         adapter_slots=adapter_slots, max_cpu_loras=max_cpu_loras or adapter_slots,
     )  # fmt: skip
     rig.engine = Engine(

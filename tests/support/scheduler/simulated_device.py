@@ -119,38 +119,32 @@ class SimulatedDevice:
     """Why an admission is refused, if it is; the slot is then skipped until its release."""
     reports: Callable[[str], bool] = nothing_reports
     """Whether a request asks for log-probabilities: results of its steps come as outputs."""
-    refused: set[int] = field(default_factory=set)
-    """Slots whose admission was refused."""
+    dead: set[int] = field(default_factory=set)
+    """Slots whose admission was refused or whose step failed, until their release."""
     broken: int = 0
     """The next plans that fail; they free their slots before."""
-    lost: set[int] = field(default_factory=set)
-    """Slots whose admission was in a plan that failed before it."""
     num_adapter_slots: int = 0
     hosted: Mapping[int, str] = field(default_factory=dict)
     """The adapters on the host by id, with their weights."""
     adapters: dict[int, str] = field(default_factory=dict)
     """By adapter slot: the weights of the adapter in it."""
-    behind: set[int] = field(default_factory=set)
-    """Slots whose chunk failed; the next chunk of the prompt, if it was sent already, fails, too."""
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Applies a plan and runs the first step of its work."""
         for slot in plan.release:
             self.slots.pop(slot, None)
-            self.lost.discard(slot)
-            self.refused.discard(slot)
-            self.behind.discard(slot)
+            self.dead.discard(slot)
         try:
             return self._run(plan)
         except StepFailedError:
-            self.lost.update(one.slot for one in plan.admit if one.slot not in self.slots)
-            if isinstance(plan.work, Prefill):
-                self.behind.add(plan.work.slot)
+            self.dead.update(one.slot for one in (*plan.admit, *plan.grow))
+            self.dead.update(slots_of(plan.work))
             raise
 
     def _run(self, plan: StepPlan) -> StepResult:
         needed = {growth.slot for growth in plan.grow}.union(slots_of(plan.work))
-        if self.broken or not needed.isdisjoint(self.lost):
-            self.broken = max(0, self.broken - 1)
+        if self.broken and needed - self.dead:
+            self.broken -= 1
             raise StepFailedError("the device")
         for copy in plan.copies:
             self._copy(copy)
@@ -161,54 +155,56 @@ class SimulatedDevice:
             self._survive("admit", admission, admission.num_computed_tokens)
             error = self.refuses(Moment("admit", admission.request_id, admission.num_computed_tokens))
             if error is not None:
-                self.refused.add(admission.slot)
+                self.dead.add(admission.slot)
                 refusals.append(SlotOutput(admission.slot, error=error))
             else:
                 self._admit(admission)
-        result = self._run_work(plan)
-        return self._with_refusals(plan, result, refusals)
-
-    def _run_work(self, plan: StepPlan) -> StepResult:
-        """Applies growth and runs the work, without the refused slots."""
         for growth in plan.grow:
-            if growth.slot in self.refused:
-                continue
-            self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
-            for block in growth.block_ids:
-                self.memory.pop((growth.group_id, block), None)
+            if growth.slot not in self.dead:
+                self.slots[growth.slot].tables[growth.group_id].extend(growth.block_ids)
+                for block in growth.block_ids:
+                    self.memory.pop((growth.group_id, block), None)
+        return self._with_refusals(plan, self.run_work(plan), refusals)
+
+    def run_work(self, plan: StepPlan) -> StepResult:
+        """Runs one step of the plan's work, without slots that are dead or not ready."""
         assert not isinstance(plan.work, Pool), "this device generates"
-        match without_slots(plan.work, self.refused):
+        match without_slots(plan.work, self.dead):
             case Prefill() as chunk:
                 return self._run_chunk(plan.step, chunk)
-            case Decode(slots, positions, bucket):
+            case Decode(slots, bucket):
                 assert len(set(slots)) == len(slots) <= bucket
                 assert bucket in self.shapes.buckets
+                ready = [
+                    slot for slot in slots if self.slots[slot].computed == len(self.slots[slot].tokens) - 1
+                ]
+                if not ready:
+                    return StepResult(plan.step, num_steps=0)
                 self.ran.add(("decode", bucket))
-                for slot, position in zip(slots, positions, strict=True):
+                for slot in ready:
                     state = self.slots[slot]
-                    assert position == state.computed == len(state.tokens) - 1, (slot, position, plan)
-                    self._survive("decode", state.admission, position + 1)
-                    self._compute(state, position + 1)
+                    end = state.computed + 1
+                    self._survive("decode", state.admission, end)
+                    self._compute(state, end)
                 self.passes += 1
-                return self._result(plan.step, slots)
+                result = self._result(plan.step, ready)
+                if tuple(ready) == tuple(slots_of(plan.work)):
+                    return result
+                return StepResult(plan.step, outputs=_outputs_of(result, ready))
             case None:
-                return StepResult(plan.step)
+                return StepResult(plan.step, num_steps=0)
 
     def _with_refusals(
         self, plan: StepPlan, result: StepResult, refusals: Sequence[SlotOutput]
     ) -> StepResult:
-        """Returns the result as outputs if it has more to say than one token for each slot of the work."""
-        left = without_slots(plan.work if not isinstance(plan.work, Pool) else None, self.refused)
-        if not refusals and left is plan.work:
+        """Returns the result as outputs if some admissions were refused."""
+        if not refusals:
             return result
-        slots = slots_of(left) if result.token_ids else ()
-        outputs = [SlotOutput(slot, (token,)) for slot, token in zip(slots, result.token_ids, strict=True)]
-        return StepResult(plan.step, outputs=(*refusals, *result.outputs, *outputs))
+        outputs = _outputs_of(result, slots_of(plan.work))
+        return StepResult(plan.step, outputs=(*refusals, *outputs), num_steps=result.num_steps)
 
     def _run_chunk(self, step: int, chunk: Prefill) -> StepResult:
         start, num_tokens, state = chunk.start, chunk.num_tokens, self.slots[chunk.slot]
-        if chunk.slot in self.behind:
-            raise StepFailedError(state.admission.request_id)
         assert start == state.computed
         assert start % self.shapes.chunk == 0 or self.jump, "chunks lie at chunk boundaries"
         assert 1 <= num_tokens <= self.shapes.chunk
@@ -317,3 +313,10 @@ class SimulatedDevice:
         token = next_token(state.tokens, state.admission.sequence, state.weights)
         state.tokens.append(token)
         return token
+
+
+def _outputs_of(result: StepResult, slots: Sequence[int]) -> Sequence[SlotOutput]:
+    """Returns a result of these slots as outputs."""
+    if not result.token_ids:
+        return result.outputs
+    return [SlotOutput(slot, (token,)) for slot, token in zip(slots, result.token_ids, strict=True)]
