@@ -1,12 +1,16 @@
 """How long a worker's steps take: a formula, or a table of measured graphs."""
 
 import json
+import urllib.request
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Self
 
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protos.errors import ConfigurationRefused
@@ -106,3 +110,44 @@ def _looked_up(table: Mapping[int, float], size: int) -> float:
     low, high = sizes[index - 1], sizes[index]
     slope = (table[high] - table[low]) / (high - low)
     return max(table[low] + slope * (size - low), min(table.values()) / 2)
+
+
+def learn(url: str) -> StepTimes:
+    """Returns the mean step times and the sizes of a running stack, from its ``/metrics``.
+
+    Raises:
+        ConfigurationRefused: there are no metrics at the address, or nothing has run yet.
+    """
+    address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:  # noqa: S310 - the user's own address
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except (OSError, ValueError) as error:
+        raise ConfigurationRefused(f"--learn {url}: {getattr(error, 'reason', error)}") from error
+    sums: defaultdict[tuple[str, str], float] = defaultdict(float)
+    counts: defaultdict[tuple[str, str], float] = defaultdict(float)
+    memory: dict[str, str] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        key = (sample.labels.get("kind", ""), sample.labels.get("bucket", ""))
+        if sample.name == "triptych:step_seconds_sum":
+            sums[key] += sample.value
+        elif sample.name == "triptych:step_seconds_count":
+            counts[key] += sample.value
+        elif sample.name == "vllm:cache_config_info":
+            memory = sample.labels
+    tables: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
+    for (kind, bucket), count in counts.items():
+        if count and kind in tables:
+            tables[kind][int(bucket)] = sums[kind, bucket] / count
+    if not all(tables.values()) or not memory:
+        raise ConfigurationRefused(
+            f"--learn {url}: no step has run yet; send it requests like those to simulate, and try again"
+        )
+    block_size = int(memory["block_size"])
+    buckets = [int(bucket) for kind, bucket in counts if kind == "decode"]
+    return StepTimes(
+        chunk_s=tables["prefill"], decode_s=tables["decode"], max_num_seqs=max(buckets),
+        max_num_batched_tokens=max(tables["prefill"]), block_size=block_size,
+        kv_tokens=int(memory["num_gpu_blocks"]) * block_size,
+        measured=f"learned from {url}, {datetime.now(UTC):%Y-%m-%d}",
+    )  # fmt: skip
