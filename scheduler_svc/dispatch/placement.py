@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from scheduler_svc.dispatch.adapter_queue import AdapterHost, AdapterQueue
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
 from scheduler_svc.policy.rules import placement_cost
+from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request
@@ -16,7 +17,7 @@ from scheduler_svc.requests.sampling import Grammar
 class AttachedReplica:
     """A ready replica as the engine sees it."""
 
-    scheduler: ReplicaScheduler
+    scheduler: ReplicaScheduler | PoolScheduler
     wake: Callable[[], None]
     """Tells the replica's driver that there is work."""
     ask: CompileRequest = lambda _: None

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 
 from protos.errors import InvalidArgument, Overloaded
 from protos.limits import MAX_SEQUENCES
@@ -10,8 +10,9 @@ from scheduler_svc.dispatch.adapter_queue import AdapterQueue
 from scheduler_svc.dispatch.backlog import Backlog
 from scheduler_svc.dispatch.grammar_queue import GrammarQueue
 from scheduler_svc.policy.order import OrderPolicy
+from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ModelLimits, Submission
+from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
 
 SEQUENCES_PER_SLOT = 16
@@ -24,6 +25,10 @@ RESUMED_FACTOR = 4
 
 MAX_REQUESTS, MAX_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
 """vLLM's names for the limits of the queue."""
+
+
+MOST_PASSED = 512
+"""Waiting requests of other lengths that a pooling batch passes over, at most, before it runs unfilled."""
 
 
 class LiveRequests:
@@ -138,6 +143,23 @@ class WaitingQueue:
         self._order.remove(request)
         return True
 
+    def take(self, now: float, joins: Callable[[Request], bool | None]) -> None:
+        """Removes the requests that `joins` accepts, in order; it returns None to end the search.
+
+        The others keep their places. Ends after :data:`MOST_PASSED` of them, however many wait.
+        """
+        passed: list[Request] = []
+        while (request := self.peek(now)) is not None and (accepted := joins(request)) is not None:
+            if accepted:
+                self.remove(request)
+                continue
+            self.skip(request, request.request_id)
+            passed.append(request)
+            if len(passed) == MOST_PASSED:
+                break
+        for request in passed:
+            self._return(request)
+
     def skip(self, request: Request, group: Hashable) -> None:
         """Lets other requests pass a member until :meth:`bring_back` retries the oldest of its `group`."""
         self._order.skip(request)
@@ -172,15 +194,6 @@ class WaitingQueue:
     def rank(self, request: Request) -> tuple[float, int]:
         """Returns the rank that the request will have among running requests."""
         return self._order.rank(request)
-
-    def drain(self) -> list[Request]:
-        """Removes all requests and returns them in order."""
-        for request in self._members.values():
-            self._return(request)
-            self.backlog.remove(request)
-        self._members.clear()
-        self._num_tokens = 0
-        return self._order.drain()
 
 
 class Queues:
@@ -274,41 +287,42 @@ class Capacity:
         self.max_request_tokens = 0
         """Longest sequence that fits into the KV memory of some replica."""
 
-    def measure(self, replicas: Iterable[ReplicaScheduler], model: ModelLimits | None) -> None:
-        """Recomputes the limits that depend on the ready replicas; there must be at least one."""
-        schedulers = list(replicas)
-        self._num_slots = sum(scheduler.shapes.max_num_seqs for scheduler in schedulers)
-        self.max_request_tokens = max(
-            scheduler.kv.max_tokens(model.max_model_len) if model else 0 for scheduler in schedulers
-        )
+    def measure(self, replicas: Iterable[ReplicaScheduler | PoolScheduler], model_len: int) -> None:
+        """Recomputes the limits that depend on the ready replicas, given the model's longest sequence."""
+        generating = [one for one in replicas if isinstance(one, ReplicaScheduler)]
+        self._num_slots = sum(one.shapes.max_num_seqs for one in generating)
+        self.max_request_tokens = max((one.kv.max_tokens(model_len) for one in generating), default=0)
 
-    def check(self, submission: Submission, backlog: Backlog, *, num_waiting: int) -> None:
-        """Refuses a submission that does not fit into the queue, now or ever.
+    def check(self, submissions: Sequence[Submission], backlog: Backlog, *, num_waiting: int) -> None:
+        """Refuses the submissions of a call if they do not fit into the queue, now or ever.
 
         `num_waiting` is the number of requests without a slot; some of them are in no queue.
 
-        Takes several times as many requests that an earlier scheduler accepted: clients wait for the rest of
+        An empty queue takes a call of any size, because no later time would be better for it. The queue takes
+        several times as many requests that an earlier scheduler accepted: clients wait for the rest of
         their answers, and the requests that ran there are more than those that may wait here. It cannot be
         proved that they were accepted, so there is a limit.
 
         Raises:
-            InvalidArgument: the request has too many sequences for this deployment.
+            InvalidArgument: a request has too many sequences for this deployment.
             Overloaded: the queue is full.
         """
-        sequences, num_prompt = submission.sequences, len(submission.prompt_token_ids)
-        count = len(sequences)
         max_waiting, max_tokens = self._max_waiting, self._max_waiting_tokens
-        if submission.was_accepted:
+        count = num_tokens = 0
+        for submission in submissions:
+            sequences, num_prompt = submission.sequences, len(submission.prompt_token_ids)
+            count += len(sequences)
+            num_tokens += len(sequences) * num_prompt + sum(map(len, sequences.values()))
+            if len(sequences) > 1 and not submission.was_accepted:
+                self._check_count(len(sequences), num_prompt)
+        tenant, waiting_tokens = submissions[0].tenant, backlog.num_tokens
+        if submissions[0].was_accepted:
             max_waiting = RESUMED_FACTOR * max_waiting + self._num_slots
             max_tokens = RESUMED_FACTOR * max_tokens + self._num_slots * self.max_request_tokens
-        else:
-            self._check_count(count, num_prompt)
-        num_tokens = count * num_prompt + sum(map(len, sequences.values()))
-        tenant, waiting_tokens = submission.tenant, backlog.num_tokens
         too_many = num_waiting and num_waiting + count > max_waiting
         is_full = too_many or (waiting_tokens and waiting_tokens + num_tokens > max_tokens)
         if is_full and not backlog.has_share(tenant, count, num_tokens, max_waiting, max_tokens):
-            self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += 1
+            self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += len(submissions)
             raise Overloaded(
                 f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,
@@ -321,7 +335,7 @@ class Capacity:
             raise InvalidArgument(
                 f"n must be at most {limit} here, not {count}; send several requests", param="n"
             )
-        if count > 1 and count * num_prompt > self._max_waiting_tokens:
+        if count * num_prompt > self._max_waiting_tokens:
             raise InvalidArgument(
                 f"{count} sequences of {num_prompt} prompt tokens exceed the {self._max_waiting_tokens} tokens that may wait; "
                 "send several requests with a smaller n",

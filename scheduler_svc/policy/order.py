@@ -36,9 +36,6 @@ class OrderPolicy(Protocol):
     def charge(self, tenant: str, tokens: int) -> None:
         """Charges a tenant for served tokens."""
 
-    def drain(self) -> list[Request]:
-        """Removes and returns all requests, in order."""
-
     def rank(self, request: Request) -> tuple[float, int]:
         """Returns the place among running requests: the smallest runs first, the largest is preempted first.
 
@@ -113,11 +110,6 @@ class ArrivalOrder:
     def rank(self, request: Request) -> tuple[float, int]:
         """Ranks by arrival."""
         return (0.0, request.arrival)
-
-    def drain(self) -> list[Request]:
-        """Removes and returns all requests, in order of arrival."""
-        queue, self._queue = self._queue, _ArrivalQueue()
-        return [queue.requests[arrival] for arrival in sorted(queue.requests)]
 
 
 # (level, the tenant's counter, arrival); the smallest is next.
@@ -245,17 +237,6 @@ class PriorityFairOrder:
         if self._ageing_s is None:
             return (request.priority, request.arrival)
         return (request.priority * self._ageing_s + request.arrival_s, request.arrival)
-
-    def drain(self) -> list[Request]:
-        """Removes and returns all requests, in the order of the last ``now``. Tenants keep their counters."""
-        requests = [request for queue in self._queues.values() for request in queue.requests.values()]
-        requests.sort(key=self._key)
-        self._counters.deactivate_all()
-        self._queues.clear()
-        self._activity.clear()
-        self._heap.clear()
-        self._promotions.clear()
-        return requests
 
     def _key(self, request: Request) -> _Key:
         level = request.priority - self._levels_gained(request)

@@ -72,15 +72,6 @@ class TenantCounters:
             self._heap.clear()
         self._keep(tenant, counter)
 
-    def deactivate_all(self) -> None:
-        """Marks all tenants as inactive, none of them as the last, so that all keep their counters."""
-        self._raise_floor()
-        for tenant, counter in self._active.items():
-            self._keep(tenant, counter)
-        self._active.clear()
-        self._heap.clear()
-        self._last = None
-
     def charge(self, tenant: str, tokens: int) -> None:
         """Charges a tenant, active or not, for ``tokens`` served tokens (not negative)."""
         served = tokens / self._weights.get(tenant, 1.0)

@@ -278,9 +278,12 @@ class Request:
     def note_end(self, event: Event, now_s: float) -> None:
         """Notes the sequence's end, given its last event and a clock reading: in its spans, and in the log.
 
-        The log has a line for each client request, written when its last sequence ends.
+        The log has a line for each client request, written when its last sequence ends. Calls of a pooling
+        model have one for all their requests, written elsewhere.
         """
         self.end_trace(event, now_s)
+        if self.pooling is not None:
+            return
         delivery, group = self.delivery, self.group
         ends = [] if group is None else group.ends
         ends.append((_outcome(event), self.num_output_tokens, delivery.first_token_s))

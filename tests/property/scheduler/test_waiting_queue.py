@@ -25,12 +25,11 @@ class NaiveCounters:
     def __init__(self) -> None:
         self.counters: dict[str, float] = {}
         self.last: str | None = None
-        self.drained = 0.0
 
     def floor(self, active: set[str]) -> float:
         if active:
             return min(self.counters[tenant] for tenant in active)
-        return self.drained if self.last is None else self.counters[self.last]
+        return 0.0 if self.last is None else self.counters[self.last]
 
 
 class WaitingMachine(RuleBasedStateMachine):
@@ -134,16 +133,28 @@ class WaitingMachine(RuleBasedStateMachine):
             member[1].token_ids.append(5)
             self.put(member)
 
-    @precondition(lambda self: self.waiting)
-    @rule(keep=st.integers(0, 5))
-    def drain(self, keep: int) -> None:
-        expected = sorted(self.waiting, key=self.key)
-        floor = self.naive.floor(self.active)
-        assert self.queue.drain() == [request for _, request in expected]
-        self.waiting, self.skipped = [], []
-        self.naive.last, self.naive.drained = None, floor
-        for member in expected[:keep]:
-            self.put(member)
+    @rule(size=st.integers(1, 4), longest=st.integers(1, 9))
+    def take_batch(self, size: int, longest: int) -> None:
+        """Takes the next requests of some lengths, and charges for each before the next is chosen."""
+        before, batch = self.in_line, list[Request]()
+
+        def joins(request: Request) -> bool | None:
+            if len(batch) == size:
+                return None
+            member = min((one for one in before if one in self.waiting), key=self.key)
+            assert request is member[1]
+            before.remove(member)
+            if len(request.token_ids) > longest:
+                return False
+            batch.append(request)
+            self.running.append(member)
+            self.serve(member[0], len(request.token_ids))
+            self.waiting.remove(member)
+            if not self.waiting:
+                self.naive.last = member[0]
+            return True
+
+        self.queue.take(self.now, joins)
 
     @invariant()
     def agrees(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from protos.errors import Internal, TriptychError
 from protos.limits import SAMPLING
-from protos.steps import GroupKind, StepPlan, StepResult
+from protos.steps import GroupKind, PoolShape, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
@@ -24,6 +24,7 @@ from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
+from scheduler_svc.requests.pooled_model import PooledModel
 from scheduler_svc.requests.request import Event, Request, Sink
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
@@ -164,6 +165,19 @@ def make_submission(
         cache_salt=cache_salt, n=n, resumed=tuple(resumed_sequences), age_s=age_s,
         silent_s=silent_s, lora_name=lora_name,
     )  # fmt: skip
+
+
+def make_pool_submission(
+    prompt: Sequence[int] = (5, 6), *, request_id: str = "r", **fields: Any
+) -> Submission:
+    """Returns a valid request for an embedding."""
+    pooling = common_pb2.PoolingParams(task=common_pb2.POOL_TASK_EMBED)
+    return Submission(request_id, tuple(prompt), pooling=pooling, **fields)
+
+
+def make_pooled_model(*shapes: PoolShape) -> PooledModel:
+    """Returns an embedding model of two values with these shapes, ascending."""
+    return PooledModel(1000, frozenset({common_pb2.POOL_TASK_EMBED}), 2, common_pb2.PoolingInfo(), shapes)
 
 
 def expected_tokens(

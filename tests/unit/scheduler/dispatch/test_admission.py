@@ -20,7 +20,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import Placer
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.replica.suspects import Loss
-from scheduler_svc.requests.admission import Submission
+from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Request
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import (
@@ -28,6 +28,7 @@ from tests.support.scheduler.factories import (
     ListSink,
     Rig,
     expected_tokens,
+    make_pool_submission,
     make_rig,
     make_sampling,
     make_shapes,
@@ -55,7 +56,7 @@ def test_a_request_that_cannot_be_served_is_refused(
 ) -> None:
     """It is refused at submission, with a message that says what to change."""
     rig = make_rig()
-    assert rig.engine.model is not None
+    assert isinstance(rig.engine.model, ModelLimits)
     rig.engine.model = replace(rig.engine.model, sampling_fields=frozenset({"temperature"}))
     with pytest.raises(error, match=message):
         rig.submit(submission)
@@ -261,8 +262,8 @@ def test_a_generating_engine_refuses_pooling_requests() -> None:
     """The refusal is retryable only while the kind of model is unknown."""
     engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
     with pytest.raises(Unavailable, match="no worker is ready yet"):
-        engine.submit_pooling([], ListSink())
+        engine.submit(make_pool_submission(), ListSink())
     rig = make_rig()
     rig.engine.suspend(Unavailable("gone"))
     with pytest.raises(Unsupported, match="call Generate or Connect"):
-        rig.engine.submit_pooling([], ListSink())
+        rig.engine.submit(make_pool_submission(), ListSink())

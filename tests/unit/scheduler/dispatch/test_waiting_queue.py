@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from scheduler_svc.dispatch.queueing import WaitingQueue
+from scheduler_svc.dispatch.queueing import MOST_PASSED, WaitingQueue
 from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
 from scheduler_svc.policy.tenant_counters import TenantCounters
 from scheduler_svc.requests.request import Request
@@ -25,7 +25,7 @@ def test_arrival_order_ignores_priority_and_tenant() -> None:
     queue.charge("3", 1000)
     assert queue.peek(1e6) is requests[0]
     assert take_all(queue) == requests
-    assert queue_of(*reversed(requests), order=ArrivalOrder()).drain() == requests
+    assert take_all(queue_of(*reversed(requests), order=ArrivalOrder())) == requests
 
 
 @pytest.mark.parametrize("order", [ArrivalOrder, PriorityFairOrder])
@@ -50,7 +50,7 @@ def test_waiting_tokens_are_counted_exactly() -> None:
     assert (queue.num_tokens, list(queue)) == (12, [one, two])
     queue.remove(one)
     assert queue.num_tokens == 7
-    assert queue.drain() == [two]
+    assert take_all(queue) == [two]
     assert (len(queue), queue.num_tokens, queue.peek(0.0), two in queue) == (0, 0, None, False)
 
 
@@ -113,16 +113,32 @@ def test_idling_earns_no_credit() -> None:
     assert queue.peek(0.0) is busy[0]
 
 
-def test_draining_keeps_the_counters_of_tenants() -> None:
-    """Draining the queue and adding the requests again keeps their order."""
-    a, b, c = (make_request(tenant=tenant) for tenant in "abc")
-    queue = queue_of(a, b, c)
-    for tenant, tokens in (("a", 20), ("b", 10), ("c", 30)):
-        queue.charge(tenant, tokens)
-    assert queue.drain() == [b, a, c]
-    for request in (b, a, c):
-        queue.add(request)
-    assert take_all(queue) == [b, a, c]
+def test_a_batch_is_taken_in_order() -> None:
+    """Those that do not join keep their places; so do those behind the last that is asked."""
+    requests = [make_request([5] * length) for length in (3, 9, 2, 4, 1)]
+    queue = queue_of(*requests)
+    asked = []
+
+    def joins(request: Request) -> bool | None:
+        asked.append(request)
+        return None if request is requests[4] else len(request.token_ids) < 5
+
+    queue.take(0.0, joins)
+    assert asked == requests
+    assert take_all(queue) == [requests[1], requests[4]]
+
+
+def test_a_batch_passes_over_a_bounded_number() -> None:
+    """However long the queue is."""
+    queue = queue_of(*(make_request() for _ in range(MOST_PASSED + 9)))
+    asked: list[Request] = []
+
+    def joins(request: Request) -> bool:
+        asked.append(request)
+        return False
+
+    queue.take(0.0, joins)
+    assert len(asked) == MOST_PASSED
 
 
 def test_running_alone_costs_a_tenant_nothing() -> None:
