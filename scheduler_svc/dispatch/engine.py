@@ -17,7 +17,7 @@ from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, Totals
 from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
 from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, Queues
-from scheduler_svc.policy.order import OrderPolicy
+from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
 from scheduler_svc.requests.admission import ModelLimits, Submission, make_requests
@@ -33,7 +33,7 @@ class Engine:
     """Enqueues requests, dispatches them to replicas and aborts them."""
 
     def __init__(
-        self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: OrderPolicy,
+        self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: PriorityFairOrder,
         max_worker_losses: int = 2, max_step_failures: int = 4,
         expected_adapters: Collection[str] = (),
     ) -> None:  # fmt: skip
@@ -60,6 +60,7 @@ class Engine:
         self._blocked: Request | None = None
         # Whether skipped requests may find room now.
         self._retry_skipped = False
+        self._order = order
         self._queues = Queues(order, clock)
         self.waiting = self._queues.waiting
         """Requests that wait for a slot."""
@@ -88,8 +89,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests without a slot."""
-        deferred = sum(replica.scheduler.num_deferred for replica in self.replicas.values())
-        return len(self._queues) + deferred
+        return self.waiting.tenants.num_requests
 
     def load(self) -> Load:
         """Returns the current load of the ready replicas and the queues."""
@@ -98,8 +98,9 @@ class Engine:
             ReplicaLoad(name, one.num_running, 0.0 if one.kv is None else one.kv.usage)
             for name, one in schedulers.items()
         )
-        num_waiting = self.num_waiting
-        return Load(replicas, num_waiting, num_waiting - len(self.waiting), self.waiting.num_tokens)
+        tenants = self.waiting.tenants
+        deferred = tenants.num_requests - len(self.waiting)
+        return Load(replicas, tenants.num_requests, deferred, tenants.num_tokens)
 
     def totals(self) -> dict[str, Totals]:
         """Returns the counters of the ready replicas by id."""
@@ -143,7 +144,7 @@ class Engine:
             checked.append((submission, *self._check(submission, self.model)))
         if self._suspended:
             raise _no_worker()
-        self._capacity.check(submissions, self.waiting.backlog, num_waiting=self.num_waiting)
+        self._capacity.check(submissions, self.waiting.tenants)
         now_s = self._clock()
         for submission, stop, adapter in checked:
             requests = make_requests(submission, stop, sink, self._arrivals, now_s, adapter)
@@ -151,7 +152,7 @@ class Engine:
                 sink.push(event)
             self._live.add(requests)
             for request in requests:
-                request.rank = self.waiting.rank(request)
+                request.rank = self._order.rank(request)
                 self._queues.add_user(request)
                 self._queues.add(request)
         self.dispatch()
@@ -264,7 +265,7 @@ class Engine:
                 self._fail(head, error if isinstance(error, TriptychError) else Internal(message))
                 continue
             if settled:
-                self.waiting.remove(head)
+                self._queues.settled(head)
                 # An adapter that has found a slot serves requests of other groups, too.
                 self.waiting.bring_back(None if head.adapter else self._placer.group_of(head))
                 continue
@@ -302,9 +303,16 @@ class Engine:
         """Whether steps of the request alone have failed often enough, and wherever it can run."""
         return request.step_failures >= self._max_step_failures and not self._placer.is_untried(request)
 
+    def admitted(self, request: Request) -> None:
+        """Charges the tenant of a request that got a slot, once: computing tokens again is nobody's debt."""
+        self._queues.undefer(request)
+        if not request.charged:
+            request.charged = True
+            self.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
+
     def charge(self, tenant: str, tokens: int) -> None:
-        """Charges a tenant for tokens; see :meth:`WaitingQueue.charge`."""
-        self.waiting.charge(tenant, tokens)
+        """Charges a tenant for tokens."""
+        self.waiting.tenants.charge(tenant, tokens)
 
     def released(self) -> None:
         """Notes that slots, blocks or room in a plan became free; dispatch retries the queue."""

@@ -34,7 +34,7 @@ class Load:
     num_deferred: int = 0
     """Requests that wait for a grammar or a shared prefix rather than for capacity."""
     num_waiting_tokens: int = 0
-    """Tokens that requests in the waiting queue have to prefill."""
+    """Tokens that requests without a slot have to prefill."""
 
     @property
     def num_running(self) -> int:

@@ -98,6 +98,18 @@ def preemption_victim(running: Iterable[Request]) -> Request | None:
     return max(running, key=lambda request: request.rank, default=None)
 
 
+def join_prefill(prefilling: list[Request], request: Request) -> None:
+    """Inserts a request into a replica's prefill order.
+
+    Requests come in the order of the queue and keep it, except that one goes before those that it outranks.
+    One that decodes already and has tokens forced by its grammar goes first: its client waits for them.
+    """
+    index = 0 if request.prefills_forced else len(prefilling)
+    while index and outranks(request, prefilling[index - 1]):
+        index -= 1
+    prefilling.insert(index, request)
+
+
 def outranks(waiting: Request, running: Request) -> bool:
     """Whether a waiting request may preempt a running one: of lower priority, and not promoted by ageing.
 

@@ -242,6 +242,7 @@ def make_requests(
                 stop=stop,
                 priority=submission.priority,
                 tenant=submission.tenant,
+                charged=bool(submission.resumed),
                 cache_salt=submission.cache_salt,
                 adapter=adapter,
                 pooling=submission.pooling,

@@ -209,6 +209,8 @@ class Request:
     """Lower runs earlier."""
     tenant: str = ""
     """The tenant to charge for the tokens served."""
+    charged: bool = False
+    """Whether the tenant was charged for the known tokens; computing them again costs it nothing."""
     cache_salt: InitVar[str] = ""
     """Requests with different salts never share KV."""
     adapter: Adapter | None = None

@@ -18,7 +18,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
-from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
 from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.pooling import PoolScheduler
@@ -39,7 +39,7 @@ _NEED_COPIES = ("sub-block reuse", "kept windows", "forks that copy a block")
 _KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
 
 
-def make_order(settings: Settings) -> OrderPolicy:
+def make_order(settings: Settings) -> PriorityFairOrder:
     """Returns the order policy that the settings name."""
     if settings.order == "arrival":
         return ArrivalOrder()

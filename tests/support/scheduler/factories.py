@@ -18,7 +18,7 @@ from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.pipeline import PipelineScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
@@ -128,7 +128,7 @@ def make_request(
     )  # fmt: skip
 
 
-def queue_of(*requests: Request, order: OrderPolicy | None = None) -> WaitingQueue:
+def queue_of(*requests: Request, order: PriorityFairOrder | None = None) -> WaitingQueue:
     """Returns a queue to which the requests were added in this order."""
     queue = WaitingQueue(order or PriorityFairOrder())
     for request in requests:
@@ -387,7 +387,7 @@ class Rig:
 def make_rig(
     shapes: ShapeConfig | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
-    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, max_lease: int = 1,
+    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: PriorityFairOrder | None = None, max_lease: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, plans_ahead: bool = False, lag: int = 0,
     dispatches: bool = True, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
 ) -> Rig:  # fmt: skip

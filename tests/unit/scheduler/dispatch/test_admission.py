@@ -145,6 +145,23 @@ def test_many_tenants_together_have_half_as_much_again() -> None:
     assert sum(_flood(rig, f"tenant-{number}", 10) for number in range(100)) == 1 + 10 + 5
 
 
+def test_requests_that_wait_for_a_prefix_count_with_their_tokens() -> None:
+    """The queue is bounded though their replica holds them, and counts nothing once they have ended."""
+    rig = make_rig(make_shapes(max_num_seqs=16), max_waiting_tokens=4 * 33)
+    prompt = [5] * 32
+    rig.submit(make_submission([*prompt, 6], request_id="first"))
+    for number in range(4):
+        rig.submit(make_submission([*prompt, 7 + number], request_id=f"same-{number}", tenant="b"))
+    assert rig.engine.load().num_deferred == 4
+    assert rig.engine.load().num_waiting_tokens == 4 * 33
+    with pytest.raises(Overloaded):
+        rig.submit(make_submission(prompt, request_id="one more", tenant="b"))
+    rig.engine.abort("same-3")
+    assert rig.engine.load().num_waiting_tokens == 3 * 33
+    rig.run()
+    assert (rig.engine.num_waiting, rig.engine.load().num_waiting_tokens) == (0, 0)
+
+
 def test_before_the_first_replica_requests_are_unavailable() -> None:
     """They are refused with a retryable error."""
     engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
