@@ -70,7 +70,7 @@ class Engine:
             self._queues, expected_adapters, fail=self._fail, released=self.released, dispatch=self.dispatch
         )
         """The LoRA adapters of the deployment."""
-        self._placer = Placer(self.grammars, self._queues.adapters)
+        self._placer = Placer(self.grammars, self._queues.adapters, clock)
         self.replicas = self._placer.replicas
         """Ready replicas by id."""
         self.prefixes = PrefixControl(self.replicas, self.dispatch)
@@ -296,6 +296,7 @@ class Engine:
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
+        self._placer.ended(request)
         self._queues.remove_user(request)
         self._live.remove(request)
 

@@ -1,47 +1,9 @@
-"""The replica that runs a request, the kind of its next step, and the request that yields its slot."""
+"""The kind of a replica's next step, and the request that yields its slot."""
 
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Literal
 
-from scheduler_svc.adapters.device_slots import AdapterSlots
 from scheduler_svc.requests.request import Request
-
-
-class PlacementTarget(Protocol):
-    """The facts about a replica that decide its cost."""
-
-    @property
-    def num_running(self) -> int:
-        """Requests with a slot."""
-
-    @property
-    def prefill_backlog(self) -> int:
-        """Tokens that running requests still have to prefill."""
-
-    @property
-    def adapters(self) -> AdapterSlots:
-        """The LoRA adapters on the device."""
-
-    def cached_tokens(self, request: Request) -> int:
-        """Returns how many leading tokens of the request are cached or being computed."""
-
-
-# Costs in tokens of prefill: of a running request, which makes every later step slightly longer, and of an
-# adapter to copy to a device, where it displaces another one.
-_TOKENS_PER_RUNNING = 16.0
-_TOKENS_PER_ADAPTER = 512.0
-
-
-def placement_cost(request: Request, replica: PlacementTarget) -> float:
-    """Returns the cost of a request on a replica with a free slot, in tokens; the lowest wins.
-
-    It counts the tokens to prefill before the request's first token: backlog and own uncached tokens.
-    """
-    load = replica.prefill_backlog + _TOKENS_PER_RUNNING * replica.num_running
-    if not replica.adapters.holds(request.adapter):
-        load += _TOKENS_PER_ADAPTER
-    return load + len(request.token_ids) - replica.cached_tokens(request)
-
 
 StepKind = Literal["prefill", "decode"]
 

@@ -18,6 +18,7 @@ from protos.steps import Admission, Pool, PoolShape, SlotOutput, StepPlan, StepR
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from protos.validation import count_values
 from scheduler_svc.adapters.device_slots import AdapterSlots
+from scheduler_svc.policy.learned_times import LearnedTimes
 from scheduler_svc.replica.scheduler import ReplicaOwner
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.replica.stats import STEP_SECONDS, Distribution
@@ -87,6 +88,8 @@ class PoolStats:
     """The time that steps took on the worker, by shape."""
     queue_s: Distribution = field(default_factory=Distribution)
     """Seconds from a request's arrival until its first batch."""
+    times: LearnedTimes = field(default_factory=LearnedTimes)
+    """Seconds that a step takes."""
     report: WorkerReport = field(default_factory=WorkerReport)
     """What the worker reported last."""
 
@@ -330,6 +333,7 @@ class PoolScheduler:
         assert isinstance(plan.work, Pool)
         times = self.stats.seconds.setdefault(plan.work.shape, Distribution(STEP_SECONDS))
         times.observe(result.execute_us * 1e-6)
+        self.stats.times.chunk.observe(plan.work.shape.num_tokens, result.execute_us * 1e-6)
         outputs = {output.slot: output for output in result.outputs}
         for slot, request in enumerate(batch):
             if request is None:

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from protos.errors import ConfigurationRefused, Internal, Overloaded, TriptychError
@@ -29,15 +29,16 @@ _SAMPLES: Final = 2000
 
 
 def simulate(
-    requests: Iterable[SimulatedRequest], settings: Settings, times: StepTimes, *, replicas: int = 1
-) -> dict[str, Any]:
+    requests: Iterable[SimulatedRequest], settings: Settings, times: StepTimes | Sequence[StepTimes], *,
+    replicas: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """Runs requests through the scheduler that the settings describe.
 
     Args:
         requests: in the order of their arrival, those of a session in their own order.
         settings: the scheduler's settings.
-        times: the workers' step times and sizes.
-        replicas: number of workers.
+        times: the workers' step times and sizes, or those of each worker.
+        replicas: number of workers, if `times` does not say.
 
     Returns:
         The figures, as `triptych simulate --json` writes them: seconds, shares from 0 to 1 and counts.
@@ -46,16 +47,17 @@ def simulate(
         ConfigurationRefused: the settings contradict each other, or a request can never be served.
         Internal: requests were left over, which is a fault of the scheduler.
     """
-    return Simulation(list(requests), settings, times, replicas).run()
+    each = [times] * replicas if isinstance(times, StepTimes) else times
+    return Simulation(list(requests), settings, each).run()
 
 
 class Simulation:
     """The engine, the virtual workers and their clock."""
 
     def __init__(
-        self, requests: list[SimulatedRequest], settings: Settings, times: StepTimes, replicas: int
+        self, requests: list[SimulatedRequest], settings: Settings, times: Sequence[StepTimes]
     ) -> None:
-        """Attaches the workers; for the arguments see :func:`simulate`."""
+        """Attaches the workers, each with its times; for the arguments see :func:`simulate`."""
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
         self._requests = requests
@@ -75,22 +77,22 @@ class Simulation:
         self._uncomputed = self._allocated = 0
         self._look_s = self._look_every_s = 0.0
         self._block_size = 1
-        self._attach(settings, times, replicas)
+        self._attach(settings, times)
 
-    def _attach(self, settings: Settings, times: StepTimes, replicas: int) -> None:
+    def _attach(self, settings: Settings, times: Sequence[StepTimes]) -> None:
         lengths = [one.prompt_tokens + one.output_tokens for one in self._requests]
         longest = max(lengths, default=1)
-        description = _description(times, max(longest, settings.max_model_len or 2))
         histogram = BatchHistogram(None, None, lambda: self.now, get_logger())
         factory = GeneratingReplicas(settings, self._engine, histogram, lambda: self.now)
-        for index in range(replicas):
+        for index, each in enumerate(times):
+            description = _description(each, max(longest, settings.max_model_len or 2))
             setup = factory.set_up(f"replica-{index}", description)
             block_size = setup.request.block_size
             self._block_size = block_size
             # More blocks than all requests together take would only cost time.
             most = sum(length // block_size + 2 for length in lengths)
-            blocks = settings.num_blocks or min(max(times.kv_tokens, longest) // block_size, most) + 2
-            worker = VirtualWorker(times, setup.request.chunk, lambda: self.now, self._engine.dispatch)
+            blocks = settings.num_blocks or min(max(each.kv_tokens, longest) // block_size, most) + 2
+            worker = VirtualWorker(each, setup.request.chunk, lambda: self.now, self._engine.dispatch)
             link = WorkerLink(
                 wake=self._waker(index, worker),
                 compile_grammar=_unused, withdraw_grammar=_unused,
