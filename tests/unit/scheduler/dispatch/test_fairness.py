@@ -24,7 +24,7 @@ class Watched(Simulation):
 
     def __init__(self, requests: list[SimulatedRequest], until_s: float, **settings: object) -> None:
         """Prepares the simulation; `settings` are fields of the scheduler's."""
-        super().__init__(requests, Settings(**settings), H100_8B, 1)  # type: ignore[arg-type]
+        super().__init__(requests, Settings(**settings), [H100_8B])  # type: ignore[arg-type]
         self._until_s = until_s
         self.watch: Callable[[], None] = lambda: None
 
