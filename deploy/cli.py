@@ -66,6 +66,11 @@ _COMMANDS = {
     "plan": _Command(
         "deploy.commands.plan", "propose decode buckets that fit the recorded traffic", "scheduler"
     ),
+    "simulate": _Command(
+        "deploy.commands.simulate",
+        "predict times and throughput of a deployment, without its devices",
+        "scheduler",
+    ),
     "compile": _Command("deploy.commands.compile", "compile a model's graphs without serving", "worker"),
     "catalog": _Command("deploy.commands.catalog", "list, verify, prune or export compiled code", "worker"),
     "quantize": _Command(

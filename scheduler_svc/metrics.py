@@ -19,8 +19,8 @@ from protos.errors import TriptychError
 from protos.service.backpressure import UnreadLimits
 from protos.service.certificate_metrics import CertificateDays
 from scheduler_svc.dispatch.load import Load, ReplicaMemory, Totals
-from scheduler_svc.dispatch.queueing import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
+from scheduler_svc.policy.tenants import MAX_REQUESTS, MAX_TOKENS
 from scheduler_svc.replica.stats import REQUEST_TOKENS, Distribution
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.workers.deployment import Deployment

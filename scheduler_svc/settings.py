@@ -156,14 +156,15 @@ class Settings(LinkSecuritySettings):
     """Order of the queue: by priority, then fairly between tenants, then by arrival (priority-fair), or by
     arrival alone."""
     ageing_s: float = Field(30.0, ge=0)
-    """Seconds of waiting that raise a request by one priority level; 0 for never."""
+    """Seconds of waiting that make up for one level of priority below the most urgent waiting request; 0 for
+    never."""
     tenant_weights: Annotated[dict[str, float], NoDecode] = Field(default_factory=dict)
     """Weights of tenants, for example paid=4,trial=0.5. All other tenants have weight 1."""
     max_waiting_requests: int = Field(1024, ge=1)
-    """Requests that may wait for a slot. Further requests are refused with RESOURCE_EXHAUSTED, except those
-    of a tenant with less than its share of half as many more."""
+    """Requests that may wait for a slot. Further requests are refused with RESOURCE_EXHAUSTED. Beyond half of
+    them, a tenant has its share among those that wait, and of a full queue its share of half as many more."""
     max_waiting_tokens: int = Field(1_000_000, ge=1)
-    """Prompt tokens of all requests that may wait for a slot, with the same exception."""
+    """Prompt tokens of all requests that may wait for a slot, shared in the same way."""
     max_worker_losses: int = Field(2, ge=1, le=100)
     """Workers that may be lost in a row while they run the same request. The request then fails, but only if
     the last one ran nothing else in its step."""

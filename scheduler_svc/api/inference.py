@@ -37,14 +37,13 @@ from scheduler_svc.api.messages import (
     pooled_to_proto,
     submission_from_proto,
 )
+from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.metrics import SchedulerMetrics
-from scheduler_svc.pooling.engine import PoolSubmission
 from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Event
 from scheduler_svc.requests.sampling import FinishReason
 from scheduler_svc.settings import Settings
 from scheduler_svc.workers.deployment import Deployment
-from scheduler_svc.workers.engine_protocol import EngineProtocol
 from scheduler_svc.workers.model_files import ServedFiles
 
 # Shortest interval between two samples of WatchLoad: the load changes with every step.
@@ -83,7 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._log = get_logger()
 
     @property
-    def _engine(self) -> EngineProtocol:
+    def _engine(self) -> Engine:
         return self._deployment.engine
 
     def hurry(self) -> None:
@@ -233,17 +232,19 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def _pool(
         self, requests: Sequence[inference_pb2.PoolRequest], context: Context
     ) -> list[inference_pb2.PoolResponse]:
-        mine: dict[str, PoolSubmission] = {}
+        mine: dict[str, Submission] = {}
         results: dict[str, inference_pb2.PoolResponse] = {}
         started_s, outcome = time.monotonic(), FinishReason.ABORT.name.lower()
         try:
             with self._buffer(mine, self._direct) as buffer:
                 submissions = self._pool_submissions(requests)
-                self._engine.submit_pooling(submissions, buffer)
+                self._engine.submit_all(submissions, buffer)
                 mine.update((submission.request_id, submission) for submission in submissions)
                 while mine:
                     for event in await buffer.take():
                         assert isinstance(event, Event)
+                        if event.worker_losses is not None:
+                            continue  # it runs again
                         results[event.request_id] = pooled_to_proto(event, mine.pop(event.request_id))
             outcome = FinishReason.STOP.name.lower()
         except TriptychError as error:
@@ -262,7 +263,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             )
         return [results[submission.request_id] for submission in submissions]
 
-    def _pool_submissions(self, requests: Sequence[inference_pb2.PoolRequest]) -> list[PoolSubmission]:
+    def _pool_submissions(self, requests: Sequence[inference_pb2.PoolRequest]) -> list[Submission]:
         """Validates all requests before the first is submitted."""
         self._check_open()
         for request in requests:

@@ -11,9 +11,8 @@ from protos.triptych.v1 import common_pb2, inference_pb2
 from protos.validation import TOKEN_TASKS, check_generate, check_pool, count_values
 from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.load import Load, ReplicaLoad
-from scheduler_svc.pooling.engine import PoolSubmission
-from scheduler_svc.pooling.tasks import MOST_VALUES
 from scheduler_svc.requests.admission import Resumed, Submission
+from scheduler_svc.requests.pooled_model import MOST_VALUES
 from scheduler_svc.requests.request import Event, TokenColumns
 from scheduler_svc.requests.sampling import FinishReason, Sampling
 from scheduler_svc.requests.trace import TraceContext
@@ -59,7 +58,7 @@ def _trace_context(
 
 def pool_submission_from_proto(
     request: inference_pb2.PoolRequest, tracer: Tracer | None = None
-) -> PoolSubmission:
+) -> Submission:
     """Validates a pooling request without knowing the model."""
     check_pool(request)
     pooling = common_pb2.PoolingParams(
@@ -68,7 +67,7 @@ def pool_submission_from_proto(
         dimensions=request.dimensions,
         second_text_at=request.second_text_at,
     )
-    return PoolSubmission(
+    return Submission(
         request_id=request.request_id or secrets.token_hex(16),
         prompt_token_ids=tuple(request.prompt_token_ids),
         pooling=pooling,
@@ -151,9 +150,13 @@ def _event_to_proto(event: Event) -> inference_pb2.GenerateEvent:
     return message
 
 
-def check_results_fit(submissions: Sequence[PoolSubmission], pooled_size: int) -> None:
+def check_results_fit(submissions: Sequence[Submission], pooled_size: int) -> None:
     """Refuses the requests of a call if their results, vectors of `pooled_size` values, exceed a message."""
-    values = sum(count_values(each.pooling, len(each.prompt_token_ids), pooled_size) for each in submissions)
+    values = sum(
+        count_values(each.pooling, len(each.prompt_token_ids), pooled_size)
+        for each in submissions
+        if each.pooling is not None
+    )
     if values > MOST_VALUES:
         raise InvalidArgument(
             f"the results would have {values} values, and a message holds {MOST_VALUES}; send fewer requests in"
@@ -162,12 +165,13 @@ def check_results_fit(submissions: Sequence[PoolSubmission], pooled_size: int) -
         )
 
 
-def pooled_to_proto(event: Event, submission: PoolSubmission) -> inference_pb2.PoolResponse:
+def pooled_to_proto(event: Event, submission: Submission) -> inference_pb2.PoolResponse:
     """Returns the answer to a pooling request, given its last event; raises the error of a failed one."""
     if event.error is not None:
         raise event.error
     if event.finish_reason is FinishReason.ABORT:
         raise Aborted("the request was aborted")
+    assert submission.pooling is not None
     count = len(event.pooled)
     rows = len(submission.prompt_token_ids)
     return inference_pb2.PoolResponse(

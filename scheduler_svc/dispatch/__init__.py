@@ -1,8 +1,8 @@
-"""All requests and all replicas of a generating deployment.
+"""All requests and all replicas of a deployment.
 
 `engine` ties the parts together: `queueing` has the registry of live requests, the waiting queue and its
 limits. `grammar_queue` and `adapter_queue` hold requests that wait for a grammar or a LoRA adapter,
 `adapter_control` takes adapters in, and `placement` chooses replicas. `prefix_control` serves the clients'
-operations on prefix caches; `load` holds figures for clients and metrics. Imported by `pooling`, `convert`,
-`workers`, `api` and `metrics`; imports `replica` and the rooms below.
+operations on prefix caches; `load` holds figures for clients and metrics. Imported by `workers`, `api` and
+`metrics`; imports `replica` and the rooms below.
 """

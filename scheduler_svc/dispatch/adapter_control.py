@@ -109,7 +109,9 @@ class AdapterControl:
             Overloaded: on every replica, requests use as many adapters as its host holds.
         """
         if not self._queue.max_loras:
-            raise Unsupported("the workers run no LoRA adapters; start them with --enable-lora")
+            raise Unsupported(
+                "the workers run no LoRA adapters; start them with --enable-lora (pooling models take none)"
+            )
         adapter = self.registry.begin(name, source, in_place=in_place, expected=expected)
         asked = self._queue.introduce(adapter)
         if not asked:

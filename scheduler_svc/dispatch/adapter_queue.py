@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from protos.errors import TriptychError
 from scheduler_svc.adapters.host_memory import HostMemory, LoadFailures
 from scheduler_svc.adapters.registry import Adapter
-from scheduler_svc.dispatch.backlog import Backlog
+from scheduler_svc.policy.tenants import Tenants
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.request import Request, RequestState
 
@@ -55,16 +55,16 @@ class _Host:
 class AdapterQueue:
     """Requests that wait for an adapter, by adapter, and the hosts of all replicas that run adapters."""
 
-    def __init__(self, clock: Callable[[], float], backlog: Backlog) -> None:
+    def __init__(self, clock: Callable[[], float], tenants: Tenants) -> None:
         """Starts without requests and replicas.
 
-        `clock` gives monotonic seconds; `backlog` counts the requests while they wait.
+        `clock` gives monotonic seconds; `tenants` counts the requests while they wait.
         """
         self._clock = clock
         self._hosts: dict[str, _Host] = {}
         # By adapter, then by request id.
         self._waiting: dict[int, dict[str, Request]] = {}
-        self._backlog = backlog
+        self._tenants = tenants
         # Live requests by adapter, and the adapters that no new request can name.
         self._users: Counter[int] = Counter()
         self._retired: set[int] = set()
@@ -157,7 +157,7 @@ class AdapterQueue:
             return False
         request.state = RequestState.WAITING_FOR_ADAPTER
         self._waiting.setdefault(request.adapter.adapter_id, {})[request.request_id] = request
-        self._backlog.add(request)
+        self._tenants.add(request)
         self.may_load = True
         return True
 
@@ -169,7 +169,7 @@ class AdapterQueue:
             return False
         if not requests:
             del self._waiting[adapter_id]
-        self._backlog.remove(request)
+        self._tenants.remove(request)
         return True
 
     def used(self, request: Request, replica_id: str) -> None:

@@ -1,24 +1,27 @@
-"""The engine of a generating deployment: all requests, all replicas, and the dispatch of one to the other.
+"""The engine of a deployment: all requests, all replicas, and the dispatch of one to the other.
 
 Runs on the thread of one event loop; no method waits. A waiting request belongs to no replica. It goes to a
-replica with a free slot and enough memory, preferably one that has cached its prefix. The requests of a lost
-replica wait again.
+replica with a free slot and enough memory, preferably one that has cached its prefix; a request of a pooling
+model goes to one whose device is free, or joins a batch there. The requests of a lost replica wait again.
 """
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
-from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable, Unsupported
+from protos.errors import Internal, InvalidArgument, Overloaded, TriptychError, Unavailable
 from protos.service.logs import get_logger
+from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.dispatch.adapter_control import AdapterControl
 from scheduler_svc.dispatch.load import Load, ReplicaLoad, ReplicaMemory, Totals, memory_of, totals_of
 from scheduler_svc.dispatch.placement import AttachedReplica, Placer
 from scheduler_svc.dispatch.prefix_control import PrefixControl
 from scheduler_svc.dispatch.queueing import Capacity, LiveRequests, Queues
-from scheduler_svc.policy.order import OrderPolicy
+from scheduler_svc.policy.order import PriorityFairOrder
+from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Abandoned, Detached, Loss, killed_too_many
-from scheduler_svc.requests.admission import ModelLimits, Submission, check, make_requests
+from scheduler_svc.requests.admission import ModelLimits, Submission, make_requests
+from scheduler_svc.requests.pooled_model import PooledModel
 from scheduler_svc.requests.request import Event, Request, RequestState, Sink
 from scheduler_svc.requests.sampling import FinishReason, Grammar, StopRule
 
@@ -30,7 +33,7 @@ class Engine:
     """Enqueues requests, dispatches them to replicas and aborts them."""
 
     def __init__(
-        self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: OrderPolicy,
+        self, *, max_waiting: int, max_waiting_tokens: int, clock: Callable[[], float], order: PriorityFairOrder,
         max_worker_losses: int = 2, max_step_failures: int = 4,
         expected_adapters: Collection[str] = (),
     ) -> None:  # fmt: skip
@@ -57,6 +60,7 @@ class Engine:
         self._blocked: Request | None = None
         # Whether skipped requests may find room now.
         self._retry_skipped = False
+        self._order = order
         self._queues = Queues(order, clock)
         self.waiting = self._queues.waiting
         """Requests that wait for a slot."""
@@ -66,11 +70,11 @@ class Engine:
             self._queues, expected_adapters, fail=self._fail, released=self.released, dispatch=self.dispatch
         )
         """The LoRA adapters of the deployment."""
-        self._placer = Placer(self.grammars, self._queues.adapters)
+        self._placer = Placer(self.grammars, self._queues.adapters, clock)
         self.replicas = self._placer.replicas
         """Ready replicas by id."""
         self.prefixes = PrefixControl(self.replicas, self.dispatch)
-        self.model: ModelLimits | None = None
+        self.model: ModelLimits | PooledModel | None = None
         """Set once a replica has been ready."""
         self._suspended = False
         self._log = get_logger()
@@ -85,83 +89,85 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests without a slot."""
-        deferred = sum(replica.scheduler.num_deferred for replica in self.replicas.values())
-        return len(self._queues) + deferred
+        return self.waiting.tenants.num_requests
 
     def load(self) -> Load:
         """Returns the current load of the ready replicas and the queues."""
+        schedulers = {name: replica.scheduler for name, replica in self.replicas.items()}
         replicas = tuple(
-            ReplicaLoad(name, replica.scheduler.num_running, replica.scheduler.kv.usage)
-            for name, replica in self.replicas.items()
+            ReplicaLoad(name, one.num_running, 0.0 if one.kv is None else one.kv.usage)
+            for name, one in schedulers.items()
         )
-        num_waiting = self.num_waiting
-        return Load(replicas, num_waiting, num_waiting - len(self.waiting), self.waiting.num_tokens)
+        tenants = self.waiting.tenants
+        deferred = tenants.num_requests - len(self.waiting)
+        return Load(replicas, tenants.num_requests, deferred, tenants.num_tokens)
 
     def totals(self) -> dict[str, Totals]:
         """Returns the counters of the ready replicas by id."""
         return {name: totals_of(replica.scheduler) for name, replica in self.replicas.items()}
 
     def memory(self) -> dict[str, ReplicaMemory]:
-        """Returns the KV memory of the ready replicas by id."""
-        return {name: memory_of(replica.scheduler.kv) for name, replica in self.replicas.items()}
+        """Returns the KV memory of the ready replicas by id, without replicas that have none."""
+        return {
+            name: memory_of(kv)
+            for name, replica in self.replicas.items()
+            if (kv := replica.scheduler.kv) is not None
+        }
 
     # ---- requests ----
 
     def submit(self, submission: Submission, sink: Sink) -> None:
-        """Enqueues a request; its events go to `sink`.
+        """Does the same as :meth:`submit_all` for one request."""
+        self.submit_all((submission,), sink)
+
+    def submit_all(self, submissions: Sequence[Submission], sink: Sink) -> None:
+        """Enqueues all requests of a call, or none; their events go to `sink`.
 
         Raises:
             Unavailable: no replica has been ready yet.
-            InvalidArgument: the id is in use, or a token id, parameter or length cannot be served.
+            InvalidArgument: an id is in use, or a token id, parameter or length cannot be served.
             NotFound: there is no adapter of that name.
-            Overloaded: the queue is full.
+            Unsupported: the model does not serve what is asked of it.
+            Overloaded: the queue has no room for all.
         """
-        model = self._served_model()
+        if self.model is None:
+            raise _no_worker()
         self._abort_failed()
-        ids = [submission.sequence_id(sequence) for sequence in submission.sequences]
-        if self._live.in_use(submission.request_id, ids):
-            raise InvalidArgument(
-                f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
-            )
+        checked, names = [], set[str]()
+        for submission in submissions:
+            ids = {submission.sequence_id(sequence) for sequence in submission.sequences}
+            if submission.request_id in names or self._live.in_use(submission.request_id, ids):
+                raise InvalidArgument(
+                    f"request id {submission.request_id!r} is in use; ids must be unique", param="request_id"
+                )
+            names.add(submission.request_id)
+            checked.append((submission, *self._check(submission, self.model)))
+        if self._suspended:
+            raise _no_worker()
+        self._capacity.check(submissions, self.waiting.tenants)
+        now_s = self._clock()
+        for submission, stop, adapter in checked:
+            requests = make_requests(submission, stop, sink, self._arrivals, now_s, adapter)
+            for event in submission.ended(stop):
+                sink.push(event)
+            self._live.add(requests)
+            for request in requests:
+                request.rank = self._order.rank(request)
+                self._queues.add_user(request)
+                self._queues.add(request)
+        self.dispatch()
+
+    def _check(
+        self, submission: Submission, model: ModelLimits | PooledModel
+    ) -> tuple[StopRule, Adapter | None]:
+        """Checks a submission; returns when its sequences end, and its adapter."""
         adapter = self.adapters.resolve(submission.lora_name, submission.lora_digest)
         if adapter is not None and self.replicas and not self.adapters.max_loras:
             raise Unavailable("no worker that is ready runs LoRA adapters; retry", retry_after_ms=5000)
-        stop = StopRule.from_sampling(submission.sampling, model.eos_token_ids, self._check(submission))
+        stop = model.check(submission, self._capacity.max_request_tokens)
         if adapter is not None and self.replicas:
             self.adapters.check_size(adapter, len(submission.prompt_token_ids) + stop.max_tokens)
-        self._capacity.check(submission, self.waiting.backlog, num_waiting=self.num_waiting)
-        requests = make_requests(submission, stop, sink, self._arrivals, self._clock(), adapter)
-        for event in submission.ended(stop):
-            sink.push(event)
-        self._live.add(requests)
-        for request in requests:
-            request.rank = self.waiting.rank(request)
-            self._queues.add_user(request)
-            self._queues.add(request)
-        self.dispatch()
-
-    def submit_pooling(self, submissions: object, sink: Sink) -> None:
-        """Refuses pooling requests; see :class:`scheduler_svc.workers.engine_protocol.EngineProtocol`.
-
-        Raises:
-            Unavailable: no replica has been ready yet.
-            Unsupported: otherwise.
-        """
-        del submissions, sink
-        if self.model is None:
-            raise _no_worker()
-        raise Unsupported(
-            "this model generates text and pools nothing; call Generate or Connect", param="model"
-        )
-
-    def _served_model(self) -> ModelLimits:
-        if self.model is None or self._suspended:
-            raise _no_worker()
-        return self.model
-
-    def _check(self, submission: Submission) -> int:
-        """Checks a submission against the model; returns the effective max_tokens."""
-        return check(submission, self._served_model(), self._capacity.max_request_tokens)
+        return stop, adapter
 
     def abort(self, request_id: str, sequence: int | None = None) -> bool:
         """Aborts a request in any state, or one of its sequences alone.
@@ -259,7 +265,7 @@ class Engine:
                 self._fail(head, error if isinstance(error, TriptychError) else Internal(message))
                 continue
             if settled:
-                self.waiting.remove(head)
+                self._queues.settled(head)
                 # An adapter that has found a slot serves requests of other groups, too.
                 self.waiting.bring_back(None if head.adapter else self._placer.group_of(head))
                 continue
@@ -290,6 +296,7 @@ class Engine:
 
     def forget(self, request: Request) -> None:
         """Forgets a request that has ended."""
+        self._placer.ended(request)
         self._queues.remove_user(request)
         self._live.remove(request)
 
@@ -297,9 +304,16 @@ class Engine:
         """Whether steps of the request alone have failed often enough, and wherever it can run."""
         return request.step_failures >= self._max_step_failures and not self._placer.is_untried(request)
 
+    def admitted(self, request: Request) -> None:
+        """Charges the tenant of a request that got a slot, once: computing tokens again is nobody's debt."""
+        self._queues.undefer(request)
+        if not request.charged:
+            request.charged = True
+            self.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
+
     def charge(self, tenant: str, tokens: int) -> None:
-        """Charges a tenant for tokens; see :meth:`WaitingQueue.charge`."""
-        self.waiting.charge(tenant, tokens)
+        """Charges a tenant for tokens."""
+        self.waiting.tenants.charge(tenant, tokens)
 
     def released(self) -> None:
         """Notes that slots, blocks or room in a plan became free; dispatch retries the queue."""
@@ -315,7 +329,8 @@ class Engine:
         self.prefixes.attached(replica_id)
         self._replicas_changed()
         self.grammars.attach(replica_id, replica.ask, replica.withdraw)
-        self._queues.adapters.attach(replica_id, replica.scheduler, replica.lora, self.adapters.registry)
+        if isinstance(replica.scheduler, ReplicaScheduler):
+            self._queues.adapters.attach(replica_id, replica.scheduler, replica.lora, self.adapters.registry)
         self.dispatch()
         replica.wake()
 
@@ -334,7 +349,8 @@ class Engine:
         for request in abandoned.requests:
             self.requeue(request)
         failed = self._judge(abandoned)
-        replica.scheduler.kv.events.close()
+        if replica.scheduler.kv is not None:
+            replica.scheduler.kv.events.close()
         self._replicas_changed()
         self.dispatch()
         suspects = tuple(request.request_id for request in abandoned.suspects)
@@ -359,9 +375,9 @@ class Engine:
         """Recomputes the limits and retries skipped requests."""
         self.released()
         self.waiting.bring_all_back()
-        if not self.replicas:
-            return
-        self._capacity.measure((replica.scheduler for replica in self.replicas.values()), self.model)
+        if self.replicas:
+            length = self.model.max_model_len if self.model else 0
+            self._capacity.measure((replica.scheduler for replica in self.replicas.values()), length)
 
     def fail_oversized(self) -> int:
         """Fails waiting requests that fit no replica: a larger one was lost and has not come back.
@@ -375,7 +391,11 @@ class Engine:
         for request in stranded if self.replicas else ():
             message = "no remaining worker runs the request's LoRA adapter; send it again when one is back"
             self._fail(request, Unavailable(message, retry_after_ms=5000))
-        oversized = [request for request in self._queues if request.end > room]
+        oversized = [
+            request
+            for request in self._queues
+            if not any(replica.scheduler.fits(request) for replica in self.replicas.values())
+        ]
         for request in oversized if self.replicas else ():
             message = (
                 f"the request needs {request.end} tokens of KV memory and the remaining workers hold {room}; "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from protos.errors import InvalidArgument, TriptychError
-from scheduler_svc.dispatch.backlog import Backlog
+from scheduler_svc.policy.tenants import Tenants
 from scheduler_svc.requests.request import Request, RequestState
 from scheduler_svc.requests.sampling import Grammar
 
@@ -94,12 +94,12 @@ class _Line:
 class GrammarQueue:
     """Requests that wait for a grammar, by grammar."""
 
-    def __init__(self, backlog: Backlog) -> None:
-        """Starts without requests and replicas; `backlog` counts the requests while they wait."""
+    def __init__(self, tenants: Tenants) -> None:
+        """Starts without requests and replicas; `tenants` counts the requests while they wait."""
         self._entries: dict[Grammar, _Entry] = {}
         self._lines: dict[str, _Line] = {}
         self._num_waiting = 0
-        self._backlog = backlog
+        self._tenants = tenants
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -159,7 +159,7 @@ class GrammarQueue:
         request.state = RequestState.WAITING_FOR_FSM
         entry.waiting[request.request_id] = request
         self._num_waiting += 1
-        self._backlog.add(request)
+        self._tenants.add(request)
         return True
 
     def remove(self, request: Request) -> bool:
@@ -169,7 +169,7 @@ class GrammarQueue:
         if entry is None or entry.waiting.pop(request.request_id, None) is None:
             return False
         self._num_waiting -= 1
-        self._backlog.remove(request)
+        self._tenants.remove(request)
         return True
 
     def compiled(self, replica_id: str, grammar: Grammar) -> list[Request]:

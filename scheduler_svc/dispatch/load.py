@@ -6,6 +6,7 @@ from typing import Final
 
 from protos.triptych.v1.worker_pb2 import WorkerReport
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.stats import STEP_TOKENS, Distribution, SchedulerStats
 
@@ -33,7 +34,7 @@ class Load:
     num_deferred: int = 0
     """Requests that wait for a grammar or a shared prefix rather than for capacity."""
     num_waiting_tokens: int = 0
-    """Tokens that requests in the waiting queue have to prefill."""
+    """Tokens that requests without a slot have to prefill."""
 
     @property
     def num_running(self) -> int:
@@ -109,8 +110,32 @@ class Totals:
         self.longest_stall_s = max(self.longest_stall_s, other.longest_stall_s)
 
 
-def totals_of(scheduler: ReplicaScheduler) -> Totals:
-    """Returns the current counters of a generating replica."""
+def totals_of(scheduler: ReplicaScheduler | PoolScheduler) -> Totals:
+    """Returns the current counters of a replica."""
+    return _pool_totals(scheduler) if isinstance(scheduler, PoolScheduler) else _totals(scheduler)
+
+
+def _pool_totals(scheduler: PoolScheduler) -> Totals:
+    stats = scheduler.stats
+    counts: dict[tuple[str, ...], float] = {
+        ("vllm:prompt_tokens",): stats.tokens.total(),
+        ("triptych:late_graphs",): stats.report.late_graphs,
+    }
+    for shape, batches in stats.batches.items():
+        name = str(shape)
+        rows, tokens = stats.rows[shape], stats.tokens[shape]
+        counts["triptych:pool_batches", name] = batches
+        counts["triptych:pool_rows", name] = rows
+        counts["triptych:pool_padding_rows", name] = 0 if shape.packed else batches * shape.batch - rows
+        counts["triptych:pool_tokens", name] = tokens
+        counts["triptych:pool_padding_tokens", name] = batches * shape.num_tokens - tokens
+    times: dict[tuple[str, ...], Distribution] = {
+        ("triptych:step_seconds", "pool", str(shape)): seconds for shape, seconds in stats.seconds.items()
+    }
+    return Totals(counts, {("vllm:request_queue_time_seconds",): stats.queue_s, **times}, report=stats.report)
+
+
+def _totals(scheduler: ReplicaScheduler) -> Totals:
     stats, kv, shapes = scheduler.stats, scheduler.kv, scheduler.shapes
     counts: dict[tuple[str, ...], float] = {
         ("vllm:prefix_cache_queries",): kv.stats.queried_tokens,

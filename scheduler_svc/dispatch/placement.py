@@ -1,22 +1,35 @@
 """Placement of the next waiting request: on the best replica that has room for it or can make room."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_svc.dispatch.adapter_queue import AdapterHost, AdapterQueue
 from scheduler_svc.dispatch.grammar_queue import CompileRequest, GrammarQueue
-from scheduler_svc.policy.rules import placement_cost
+from scheduler_svc.policy.learned_times import LinearTime
+from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.slots import AdmitResult
 from scheduler_svc.requests.request import Request
 from scheduler_svc.requests.sampling import Grammar
+
+# An idle replica whose steps seemed slow gets a request as a probe after so long.
+_PROBE_S = 60.0
+
+# Before any request has ended: tokens that a request generates.
+_USUAL_OUTPUT = 256.0
+# Weight of the earlier mean of them when a request ends.
+_KEPT = 0.98
+
+# Share of the replica's requests that come later, which a chunk delays as well.
+_LATER = 0.7
 
 
 @dataclass(slots=True)
 class AttachedReplica:
     """A ready replica as the engine sees it."""
 
-    scheduler: ReplicaScheduler
+    scheduler: ReplicaScheduler | PoolScheduler
     wake: Callable[[], None]
     """Tells the replica's driver that there is work."""
     ask: CompileRequest = lambda _: None
@@ -30,6 +43,8 @@ class AttachedReplica:
     """Whether the worker's last step failed; it then looks empty, because its requests leave at once."""
     lora: AdapterHost | None = None
     """What holds LoRA adapters beside the device; None if the replica runs none."""
+    placed_s: float = -math.inf
+    """Clock reading of the last placement."""
 
 
 class Placer:
@@ -40,12 +55,14 @@ class Placer:
     for, or it would never find room there.
     """
 
-    def __init__(self, grammars: GrammarQueue, adapters: AdapterQueue) -> None:
+    def __init__(self, grammars: GrammarQueue, adapters: AdapterQueue, clock: Callable[[], float]) -> None:
         """Starts without replicas; the queues know which replicas have which grammars and adapters."""
         self.replicas: dict[str, AttachedReplica] = {}
         """Ready replicas by id."""
         self._grammars = grammars
         self._adapters = adapters
+        self._clock = clock
+        self._output = _USUAL_OUTPUT
         # Replicas that skipped requests wait for, each with the rank of the first such request.
         self._claimed: dict[str, tuple[float, int]] = {}
 
@@ -159,24 +176,64 @@ class Placer:
         free = [
             (name, replica) for name, replica in self._candidates(request) if replica.scheduler.has_free_slot
         ]
-        if len(free) > 1:
-            # Keep the sequences of one request together while there are slots: they share blocks.
-            free.sort(
-                key=lambda item: (
-                    item[1].failing(),
-                    not item[1].scheduler.shares_prompt(request),
-                    placement_cost(request, item[1].scheduler),
-                )
-            )
-        for name, replica in free:
+        for name, replica in self.by_cost(request, free) if len(free) > 1 else free:
             request.replica_id = name
             result = replica.scheduler.admit(request)
             if result is AdmitResult.ADMITTED:
                 self._adapters.used(request, name)
             if result is not AdmitResult.NO_ROOM:
+                replica.placed_s = self._clock()
                 replica.wake()
                 return True
         return False
+
+    def ended(self, request: Request) -> None:
+        """Learns from a request that has ended how many tokens requests generate."""
+        if request.num_output_tokens:
+            self._output += (1 - _KEPT) * (request.num_output_tokens - self._output)
+
+    def by_cost(
+        self, request: Request, free: list[tuple[str, AttachedReplica]]
+    ) -> list[tuple[str, AttachedReplica]]:
+        """Returns replicas with a free slot, the best one first."""
+        times = [replica.scheduler.stats.times for replica in self.replicas.values()]
+        chunk = _fastest([each.chunk for each in times], _UNKNOWN_CHUNK)
+        decode = _fastest([each.decode for each in times], _UNKNOWN_DECODE)
+        usual_load = sum(_load(replica) for replica in self.replicas.values()) / len(self.replicas)
+        probe_before_s = self._clock() - _PROBE_S
+
+        def cost(item: tuple[str, AttachedReplica]) -> tuple[bool, bool, float, float]:
+            _, replica = item
+            scheduler, own = replica.scheduler, replica.scheduler.stats.times
+            is_recent = replica.placed_s > probe_before_s or scheduler.num_running > 0
+            seconds = self._seconds(
+                request, replica, usual_load,
+                own.chunk if own.chunk.known and is_recent else chunk,
+                own.decode if own.decode.known and is_recent else decode,
+            )  # fmt: skip
+            # Keep the sequences of one request together while there are slots: they share blocks.
+            return replica.failing(), not scheduler.shares_prompt(request), seconds, replica.placed_s
+
+        return sorted(free, key=cost)
+
+    def _seconds(
+        self, request: Request, replica: AttachedReplica, usual_load: float, chunk: LinearTime, decode: LinearTime
+    ) -> float:  # fmt: skip
+        """Returns the seconds that a request takes on a replica, and those that others lose by it.
+
+        Others wait while its chunks run, and more rows may slow their decode steps. Chunks that a cached
+        prefix would spare take time from later requests, too, and there are as many as on any replica.
+        """
+        scheduler, load = replica.scheduler, _load(replica)
+        # A pooling replica takes a whole text in a step.
+        size = scheduler.shapes.chunk if isinstance(scheduler, ReplicaScheduler) else len(request.token_ids)
+        waits_s = _prefill_seconds(chunk, scheduler.prefill_backlog, size)
+        own_s = _prefill_seconds(chunk, len(request.token_ids) - scheduler.cached_tokens(request), size)
+        if not scheduler.adapters.holds(request.adapter):
+            own_s += chunk.seconds  # copying an adapter to the device takes about as long as a chunk
+        num_steps = min(self._output, request.end - len(request.token_ids))
+        step_s = decode.at(load + 1) + load * decode.slope / 2  # others have half their steps left
+        return waits_s + own_s * (1 + load + _LATER * usual_load) + num_steps * step_s
 
     def _preempt_for(self, request: Request) -> bool:
         """Preempts the least urgent running request if the waiting one is more urgent."""
@@ -191,3 +248,26 @@ class Placer:
                 replica.wake()
                 return True
         return False
+
+
+def _load(replica: AttachedReplica) -> int:
+    """Returns the number of requests on a replica, those that wait there for a prefix included."""
+    return replica.scheduler.num_running + replica.scheduler.num_deferred
+
+
+def _prefill_seconds(chunk: LinearTime, num_tokens: int, size: int) -> float:
+    """Returns the seconds of the chunks, of up to `size` tokens each, that compute so many tokens."""
+    whole, rest = divmod(num_tokens, size)
+    return whole * chunk.at(size) + (chunk.at(rest) if rest else 0.0)
+
+
+def _fastest(times: list[LinearTime], unknown: LinearTime) -> LinearTime:
+    """Returns the shortest of the known times, which a replica that has none is tried with."""
+    return min((each for each in times if each.known), key=lambda each: each.at(1), default=unknown)
+
+
+# Before any result: a device of middling speed, on which load and prefix weigh alike.
+_UNKNOWN_CHUNK, _UNKNOWN_DECODE = LinearTime(), LinearTime()
+for _size in (1, 512):
+    _UNKNOWN_CHUNK.observe(_size, 0.005 + _size * 1e-4)
+    _UNKNOWN_DECODE.observe(_size, 0.010 + _size * 1e-4)

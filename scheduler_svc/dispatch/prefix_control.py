@@ -6,6 +6,7 @@ from functools import partial
 
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.events import Batch
+from scheduler_svc.replica.pooling import PoolScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,11 @@ class PrefixControl:
 
     def reset(self) -> int:
         """Forgets every cached prefix; returns the number of replicas that were reset."""
-        for replica in self._replicas.values():
-            replica.scheduler.kv.prefixes.reset()
+        caches = [kv for each in self._replicas.values() if (kv := each.scheduler.kv) is not None]
+        for kv in caches:
+            kv.prefixes.reset()
         self._dispatch()
-        return len(self._replicas)
+        return len(caches)
 
     def follow(
         self, listener: Callable[[KvChange], None], *, replica_id: str = "", after: int = 0
@@ -83,6 +85,8 @@ class PrefixControl:
 
     def _subscribe(self, follower: _Follower, replica_id: str) -> None:
         scheduler = self._replicas[replica_id].scheduler
+        if isinstance(scheduler, PoolScheduler):
+            return
         forward = partial(_forward, follower.listener, replica_id, scheduler.shapes.hash_block_size)
         after = follower.after if replica_id == follower.replica_id else 0
         follower.stops.append(scheduler.kv.events.follow(forward, after))

@@ -2,16 +2,17 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 
 from protos.errors import InvalidArgument, Overloaded
 from protos.limits import MAX_SEQUENCES
 from scheduler_svc.dispatch.adapter_queue import AdapterQueue
-from scheduler_svc.dispatch.backlog import Backlog
 from scheduler_svc.dispatch.grammar_queue import GrammarQueue
-from scheduler_svc.policy.order import OrderPolicy
+from scheduler_svc.policy.order import ArrivalQueue, PriorityFairOrder
+from scheduler_svc.policy.tenants import Tenants
+from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
-from scheduler_svc.requests.admission import ModelLimits, Submission
+from scheduler_svc.requests.admission import Submission
 from scheduler_svc.requests.request import Request, RequestState, SequenceGroup
 
 SEQUENCES_PER_SLOT = 16
@@ -22,8 +23,8 @@ RESUMED_FACTOR = 4
 """Resumed requests may fill the queue to this many times its bounds, and one more request for each slot."""
 
 
-MAX_REQUESTS, MAX_TOKENS = "max_num_queued_reqs", "max_num_queued_tokens"
-"""vLLM's names for the limits of the queue."""
+MOST_PASSED = 512
+"""Waiting requests of other lengths that a pooling batch passes over, at most, before it runs unfilled."""
 
 
 class LiveRequests:
@@ -81,21 +82,19 @@ class LiveRequests:
 
 
 class WaitingQueue:
-    """The queue that all replicas share; its policy decides which request is next.
+    """The queue that all replicas share; its order decides which request is next.
 
     A request that returns after a preemption or a lost worker keeps its arrival and so its place.
-    A skipped request stays in the queue and keeps its tenant's claim, but :meth:`peek` passes over it until
-    it is brought back.
+    A skipped request stays in the queue, but :meth:`peek` passes over it until it is brought back.
     """
 
-    def __init__(self, order: OrderPolicy) -> None:
+    def __init__(self, order: PriorityFairOrder) -> None:
         """Starts empty; `order` belongs to this queue alone."""
         self._order = order
-        self.backlog = Backlog()
+        self.tenants = order.tenants
         """Counts the members, and what waits for a place here, such as for a grammar."""
         self._members: dict[str, Request] = {}
-        self._num_tokens = 0
-        self._skipped: dict[Hashable, dict[str, Request]] = {}  # by group, then by request id
+        self._skipped: dict[Hashable, ArrivalQueue] = {}  # by group
         self._group: dict[str, Hashable] = {}  # the group of each skipped request
 
     def __len__(self) -> int:
@@ -108,16 +107,10 @@ class WaitingQueue:
         """Yields every member once, in no particular order; the queue must not change meanwhile."""
         return iter(self._members.values())
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the waiting requests have to prefill."""
-        return self._num_tokens
-
     def add(self, request: Request) -> None:
-        """Adds a request that is not in the queue. Its tokens must not change while it waits."""
+        """Adds a request that is not in the queue."""
         self._members[request.request_id] = request
-        self._num_tokens += len(request.token_ids)
-        self.backlog.add(request)
+        self.tenants.add(request)
         self._order.add(request)
 
     def peek(self, now: float) -> Request | None:
@@ -131,70 +124,70 @@ class WaitingQueue:
         """Removes a request, skipped or not; returns False if it is not in the queue."""
         if request not in self:
             return False
-        self._return(request)
+        self.unskip(request)
         del self._members[request.request_id]
-        self._num_tokens -= len(request.token_ids)
-        self.backlog.remove(request)
         self._order.remove(request)
+        self.tenants.remove(request)
         return True
+
+    def take(self, now: float, joins: Callable[[Request], bool | None]) -> None:
+        """Removes the requests that `joins` accepts, in order; it returns None to end the search.
+
+        The others keep their places. Ends after :data:`MOST_PASSED` of them, however many wait.
+        """
+        passed: list[Request] = []
+        while (request := self.peek(now)) is not None and (accepted := joins(request)) is not None:
+            if accepted:
+                self.remove(request)
+                continue
+            self._order.remove(request)
+            passed.append(request)
+            if len(passed) == MOST_PASSED:
+                break
+        for request in passed:
+            self._order.add(request)
 
     def skip(self, request: Request, group: Hashable) -> None:
         """Lets other requests pass a member until :meth:`bring_back` retries the oldest of its `group`."""
-        self._order.skip(request)
-        self._skipped.setdefault(group, {})[request.request_id] = request
+        self._order.remove(request)
+        self._skipped.setdefault(group, ArrivalQueue()).add(request)
         self._group[request.request_id] = group
+
+    def unskip(self, request: Request) -> None:
+        """Returns a request to its place in the order, if it is skipped."""
+        if (group := self._group.pop(request.request_id, None)) is None:
+            return
+        self._skipped[group].remove(request)
+        if not self._skipped[group].requests:
+            del self._skipped[group]
+        self._order.add(request)
 
     def bring_back(self, group: Hashable | None = None) -> None:
         """Returns the oldest skipped request of `group`, or of every group, to its place in the order."""
         for requests in list(self._skipped.values()) if group is None else [self._skipped.get(group)]:
             if requests:
-                self._return(min(requests.values(), key=lambda request: request.rank))
+                self.unskip(requests.head)
 
     def bring_all_back(self) -> None:
         """Returns every skipped request to its place, because the groups are no longer valid."""
-        for requests in list(self._skipped.values()):
-            for request in list(requests.values()):
-                self._return(request)
-
-    def _return(self, request: Request) -> None:
-        if request.request_id not in self._group:
-            return
-        group = self._group.pop(request.request_id)
-        del self._skipped[group][request.request_id]
-        if not self._skipped[group]:
-            del self._skipped[group]
-        self._order.restore(request)
-
-    def charge(self, tenant: str, tokens: int) -> None:
-        """Charges a tenant for tokens: its prompt at admission, then one per sequence and decode step."""
-        self._order.charge(tenant, tokens)
-
-    def rank(self, request: Request) -> tuple[float, int]:
-        """Returns the rank that the request will have among running requests."""
-        return self._order.rank(request)
-
-    def drain(self) -> list[Request]:
-        """Removes all requests and returns them in order."""
-        for request in self._members.values():
-            self._return(request)
-            self.backlog.remove(request)
-        self._members.clear()
-        self._num_tokens = 0
-        return self._order.drain()
+        for request_id in list(self._group):
+            self.unskip(self._members[request_id])
 
 
 class Queues:
     """Every request that no replica has: it waits for a grammar, then for an adapter, then for a slot."""
 
-    def __init__(self, order: OrderPolicy, clock: Callable[[], float]) -> None:
+    def __init__(self, order: PriorityFairOrder, clock: Callable[[], float]) -> None:
         """Starts empty; `order` belongs to the waiting queue alone, and `clock` gives monotonic seconds."""
         self.waiting = WaitingQueue(order)
         """Requests that wait for a slot."""
-        self.grammars = GrammarQueue(self.waiting.backlog)
+        self.grammars = GrammarQueue(self.waiting.tenants)
         """Requests that wait for their grammar."""
         self._clock = clock
-        self.adapters = AdapterQueue(clock, self.waiting.backlog)
+        self.adapters = AdapterQueue(clock, self.waiting.tenants)
         """Requests that wait for their LoRA adapter."""
+        # Requests that wait on a replica for a prefix, by id.
+        self._deferred: dict[str, Request] = {}
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.grammars) + len(self.adapters)
@@ -210,11 +203,13 @@ class Queues:
 
     def remove_user(self, request: Request) -> None:
         """Ends the use of them by a request that ended."""
+        self.undefer(request)
         self.grammars.remove_user(request)
         self.adapters.remove_user(request)
 
     def add(self, request: Request) -> None:
         """Adds a live request to the queue where it belongs."""
+        self.undefer(request)
         if not self.grammars.hold(request):
             self.wait(request)
         elif request.trace is not None:
@@ -228,6 +223,18 @@ class Queues:
                 self.waiting.add(request)
             if request.trace is not None:
                 request.trace.waits("queue" if waits else "adapter", self._clock())
+
+    def settled(self, request: Request) -> None:
+        """Removes a request that a replica took; one that waits there for a prefix still counts here."""
+        self.waiting.remove(request)
+        if request.state is RequestState.DEFERRED:
+            self._deferred[request.request_id] = request
+            self.waiting.tenants.add(request)
+
+    def undefer(self, request: Request) -> None:
+        """Notes that a request waits on no replica any more."""
+        if self._deferred.pop(request.request_id, None) is not None:
+            self.waiting.tenants.remove(request)
 
     def remove(self, request: Request) -> bool:
         """Removes a request; returns False if it is in no queue."""
@@ -274,43 +281,40 @@ class Capacity:
         self.max_request_tokens = 0
         """Longest sequence that fits into the KV memory of some replica."""
 
-    def measure(self, replicas: Iterable[ReplicaScheduler], model: ModelLimits | None) -> None:
-        """Recomputes the limits that depend on the ready replicas; there must be at least one."""
-        schedulers = list(replicas)
-        self._num_slots = sum(scheduler.shapes.max_num_seqs for scheduler in schedulers)
-        self.max_request_tokens = max(
-            scheduler.kv.max_tokens(model.max_model_len) if model else 0 for scheduler in schedulers
-        )
+    def measure(self, replicas: Iterable[ReplicaScheduler | PoolScheduler], model_len: int) -> None:
+        """Recomputes the limits that depend on the ready replicas, given the model's longest sequence."""
+        generating = [one for one in replicas if isinstance(one, ReplicaScheduler)]
+        self._num_slots = sum(one.shapes.max_num_seqs for one in generating)
+        self.max_request_tokens = max((one.kv.max_tokens(model_len) for one in generating), default=0)
 
-    def check(self, submission: Submission, backlog: Backlog, *, num_waiting: int) -> None:
-        """Refuses a submission that does not fit into the queue, now or ever.
+    def check(self, submissions: Sequence[Submission], tenants: Tenants) -> None:
+        """Refuses the submissions of a call if they do not fit into the queue, now or ever.
 
-        `num_waiting` is the number of requests without a slot; some of them are in no queue.
-
-        Takes several times as many requests that an earlier scheduler accepted: clients wait for the rest of
+        An empty queue takes a call of any size, because no later time would be better for it. The queue takes
+        several times as many requests that an earlier scheduler accepted: clients wait for the rest of
         their answers, and the requests that ran there are more than those that may wait here. It cannot be
         proved that they were accepted, so there is a limit.
 
         Raises:
-            InvalidArgument: the request has too many sequences for this deployment.
+            InvalidArgument: a request has too many sequences for this deployment.
             Overloaded: the queue is full.
         """
-        sequences, num_prompt = submission.sequences, len(submission.prompt_token_ids)
-        count = len(sequences)
         max_waiting, max_tokens = self._max_waiting, self._max_waiting_tokens
-        if submission.was_accepted:
+        count = num_tokens = 0
+        for submission in submissions:
+            sequences, num_prompt = submission.sequences, len(submission.prompt_token_ids)
+            count += len(sequences)
+            num_tokens += len(sequences) * num_prompt + sum(map(len, sequences.values()))
+            if len(sequences) > 1 and not submission.was_accepted:
+                self._check_count(len(sequences), num_prompt)
+        if submissions[0].was_accepted:
             max_waiting = RESUMED_FACTOR * max_waiting + self._num_slots
             max_tokens = RESUMED_FACTOR * max_tokens + self._num_slots * self.max_request_tokens
-        else:
-            self._check_count(count, num_prompt)
-        num_tokens = count * num_prompt + sum(map(len, sequences.values()))
-        tenant, waiting_tokens = submission.tenant, backlog.num_tokens
-        too_many = num_waiting and num_waiting + count > max_waiting
-        is_full = too_many or (waiting_tokens and waiting_tokens + num_tokens > max_tokens)
-        if is_full and not backlog.has_share(tenant, count, num_tokens, max_waiting, max_tokens):
-            self.rejections[MAX_REQUESTS if too_many else MAX_TOKENS] += 1
+        limit = tenants.exceeds(submissions[0].tenant, count, num_tokens, max_waiting, max_tokens)
+        if limit is not None:
+            self.rejections[limit] += len(submissions)
             raise Overloaded(
-                f"{num_waiting} requests with {waiting_tokens} tokens are waiting; retry later",
+                f"{tenants.num_requests} requests with {tenants.num_tokens} tokens are waiting; retry later",
                 retry_after_ms=1000,
             )
 
@@ -321,7 +325,7 @@ class Capacity:
             raise InvalidArgument(
                 f"n must be at most {limit} here, not {count}; send several requests", param="n"
             )
-        if count > 1 and count * num_prompt > self._max_waiting_tokens:
+        if count * num_prompt > self._max_waiting_tokens:
             raise InvalidArgument(
                 f"{count} sequences of {num_prompt} prompt tokens exceed the {self._max_waiting_tokens} tokens that may wait; "
                 "send several requests with a smaller n",

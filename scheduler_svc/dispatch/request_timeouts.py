@@ -57,13 +57,11 @@ class RequestTimeouts:
     and it makes progress when one of them does.
     """
 
-    def __init__(
-        self, engine: Callable[[], Engine], *, queue_s: float, token_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, engine: Engine, *, queue_s: float, token_s: float, clock: Callable[[], float]) -> None:
         """Starts without requests.
 
         Args:
-            engine: returns the engine.
+            engine: has the requests.
             queue_s: seconds that a request may wait for its first slot; 0 for no limit.
             token_s: seconds that it may then go without a new token; 0 for no limit.
             clock: monotonic seconds.
@@ -97,7 +95,7 @@ class RequestTimeouts:
     def check(self, *, only_look: bool = False) -> None:
         """Notes the progress of all requests and, unless it only looks, fails those that exceed a limit."""
         members: defaultdict[_ClientRequest, list[Request]] = defaultdict(list)
-        for request in self._engine().live():
+        for request in self._engine.live():
             members[request.group or request].append(request)
         now_s = self._clock()
         self._note_progress(members, now_s)
@@ -126,7 +124,7 @@ class RequestTimeouts:
     def _fail(self, request: Request, timeout: Timeout, error: TimedOut) -> None:
         self.num_failed[timeout] += 1
         self._log.warning("request_timed_out", request=request.request_id, limit=timeout.value)
-        self._engine().fail(request, error)
+        self._engine.fail(request, error)
 
 
 def _began_s(key: _ClientRequest, sequences: Sequence[Request]) -> float | None:

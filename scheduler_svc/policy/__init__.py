@@ -1,6 +1,6 @@
 """Scheduling decisions.
 
-`order` picks the next waiting request (with `tenant_counters` for fairness); `rules` pick the replica that
-runs it, the kind of the next step, and the request that yields its slot. Imported by `dispatch`, `replica`,
-`pooling`, `workers` and the settings. Imports only `adapters` and `requests`.
+`order` picks the next waiting request, and `tenants` keeps shares and bounds; `rules` pick the kind of the
+next step, and the request that yields its slot. `learned_times` learns how long steps take. Imported by
+`dispatch`, `replica`, `workers` and the settings. Imports only `adapters` and `requests`.
 """

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from scheduler_svc.kv.cache import KvCache
 from scheduler_svc.replica.plans import BatchRows, Changes, StepsInFlight
-from scheduler_svc.replica.stats import BucketStats, SchedulerStats
+from scheduler_svc.replica.stats import SchedulerStats
 from scheduler_svc.requests.request import Request, RequestState, Sink
 
 Room = Callable[[Request, int], bool]
@@ -248,13 +248,7 @@ class Decoding:
         self._charge(request.tenant, 1)
 
     def _count_rows(self, count: int, bucket: int, seconds: float) -> None:
-        stats = self._stats.buckets.get(bucket)
-        if stats is None:
-            stats = self._stats.buckets[bucket] = BucketStats()
-        stats.steps += 1
-        stats.rows += count
-        stats.seconds.observe(seconds)
-        self._stats.step_rows[count] += 1
+        self._stats.count_decode(count, bucket, seconds)
         self._observe_batch(count)
 
     # ---- stalls ----

@@ -254,7 +254,10 @@ class ReplicaScheduler:
         if request is None:
             return None
         tokens = min(self.shapes.chunk, request.num_ungranted)
-        if self._decoding and not self._turns.prefill_due(request, self._clock()):
+        chunk_s, step_s = self.stats.times.chunk.at(tokens), self.stats.times.decode.at(len(self._decoding))
+        if self._decoding and not self._turns.prefill_due(
+            request, self._clock(), chunk_s=chunk_s, step_s=step_s
+        ):
             return None
         start, end = request.granted, request.granted + tokens
         if not self._make_room(request, end):
@@ -263,7 +266,7 @@ class ReplicaScheduler:
         work = Prefill(request.slot, start, tokens, sample=end == len(request.token_ids))
         plan = self._send(work, (request,), interrupts=interrupts, context_tokens=end)
         self._slots.chunk_sent(request, end)
-        self._turns.sent_chunk(self._stages_per_batch)
+        self._turns.sent_chunk(chunk_s, self._stages_per_batch)
         self._owner.released()  # another request may have its turn now
         return plan
 
@@ -299,7 +302,9 @@ class ReplicaScheduler:
         if not steps:
             return None
         batch = rows.batch
-        per_result = max(1, min(steps, self._turns.steps_within(self._event_interval_s)))
+        per_result = 1
+        if self._event_interval_s and (step_s := self.stats.times.decode.at(len(batch.slots))):
+            per_result = max(1, min(steps, int(self._event_interval_s / step_s)))
         work = Decode(batch.slots, bucket_for(len(batch.slots), buckets), steps, per_result)
         self._turns.sent_steps(steps * self._stages_per_batch)
         context = rows.context_tokens
@@ -376,7 +381,6 @@ class ReplicaScheduler:
         """
         step = self._in_flight.match(result)
         first, last = step.num_steps == result.num_steps, result.last or result.error is not None
-        self._turns.observe(step.plan.work, result)
         self._outputs.apply(step, result, first=first)
         if last:
             if missing := step.num_left:

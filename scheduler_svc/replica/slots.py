@@ -1,7 +1,6 @@
 """The requests that hold a slot on a replica: how they get it, decode, and give it up."""
 
 import enum
-from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
@@ -9,6 +8,7 @@ from typing import Protocol
 from protos.errors import Internal
 from scheduler_svc.adapters.device_slots import AdapterSlots
 from scheduler_svc.kv.cache import KvCache
+from scheduler_svc.policy.rules import join_prefill
 from scheduler_svc.replica.decode_rows import Decoding
 from scheduler_svc.replica.plans import Changes, StepsInFlight
 from scheduler_svc.replica.shared_prefill import SharedPrefills
@@ -34,8 +34,11 @@ class RequestOwner(Protocol):
     def forget(self, request: Request) -> None:
         """Drops a request that has ended."""
 
+    def admitted(self, request: Request) -> None:
+        """Notes that a request got a slot: charges its tenant for the tokens to compute."""
+
     def charge(self, tenant: str, tokens: int) -> None:
-        """Charges a tenant for tokens served."""
+        """Charges a tenant for generated tokens."""
 
     def without_grammar(self, request: Request) -> None:
         """Lets the request wait until its grammar, which the replica lacks, is compiled again."""
@@ -76,7 +79,7 @@ class Slots:
         self._stats = stats
         self._clock = clock
         self.prefilling: list[Request] = []
-        """Requests with known tokens that no chunk was sent for, by rank."""
+        """Requests with known tokens that no chunk was sent for, in the order of their next chunks."""
         self.prefill_backlog = 0
         """These tokens."""
         self.trials: list[Request] = []
@@ -145,7 +148,7 @@ class Slots:
         if request.trace is not None:
             request.trace.runs(self._clock())
         self._changes.admit(request)
-        self._owner.charge(request.tenant, len(request.token_ids) - request.kv.num_computed)
+        self._owner.admitted(request)
         if not request.num_to_prefill:
             self._start_decoding(request)
             return
@@ -243,7 +246,7 @@ class Slots:
 
     def _prefill(self, request: Request) -> None:
         request.state, request.granted = RequestState.PREFILLING, request.kv.num_computed
-        insort(self.prefilling, request, key=lambda one: one.rank)
+        join_prefill(self.prefilling, request)
         self.prefill_backlog += request.num_ungranted
 
     # ---- giving up a slot ----

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from protos.triptych.v1.worker_pb2 import WorkerReport
+from scheduler_svc.policy.learned_times import LearnedTimes
 
 # vLLM's histogram bounds, so that its dashboards keep working: seconds of a request's phases, tokens of steps
 # and of requests, and preemptions of a request. vLLM ends the tokens of a request at the longest sequence;
@@ -68,6 +69,8 @@ class BucketStats:
 class SchedulerStats:
     """Counters from the start of a replica."""
 
+    times: LearnedTimes = field(default_factory=LearnedTimes)
+    """Seconds that a step takes."""
     chunks: int = 0
     """Prefill steps."""
     prefill_tokens: int = 0
@@ -124,6 +127,25 @@ class SchedulerStats:
     """Preemptions of each request that ended by itself."""
     computed_tokens: Distribution = field(default_factory=lambda: Distribution(REQUEST_TOKENS))
     """Prompt tokens of each request that no prefix hit served."""
+
+    def count_chunk(self, num_tokens: int, seconds: float) -> None:
+        """Counts a prefill step that took that long on the worker."""
+        self.chunks += 1
+        self.prefill_tokens += num_tokens
+        self.chunk_tokens.observe(num_tokens)
+        self.chunk_seconds.observe(seconds)
+        self.times.chunk.observe(num_tokens, seconds)
+
+    def count_decode(self, num_rows: int, bucket: int, seconds: float) -> None:
+        """Counts a decode step that took that long on the worker."""
+        stats = self.buckets.get(bucket)
+        if stats is None:
+            stats = self.buckets[bucket] = BucketStats()
+        stats.steps += 1
+        stats.rows += num_rows
+        stats.seconds.observe(seconds)
+        self.step_rows[num_rows] += 1
+        self.times.decode.observe(num_rows, seconds)
 
     def count_plan(self, has_work: bool, num_placements: int, *, ahead: bool) -> None:
         """Counts a plan that is sent; `ahead` says whether another one is in flight."""

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protos.errors import ContextExceeded, InvalidArgument, Unavailable, Unsupported
+from protos.triptych.v1 import common_pb2
 from protos.validation import check_ids, check_token_ids, requested_features
 from scheduler_svc.adapters.registry import Adapter
 from scheduler_svc.requests.request import (
@@ -16,7 +17,7 @@ from scheduler_svc.requests.request import (
     SequenceSink,
     Sink,
 )
-from scheduler_svc.requests.sampling import FinishReason, Sampling, StopRule
+from scheduler_svc.requests.sampling import NO_SAMPLING, FinishReason, Sampling, StopRule
 from scheduler_svc.requests.trace import TraceContext, traceparent_of
 
 
@@ -41,8 +42,10 @@ class Submission:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     """Never empty."""
-    sampling: Sampling
+    sampling: Sampling = NO_SAMPLING
     """The parameters as sent, with a seed. ``max_tokens`` may be unset."""
+    pooling: common_pb2.PoolingParams | None = None
+    """Set for a request to a pooling model, which generates nothing."""
     n: int = 1
     """Number of sequences, 1 .. ``MAX_SEQUENCES``."""
     resumed: tuple[Resumed, ...] = ()
@@ -102,7 +105,7 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The limits and end tokens of the served model."""
+    """The limits and end tokens of the served model, if it generates."""
 
     max_model_len: int
     """Longest sequence (prompt plus output), tokens."""
@@ -115,45 +118,44 @@ class ModelLimits:
     eos_token_ids: frozenset[int]
     """The model's end tokens."""
 
+    def check(self, submission: Submission, most_tokens: int) -> StopRule:
+        """Checks a submission; returns the rule that ends its sequences.
 
-def check(submission: Submission, model: ModelLimits, most_tokens: int) -> int:
-    """Checks a submission against the model.
+        Args:
+            submission: the client's request.
+            most_tokens: longest sequence that fits the KV memory of some replica.
 
-    Args:
-        submission: the client's request.
-        model: the served model.
-        most_tokens: longest sequence that fits the KV memory of some replica.
-
-    Returns:
-        The effective max_tokens.
-
-    Raises:
-        InvalidArgument, ContextExceeded, Unsupported: the request can never be served.
-        Unavailable: the remaining workers' memory is too small for a resumed request.
-    """
-    sampling, params = submission.sampling, submission.sampling.params
-    if unserved := sorted(requested_features(params) - model.sampling_fields):
-        raise Unsupported(
-            f"{unserved[0]} is not supported by the running workers; omit it", param=unserved[0]
-        )
-    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if count > model.max_logprobs:
-            raise InvalidArgument(f"{name} must be at most {model.max_logprobs}", param=name)
-    check_ids("prompt_token_ids", submission.prompt_token_ids, model.vocab_size)
-    for received in submission.sequences.values():
-        check_ids("resumed", received, model.vocab_size)
-    check_token_ids(params, model.vocab_size)
-    asked_or_room = _within_context(submission, model)
-    if sampling.min_tokens > asked_or_room:
-        raise InvalidArgument(
-            f"min_tokens={sampling.min_tokens} is more than the {asked_or_room} tokens that can be generated",
-            param="min_tokens",
-        )
-    stop = StopRule.from_sampling(sampling, model.eos_token_ids, asked_or_room)
-    if submission.resumed and len(submission.ended(stop)) == len(submission.sequences):
-        # Nothing is left to run, so nothing needs memory.
-        return asked_or_room
-    return _within_memory(submission, asked_or_room, most_tokens)
+        Raises:
+            InvalidArgument, ContextExceeded, Unsupported: the request can never be served.
+            Unavailable: the remaining workers' memory is too small for a resumed request.
+        """
+        if submission.pooling is not None:
+            raise Unsupported(
+                "this model generates text and pools nothing; call Generate or Connect", param="model"
+            )
+        sampling, params = submission.sampling, submission.sampling.params
+        if unserved := sorted(requested_features(params) - self.sampling_fields):
+            raise Unsupported(
+                f"{unserved[0]} is not supported by the running workers; omit it", param=unserved[0]
+            )
+        for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count > self.max_logprobs:
+                raise InvalidArgument(f"{name} must be at most {self.max_logprobs}", param=name)
+        check_ids("prompt_token_ids", submission.prompt_token_ids, self.vocab_size)
+        for received in submission.sequences.values():
+            check_ids("resumed", received, self.vocab_size)
+        check_token_ids(params, self.vocab_size)
+        asked_or_room = _within_context(submission, self)
+        if sampling.min_tokens > asked_or_room:
+            raise InvalidArgument(
+                f"min_tokens={sampling.min_tokens} is more than the {asked_or_room} tokens that can be generated",
+                param="min_tokens",
+            )
+        stop = StopRule.from_sampling(sampling, self.eos_token_ids, asked_or_room)
+        if submission.resumed and len(submission.ended(stop)) == len(submission.sequences):
+            # Nothing is left to run, so nothing needs memory.
+            return stop
+        return replace(stop, max_tokens=_within_memory(submission, asked_or_room, most_tokens))
 
 
 def _within_context(submission: Submission, model: ModelLimits) -> int:
@@ -240,8 +242,10 @@ def make_requests(
                 stop=stop,
                 priority=submission.priority,
                 tenant=submission.tenant,
+                charged=bool(submission.resumed),
                 cache_salt=submission.cache_salt,
                 adapter=adapter,
+                pooling=submission.pooling,
                 sequence=sequence,
                 group=group,
                 worker_losses=losses.get(sequence, 0),

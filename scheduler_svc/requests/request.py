@@ -209,6 +209,8 @@ class Request:
     """Lower runs earlier."""
     tenant: str = ""
     """The tenant to charge for the tokens served."""
+    charged: bool = False
+    """Whether the tenant was charged for the known tokens; computing them again costs it nothing."""
     cache_salt: InitVar[str] = ""
     """Requests with different salts never share KV."""
     adapter: Adapter | None = None
@@ -285,9 +287,12 @@ class Request:
     def note_end(self, event: Event, now_s: float) -> None:
         """Notes the sequence's end, given its last event and a clock reading: in its spans, and in the log.
 
-        The log has a line for each client request, written when its last sequence ends.
+        The log has a line for each client request, written when its last sequence ends. Calls of a pooling
+        model have one for all their requests, written elsewhere.
         """
         self.end_trace(event, now_s)
+        if self.pooling is not None:
+            return
         delivery, group = self.delivery, self.group
         ends = [] if group is None else group.ends
         ends.append((_outcome(event), self.num_output_tokens, delivery.first_token_s))

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from protos.triptych.v1 import common_pb2
 
@@ -72,6 +72,10 @@ class Sampling:
             else:
                 setattr(params, name, value)
         return type(self)(params, self.grammar)
+
+
+NO_SAMPLING: Final = Sampling(common_pb2.SamplingParams())
+"""The parameters of a pooling request, which samples nothing."""
 
 
 class FinishReason(enum.Enum):

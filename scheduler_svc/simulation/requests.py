@@ -1,7 +1,7 @@
 """The requests of a simulation, and the prompts made from their counts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 GENERATED = "*"
 """Name of a prefix piece that repeats generated tokens: an earlier answer in a later prompt."""
@@ -10,7 +10,8 @@ VOCAB_SIZE = 1 << 31
 """More than any real vocabulary, so that made-up tokens differ from those of any trace."""
 
 _TOKEN = 7  # what virtual workers sample, and what fills prompts
-_FIRST_UNIQUE = 1 << 30
+FIRST_UNIQUE = 1 << 30
+"""Token ids from here on are made up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,28 @@ class SimulatedRequest:
     """Requests of a session run one after the other, in the order of the trace."""
 
 
+def split_turns(
+    requests: Iterable[SimulatedRequest],
+) -> tuple[list[SimulatedRequest], list[SimulatedRequest]]:
+    """Returns the requests that arrive at a time of their own, and the later turns of sessions."""
+    first, later = [], []
+    sessions: set[str] = set()
+    for request in requests:
+        if request.session and request.session in sessions:
+            later.append(request)
+        else:
+            sessions.add(request.session)
+            first.append(request)
+    return first, later
+
+
+def retimed(requests: Iterable[SimulatedRequest], time: Callable[[float], float]) -> list[SimulatedRequest]:
+    """Returns the requests in the order of new times of arrival; pauses inside sessions stay."""
+    first, later = split_turns(requests)
+    moved = [replace(one, arrival_s=time(one.arrival_s)) for one in first]
+    return sorted(moved, key=lambda one: one.arrival_s) + later
+
+
 class PromptMaker:
     """Makes token ids that are equal exactly where prompts share pieces.
 
@@ -43,7 +66,7 @@ class PromptMaker:
 
     def __init__(self) -> None:
         self._firsts: dict[str, int] = {}
-        self._next = _FIRST_UNIQUE
+        self._next = FIRST_UNIQUE
 
     def prompt(self, request: SimulatedRequest) -> tuple[int, ...]:
         """Returns the token ids of a request's prompt."""

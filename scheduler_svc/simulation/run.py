@@ -2,8 +2,8 @@
 
 import heapq
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from protos.errors import ConfigurationRefused, Internal, Overloaded, TriptychError
@@ -16,7 +16,7 @@ from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
 from scheduler_svc.shapes.shape_config import DeviceLimits, KvGroup
 from scheduler_svc.simulation.measures import Measures, Tally
-from scheduler_svc.simulation.requests import VOCAB_SIZE, PromptMaker, SimulatedRequest
+from scheduler_svc.simulation.requests import VOCAB_SIZE, PromptMaker, SimulatedRequest, split_turns
 from scheduler_svc.simulation.step_times import StepTimes
 from scheduler_svc.simulation.worker import VirtualWorker
 from scheduler_svc.workers.descriptions import ModelDescription, WorkerDescription
@@ -29,15 +29,16 @@ _SAMPLES: Final = 2000
 
 
 def simulate(
-    requests: Iterable[SimulatedRequest], settings: Settings, times: StepTimes, *, replicas: int = 1
-) -> dict[str, Any]:
+    requests: Iterable[SimulatedRequest], settings: Settings, times: StepTimes | Sequence[StepTimes], *,
+    replicas: int = 1,
+) -> dict[str, Any]:  # fmt: skip
     """Runs requests through the scheduler that the settings describe.
 
     Args:
-        requests: in the order of their arrival; later turns of a session follow their first turn.
+        requests: in the order of their arrival, those of a session in their own order.
         settings: the scheduler's settings.
-        times: the workers' step times and sizes.
-        replicas: number of workers.
+        times: the workers' step times and sizes, or those of each worker.
+        replicas: number of workers, if `times` does not say.
 
     Returns:
         The figures, as `triptych simulate --json` writes them: seconds, shares from 0 to 1 and counts.
@@ -46,16 +47,17 @@ def simulate(
         ConfigurationRefused: the settings contradict each other, or a request can never be served.
         Internal: requests were left over, which is a fault of the scheduler.
     """
-    return Simulation(list(requests), settings, times, replicas).run()
+    each = [times] * replicas if isinstance(times, StepTimes) else times
+    return Simulation(list(requests), settings, each).run()
 
 
 class Simulation:
     """The engine, the virtual workers and their clock."""
 
     def __init__(
-        self, requests: list[SimulatedRequest], settings: Settings, times: StepTimes, replicas: int
+        self, requests: list[SimulatedRequest], settings: Settings, times: Sequence[StepTimes]
     ) -> None:
-        """Attaches the workers; for the arguments see :func:`simulate`."""
+        """Attaches the workers, each with its times; for the arguments see :func:`simulate`."""
         self.now = 0.0
         clock = lambda: self.now  # noqa: E731
         self._requests = requests
@@ -67,7 +69,7 @@ class Simulation:
         # Step ends by time, and the arrivals of later turns.
         self._ends: list[tuple[float, int]] = []
         self._turns: list[tuple[float, int, SimulatedRequest]] = []
-        self._sessions: dict[str, deque[SimulatedRequest]] = {}
+        self._sessions: defaultdict[str, deque[SimulatedRequest]] = defaultdict(deque)
         self._session_of: dict[str, str] = {}
         self._numbers = itertools.count()
         self._sampling: dict[int, Sampling] = {}
@@ -75,19 +77,22 @@ class Simulation:
         self._uncomputed = self._allocated = 0
         self._look_s = self._look_every_s = 0.0
         self._block_size = 1
-        self._attach(settings, times, replicas)
+        self._attach(settings, times)
 
-    def _attach(self, settings: Settings, times: StepTimes, replicas: int) -> None:
-        longest = max((one.prompt_tokens + one.output_tokens for one in self._requests), default=1)
-        description = _description(times, max(longest, settings.max_model_len or 2))
+    def _attach(self, settings: Settings, times: Sequence[StepTimes]) -> None:
+        lengths = [one.prompt_tokens + one.output_tokens for one in self._requests]
+        longest = max(lengths, default=1)
         histogram = BatchHistogram(None, None, lambda: self.now, get_logger())
         factory = GeneratingReplicas(settings, self._engine, histogram, lambda: self.now)
-        for index in range(replicas):
+        for index, each in enumerate(times):
+            description = _description(each, max(longest, settings.max_model_len or 2))
             setup = factory.set_up(f"replica-{index}", description)
             block_size = setup.request.block_size
             self._block_size = block_size
-            blocks = settings.num_blocks or max(times.kv_tokens, longest) // block_size + 2
-            worker = VirtualWorker(times, setup.request.chunk, lambda: self.now, self._engine.dispatch)
+            # More blocks than all requests together take would only cost time.
+            most = sum(length // block_size + 2 for length in lengths)
+            blocks = settings.num_blocks or min(max(each.kv_tokens, longest) // block_size, most) + 2
+            worker = VirtualWorker(each, setup.request.chunk, lambda: self.now, self._engine.dispatch)
             link = WorkerLink(
                 wake=self._waker(index, worker),
                 compile_grammar=_unused, withdraw_grammar=_unused,
@@ -108,11 +113,13 @@ class Simulation:
 
     def run(self) -> dict[str, Any]:
         """Plays the trace to its end; returns the figures."""
-        arrivals = iter(self._first_turns())
+        first, later = split_turns(self._requests)
+        for turn in later:
+            self._sessions[turn.session].append(turn)
+        arrivals = iter(first)
         arrival = next(arrivals, None)
-        start_s = self._requests[0].arrival_s if self._requests else 0.0
-        last_s = max((one.arrival_s for one in self._requests), default=0.0)
-        self._look_every_s = max((last_s - start_s) / _SAMPLES, 1e-3)
+        start_s = first[0].arrival_s if first else 0.0
+        self._look_every_s = max((first[-1].arrival_s - start_s) / _SAMPLES, 1e-3) if first else 0.0
         while True:
             arrival_s = arrival.arrival_s if arrival is not None else float("inf")
             turn_s = self._turns[0][0] if self._turns else float("inf")
@@ -148,18 +155,6 @@ class Simulation:
         ends_s = self._workers[index].ends_s
         if ends_s is not None:
             heapq.heappush(self._ends, (ends_s, index))
-
-    def _first_turns(self) -> list[SimulatedRequest]:
-        """Returns the requests that arrive at a time of the trace; later turns wait for their session."""
-        first = []
-        for request in self._requests:
-            if request.session and request.session in self._sessions:
-                self._sessions[request.session].append(request)
-                continue
-            if request.session:
-                self._sessions[request.session] = deque()
-            first.append(request)
-        return first
 
     def _submit(self, request: SimulatedRequest, arrival_s: float) -> None:
         request_id = f"request-{next(self._numbers)}"

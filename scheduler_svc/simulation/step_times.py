@@ -1,12 +1,17 @@
 """How long a worker's steps take: a formula, or a table of measured graphs."""
 
 import json
+import urllib.request
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Self
 
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from protos.errors import ConfigurationRefused
@@ -106,3 +111,70 @@ def _looked_up(table: Mapping[int, float], size: int) -> float:
     low, high = sizes[index - 1], sizes[index]
     slope = (table[high] - table[low]) / (high - low)
     return max(table[low] + slope * (size - low), min(table.values()) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedSteps:
+    """Steps of a running stack since its start."""
+
+    seconds: Mapping[tuple[str, int], float]
+    """Time of all steps, by kind and size of their graph."""
+    counts: Mapping[tuple[str, int], float]
+    """Number of steps, likewise."""
+    block_size: int
+    num_blocks: int
+
+    @classmethod
+    def read(cls, url: str) -> Self:
+        """Reads the ``/metrics`` of a gateway, over all replicas.
+
+        Raises:
+            ConfigurationRefused: there are no metrics of a stack at the address.
+        """
+        address = url.rstrip("/").removesuffix("/metrics") + "/metrics"
+        try:
+            with urllib.request.urlopen(address, timeout=10) as answer:  # noqa: S310 - the user's own address
+                families = list(text_string_to_metric_families(answer.read().decode()))
+        except (OSError, ValueError) as error:
+            raise ConfigurationRefused(f"--learn {url}: {getattr(error, 'reason', error)}") from error
+        samples = [sample for family in families for sample in family.samples]
+        seconds: defaultdict[tuple[str, int], float] = defaultdict(float)
+        counts: defaultdict[tuple[str, int], float] = defaultdict(float)
+        sums = {"triptych:step_seconds_sum": seconds, "triptych:step_seconds_count": counts}
+        memory = next((one.labels for one in samples if one.name == "vllm:cache_config_info"), None)
+        if memory is None:
+            raise ConfigurationRefused(f"--learn {url}: no replica of a generating model is ready there")
+        for sample in samples:
+            if sample.name in sums and sample.labels["kind"] != "pool":
+                sums[sample.name][sample.labels["kind"], int(sample.labels["bucket"])] += sample.value
+        return cls(seconds, counts, int(memory["block_size"]), int(memory["num_gpu_blocks"]))
+
+
+def learn(url: str, *, since: ObservedSteps | None = None) -> StepTimes:
+    """Returns the mean step times and the sizes of a running stack.
+
+    Args:
+        url: the gateway's.
+        since: leaves out the steps of this earlier time.
+
+    Raises:
+        ConfigurationRefused: there is no stack at the address, or nothing has run yet.
+    """
+    steps = ObservedSteps.read(url)
+    tables: dict[str, dict[int, float]] = {"prefill": {}, "decode": {}}
+    for graph, count in steps.counts.items():
+        new = count - (since.counts.get(graph, 0.0) if since else 0.0)
+        if new:
+            seconds = steps.seconds[graph] - (since.seconds.get(graph, 0.0) if since else 0.0)
+            tables[graph[0]][graph[1]] = seconds / new
+    if not all(tables.values()):
+        raise ConfigurationRefused(
+            f"--learn {url}: no step has run yet; send it requests like those to simulate, and try again"
+        )
+    return StepTimes(
+        chunk_s=tables["prefill"], decode_s=tables["decode"],
+        max_num_seqs=max(size for kind, size in steps.counts if kind == "decode"),
+        max_num_batched_tokens=max(size for kind, size in steps.counts if kind == "prefill"),
+        block_size=steps.block_size, kv_tokens=steps.num_blocks * steps.block_size,
+        measured=f"learned from {url}, {datetime.now(UTC):%Y-%m-%d}",
+    )  # fmt: skip

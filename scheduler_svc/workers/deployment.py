@@ -15,13 +15,7 @@ from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram, histogram_path
 from scheduler_svc.workers.descriptions import WorkerDescription
-from scheduler_svc.workers.engine_protocol import (
-    EngineProtocol,
-    ReplicaFactory,
-    ReplicaSetup,
-    StepScheduler,
-    WorkerLink,
-)
+from scheduler_svc.workers.engine_protocol import ReplicaSetup, StepScheduler, WorkerLink
 from scheduler_svc.workers.losses import Losses
 from scheduler_svc.workers.model_files import ServedFiles, describe_served
 from scheduler_svc.workers.progress import Stall
@@ -42,7 +36,7 @@ class Deployment:
 
         Args:
             settings: the scheduler's settings.
-            engine: the engine for generating models. Default: one that the settings describe.
+            engine: the engine. Default: one that the settings describe.
         """
         clock = time.monotonic
         self._settings = settings
@@ -53,13 +47,10 @@ class Deployment:
         path = histogram_path(settings.state_dir) if settings.state_dir else None
         self.histogram = BatchHistogram(path, settings.batchsize_log_interval_s, clock, self._log)
         """Decode batch sizes of all replicas."""
-        self._generating = GeneratingReplicas(
-            settings, engine or make_engine(settings, clock), self.histogram, clock
-        )
-        self._pooling = PoolingReplicas(settings, clock)
-        # The first attached worker decides which kind of model is served. Until then, the generating engine
-        # answers that no worker is ready.
-        self._factory: ReplicaFactory = self._generating
+        self.engine = engine or make_engine(settings, clock)
+        """All requests and all replicas."""
+        self._generating = GeneratingReplicas(settings, self.engine, self.histogram, clock)
+        self._pooling = PoolingReplicas(settings, self.engine, clock)
         self.served: ServedFiles | None = None
         """The model and its files; set when the first replica attaches."""
         self.starting: dict[str, str] = {}
@@ -67,7 +58,7 @@ class Deployment:
         self.phase_seconds: dict[str, Mapping[str, float]] = {}
         """How long each phase of its configuration took, by replica."""
         self.timeouts = RequestTimeouts(
-            lambda: self.engine,
+            self.engine,
             queue_s=settings.queue_timeout_s,
             token_s=settings.token_timeout_s,
             clock=clock,
@@ -79,11 +70,6 @@ class Deployment:
         """Counts lost workers and the requests that they made suspects."""
         self._serving_listeners: list[Callable[[bool], None]] = []
         self._detach_listeners: list[Callable[[str, Totals], None]] = []
-
-    @property
-    def engine(self) -> EngineProtocol:
-        """The engine of the served model."""
-        return self._factory.engine
 
     def on_serving(self, listener: Callable[[bool], None]) -> None:
         """Calls `listener` with whether any replica is ready, on every change."""
@@ -107,7 +93,8 @@ class Deployment:
             raise ConfigurationRefused(
                 f"replica {replica_id} serves {source!r} and this deployment {expected!r}; all workers must run one model"
             )
-        return self._factory_for(description).set_up(replica_id, description)
+        kind = self._pooling if description.model.pool_tasks else self._generating
+        return kind.set_up(replica_id, description)
 
     def attach(
         self,
@@ -133,7 +120,6 @@ class Deployment:
         )
         self._check_same_model(served, replica_id)
         scheduler = setup.attach(description, num_blocks, served.name, link)
-        self._factory = self._factory_for(description)
         if self.served is None:
             self.served = served
         elif not self.served.model.weights_digest:
@@ -175,9 +161,6 @@ class Deployment:
             self._stalled.add(replica_id)
             self.losses.stalls[stall] += 1
         self._announce_serving()
-
-    def _factory_for(self, description: WorkerDescription) -> ReplicaFactory:
-        return self._pooling if description.model.pool_tasks else self._generating
 
     def _check_same_model(self, new: ServedFiles, replica_id: str) -> None:
         if self.served is None:

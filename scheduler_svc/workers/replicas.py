@@ -1,4 +1,4 @@
-"""Replicas of generating and of pooling models: their static shapes, schedulers and engines."""
+"""Replicas of generating and of pooling models: their static shapes and schedulers."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -18,13 +18,12 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.prefix_index import KeepEnds, KeepJunctions
-from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
 from scheduler_svc.policy.rules import Turns
-from scheduler_svc.pooling.engine import PoolEngine, PoolReplica
-from scheduler_svc.pooling.scheduler import PoolScheduler
-from scheduler_svc.pooling.tasks import MOST_VALUES, PooledModel
+from scheduler_svc.replica.pooling import PoolScheduler
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.requests.admission import ModelLimits
+from scheduler_svc.requests.pooled_model import MOST_VALUES, PooledModel
 from scheduler_svc.requests.sampling import Grammar
 from scheduler_svc.settings import Settings
 from scheduler_svc.shapes.batch_histogram import BatchHistogram
@@ -39,8 +38,8 @@ _NEED_COPIES = ("sub-block reuse", "kept windows", "forks that copy a block")
 _KEEP_POLICIES = {"junctions": KeepJunctions, "ends": KeepEnds}
 
 
-def make_order(settings: Settings) -> OrderPolicy:
-    """Returns the order policy that the settings name, for one queue."""
+def make_order(settings: Settings) -> PriorityFairOrder:
+    """Returns the order policy that the settings name."""
     if settings.order == "arrival":
         return ArrivalOrder()
     return PriorityFairOrder(settings.ageing_s, settings.tenant_weights)
@@ -101,7 +100,7 @@ def configure_request(
 
 
 class GeneratingReplicas:
-    """The :class:`ReplicaFactory` of generating models."""
+    """Sets up replicas of generating models."""
 
     def __init__(
         self, settings: Settings, engine: Engine, histogram: BatchHistogram, clock: Callable[[], float]
@@ -115,7 +114,7 @@ class GeneratingReplicas:
             clock: monotonic seconds.
         """
         self._settings = settings
-        self.engine = engine
+        self._engine = engine
         self._histogram = histogram
         self._clock = clock
         self._log = get_logger()
@@ -160,7 +159,7 @@ class GeneratingReplicas:
         if not description.copies_blocks:
             self._log.warning("no_block_copies", replica=replica_id, off=_NEED_COPIES)
         self._histogram.describe(served_name, shapes.buckets)
-        self.engine.model = ModelLimits(
+        self._engine.model = ModelLimits(
             max_model_len=shapes.max_model_len,
             vocab_size=description.model.vocab_size,
             sampling_fields=description.sampling_fields,
@@ -171,7 +170,7 @@ class GeneratingReplicas:
         scheduler = ReplicaScheduler(
             shapes,
             self._make_cache(shapes, description, num_blocks),
-            self.engine,
+            self._engine,
             Turns(
                 settings.decode_steps_per_chunk,
                 ttft_target_s=settings.ttft_target_ms * 1e-3,
@@ -183,14 +182,14 @@ class GeneratingReplicas:
             event_interval_s=settings.event_interval_ms * 1e-3,
             adapter_slots=description.lora.max_loras if description.lora else 0,
         )
-        registry = self.engine.adapters.registry
+        registry = self._engine.adapters.registry
         registry.served_name, registry.aliases = served_name, self._settings.served_model_name[1:]
 
         def ask(grammar: Grammar) -> None:
             link.compile_grammar(grammar, partial(self._grammar_answered, replica_id, grammar))
 
         lora = self._adapter_host(replica_id, description, link)
-        self.engine.attach(
+        self._engine.attach(
             replica_id, AttachedReplica(scheduler, link.wake, ask, link.withdraw_grammar, link.failing, lora)
         )
         return scheduler
@@ -202,7 +201,7 @@ class GeneratingReplicas:
             return None
 
         def load(adapter: Adapter) -> None:
-            link.load_adapter(adapter, partial(self.engine.adapters.answered, replica_id, adapter))
+            link.load_adapter(adapter, partial(self._engine.adapters.answered, replica_id, adapter))
 
         return AdapterHost(description.lora.max_cpu_loras, load, link.unload_adapter)
 
@@ -230,18 +229,20 @@ class GeneratingReplicas:
         self, replica_id: str, grammar: Grammar, outcome: CompiledGrammar | TriptychError
     ) -> None:
         if isinstance(outcome, TriptychError):
-            self.engine.grammar_refused(replica_id, grammar, outcome)
+            self._engine.grammar_refused(replica_id, grammar, outcome)
             return
-        if (replica := self.engine.replicas.get(replica_id)) is not None:
+        replica = self._engine.replicas.get(replica_id)
+        if replica is not None and isinstance(replica.scheduler, ReplicaScheduler):
             replica.scheduler.stats.grammar_compile_s.observe(outcome.compile_s)
-        self.engine.grammar_compiled(replica_id, grammar)
+        self._engine.grammar_compiled(replica_id, grammar)
 
     def _check_same_grid(self, shapes: ShapeConfig, replica_id: str) -> None:
         """Refuses other chunks or blocks than the other replicas have.
 
         A request computes its prefix keys once, for all replicas.
         """
-        for replica in self.engine.replicas.values():
+        for replica in self._engine.replicas.values():
+            assert isinstance(replica.scheduler, ReplicaScheduler)  # all replicas run one model
             ours = replica.scheduler.shapes
             if (ours.chunk, ours.block_size) != (shapes.chunk, shapes.block_size):
                 raise ConfigurationRefused(
@@ -254,35 +255,27 @@ _IGNORED_SETTINGS = ("max_model_len", *Settings.groups[Group.BATCHING], *Setting
 
 
 class PoolingReplicas:
-    """The :class:`ReplicaFactory` of pooling models."""
+    """Sets up replicas of pooling models."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
-        """Starts with an empty engine; `clock` gives monotonic seconds."""
+    def __init__(self, settings: Settings, engine: Engine, clock: Callable[[], float]) -> None:
+        """Adds replicas to `engine`; `clock` gives monotonic seconds."""
         self._settings = settings
-        self.engine = PoolEngine(
-            max_waiting=settings.max_waiting_requests,
-            max_waiting_tokens=settings.max_waiting_tokens,
-            clock=clock,
-            make_order=lambda: make_order(settings),
-            max_worker_losses=settings.max_worker_losses,
-            max_step_failures=settings.max_step_failures,
-        )
+        self._engine = engine
+        self._clock = clock
 
     def set_up(self, replica_id: str, description: WorkerDescription) -> ReplicaSetup:
-        """Chooses the static shapes of a worker.
+        """Chooses the static shapes of a worker: those of the replicas before it, if there are any.
 
         Raises:
-            ConfigurationRefused: the model or the device cannot run the shapes of the settings or of the
-                other replicas.
+            ConfigurationRefused: the model or the device cannot run the shapes.
         """
         settings = self._settings
         warn_of_ignored(settings, _IGNORED_SETTINGS, "pooling models run in pool shapes")
-        shapes = self.engine.shapes
         limits, model = description.limits, description.model
         room = MOST_VALUES // model.pooled_size if model.pool_tasks & TOKEN_TASKS else None
         chosen = shapes_of(
-            settings.pool_batch_sizes, settings.pool_prompt_lens, fixed=shapes, max_context=limits.max_context, max_batch=limits.max_batch, max_tokens=room,
-            packs_texts=description.packs_texts,
+            settings.pool_batch_sizes, settings.pool_prompt_lens, fixed=self._shapes, max_context=limits.max_context, max_batch=limits.max_batch,
+            max_tokens=room, packs_texts=description.packs_texts,
         )  # fmt: skip
         del model.message.pooling.shapes[:]
         model.message.pooling.shapes.extend(map(shape_to_proto, chosen))
@@ -292,6 +285,12 @@ class PoolingReplicas:
             facts={"shapes": [str(shape) for shape in chosen]},
             attach=partial(self._attach, replica_id, chosen),
         )
+
+    @property
+    def _shapes(self) -> tuple[PoolShape, ...]:
+        """The shapes of the deployment; empty before the first replica attaches."""
+        model = self._engine.model
+        return model.shapes if isinstance(model, PooledModel) else ()
 
     def _attach(
         self,
@@ -304,9 +303,16 @@ class PoolingReplicas:
     ) -> PoolScheduler:
         del num_blocks, served_name  # no KV memory, no histogram
         model = description.model
-        pooled = PooledModel(model.vocab_size, model.pool_tasks, model.pooled_size, model.message.pooling)
+        self._engine.model = PooledModel(
+            model.vocab_size,
+            model.pool_tasks,
+            model.pooled_size,
+            model.message.pooling,
+            self._shapes or shapes,
+        )
         # Texts are packed where a step's time grows with its tokens, on CPUs.
-        self.engine.serve(pooled, shapes, padding_costs=description.packs_texts)
-        scheduler = self.engine.make_scheduler(replica_id, pooled)
-        self.engine.attach(replica_id, PoolReplica(scheduler, link.wake, link.failing))
+        scheduler = PoolScheduler(
+            shapes, model.pooled_size, self._engine, clock=self._clock, padding_costs=description.packs_texts
+        )
+        self._engine.attach(replica_id, AttachedReplica(scheduler, link.wake, failing=link.failing))
         return scheduler

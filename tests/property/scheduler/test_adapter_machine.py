@@ -88,8 +88,9 @@ class AdapterMachine(SchedulerMachine):
         scheduler = self.rig.scheduler
         scheduler.adapters.check_integrity()
         queues = self.rig.engine._queues
-        assert queues.waiting.backlog.requests == Counter(one.tenant for one in queues)
-        assert queues.waiting.backlog.num_tokens == sum(len(one.token_ids) for one in queues)
+        waiting = [*queues, *queues._deferred.values()]
+        assert queues.waiting.tenants.requests == Counter(one.tenant for one in waiting)
+        assert queues.waiting.tenants.num_tokens == sum(len(one.token_ids) for one in waiting)
         for request in scheduler._slots.requests:
             adapter_id = request.adapter and request.adapter.adapter_id
             assert request.adapter_slot == (adapter_id and scheduler.adapters.slot_of(adapter_id))

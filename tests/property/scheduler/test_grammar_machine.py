@@ -166,8 +166,9 @@ class GrammarMachine(RuleBasedStateMachine):
         if not hasattr(self, "replicas"):
             return
         queues = self.engine._queues
-        assert queues.waiting.backlog.requests == Counter(one.tenant for one in queues)
-        assert queues.waiting.backlog.num_tokens == sum(len(one.token_ids) for one in queues)
+        waiting = [*queues, *queues._deferred.values()]
+        assert queues.waiting.tenants.requests == Counter(one.tenant for one in waiting)
+        assert queues.waiting.tenants.num_tokens == sum(len(one.token_ids) for one in waiting)
         queue = self.engine.grammars
         for one in self.engine.waiting:
             assert any(queue.may_run(one, name) for name in self.replicas), (

@@ -1,6 +1,5 @@
-"""A waiting queue under random operations, checked against a sorted list after every step."""
+"""A waiting queue under random operations, checked against a plain model of its order after every step."""
 
-import math
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -25,16 +24,15 @@ class NaiveCounters:
     def __init__(self) -> None:
         self.counters: dict[str, float] = {}
         self.last: str | None = None
-        self.drained = 0.0
 
     def floor(self, active: set[str]) -> float:
         if active:
             return min(self.counters[tenant] for tenant in active)
-        return self.drained if self.last is None else self.counters[self.last]
+        return 0.0 if self.last is None else self.counters[self.last]
 
 
 class WaitingMachine(RuleBasedStateMachine):
-    """Compares a queue with a list that is sorted at every check."""
+    """Compares a queue with a list that is searched at every check."""
 
     @initialize(ageing=st.sampled_from([None, 0.25, 1.0, 2.5]))
     def start(self, ageing: float | None) -> None:
@@ -56,10 +54,21 @@ class WaitingMachine(RuleBasedStateMachine):
     def active(self) -> set[str]:
         return {tenant for tenant, _ in self.waiting}
 
-    def key(self, member: tuple[str, Request]) -> tuple[int, float, int]:
-        tenant, request = member
-        waited = 0 if self.ageing is None else math.floor((self.now - request.arrival_s) / self.ageing)
-        return request.priority - waited, self.naive.counters[tenant], request.arrival
+    def next_of(self, members: list[tuple[str, Request]]) -> tuple[str, Request] | None:
+        """The member served least and earliest, of the most urgent and of those that waited long enough."""
+        most_urgent = min((request.priority for _, request in members), default=0)
+        candidates = [
+            (tenant, request)
+            for tenant, request in members
+            if request.priority == most_urgent
+            or (
+                self.ageing is not None
+                and self.now - request.arrival_s >= (request.priority - most_urgent) * self.ageing
+            )
+        ]
+        return min(
+            candidates, key=lambda member: (self.naive.counters[member[0]], member[1].arrival), default=None
+        )
 
     def put(self, member: tuple[str, Request]) -> None:
         tenant, request = member
@@ -81,7 +90,7 @@ class WaitingMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(sorted(TENANTS)), priority=st.integers(-2, 3), tokens=st.integers(1, 9))
     def arrive(self, tenant: str, priority: int, tokens: int) -> None:
         request = make_request([5] * tokens, tenant=tenant, priority=priority, arrival_s=self.now)
-        request.rank = self.queue.rank(request)
+        request.rank = self.order.rank(request)
         self.put((tenant, request))
 
     @rule(quarters=st.integers(1, 40))
@@ -100,13 +109,14 @@ class WaitingMachine(RuleBasedStateMachine):
         for each in TENANTS if tenant is None else [tenant]:
             group = [member for member in self.skipped if member[0] == each]
             if group:
-                self.skipped.remove(min(group, key=lambda member: member[1].rank))
+                self.skipped.remove(min(group, key=lambda member: member[1].arrival))
         self.queue.bring_back(tenant)
 
     @precondition(lambda self: self.in_line)
     @rule()
     def admit(self) -> None:
-        member = min(self.in_line, key=self.key)
+        member = self.next_of(self.in_line)
+        assert member is not None
         self.take(member)
         self.running.append(member)
         self.serve(member[0], len(member[1].token_ids))
@@ -123,7 +133,7 @@ class WaitingMachine(RuleBasedStateMachine):
             self.serve(tenant, sum(other == tenant for other, _ in self.running))
 
     def serve(self, tenant: str, tokens: int) -> None:
-        self.queue.charge(tenant, tokens)
+        self.queue.tenants.charge(tenant, tokens)
         self.naive.counters[tenant] += tokens / TENANTS[tenant]
 
     @precondition(lambda self: self.running)
@@ -134,27 +144,40 @@ class WaitingMachine(RuleBasedStateMachine):
             member[1].token_ids.append(5)
             self.put(member)
 
-    @precondition(lambda self: self.waiting)
-    @rule(keep=st.integers(0, 5))
-    def drain(self, keep: int) -> None:
-        expected = sorted(self.waiting, key=self.key)
-        floor = self.naive.floor(self.active)
-        assert self.queue.drain() == [request for _, request in expected]
-        self.waiting, self.skipped = [], []
-        self.naive.last, self.naive.drained = None, floor
-        for member in expected[:keep]:
-            self.put(member)
+    @rule(size=st.integers(1, 4), longest=st.integers(1, 9))
+    def take_batch(self, size: int, longest: int) -> None:
+        """Takes the next requests of some lengths, and charges for each before the next is chosen."""
+        before, batch = self.in_line, list[Request]()
+
+        def joins(request: Request) -> bool | None:
+            if len(batch) == size:
+                return None
+            member = self.next_of([one for one in before if one in self.waiting])
+            assert member is not None
+            assert request is member[1]
+            before.remove(member)
+            if len(request.token_ids) > longest:
+                return False
+            batch.append(request)
+            self.running.append(member)
+            self.serve(member[0], len(request.token_ids))
+            self.waiting.remove(member)
+            if not self.waiting:
+                self.naive.last = member[0]
+            return True
+
+        self.queue.take(self.now, joins)
 
     @invariant()
     def agrees(self) -> None:
         if not hasattr(self, "queue"):
             return
-        head = min(self.in_line, key=self.key)[1] if self.in_line else None
-        assert self.queue.peek(self.now) is head
+        head = self.next_of(self.in_line)
+        assert self.queue.peek(self.now) is (head[1] if head else None)
         assert len(self.queue) == len(self.waiting)
-        assert self.queue.num_tokens == sum(len(request.token_ids) for _, request in self.waiting)
-        assert self.queue.backlog.requests == Counter(tenant for tenant, _ in self.waiting)
-        assert self.queue.backlog.num_tokens == self.queue.num_tokens
+        tenants = self.queue.tenants
+        assert tenants.requests == Counter(tenant for tenant, _ in self.waiting)
+        assert tenants.num_tokens == sum(len(request.token_ids) for _, request in self.waiting)
         assert all(request in self.queue for _, request in self.waiting)
         assert not any(request in self.queue for _, request in self.running)
 
@@ -162,9 +185,8 @@ class WaitingMachine(RuleBasedStateMachine):
     def keeps_little(self) -> None:
         if not hasattr(self, "queue"):
             return
-        assert len(self.order._heap) <= 2 * len(self.waiting) + 20
-        assert len(self.order._promotions) <= 2 * len(self.waiting) + 20
-        for line in self.order._queues.values():
+        assert len(self.order._urgent) + len(self.order._later) <= 2 * len(self.waiting) + 20
+        for line in self.order._classes.values():
             assert len(line._heap) <= 2 * len(line.requests) + 20
 
     def teardown(self) -> None:
@@ -172,9 +194,9 @@ class WaitingMachine(RuleBasedStateMachine):
             return
         while self.waiting:
             self.agrees()
-            self.take(min(self.waiting, key=self.key))
+            self.take(self.next_of(self.in_line) or self.waiting[0])
         assert self.queue.peek(self.now) is None
-        assert not self.order._queues
+        assert not self.order._classes
 
 
 TestWaiting = WaitingMachine.TestCase

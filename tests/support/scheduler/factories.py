@@ -8,7 +8,7 @@ from typing import Any
 
 from protos.errors import Internal, TriptychError
 from protos.limits import SAMPLING
-from protos.steps import GroupKind, StepPlan, StepResult
+from protos.steps import GroupKind, PoolShape, StepPlan, StepResult
 from protos.triptych.v1 import common_pb2
 from scheduler_svc.adapters.registry import Adapter, LoadedAdapter
 from scheduler_svc.dispatch.adapter_queue import AdapterHost
@@ -18,11 +18,12 @@ from scheduler_svc.dispatch.queueing import WaitingQueue
 from scheduler_svc.kv.block_pool import BlockPool
 from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.kv.sequence import SequenceKv
-from scheduler_svc.policy.order import OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.order import PriorityFairOrder
 from scheduler_svc.policy.rules import Turns
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import ModelLimits, Resumed, Submission
+from scheduler_svc.requests.pooled_model import PooledModel
 from scheduler_svc.requests.request import Event, Request, Sink
 from scheduler_svc.requests.sampling import Grammar, Sampling, StopRule
 from scheduler_svc.shapes.shape_config import KvGroup, ShapeConfig
@@ -126,7 +127,7 @@ def make_request(
     )  # fmt: skip
 
 
-def queue_of(*requests: Request, order: OrderPolicy | None = None) -> WaitingQueue:
+def queue_of(*requests: Request, order: PriorityFairOrder | None = None) -> WaitingQueue:
     """Returns a queue to which the requests were added in this order."""
     queue = WaitingQueue(order or PriorityFairOrder())
     for request in requests:
@@ -163,6 +164,19 @@ def make_submission(
         cache_salt=cache_salt, n=n, resumed=tuple(resumed_sequences), age_s=age_s,
         silent_s=silent_s, lora_name=lora_name,
     )  # fmt: skip
+
+
+def make_pool_submission(
+    prompt: Sequence[int] = (5, 6), *, request_id: str = "r", **fields: Any
+) -> Submission:
+    """Returns a valid request for an embedding."""
+    pooling = common_pb2.PoolingParams(task=common_pb2.POOL_TASK_EMBED)
+    return Submission(request_id, tuple(prompt), pooling=pooling, **fields)
+
+
+def make_pooled_model(*shapes: PoolShape) -> PooledModel:
+    """Returns an embedding model of two values with these shapes, ascending."""
+    return PooledModel(1000, frozenset({common_pb2.POOL_TASK_EMBED}), 2, common_pb2.PoolingInfo(), shapes)
 
 
 def expected_tokens(
@@ -359,7 +373,7 @@ class Rig:
 def make_rig(
     shapes: ShapeConfig | None = None, *, num_blocks: int | Sequence[int] = 65, groups: Sequence[KvGroup] = (FULL,),
     prefix_caching: bool = True, sub_block: bool = True, cache_generated: bool = False, decode_steps_per_chunk: int = 1,
-    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: OrderPolicy | None = None, lease_steps: int = 1,
+    max_waiting: int = 1000, max_waiting_tokens: int = 100_000, order: PriorityFairOrder | None = None, lease_steps: int = 1,
     num_streams: int = 0, max_worker_losses: int = 2, max_step_failures: int = 4, depth: int | None = None, lag: int = 0, most_plans: int = 1,
     dispatches: bool = True, copies_blocks: bool = True, adapter_slots: int = 0, max_cpu_loras: int | None = None,
 ) -> Rig:  # fmt: skip

@@ -14,7 +14,11 @@ H100_8B = StepTimes.read("h100-8b")
 
 
 def simulated(
-    requests: Sequence[SimulatedRequest], *, times: StepTimes = H100_8B, replicas: int = 1, **settings: Any
+    requests: Sequence[SimulatedRequest],
+    *,
+    times: StepTimes | Sequence[StepTimes] = H100_8B,
+    replicas: int = 1,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Runs requests and returns the figures; ``settings`` are fields of the scheduler's.
 

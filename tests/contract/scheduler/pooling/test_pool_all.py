@@ -8,7 +8,7 @@ import pytest
 from protos.errors import Internal, InvalidArgument, NotFound, Overloaded, TriptychError, from_rpc_error
 from protos.triptych.v1 import common_pb2 as pb
 from protos.triptych.v1 import inference_pb2
-from scheduler_svc.pooling.tasks import MOST_VALUES
+from scheduler_svc.requests.pooled_model import MOST_VALUES
 from scheduler_svc.settings import Settings
 from tests.support.scheduler.fake_pool_worker import POISON, FakePoolWorker, embedding_of, pool_request
 from tests.support.scheduler.running_scheduler import (

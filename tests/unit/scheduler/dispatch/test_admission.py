@@ -20,7 +20,7 @@ from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.placement import Placer
 from scheduler_svc.policy.order import ArrivalOrder
 from scheduler_svc.replica.suspects import Loss
-from scheduler_svc.requests.admission import Submission
+from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import Request
 from scheduler_svc.requests.sampling import FinishReason
 from tests.support.scheduler.factories import (
@@ -28,6 +28,7 @@ from tests.support.scheduler.factories import (
     ListSink,
     Rig,
     expected_tokens,
+    make_pool_submission,
     make_rig,
     make_sampling,
     make_shapes,
@@ -55,7 +56,7 @@ def test_a_request_that_cannot_be_served_is_refused(
 ) -> None:
     """It is refused at submission, with a message that says what to change."""
     rig = make_rig()
-    assert rig.engine.model is not None
+    assert isinstance(rig.engine.model, ModelLimits)
     rig.engine.model = replace(rig.engine.model, sampling_fields=frozenset({"temperature"}))
     with pytest.raises(error, match=message):
         rig.submit(submission)
@@ -142,6 +143,23 @@ def test_many_tenants_together_have_half_as_much_again() -> None:
     """Whoever may name tenants cannot fill memory with them."""
     rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), max_waiting=10)
     assert sum(_flood(rig, f"tenant-{number}", 10) for number in range(100)) == 1 + 10 + 5
+
+
+def test_requests_that_wait_for_a_prefix_count_with_their_tokens() -> None:
+    """The queue is bounded though their replica holds them, and counts nothing once they have ended."""
+    rig = make_rig(make_shapes(max_num_seqs=16), max_waiting_tokens=4 * 33)
+    prompt = [5] * 32
+    rig.submit(make_submission([*prompt, 6], request_id="first"))
+    for number in range(4):
+        rig.submit(make_submission([*prompt, 7 + number], request_id=f"same-{number}", tenant="b"))
+    assert rig.engine.load().num_deferred == 4
+    assert rig.engine.load().num_waiting_tokens == 4 * 33
+    with pytest.raises(Overloaded):
+        rig.submit(make_submission(prompt, request_id="one more", tenant="b"))
+    rig.engine.abort("same-3")
+    assert rig.engine.load().num_waiting_tokens == 3 * 33
+    rig.run()
+    assert (rig.engine.num_waiting, rig.engine.load().num_waiting_tokens) == (0, 0)
 
 
 def test_before_the_first_replica_requests_are_unavailable() -> None:
@@ -261,8 +279,8 @@ def test_a_generating_engine_refuses_pooling_requests() -> None:
     """The refusal is retryable only while the kind of model is unknown."""
     engine = Engine(max_waiting=1, max_waiting_tokens=1, clock=lambda: 0.0, order=ArrivalOrder())
     with pytest.raises(Unavailable, match="no worker is ready yet"):
-        engine.submit_pooling([], ListSink())
+        engine.submit(make_pool_submission(), ListSink())
     rig = make_rig()
     rig.engine.suspend(Unavailable("gone"))
     with pytest.raises(Unsupported, match="call Generate or Connect"):
-        rig.engine.submit_pooling([], ListSink())
+        rig.engine.submit(make_pool_submission(), ListSink())

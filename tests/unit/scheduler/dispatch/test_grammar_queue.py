@@ -13,7 +13,7 @@ from scheduler_svc.kv.cache import CacheOptions, KvCache
 from scheduler_svc.policy.rules import Interleave
 from scheduler_svc.replica.scheduler import ReplicaScheduler
 from scheduler_svc.replica.suspects import Loss
-from scheduler_svc.requests.admission import Submission
+from scheduler_svc.requests.admission import ModelLimits, Submission
 from scheduler_svc.requests.request import RequestState
 from scheduler_svc.requests.sampling import FinishReason, Grammar
 from tests.support.scheduler.factories import (
@@ -222,7 +222,7 @@ def test_a_finished_grammar_overrules_min_tokens_for_end_tokens_only(models_own:
     whole = expected_tokens((5, 6, 7), 8)
     rig = make_rig()
     model = rig.engine.model
-    assert model is not None
+    assert isinstance(model, ModelLimits)
     if models_own:
         rig.engine.model = replace(model, eos_token_ids=frozenset({whole[3]}))
     record_asked(rig)

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from protos.errors import TimedOut
-from scheduler_svc.dispatch.engine import Engine
 from scheduler_svc.dispatch.request_timeouts import RequestTimeouts, Timeout
 from scheduler_svc.replica.suspects import Loss
 from scheduler_svc.requests.admission import Resumed
+from scheduler_svc.requests.request import Request
 from tests.support.scheduler.factories import (
     ListSink,
     Rig,
@@ -26,7 +26,7 @@ def one_slot() -> Rig:
 
 
 def timeouts(rig: Rig, *, queue_s: float = 0.0, token_s: float = 0.0) -> RequestTimeouts:
-    return RequestTimeouts(lambda: rig.engine, queue_s=queue_s, token_s=token_s, clock=lambda: rig.now)
+    return RequestTimeouts(rig.engine, queue_s=queue_s, token_s=token_s, clock=lambda: rig.now)
 
 
 def timed_out(sink: ListSink) -> bool:
@@ -208,19 +208,20 @@ def test_a_resumed_request_with_a_finished_sequence_has_begun() -> None:
     assert not sink.events
 
 
-async def test_a_bug_does_not_end_the_bounds() -> None:
+async def test_a_bug_does_not_end_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next check runs as ever."""
     rig = one_slot()
-    checks = 0
+    checks, live = 0, rig.engine.live
 
-    def engine() -> Engine:
+    def flaky() -> list[Request]:
         nonlocal checks
         checks += 1
         if checks == 1:
             raise ValueError("a bug")
-        return rig.engine
+        return live()
 
-    limits = RequestTimeouts(engine, queue_s=0.1, token_s=0.0, clock=lambda: rig.now)
+    monkeypatch.setattr(rig.engine, "live", flaky)
+    limits = RequestTimeouts(rig.engine, queue_s=0.1, token_s=0.0, clock=lambda: rig.now)
     rig.submit(make_submission(request_id="running"))
     rig.step()
     sink = rig.submit(make_submission())
@@ -232,16 +233,17 @@ async def test_a_bug_does_not_end_the_bounds() -> None:
     task.cancel()
 
 
-async def test_a_freeze_of_the_scheduler_is_not_silence() -> None:
+async def test_a_freeze_of_the_scheduler_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first check after it only looks: results that have arrived meanwhile come first."""
     rig = one_slot()
-    looked = asyncio.Event()
+    looked, live = asyncio.Event(), rig.engine.live
 
-    def engine() -> Engine:
+    def watched() -> list[Request]:
         looked.set()
-        return rig.engine
+        return live()
 
-    limits = RequestTimeouts(engine, queue_s=0.0, token_s=0.1, clock=lambda: rig.now)
+    monkeypatch.setattr(rig.engine, "live", watched)
+    limits = RequestTimeouts(rig.engine, queue_s=0.0, token_s=0.1, clock=lambda: rig.now)
     sink = rig.submit(make_submission())
     rig.step()
     limits.check()

@@ -4,7 +4,7 @@ import pytest
 
 from protos.errors import Overloaded
 from scheduler_svc.dispatch.queueing import RESUMED_FACTOR
-from scheduler_svc.policy.order import ArrivalOrder, OrderPolicy, PriorityFairOrder
+from scheduler_svc.policy.order import ArrivalOrder, PriorityFairOrder
 from scheduler_svc.replica.suspects import Loss
 from tests.support.scheduler.factories import expected_tokens, make_rig, make_shapes, make_submission
 
@@ -30,7 +30,7 @@ def test_a_new_scheduler_takes_all_requests_of_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("order", [ArrivalOrder(), PriorityFairOrder(), PriorityFairOrder(ageing_s=10.0)])
-def test_a_resumed_request_keeps_its_age(order: OrderPolicy) -> None:
+def test_a_resumed_request_keeps_its_age(order: PriorityFairOrder) -> None:
     """It is served before requests that came after it, to whichever scheduler they came."""
     rig = make_rig(make_shapes(max_num_seqs=1, buckets=(1,)), order=order)
     rig.now = 50.0

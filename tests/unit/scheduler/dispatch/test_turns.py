@@ -198,6 +198,21 @@ def test_a_tenant_s_weight_is_its_share_of_tokens() -> None:
     assert 6 <= served.count("paid") <= 7
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_computing_again_is_charged_to_nobody(lost: bool) -> None:
+    """A preemption or a lost worker costs the tenant no share: prompt and output count once."""
+    rig = make_rig(ONE_SLOT)
+    rig.submit(make_submission(request_id="a", tenant="a", max_tokens=10, priority=1))
+    for _ in range(5):
+        rig.step()
+    if lost:
+        rig.replace_replica()
+    else:
+        rig.submit(make_submission([9, 8], request_id="urgent", tenant="b", max_tokens=2))
+    rig.run()
+    assert rig.engine.waiting.tenants["a"] == 3 + 8  # two of ten tokens come with chunks
+
+
 def test_a_blocked_queue_continues_after_a_release() -> None:
     """With memory for one request, the second is admitted after the first one ends."""
     rig = make_rig(num_blocks=9)

@@ -1,20 +1,53 @@
-"""The queue of a pooling deployment: choice and contents of the next batch."""
+"""A pooling replica: choice and contents of the next batch."""
+
+from typing import Any
 
 import pytest
 
-from protos.steps import PoolShape
+from protos.steps import Pool as PoolWork
+from protos.steps import PoolShape, SlotOutput, StepResult
+from scheduler_svc.dispatch.engine import Engine
+from scheduler_svc.dispatch.placement import AttachedReplica
 from scheduler_svc.policy.order import PriorityFairOrder
-from scheduler_svc.pooling.batching import PoolQueue, choose_batch
+from scheduler_svc.replica.pooling import PoolScheduler, choose_batch
 from scheduler_svc.shapes.shape_config import default_shapes
-from tests.support.scheduler.factories import make_request
+from tests.support.scheduler.factories import ListSink, make_pool_submission, make_pooled_model
 
 
 def shape(batch: int, prompt_len: int) -> PoolShape:
     return PoolShape(prompt_len, batch)
 
 
-def queue_of(*shapes: PoolShape) -> PoolQueue:
-    return PoolQueue(shapes, PriorityFairOrder)
+class Pool:
+    """An engine with one replica, driven by hand. Requests are numbered in the order of submission."""
+
+    def __init__(self, *shapes: PoolShape) -> None:
+        self.engine = Engine(
+            max_waiting=99, max_waiting_tokens=99_999, clock=lambda: 0.0, order=PriorityFairOrder()
+        )
+        self.engine.model = make_pooled_model(*shapes)
+        self.scheduler = PoolScheduler(shapes, 2, self.engine, clock=lambda: 0.0)
+        self.count = 0
+
+    def add(self, *lengths: int, **fields: Any) -> None:
+        """Submits requests of these lengths."""
+        for length in lengths:
+            name = str(self.count)
+            self.engine.submit(make_pool_submission([5] * length, request_id=name, **fields), ListSink())
+            self.count += 1
+
+    def batches(self) -> list[tuple[PoolShape, list[int]]]:
+        """Attaches the replica, runs it until nothing waits, and returns shape and requests of each step."""
+        self.engine.attach("r0", AttachedReplica(self.scheduler, lambda: None))
+        found = []
+        while (plan := self.scheduler.step()) is not None:
+            assert isinstance(plan.work, PoolWork)
+            found.append((plan.work.shape, [int(one.request_id) for one in plan.admit]))
+            outputs = tuple(SlotOutput(one.slot, pooled=(0.5, 0.5)) for one in plan.admit)
+            self.scheduler.update(StepResult(plan.step, outputs=outputs))
+            self.engine.dispatch()
+        assert not self.engine.live()
+        return found
 
 
 @pytest.mark.parametrize(
@@ -55,94 +88,68 @@ def test_costly_padding_is_avoided(waiting: int, batches: list[int], chosen: int
 
 def test_a_batch_has_one_prompt_length() -> None:
     """A longer request between shorter ones waits for its own batch."""
-    queue = queue_of(shape(4, 4), shape(1, 8))
-    requests = [make_request(range(3, 3 + length)) for length in (4, 5, 1, 3)]
-    for request in requests:
-        queue.add(request)
-    assert queue.backlog.num_tokens == 13
-    assert queue.take(0) == (shape(4, 4), [requests[0], requests[2], requests[3]])
-    assert queue.take(0) == (shape(1, 8), [requests[1]])
-    assert queue.take(0) is None
-    assert (len(queue), queue.backlog.num_tokens) == (0, 0)
+    pool = Pool(shape(4, 4), shape(1, 8))
+    pool.add(4, 5, 1, 3)
+    assert pool.batches() == [(shape(4, 4), [0, 2, 3]), (shape(1, 8), [1])]
 
 
 def test_priority_then_arrival() -> None:
     """Batches follow priority, then arrival."""
-    queue = queue_of(shape(2, 4))
-    late, urgent, early = make_request(), make_request(priority=-1), make_request()
-    late, early = early, late
-    for request in (late, urgent, early):
-        queue.add(request)
-    assert queue.take(0) == (shape(2, 4), [urgent, early])
-    assert queue.take(0) == (shape(2, 4), [late])
+    pool = Pool(shape(2, 4))
+    pool.add(3)
+    pool.add(3, priority=-1)
+    pool.add(3)
+    assert pool.batches() == [(shape(2, 4), [1, 0]), (shape(2, 4), [2])]
 
 
 def test_tenants_alternate() -> None:
-    """One tenant's flood does not hold up another tenant's single request."""
-    queue = queue_of(shape(1, 4))
-    flood = [make_request(tenant="a") for _ in range(5)]
-    single = make_request(tenant="b")
-    for request in (*flood, single):
-        queue.add(request)
-    order = [taken[1][0] for _ in range(6) if (taken := queue.take(0)) is not None]
-    assert order.index(single) <= 1
+    """One tenant's flood does not hold up another tenant's request, within a batch and between batches."""
+    pool = Pool(shape(1, 4), shape(2, 8))
+    pool.add(*[3] * 5, tenant="a")
+    pool.add(3, tenant="b")
+    pool.add(*[8] * 5, tenant="c")
+    pool.add(8, tenant="d")
+    order = [requests for _, requests in pool.batches()]
+    assert [5] in order[:3]
+    assert [6, 11] in order
 
 
 def test_a_removed_request_is_in_no_batch() -> None:
-    """Removal succeeds once."""
-    queue = queue_of(shape(4, 4))
-    staying, leaving = make_request(), make_request()
-    queue.add(staying)
-    queue.add(leaving)
-    assert queue.remove(leaving)
-    assert not queue.remove(leaving)
-    assert len(queue) == queue.backlog.num_requests == 1
-    assert queue.take(0) == (shape(4, 4), [staying])
-
-
-def test_draining_returns_requests_in_order() -> None:
-    """No request is left in any queue."""
-    queue = queue_of(shape(1, 4), shape(1, 8))
-    requests = [make_request(range(3, 3 + length)) for length in (8, 2, 7)]
-    for request in requests:
-        queue.add(request)
-    assert queue.drain() == requests
-    assert queue.take(0) is None
+    """Neither is one that was aborted when it was the first of the next batch."""
+    pool = Pool(shape(4, 4))
+    pool.add(3, 3, 3)
+    assert pool.engine.abort("1")
+    assert not pool.engine.abort("1")
+    pool.engine.attach("r0", AttachedReplica(pool.scheduler, lambda: None))
+    assert pool.engine.abort("0")
+    assert pool.batches() == [(shape(4, 4), [2])]
 
 
 def test_packed_shapes_mix_lengths() -> None:
     """A batch takes requests in turn until one does not fit, in the smallest shape that holds them."""
     small, middle, large = (PoolShape(size, texts, packed=True) for size, texts in ((4, 1), (8, 3), (12, 3)))
-    queue = queue_of(small, middle, large)
-    requests = [make_request(range(3, 3 + length)) for length in (5, 2, 6, 1, 1, 1, 3)]
-    for request in requests:
-        queue.add(request)
-    assert queue.take(0) == (middle, requests[:2])  # 6 more tokens would be 13
-    assert queue.take(0) == (middle, requests[2:5])  # a fourth text is too many
-    assert queue.take(0) == (middle, requests[5:])  # the smallest has room for one text only
-    assert queue.take(0) is None
-    assert (len(queue), queue.backlog.num_tokens) == (0, 0)
+    pool = Pool(small, middle, large)
+    pool.add(5, 2, 6, 1, 1, 1, 3)
+    # 6 more tokens would be 13; a fourth text is too many; the smallest has room for one text only.
+    assert pool.batches() == [(middle, [0, 1]), (middle, [2, 3, 4]), (middle, [5, 6])]
 
 
 def test_short_texts_do_not_fill_the_context() -> None:
     """A batch holds at most 512 tokens, unless its first request needs a longer shape."""
-    queue = queue_of(*default_shapes(2048, 4096, packs_texts=True))
-    requests = [make_request([3] * length) for length in (300, 200, 20, 600, 400, 30, 2000)]
-    for request in requests:
-        queue.add(request)
-    taken = [queue.take(0) for _ in range(5)]
+    pool = Pool(*default_shapes(2048, 4096, packs_texts=True))
+    pool.add(300, 200, 20, 600, 400, 30, 2000)
+    batches = pool.batches()
     # The second batch starts because 20 more tokens would be 520. 600 tokens need the shape of 1024.
-    batches = [requests[:2], requests[2:3], requests[3:5], requests[5:6], requests[6:]]
-    assert [one[1] for one in taken if one] == batches
-    assert [one[0].prompt_len for one in taken if one] == [512, 24, 1024, 32, 2048]
+    assert [requests for _, requests in batches] == [[0, 1], [2], [3, 4], [5], [6]]
+    assert [one.prompt_len for one, _ in batches] == [512, 24, 1024, 32, 2048]
 
 
-def test_a_suspect_is_alone_in_a_packed_batch() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_suspect_is_alone_in_its_batch(packed: bool) -> None:
     """It neither joins a batch nor takes others along."""
-    queue = queue_of(PoolShape(8, 4, packed=True))
-    requests = [make_request(range(3, 5)) for _ in range(3)]
-    requests[1].worker_losses = 1
-    for request in requests:
-        queue.add(request)
-    taken = [queue.take(0), queue.take(0)]
-    assert [batch[1] for batch in taken if batch] == [[requests[0], requests[2]], [requests[1]]]
+    pool = Pool(PoolShape(8, 4, packed=packed))
+    pool.add(2, 2, 2)
+    suspect = pool.engine.find("1")
+    assert suspect is not None
+    suspect.worker_losses = 1
+    assert [requests for _, requests in pool.batches()] == [[0, 2], [1]]

@@ -101,7 +101,7 @@ def test_a_decode_step_that_failed_counts_nowhere(monkeypatch: pytest.MonkeyPatc
     rig = ahead()
     charged: list[int] = []
     lease, scheduler = decoding(rig, "r"), rig.scheduler
-    monkeypatch.setattr(rig.engine.waiting, "charge", lambda _, tokens: charged.append(tokens))
+    monkeypatch.setattr(rig.engine.waiting.tenants, "charge", lambda _, tokens: charged.append(tokens))
     scheduler.update(StepResult(lease.step, error=BROKEN))
     assert (decode_steps(rig), charged) == (0, [])
     rig.engine.dispatch()

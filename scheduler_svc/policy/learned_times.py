@@ -1,0 +1,68 @@
+"""Seconds that the steps of a replica take, learned from their results."""
+
+from dataclasses import dataclass, field
+from typing import Final
+
+# Weight of an observation after the next one: about the last fifty count.
+_KEPT: Final = 0.98
+
+# An observation further from expectation than this factor is an accident, such as a compilation, or the
+# sign of one before.
+_OUTLIER: Final = 4.0
+
+
+class LinearTime:
+    """Fits seconds as a linear function of a step's size to its latest observations."""
+
+    __slots__ = ("_size", "_size_seconds", "_size_size", "_weight", "seconds")
+
+    def __init__(self) -> None:
+        """Knows nothing yet."""
+        self._weight = 0.0
+        self._size = self._size_size = self._size_seconds = 0.0
+        self.seconds = 0.0
+        """The mean of the observations."""
+
+    @property
+    def known(self) -> bool:
+        """Whether anything was observed."""
+        return self._weight > 0
+
+    def observe(self, size: float, seconds: float) -> None:
+        """Takes in a step that took some time; none that was not measured."""
+        if seconds <= 0:
+            return
+        if self._weight:
+            expected = self.at(size)
+            if seconds * _OUTLIER < expected:
+                self._weight = 0.0
+            else:
+                seconds = min(seconds, expected * _OUTLIER)
+        self._weight = self._weight * _KEPT + 1
+        share = 1 / self._weight
+        self._size += (size - self._size) * share
+        self.seconds += (seconds - self.seconds) * share
+        self._size_size += (size * size - self._size_size) * share
+        self._size_seconds += (size * seconds - self._size_seconds) * share
+
+    @property
+    def slope(self) -> float:
+        """Seconds that a step takes longer when its size grows by one, at least 0."""
+        variance = self._size_size - self._size**2
+        if variance <= 1e-6 * self._size_size:
+            return 0.0
+        return max(0.0, (self._size_seconds - self._size * self.seconds) / variance)
+
+    def at(self, size: float) -> float:
+        """Returns the seconds of a step of this size; at least a tenth of the mean, which bounds errors."""
+        return max(self.seconds / 10, self.seconds + self.slope * (size - self._size))
+
+
+@dataclass(slots=True)
+class LearnedTimes:
+    """The times of one replica's steps."""
+
+    chunk: LinearTime = field(default_factory=LinearTime)
+    """Of a prefill step, by its tokens without padding."""
+    decode: LinearTime = field(default_factory=LinearTime)
+    """Of a decode step, by its requests."""
